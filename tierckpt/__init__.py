@@ -1,0 +1,55 @@
+"""tierckpt: hierarchical checkpointing and fast model loading for PyTorch.
+
+The public surface. Importing this module imports neither torch nor any cloud library; each name loads on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from . import errors as errors
+from .errors import TierckptError as TierckptError
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Checkpointer": ".training.checkpointer",
+    "PerRank": ".training.state",
+    "RngState": ".training.state",
+    "Settings": ".config",
+    "TierStager": ".dcp.stager",
+    "TierStorageReader": ".dcp.reader",
+    "TierStorageWriter": ".dcp.writer",
+    "latest": ".client",
+    "load_safetensors": ".loading.safetensors",
+    "prefetch": ".client",
+    "wait": ".client",
+}
+
+__all__ = ["TierckptError", "errors", *_HOME]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from .client import latest as latest
+    from .client import prefetch as prefetch
+    from .client import wait as wait
+    from .config import Settings as Settings
+    from .dcp.reader import TierStorageReader as TierStorageReader
+    from .dcp.stager import TierStager as TierStager
+    from .dcp.writer import TierStorageWriter as TierStorageWriter
+    from .loading.safetensors import load_safetensors as load_safetensors
+    from .training.checkpointer import Checkpointer as Checkpointer
+    from .training.state import PerRank as PerRank
+    from .training.state import RngState as RngState
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(import_module(_HOME[name], __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,177 @@
+"""The one bridge between synchronous callers and the async engine.
+
+One daemon thread runs one event loop; every call is handed to it and waited for. Timeouts are applied inside the loop,
+so they cancel what they time out. After a fork the child starts with no client: locks, sockets and drains stay with
+the parent. At exit the process waits for its drains, at most ``exit_timeout_seconds``; the journal keeps the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures.thread  # imported first, so that its own exit hook runs after ours
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .config import Settings
+from .engine import Engine
+from .errors import ConfigError
+from .layout import parse_uri
+from .stores.schemes import check_location
+from .telemetry import ignore_progress, logger
+from .types import ProgressListener, Tier
+
+log = logger("client")
+
+T = TypeVar("T")
+
+
+class Client:
+    """An engine on a thread of its own. Blocking, thread-safe. Use ``get_client`` to share one per settings."""
+
+    def __init__(self, settings: Settings, listener: ProgressListener = ignore_progress) -> None:
+        self.settings = settings
+        self.engine = Engine(settings, listener)
+        self._recovered = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tierckpt", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[Engine], Awaitable[T]]) -> T:
+        """Run ``work(engine)`` on the loop and return its result. Never call it from the loop itself."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a blocking tierckpt call was made on tierckpt's own event loop")
+
+        async def call() -> T:
+            return await work(self.engine)
+
+        future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def submit(self, token: str) -> None:
+        """Start draining a journal entry in the background."""
+        self._loop.call_soon_threadsafe(self.engine.submit, token)
+
+    def recover(self) -> None:
+        """Take up, once per process, what earlier processes left in the journal."""
+        if not self._recovered:
+            self._recovered = True
+            self.run(lambda engine: engine.recover())
+
+    def close(self) -> None:
+        """Stop the drains (the journal keeps them) and the thread. Idempotent."""
+        if self._loop.is_closed():
+            return
+        self.run(lambda engine: engine.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def finish(self) -> None:
+        """Wait for the drains in this process, at most ``exit_timeout_seconds``; say what is left; close."""
+        timeout = self.settings.exit_timeout_seconds
+        left = self.run(lambda engine: engine.idle(timeout))
+        for entry in left:
+            log.warning("%s is not on the shared tier yet; `tierckpt drain --wait` on this node finishes it", entry.uri)
+        self.close()
+
+
+_clients: dict[str, Client] = {}
+_lock = threading.Lock()
+
+
+def get_client(settings: Settings) -> Client:
+    """Return this process's client for ``settings``, made on first use."""
+    key = settings.model_dump_json()
+    with _lock:
+        if key not in _clients:
+            _clients[key] = Client(settings)
+        return _clients[key]
+
+
+def wait(
+    uri: str | os.PathLike[str],
+    tier: str = "shared",
+    timeout_seconds: float = 600.0,
+    *,
+    settings: Settings | None = None,
+    **overrides: Any,
+) -> None:
+    """Return when the newest save to ``uri`` is committed on ``tier`` (``"local"`` or ``"shared"``).
+
+    Raises:
+        OperationTimeoutError: not within ``timeout_seconds``.
+        TierckptError: its drain failed for a reason that waiting does not mend (permission, damage, a rival save).
+    """
+    try:
+        wanted = Tier(tier)
+    except ValueError:
+        raise ConfigError(f"tier is {tier!r}", hint="It is 'local' or 'shared'") from None
+    location = check_location(parse_uri(uri))
+    client = get_client(Settings.load(settings, **overrides))
+    client.run(lambda engine: engine.wait(location, wanted, timeout_seconds))
+
+
+def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **overrides: Any) -> str | None:
+    """Return the URI of the newest usable checkpoint at or under ``uri``, None when there is none.
+
+    Usable means committed, and every file has a copy of its size on this node or the shared tier. Newest is the
+    highest step number at the end of the name.
+    """
+    location = check_location(parse_uri(uri))
+    client = get_client(Settings.load(settings, **overrides))
+    checkpoint = client.run(lambda engine: engine.latest(location))
+    return checkpoint.location.uri if checkpoint is not None else None
+
+
+def prefetch(
+    uri: str | os.PathLike[str],
+    to: str | os.PathLike[str] | None = None,
+    *,
+    settings: Settings | None = None,
+    listener: ProgressListener = ignore_progress,
+    **overrides: Any,
+) -> Path:
+    """Fill a directory of this node with a checkpoint or a directory of model files; return the directory.
+
+    When it returns every file is there, whole and durable; until then the directory is not there at all (or, where it
+    held other files before, has no receipt). A killed prefetch goes on where it stopped.
+
+    Args:
+        to: the directory; default is where this node's local tier mirrors ``uri``.
+
+    Raises:
+        PartialTransferError: some files could not be had; ``.failures`` names them.
+        CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError, CapacityError, StoreError.
+    """
+    location = check_location(parse_uri(uri))
+    client = Client(Settings.load(settings, **overrides), listener)
+    try:
+        target = Path(to).absolute() if to is not None else None
+        return client.run(lambda engine: engine.prefetch(location, target)).directory
+    finally:
+        client.close()
+
+
+def _finish_all() -> None:
+    for client in _clients.values():
+        client.finish()
+    _clients.clear()
+
+
+def _forget_after_fork() -> None:
+    global _lock
+    _clients.clear()
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+# atexit would be too late: by then the interpreter has stopped thread pools, and file I/O of the drains with them.
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

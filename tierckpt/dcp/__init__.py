@@ -1,0 +1,1 @@
+"""The DCP mount: TierStorageWriter and TierStorageReader for ``torch.distributed.checkpoint``."""

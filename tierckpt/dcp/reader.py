@@ -1,0 +1,199 @@
+"""TierStorageReader: DCP's StorageReader over the nearest good copy of each file, every byte verified."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import uuid
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.utils import _create_file_view
+from torch.futures import Future
+
+from ..client import Client, get_client
+from ..config import Settings
+from ..errors import CheckpointNotFoundError, ConfigError, IntegrityError, TierckptError
+from ..layout import METADATA, Location, parse_uri, rank_metadata
+from ..manifest import FileEntry
+from ..mover.catalog import Checkpoint
+from ..mover.copies import CheckedFile, Copy, LocalCopy, RemoteCopy
+from ..stores.schemes import check_location
+from ..types import ByteRange, Tier
+
+
+class TierStorageReader(StorageReader):
+    """Loads DCP checkpoints saved by tierckpt or by stock DCP.
+
+    Each file is read from the local tier if its copy is good, else from the shared tier (and kept on the local tier
+    for the next restart). Every byte passes its digest before a tensor sees it; a bad copy is set aside and the next
+    one used. Checkpoints of stock DCP carry no digests and are read as they are.
+
+    Args:
+        uri: a checkpoint URI (``tierckpt.latest(run_uri)`` finds the newest).
+        _extension_registry: DCP's registry of stream extensions.
+        settings: a ``Settings``; ``overrides`` are single fields of it.
+
+    Raises (inside DCP's CheckpointException, by rank):
+        CheckpointNotFoundError, UncommittedCheckpointError, IntegrityError (names tensor, file and tiers), StoreError.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str] | None = None,
+        _extension_registry: Any = None,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        settings: Settings | None = None,
+        **overrides: Any,
+    ) -> None:
+        super().__init__()
+        self.settings = Settings.load(settings, **overrides)
+        self.transforms = _StorageReaderTransforms(_extension_registry)
+        self.storage_data: dict[Any, Any] = {}
+        self.load_id = str(uuid.uuid4())
+        self._checkpoint: Checkpoint | None = None
+        self.path = ""
+        self._point_to(uri if uri is not None else path)
+
+    # --- contract of StorageReader ------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.storage_data = {}
+        self._checkpoint = None
+        if checkpoint_id is not None:
+            self._point_to(checkpoint_id)
+        self.load_id = str(uuid.uuid4())
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        rank = kwargs.get("rank")
+        name = METADATA if rank is None else rank_metadata(rank)
+        checkpoint = self._find()
+        with self._open(checkpoint, self._entry(checkpoint, name)) as stream:
+            metadata = cast(Metadata, pickle.loads(stream.read()))
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if metadata.storage_data is None:
+            raise IntegrityError(f"the metadata of {self.path} says nothing about where its data is", file=METADATA)
+        self.storage_data = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        checkpoint = self._find()
+        requests: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            requests.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        entries = {name: self._entry(checkpoint, name) for name in requests}
+        if checkpoint.manifest is not None:
+            self._client.run(lambda engine: engine.fetch_missing(checkpoint, entries.values()))
+        for name, items in requests.items():
+            items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
+            with self._open(checkpoint, entries[name]) as stream:
+                for item in items:
+                    self._read_item(item, stream, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True when this is a place we can read from, judged by its spelling and scheme alone."""
+        try:
+            check_location(parse_uri(checkpoint_id))
+        except ConfigError:
+            return False
+        return True
+
+    # --- one item -----------------------------------------------------------------------------------------------
+
+    def _read_item(self, item: ReadItem, stream: CheckedFile, planner: LoadPlanner) -> None:
+        info = self.storage_data[item.storage_index]
+        try:
+            view = cast(Any, _create_file_view(stream, info.offset, info.length))
+            # Metadata of old DCP versions has no transform_descriptors.
+            source = self.transforms.transform_load_stream(item, getattr(info, "transform_descriptors", None) or (), view)
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(source.read(-1)))
+                return
+            seekable = source if source.seekable() else io.BytesIO(source.read(-1))
+            stored = cast(torch.Tensor, torch.load(cast(Any, seekable), map_location="cpu", weights_only=True))
+        except TierckptError as error:
+            error.context["tensor"] = item.storage_index.fqn
+            error.context["checkpoint"] = self.path
+            raise
+        stored = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != stored.size():
+            raise IntegrityError(
+                f"{item.storage_index.fqn} has shape {tuple(stored.size())} in the file, {tuple(target.size())} was planned",
+                file=info.relative_path,
+                tensor=item.storage_index.fqn,
+            )
+        target.copy_(stored)
+        planner.commit_tensor(item, target)
+
+    # --- files --------------------------------------------------------------------------------------------------
+
+    def _find(self) -> Checkpoint:
+        if self._checkpoint is None:
+            self._checkpoint = self._client.run(lambda engine: engine.find(self.location))
+        return self._checkpoint
+
+    def _entry(self, checkpoint: Checkpoint, name: str) -> FileEntry:
+        """The manifest's entry of ``name``; for stock checkpoints one made from its size, without digests."""
+        if checkpoint.manifest is None:
+            size = self._client.run(lambda engine: checkpoint.store.head(name)).size_bytes
+            return FileEntry(name, size, ())
+        for entry in checkpoint.manifest.entries:
+            if entry.path == name:
+                return entry
+        raise CheckpointNotFoundError(
+            f"{name} is not part of the checkpoint {self.path}",
+            hint="Its metadata refers to a file that its manifest does not know",
+            file=name,
+        )
+
+    def _open(self, checkpoint: Checkpoint, entry: FileEntry) -> CheckedFile:
+        chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest else int(self.settings.chunk_size_bytes)
+        copies: list[Copy] = []
+        local = checkpoint.local_path(entry)
+        if local is not None and checkpoint.manifest is not None:
+            copies.append(LocalCopy(local))
+        if self.location.scheme == "file":
+            copies.append(LocalCopy(Path(self.location.path, entry.key), Tier.SHARED))
+        else:
+            copies.append(RemoteCopy(f"{self.path}/{entry.key}", lambda byte_range: self._get_range(entry.key, byte_range)))
+        return CheckedFile(entry, chunk, copies)
+
+    def _get_range(self, key: str, byte_range: ByteRange) -> Any:
+        return self._client.run(lambda engine: engine.get_range(self.location, key, byte_range))
+
+    def _point_to(self, uri: str | os.PathLike[str] | None) -> None:
+        if uri is None:
+            raise ConfigError("no URI", hint="TierStorageReader('s3://bucket/run/step-100')")
+        self.location: Location = check_location(parse_uri(uri))
+        self.path = self.location.uri
+
+    @property
+    def _client(self) -> Client:
+        return get_client(self.settings)

@@ -1,0 +1,413 @@
+"""The async core: one Engine per local root in a process, over the parts in mover/. Runs on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from .config import Settings
+from .errors import (
+    CheckpointNotFoundError,
+    CommitAbandonedError,
+    ConfigError,
+    OperationTimeoutError,
+    StoreUnavailableError,
+    TierckptError,
+    UncommittedCheckpointError,
+)
+from .layout import PRIVATE_DIR, SHARD_SUFFIX, Location, local_dir, step_of
+from .manifest import FileEntry
+from .mover import catalog, commit, retention
+from .mover.catalog import Checkpoint, Row
+from .mover.drain import Drainer, DrainResult
+from .mover.journal import READY, Entry, Journal
+from .mover.prefetch import PrefetchResult, from_listing, from_manifest, prefetch
+from .mover.transfer import fetch
+from .mover.verify import VerifyReport, verify
+from .stores.base import Store
+from .telemetry import ignore_progress, logger
+from .types import Buffer, ByteRange, Progress, ProgressListener, Tier
+
+log = logger("engine")
+
+PROBE_TIMEOUT_SECONDS = 10.0
+OTHER_RANKS_SECONDS = 10.0
+POLL_SECONDS_MIN = 0.02
+POLL_SECONDS_MAX = 1.0
+
+
+class Engine:
+    """Everything the library does apart from torch: drain, wait, find, fetch, verify, prefetch, remove.
+
+    Owns the stores and the running drains. Not thread-safe: every coroutine runs on the loop that made it.
+    """
+
+    def __init__(self, settings: Settings, listener: ProgressListener = ignore_progress) -> None:
+        self.settings = settings
+        self._listener = listener
+        self._drainer = Drainer(settings, listener)
+        self._drains: dict[str, asyncio.Task[DrainResult]] = {}
+        self._failures: dict[str, tuple[str, TierckptError]] = {}
+        self.committed_at: dict[str, float] = {}
+        """When (monotonic seconds) this process saw each URI committed on the shared tier."""
+
+    @property
+    def journal(self) -> Journal:
+        return self._drainer.journal
+
+    def store(self, location: Location) -> Store:
+        return self._drainer.store(location)
+
+    def directory(self, location: Location) -> Path:
+        return local_dir(self.settings.local_root, location)
+
+    async def close(self) -> None:
+        for task in self._drains.values():
+            task.cancel()
+        await asyncio.gather(*self._drains.values(), return_exceptions=True)
+        await self._drainer.close()
+
+    # --- saving ------------------------------------------------------------------------------------------------
+
+    async def attempts_to_replace(self, location: Location, *, overwrite: bool) -> tuple[str, ...]:
+        """Return the attempts that stand under ``location`` now: a new save is told to replace exactly these.
+
+        A shared tier that does not answer in time is passed over, because a save must not wait for it; should an
+        attempt stand there, the drain will find it.
+
+        Raises:
+            AlreadyCommittedError: something stands there and ``overwrite`` is False.
+            StoreError: the shared tier refuses us (missing bucket, credentials): better said at the first save.
+        """
+        local = await asyncio.to_thread(commit.read_local_manifest, self.directory(location))
+        standing = {local.attempt} if local else set()
+        if self.settings.drain:
+            try:
+                async with asyncio.timeout(PROBE_TIMEOUT_SECONDS):
+                    store = self.store(location)
+                    claim = await commit.read_claim(store)
+                    stock = not overwrite and claim is None and await catalog.is_stock(store)
+                standing |= {claim} if claim else set()
+                if stock:
+                    raise commit.already_committed(location, "of stock DCP", Tier.SHARED)
+            except (StoreUnavailableError, TimeoutError) as error:
+                log.warning("%s: the shared tier does not answer, saving locally (%s)", location.uri, error)
+        if standing and not overwrite:
+            raise commit.already_committed(location, ", ".join(sorted(standing)), Tier.LOCAL if local else Tier.SHARED)
+        return tuple(sorted(standing))
+
+    async def send_linked(self, entry: Entry) -> bool:
+        """Make the files of ``entry`` appear on the shared tier at once if links can; False when they must be copied."""
+        store = self.store(entry.location)
+        if not entry.files or not await store.link(entry.files[0].key, self.directory(entry.location) / entry.files[0].key):
+            return False
+        await self._drainer.send_files(entry)
+        return True
+
+    def submit(self, token: str) -> None:
+        """Start draining a journal entry in the background. Its error is kept for ``wait``."""
+        if token not in self._drains:
+            self._drains[token] = asyncio.create_task(self._drain(token), name=f"drain {token}")
+
+    async def recover(self) -> None:
+        """Take up what earlier processes left in the journal: drain what was finished, remove what was not.
+
+        Safe beside live savers and movers: each holds its entries, and what is held is left alone.
+        """
+        for entry in await asyncio.to_thread(self.journal.entries):
+            if entry.state == READY:
+                if self.settings.drain:
+                    self.submit(entry.token)
+            else:
+                await asyncio.to_thread(self._remove_unfinished, entry)
+
+    def _remove_unfinished(self, entry: Entry) -> None:
+        with self.journal.own(entry.token) as dead:
+            current = self.journal.read(entry.token)
+            if not dead or current is None or current.state == READY:
+                return
+            for path in self.directory(entry.location).glob(f"*-{entry.token}{SHARD_SUFFIX}"):
+                path.unlink(missing_ok=True)
+            self.journal.remove(entry.token)
+            log.info("removed the shards of a save to %s that never finished", entry.uri)
+
+    async def _drain(self, token: str) -> DrainResult:
+        uri = ""
+        try:
+            entry = await asyncio.to_thread(self.journal.read, token)
+            uri = entry.uri if entry else ""
+            result = await self._drainer.drain(token)
+            self.committed_at[uri] = time.monotonic()
+            return result
+        except TierckptError as error:
+            log.error("drain of %s failed: %s", uri, error)
+            self._failures[token] = (uri, error)
+            raise
+        finally:
+            self._drains.pop(token, None)
+
+    async def drain_now(self, token: str) -> None:
+        """Drain an entry whose files are all on the shared tier already, and return when it is committed there."""
+        result = await self._drainer.drain(token, patient=True)
+        self.committed_at[result.uri] = time.monotonic()
+
+    async def drain_all(self, *, patient: bool) -> tuple[list[DrainResult], list[TierckptError]]:
+        """Drain everything in the journal, newest first. Returns what was drained and what was not, with the reason."""
+        entries = await asyncio.to_thread(self.journal.entries)
+        ready = [entry for entry in entries if entry.state == READY]
+        results = await asyncio.gather(
+            *(self._drainer.drain(entry.token, patient=patient) for entry in ready), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, TierckptError):
+                raise result
+        return (
+            [result for result in results if isinstance(result, DrainResult)],
+            [result for result in results if isinstance(result, TierckptError)],
+        )
+
+    async def idle(self, timeout_seconds: float) -> list[Entry]:
+        """Wait until this process drains nothing, at most ``timeout_seconds``. Returns what is still in its hands.
+
+        An entry that has sent its files and only waits for other ranks is given ``OTHER_RANKS_SECONDS``: when a rank
+        of the job has died, the rest should not sit out the whole time for it.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        patience = time.monotonic() + min(timeout_seconds, OTHER_RANKS_SECONDS)
+        while self._drains and time.monotonic() < deadline:
+            sending = self._drains.keys() - self._drainer.awaiting
+            if not sending and time.monotonic() > patience:
+                break
+            await asyncio.wait(list(self._drains.values()), timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+        entries = await asyncio.to_thread(self.journal.entries)
+        return [entry for entry in entries if entry.token in self._drains]
+
+    # --- waiting -----------------------------------------------------------------------------------------------
+
+    async def wait(self, location: Location, tier: Tier, timeout_seconds: float) -> None:
+        """Return when the newest save to ``location`` is committed on ``tier``.
+
+        Raises:
+            OperationTimeoutError: not within ``timeout_seconds``; says what is still missing.
+            TierckptError: the drain failed for a reason that waiting does not mend.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        pause, idle_rounds = POLL_SECONDS_MIN, 0
+        while True:
+            entries = await asyncio.to_thread(self._entries_of, location)
+            local = await asyncio.to_thread(commit.read_local_manifest, self.directory(location))
+            if tier is Tier.LOCAL and local is not None:
+                return
+            if tier is Tier.SHARED:
+                # Only our newest local attempt counts, or any commit when this node has none.
+                attempt = local.attempt if local else None
+                if local is not None and await asyncio.to_thread(commit.is_drained, self.directory(location), local.attempt):
+                    return
+                if await self._is_committed(location, attempt):
+                    return
+                self._raise_failure(location)
+                idle_rounds = idle_rounds + 1 if local is not None and not entries else 0
+                if idle_rounds > 2:
+                    raise CommitAbandonedError(
+                        f"{location.uri} is committed on the local tier only and nothing drains it",
+                        hint="It was saved with drain=False, or another save of the same id won on the shared tier",
+                    )
+                for entry in entries:
+                    if entry.state == READY:
+                        self.submit(entry.token)  # left by a process that is gone; held elsewhere it is a no-op
+            if time.monotonic() > deadline:
+                raise OperationTimeoutError(
+                    f"{location.uri} is not committed on the {tier} tier after {timeout_seconds:g} s",
+                    hint="`tierckpt status` shows what is in the journal and the last error",
+                    tier=tier,
+                    draining=len(entries),
+                    last_error=next((entry.error for entry in entries if entry.error), None),
+                )
+            await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic()) + 0.001))
+            pause = min(pause * 1.3, POLL_SECONDS_MAX)
+
+    def _entries_of(self, location: Location) -> list[Entry]:
+        return [entry for entry in self.journal.entries() if entry.uri == location.uri]
+
+    async def _is_committed(self, location: Location, attempt: str | None) -> bool:
+        try:
+            shared = await commit.read_shared_manifest(self.store(location))
+        except StoreUnavailableError:
+            return False
+        return shared is not None and attempt in {None, shared.attempt}
+
+    def _raise_failure(self, location: Location) -> None:
+        for token, (uri, error) in list(self._failures.items()):
+            if uri == location.uri:
+                del self._failures[token]
+                raise error
+
+    def take_failures(self) -> list[TierckptError]:
+        """Return the errors of drains since the last call, and forget them."""
+        failures = [error for _, error in self._failures.values()]
+        self._failures.clear()
+        return failures
+
+    # --- finding -----------------------------------------------------------------------------------------------
+
+    async def find(self, location: Location) -> Checkpoint:
+        return await catalog.find(location, self.directory(location), self.store(location))
+
+    async def list(self, location: Location) -> list[Row]:
+        """Return the checkpoints at or directly under ``location``, by step, uncommitted ones included.
+
+        Raises CheckpointNotFoundError when there is none.
+        """
+        own = await catalog.describe(location, self.directory(location), self.store(location))
+        if own is not None:
+            return [own]
+        rows = await asyncio.gather(*(self._describe(location.child(name)) for name in await self._children(location)))
+        found = [row for row in rows if row is not None]
+        if not found:
+            raise CheckpointNotFoundError(
+                f"no checkpoint at or under {location.uri}", hint="Check the URI, the endpoint and local_root"
+            )
+        return sorted(found, key=lambda row: (row.step is not None, row.step or 0, row.location.name))
+
+    async def _describe(self, location: Location) -> Row | None:
+        return await catalog.describe(location, self.directory(location), self.store(location))
+
+    async def _children(self, location: Location) -> list[str]:
+        directory = self.directory(location)
+        local = await asyncio.to_thread(
+            lambda: [path.name for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
+        )
+        try:
+            shared = await self.store(location).list_dirs()
+        except StoreUnavailableError as error:
+            if not local:
+                raise
+            log.warning("%s: listing the local tier only (%s)", location.uri, error)
+            shared = []
+        return sorted({name for name in local + shared if not name.startswith(".")})
+
+    async def latest(self, location: Location, step_max: int | None = None) -> Checkpoint | None:
+        """Return the newest usable checkpoint at or under ``location``: committed, every file with a copy of its size.
+
+        Newest is the highest step number in the name, not above ``step_max``; uncommitted and incomplete ones are
+        passed over with a log line.
+        """
+        try:
+            return await self.find(location)
+        except (CheckpointNotFoundError, UncommittedCheckpointError):
+            pass
+        names = sorted(await self._children(location), key=lambda name: (step_of(name) is not None, step_of(name) or 0, name))
+        for name in reversed(names):
+            if step_max is not None and (step_of(name) is None or step_of(name) > step_max):  # type: ignore[operator]
+                continue
+            try:
+                checkpoint = await self.find(location.child(name))
+            except (CheckpointNotFoundError, UncommittedCheckpointError, TierckptError) as error:
+                log.info("latest: passing over %s: %s", name, error)
+                continue
+            if await catalog.is_complete(checkpoint):
+                return checkpoint
+            log.warning("latest: passing over %s: some files have no copy", name)
+        return None
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    async def get(self, location: Location, key: str) -> bytes:
+        return await self.store(location).get(key)
+
+    async def get_range(self, location: Location, key: str, byte_range: ByteRange) -> Buffer:
+        return await self.store(location).get_range(key, byte_range)
+
+    async def fetch_missing(self, checkpoint: Checkpoint, entries: Iterable[FileEntry]) -> None:
+        """Bring those of ``entries`` that this node lacks to the local tier, verified. Best effort: readers go to the
+        shared tier for what could not be kept here."""
+        if checkpoint.manifest is None:
+            return
+        chunk_size, total, done = checkpoint.manifest.chunk_size_bytes, 0, 0
+        missing = [entry for entry in entries if checkpoint.local_path(entry) is None]
+        total = sum(entry.size_bytes for entry in missing)
+        gate = asyncio.Semaphore(self.settings.concurrency)
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            done += count
+            self._listener(Progress(f"restore {checkpoint.location.uri}", done, total))
+
+        async def one(entry: FileEntry) -> None:
+            async with gate:
+                try:
+                    path = checkpoint.directory / entry.key
+                    await fetch(checkpoint.store, entry, path, chunk_size, on_bytes, self.settings.concurrency)
+                except (TierckptError, OSError) as error:
+                    log.warning("%s stays on the shared tier only: %s", entry.path, error)
+
+        await asyncio.gather(*(one(entry) for entry in missing))
+
+    async def verify(self, location: Location, *, read_data: bool) -> tuple[Checkpoint, VerifyReport]:
+        checkpoint = await self.find(location)
+        chunk = int(self.settings.chunk_size_bytes)
+        report = await verify(
+            checkpoint,
+            read_data=read_data,
+            chunk_size_bytes=chunk,
+            concurrency=self.settings.concurrency,
+            listener=self._listener,
+        )
+        return checkpoint, report
+
+    async def prefetch(self, location: Location, directory: Path | None) -> PrefetchResult:
+        """Fill ``directory`` (default: where this node's local tier mirrors the URI) with a checkpoint or model."""
+        store = self.store(location)
+        manifest = await commit.read_shared_manifest(store)
+        if manifest is None and await _claimed(store):
+            raise UncommittedCheckpointError(
+                f"{location.uri} is not committed on the shared tier",
+                hint="Wait for its drain (`tierckpt drain --wait` on the training nodes), or take an older step",
+            )
+        wanted = from_manifest(manifest) if manifest else await from_listing(store)
+        target = directory or self.directory(location)
+        if location.scheme == "file" and target.absolute() == Path(location.path):
+            raise ConfigError(f"{target} is both source and target of the prefetch", hint="Give another --to")
+        return await prefetch(
+            store,
+            wanted,
+            target,
+            chunk_size_bytes=manifest.chunk_size_bytes if manifest else int(self.settings.chunk_size_bytes),
+            concurrency=self.settings.concurrency * 2,
+            listener=self._listener,
+        )
+
+    # --- removing ----------------------------------------------------------------------------------------------
+
+    async def keep_last(self, location: Location, *, local: int | None, shared: int | None) -> list[Row]:
+        """Remove the older checkpoints directly under ``location``. Returns the rows that lost a copy.
+
+        Never removes from the local tier what the shared tier has not committed, and never the newest of a tier.
+        """
+        try:
+            rows = [row for row in await self.list(location) if row.step is not None]
+        except CheckpointNotFoundError:
+            return []
+        removed = []
+        on_shared = {row.step: row for row in rows if row.shared == "committed" and row.step is not None}
+        on_local = {row.step: row for row in rows if row.local == "committed" and row.step is not None}
+        for step in retention.steps_to_remove(list(on_local), local or 0):
+            if not self.settings.drain or step in on_shared:
+                await asyncio.to_thread(commit.remove_local, self.directory(on_local[step].location))
+                removed.append(on_local[step])
+        for step in retention.steps_to_remove(list(on_shared), shared or 0):
+            store = self.store(on_shared[step].location)
+            manifest = await commit.read_shared_manifest(store)
+            if manifest is not None:
+                await retention.remove_shared(store, manifest)
+                removed.append(on_shared[step])
+        return removed
+
+
+async def _claimed(store: Store) -> bool:
+    """True when a save of ours has begun to drain here: its files are not a model to fetch as it stands."""
+    return bool(await store.list_dirs(PRIVATE_DIR)) or await commit.read_claim(store) is not None
+
+

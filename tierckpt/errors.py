@@ -1,0 +1,144 @@
+"""Every exception tierckpt raises.
+
+    TierckptError
+    ├── ConfigError (ValueError)                      exit 2   a setting, URI or argument that cannot work
+    │   └── MissingExtraError (ImportError)                    the URI needs a package that is not installed
+    ├── StoreError                                    exit 1   raised by stores/ only
+    │   ├── ObjectNotFoundError (FileNotFoundError)   exit 4
+    │   │   └── BucketNotFoundError
+    │   ├── PermissionDeniedError (PermissionError)   exit 6   missing or wrong credentials, read-only mount
+    │   ├── PreconditionFailedError                            put-if-absent found something, or an etag changed
+    │   └── StoreUnavailableError                     exit 7   the store's own retries are spent; try again later
+    ├── CapacityError (OSError)                       exit 1   no room: disk full, quota
+    ├── IntegrityError                                exit 5   bytes are not what the manifest says
+    │   └── ManifestError (ValueError)                         the manifest itself is not acceptable
+    ├── CheckpointError                               exit 1
+    │   ├── CheckpointNotFoundError (FileNotFoundError) exit 4
+    │   ├── UncommittedCheckpointError                exit 4   files are there, the commit is not
+    │   ├── AlreadyCommittedError (FileExistsError)            another save owns this id
+    │   ├── CommitAbandonedError                               some rank never finished its part
+    │   └── StateMismatchError (ValueError)                    the state dict does not fit the checkpoint
+    ├── PartialTransferError                          exit 3   some files arrived, some did not: .failures
+    └── OperationTimeoutError (TimeoutError)          exit 7   a deadline passed; the message says what was awaited
+
+Each class inherits the builtin that callers already catch. Every instance pickles, because DCP ships exceptions
+between ranks. ``retryable`` is the only thing that decides whether the mover tries again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class TierckptError(Exception):
+    """Base of all errors here. ``message`` says what and which object; ``hint`` says what to do next."""
+
+    exit_code: int = 1
+    retryable: bool = False
+
+    def __init__(self, message: str, *, hint: str = "", **context: Any) -> None:
+        self.message = message
+        self.hint = hint
+        self.context = {key: value for key, value in context.items() if value is not None}
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        facts = ", ".join(f"{key}={value}" for key, value in self.context.items())
+        text = f"{self.message} [{facts}]" if facts else self.message
+        return f"{text}. {self.hint}" if self.hint else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.hint, self.context))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the error as one flat JSON object: error, message, hint and the context."""
+        facts = {key: value if isinstance(value, int | float) else str(value) for key, value in self.context.items()}
+        return {"error": type(self).__name__, "message": self.message, "hint": self.hint, **facts}
+
+
+def _rebuild(kind: type[TierckptError], message: str, hint: str, context: dict[str, Any]) -> TierckptError:
+    return kind(message, hint=hint, **context)
+
+
+class ConfigError(TierckptError, ValueError):
+    exit_code = 2
+
+
+class MissingExtraError(ConfigError, ImportError):
+    pass
+
+
+class StoreError(TierckptError):
+    pass
+
+
+class ObjectNotFoundError(StoreError, FileNotFoundError):
+    exit_code = 4
+
+
+class BucketNotFoundError(ObjectNotFoundError):
+    pass
+
+
+class PermissionDeniedError(StoreError, PermissionError):
+    exit_code = 6
+
+
+class PreconditionFailedError(StoreError):
+    pass
+
+
+class StoreUnavailableError(StoreError):
+    exit_code = 7
+    retryable = True
+
+
+class CapacityError(TierckptError, OSError):
+    pass
+
+
+class IntegrityError(TierckptError):
+    exit_code = 5
+
+
+class ManifestError(IntegrityError, ValueError):
+    pass
+
+
+class CheckpointError(TierckptError):
+    pass
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    exit_code = 4
+
+
+class UncommittedCheckpointError(CheckpointError):
+    exit_code = 4
+
+
+class AlreadyCommittedError(CheckpointError, FileExistsError):
+    pass
+
+
+class CommitAbandonedError(CheckpointError):
+    pass
+
+
+class StateMismatchError(CheckpointError, ValueError):
+    pass
+
+
+class PartialTransferError(TierckptError):
+    """Some files arrived and some did not. ``failures`` maps each missing file to the error that stopped it."""
+
+    exit_code = 3
+
+    @property
+    def failures(self) -> dict[str, str]:
+        return dict(self.context.get("failures", {}))
+
+
+class OperationTimeoutError(TierckptError, TimeoutError):
+    exit_code = 7
+    retryable = True

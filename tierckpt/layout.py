@@ -1,0 +1,157 @@
+"""Where each thing lives under a checkpoint URI and under the local root. Pure functions over strings.
+
+A checkpoint directory looks the same on every tier, so what is true of the bucket is true of the SSD::
+
+    <checkpoint>/.metadata                          DCP's own metadata: stock PyTorch reads the checkpoint through it
+    <checkpoint>/__0_0-<token>.distcp               shards; the token is new for every rank and save (P3)
+    <checkpoint>/.tierckpt/manifest.json            the commit: written last, names every file with size and digests
+    <checkpoint>/.tierckpt/claim.json               which attempt owns this id (shared tier only)
+    <checkpoint>/.tierckpt/metadata/<attempt>       the metadata bytes that belong to the manifest's attempt
+    <checkpoint>/.tierckpt/pending/<attempt>.json   the manifest to be, until every rank has drained (shared tier only)
+    <checkpoint>/.tierckpt/parts/<token>.json       one rank has drained its shards (shared tier only)
+
+The local root holds::
+
+    <local_root>/checkpoints/<scheme>/<authority>/<path>/...     the local tier, mirroring the URI
+    <local_root>/journal/<token>.json                            what a mover still has to drain
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from .errors import ConfigError
+
+METADATA = ".metadata"
+PRIVATE_DIR = ".tierckpt"
+MANIFEST = ".tierckpt/manifest.json"
+CLAIM = ".tierckpt/claim.json"
+PENDING_DIR = ".tierckpt/pending"
+PARTS_DIR = ".tierckpt/parts"
+DRAINED = ".tierckpt/drained.json"
+"""Local tier only: the shared tier has committed this attempt, so the local copy may be evicted."""
+
+SHARD_SUFFIX = ".distcp"
+
+_STEP = re.compile(r"(\d+)$")
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A checkpoint URI, normalised. Two spellings of one place compare equal.
+
+    ``scheme`` is ``file`` for bare paths; ``authority`` is the bucket or container ('' for files); ``path`` has no
+    leading or trailing slash except that file paths keep the leading one.
+    """
+
+    scheme: str
+    authority: str
+    path: str
+
+    @property
+    def uri(self) -> str:
+        if self.scheme == "file":
+            return self.path
+        return f"{self.scheme}://{self.authority}/{self.path}".rstrip("/") if self.authority else f"{self.scheme}://{self.path}"
+
+    def __str__(self) -> str:
+        return self.uri
+
+    @property
+    def name(self) -> str:
+        return self.path.rstrip("/").rpartition("/")[2] or self.authority
+
+    def child(self, name: str) -> Location:
+        return Location(self.scheme, self.authority, f"{self.path.rstrip('/')}/{name}" if self.path else name)
+
+    @property
+    def parent(self) -> Location:
+        return Location(self.scheme, self.authority, self.path.rstrip("/").rpartition("/")[0] or ("/" if self.scheme == "file" else ""))
+
+
+_ALIASES = {"s3a": "s3", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az", "gcs": "gs", "local": "file"}
+
+
+def parse_uri(uri: object) -> Location:
+    """Normalise a URI, bare path or ``os.PathLike``.
+
+    ``s3://bucket/key``, ``az://container/key`` (account from the environment), ``gs://bucket/key``,
+    ``file:///mount/key``, a bare path (made absolute), or any fsspec URL.
+
+    Raises:
+        ConfigError: empty, not text or a path, or without the bucket its scheme needs.
+    """
+    text = uri if isinstance(uri, str) else _fspath(uri)
+    if not text.strip():
+        raise ConfigError("the checkpoint URI is empty", hint="Give s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path")
+    match = _SCHEME.match(text)
+    if not match:
+        return Location("file", "", str(Path(text).absolute()))
+    scheme = _ALIASES.get(match[1].lower(), match[1].lower())
+    if scheme == "file":
+        return Location("file", "", str(Path(unquote(urlsplit(text).path) or "/").absolute()))
+    rest = text[match.end() :]
+    authority, _, path = rest.partition("/")
+    if scheme == "memory":  # fsspec's in-process store has no authority
+        return Location(scheme, "", rest.strip("/"))
+    if scheme == "az" and "@" in authority:  # abfss://container@account.dfs.core.windows.net/path
+        authority = authority.partition("@")[0]
+    if scheme in {"s3", "az", "gs"} and not authority:
+        raise ConfigError(f"{text!r} names no bucket or container", hint=f"Write {scheme}://BUCKET/KEY", uri=text)
+    if any(part in {"..", "."} for part in path.split("/")):
+        raise ConfigError(f"{text!r} has '.' or '..' in its key", hint="Write the key without relative parts", uri=text)
+    return Location(scheme, authority, path.strip("/"))
+
+
+def _fspath(uri: object) -> str:
+    import os
+
+    try:
+        return os.fspath(uri)  # type: ignore[call-overload, no-any-return]
+    except TypeError:
+        raise ConfigError(f"a checkpoint URI is text or a path, not {type(uri).__name__}") from None
+
+
+def local_dir(local_root: Path, location: Location) -> Path:
+    """Directory of the local tier that mirrors ``location``."""
+    return Path(local_root, "checkpoints", location.scheme, location.authority or "_", location.path.strip("/"))
+
+
+def journal_dir(local_root: Path) -> Path:
+    return Path(local_root, "journal")
+
+
+def attempt_metadata(attempt: str) -> str:
+    return f"{PRIVATE_DIR}/metadata/{attempt}"
+
+
+def pending(attempt: str) -> str:
+    return f"{PENDING_DIR}/{attempt}.json"
+
+
+def part(token: str) -> str:
+    return f"{PARTS_DIR}/{token}.json"
+
+
+def rank_metadata(rank: int) -> str:
+    """Name of the metadata of one rank in a save without collectives (DCP's own name)."""
+    return f"__{rank}{METADATA}"
+
+
+def shard_name(prefix: str, index: int, token: str) -> str:
+    """Name of a shard. ``prefix`` is DCP's per-rank prefix (``__3_``); the token makes the name new for every save."""
+    return f"{prefix}{index}-{token}{SHARD_SUFFIX}"
+
+
+def step_of(name: str) -> int | None:
+    """Step number in the last part of a checkpoint URI (``step-100`` -> 100), None when it has none."""
+    match = _STEP.search(name.rstrip("/"))
+    return int(match[1]) if match else None
+
+
+def step_name(step: int) -> str:
+    return f"step-{step}"

@@ -1,0 +1,284 @@
+"""The manifest: which files a checkpoint consists of, with size and digests. Pure: encode, decode, validate, merge.
+
+Invariants (tests cite them):
+    M1  A manifest that decodes is safe to act on: no path leaves the checkpoint directory, no file is named twice,
+        every size is possible and has exactly the digests its chunks need. Refused before anything is allocated.
+    M2  Encoding is canonical: equal manifests are equal bytes, so two movers that finalise one attempt write one object.
+    M3  ``self_digest`` covers everything else: a damaged manifest is refused, never half-believed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from blake3 import blake3
+
+from .errors import ManifestError
+from .types import Buffer, ByteRange
+
+FORMAT = "tierckpt-manifest"
+VERSION = 1
+DIGEST = "blake3"
+SIZE_BYTES_MAX = 1 << 50
+FILES_MAX = 4_000_000
+MANIFEST_BYTES_MAX = 1 << 30
+
+_HEX = re.compile(r"^[0-9a-f]{64}$")
+_TOKEN = re.compile(r"^[A-Za-z0-9_.-]{1,80}$")
+
+
+def digest_of(data: Buffer) -> str:
+    """BLAKE3-256 of ``data`` as 64 hex digits. Releases the GIL. See docs/adr/0001-digest.md for why BLAKE3."""
+    return blake3(data).hexdigest()
+
+
+def chunk_count(size_bytes: int, chunk_size_bytes: int) -> int:
+    return -(-size_bytes // chunk_size_bytes)
+
+
+class Digester:
+    """Digest a stream chunk by chunk as it passes. Feed any pieces to ``update``; ``finish`` gives one digest a chunk.
+
+    Cost: one pass over the bytes, GIL released for pieces of more than a few KiB; no buffering, no copy.
+    """
+
+    def __init__(self, chunk_size_bytes: int) -> None:
+        self.chunk_size_bytes = chunk_size_bytes
+        self.size_bytes = 0
+        self._digests: list[str] = []
+        self._hash = blake3()
+        self._room = chunk_size_bytes
+
+    def update(self, data: Buffer) -> None:
+        view = memoryview(data).cast("B")
+        self.size_bytes += len(view)
+        while len(view) >= self._room:
+            self._hash.update(view[: self._room])
+            view = view[self._room :]
+            self._digests.append(self._hash.hexdigest())
+            self._hash.reset()
+            self._room = self.chunk_size_bytes
+        if view:
+            self._hash.update(view)
+            self._room -= len(view)
+
+    def finish(self) -> tuple[str, ...]:
+        if self._room != self.chunk_size_bytes:
+            self._digests.append(self._hash.hexdigest())
+            self._hash.reset()
+            self._room = self.chunk_size_bytes
+        return tuple(self._digests)
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file: path below the checkpoint directory, size, and one digest for each chunk.
+
+    ``source`` is where the bytes lie when that is not ``path``: the metadata of an attempt is kept under a name of
+    its own, so that a later save to the same id cannot pull it away from under the manifest.
+    """
+
+    path: str
+    size_bytes: int
+    digests: tuple[str, ...]
+    rank: int = 0
+    token: str = ""
+    source: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.source or self.path
+
+    def chunks(self, chunk_size_bytes: int) -> Iterable[tuple[ByteRange, str]]:
+        """Yield each chunk's range and expected digest, in order."""
+        for index, digest in enumerate(self.digests):
+            start = index * chunk_size_bytes
+            yield ByteRange(start, min(start + chunk_size_bytes, self.size_bytes)), digest
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A committed checkpoint, or (``ranks`` < ``world_size``) the fragment of one rank of a save without collectives."""
+
+    attempt: str
+    world_size: int
+    chunk_size_bytes: int
+    metadata: tuple[FileEntry, ...]
+    files: tuple[FileEntry, ...]
+    replaces: tuple[str, ...] = ()
+    """Attempts this one was told to take the place of: what stood under the id when the save began."""
+    created_unix_seconds: float = 0.0
+
+    @property
+    def tokens(self) -> frozenset[str]:
+        return frozenset(entry.token for entry in self.files if entry.token)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.entries)
+
+    @property
+    def entries(self) -> tuple[FileEntry, ...]:
+        """Every file the checkpoint needs: shards first, metadata last."""
+        return self.files + self.metadata
+
+    def encode(self) -> bytes:
+        body = self._body()
+        body["self_digest"] = digest_of(_canonical(body))
+        return _canonical(body)
+
+    def _body(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "digest": DIGEST,
+            "attempt": self.attempt,
+            "replaces": sorted(self.replaces),
+            "created_unix_seconds": self.created_unix_seconds,
+            "world_size": self.world_size,
+            "chunk_size_bytes": self.chunk_size_bytes,
+            "metadata": [encode_entry(entry) for entry in sorted(self.metadata, key=lambda item: item.path)],
+            "files": [encode_entry(entry) for entry in sorted(self.files, key=lambda item: item.path)],
+        }
+
+
+def merge(fragments: Sequence[Manifest]) -> Manifest:
+    """Join the fragments of all ranks of a save without collectives into the manifest of the whole checkpoint."""
+    first = fragments[0]
+    if len({fragment.attempt for fragment in fragments}) != 1 or len(fragments) != first.world_size:
+        raise ManifestError(
+            f"{len(fragments)} fragments do not make one save of {first.world_size} ranks", attempt=first.attempt
+        )
+    merged = replace(
+        first,
+        metadata=tuple(sorted((entry for fragment in fragments for entry in fragment.metadata), key=lambda e: e.path)),
+        files=tuple(sorted((entry for fragment in fragments for entry in fragment.files), key=lambda e: e.path)),
+        created_unix_seconds=max(fragment.created_unix_seconds for fragment in fragments),
+    )
+    return decode(merged.encode())
+
+
+def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
+    """Decode and validate.
+
+    Raises:
+        ManifestError: not JSON, duplicate keys, another format or version, damaged (M3), or refused by M1.
+    """
+
+    def bad(reason: str) -> NoReturn:
+        raise ManifestError(
+            f"{where}: {reason}", hint="The manifest is damaged or was not written by tierckpt; try another tier"
+        )
+
+    if len(data) > MANIFEST_BYTES_MAX:
+        bad(f"{len(data)} bytes is larger than any manifest")
+    try:
+        body = json.loads(bytes(data), object_pairs_hook=_unique_keys, parse_constant=_no_constants)
+    except (ValueError, RecursionError) as error:
+        bad(f"not valid JSON ({error})")
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        bad("not a tierckpt manifest")
+    if body.get("version") != VERSION or body.get("digest") != DIGEST:
+        bad(f"version {body.get('version')!r} with digest {body.get('digest')!r} is not known to this release")
+    claimed = body.pop("self_digest", None)
+    if claimed != digest_of(_canonical(body)):
+        bad("its own digest does not match")
+
+    chunk = body.get("chunk_size_bytes")
+    if not _is_int(chunk) or not 4096 <= chunk <= SIZE_BYTES_MAX:
+        bad(f"chunk_size_bytes is {chunk!r}")
+    world = body.get("world_size")
+    if not _is_int(world) or not 1 <= world <= 10_000_000:
+        bad(f"world_size is {world!r}")
+    attempt, replaces, created = body.get("attempt"), body.get("replaces"), body.get("created_unix_seconds")
+    if not isinstance(attempt, str) or not _TOKEN.match(attempt):
+        bad(f"attempt is {attempt!r}")
+    if not isinstance(replaces, list) or not all(isinstance(item, str) and _TOKEN.match(item) for item in replaces):
+        bad(f"replaces is {replaces!r}")
+    if not isinstance(created, int | float) or isinstance(created, bool):
+        bad(f"created_unix_seconds is {created!r}")
+    metadata = _decode_entries(body.get("metadata"), chunk, bad)
+    files = _decode_entries(body.get("files"), chunk, bad)
+    paths = [entry.path for entry in metadata + files] + [entry.source for entry in metadata + files if entry.source]
+    if len(set(paths)) != len(paths):
+        bad("a file is named twice")
+    if not metadata:
+        bad("no metadata file")
+    return Manifest(attempt, world, chunk, metadata, files, tuple(replaces), float(created))
+
+
+def decode_entries(items: Any, chunk_size_bytes: int, *, where: str) -> tuple[FileEntry, ...]:
+    """Decode and validate file entries on their own (the journal keeps some). Raises ManifestError."""
+
+    def bad(reason: str) -> NoReturn:
+        raise ManifestError(f"{where}: {reason}")
+
+    return _decode_entries(items, chunk_size_bytes, bad)
+
+
+def _decode_entries(items: Any, chunk: int, bad: Any) -> tuple[FileEntry, ...]:
+    if not isinstance(items, list) or len(items) > FILES_MAX:
+        bad("the list of files is not a list of sane length")
+    return tuple(_decode_entry(item, chunk, bad) for item in items)
+
+
+def _decode_entry(item: Any, chunk: int, bad: Any) -> FileEntry:
+    if not isinstance(item, dict) or set(item) - {"path", "size_bytes", "digests", "rank", "token", "source"}:
+        bad(f"a file entry has unknown or missing fields: {str(item)[:120]}")
+    path, size, digests = item.get("path"), item.get("size_bytes"), item.get("digests")
+    rank, token, source = item.get("rank", 0), item.get("token", ""), item.get("source", "")
+    if not is_safe_path(path) or (source and not is_safe_path(source)):
+        bad(f"path {path!r} leaves the checkpoint directory or is no path")
+    if not _is_int(size) or not 0 <= size <= SIZE_BYTES_MAX:
+        bad(f"{path}: size {size!r} is not possible")
+    if not _is_int(rank) or rank < 0 or not isinstance(token, str) or (token and not _TOKEN.match(token)):
+        bad(f"{path}: rank {rank!r} or token {token!r} is not possible")
+    # The list is already in memory, so counting it allocates nothing however absurd the size.
+    if not isinstance(digests, list) or len(digests) != chunk_count(size, chunk):
+        bad(f"{path}: {size} bytes need {chunk_count(size, chunk)} digests")
+    if not all(isinstance(digest, str) and _HEX.match(digest) for digest in digests):
+        bad(f"{path}: a digest is not 64 hex digits")
+    return FileEntry(path, size, tuple(digests), rank, token, source)
+
+
+def is_safe_path(path: Any) -> bool:
+    """True for a relative path of plain names: no absolute path, ``..``, ``.``, empty part, backslash or NUL."""
+    if not isinstance(path, str) or not path or len(path) > 1024 or "\\" in path or "\0" in path:
+        return False
+    return all(part not in {"", ".", ".."} for part in path.split("/"))
+
+
+def encode_entry(entry: FileEntry) -> dict[str, Any]:
+    item: dict[str, Any] = {
+        "path": entry.path,
+        "size_bytes": entry.size_bytes,
+        "digests": list(entry.digests),
+        "rank": entry.rank,
+        "token": entry.token,
+    }
+    if entry.source:
+        item["source"] = entry.source
+    return item
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("duplicate keys")
+    return result
+
+
+def _no_constants(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,1 @@
+"""The mover: asyncio code that moves checkpoints between tiers, with its journal, commit protocol and retention."""

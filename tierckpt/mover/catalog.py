@@ -1,0 +1,213 @@
+"""What is where: find a checkpoint on the tiers, list a run, pick the newest usable checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import (
+    CheckpointNotFoundError,
+    ManifestError,
+    ObjectNotFoundError,
+    StoreError,
+    TierckptError,
+    UncommittedCheckpointError,
+)
+from ..layout import CLAIM, METADATA, PARTS_DIR, PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, rank_metadata, step_of
+from ..manifest import FileEntry, Manifest
+from ..stores.base import Store
+from ..telemetry import logger
+from ..types import Json, Tier
+from . import commit
+
+log = logger("catalog")
+
+STOCK = "stock"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint and where its copies are. ``manifest`` is None when stock DCP wrote it."""
+
+    location: Location
+    manifest: Manifest | None
+    directory: Path
+    store: Store
+    tiers: frozenset[Tier] = field(default_factory=frozenset)
+
+    @property
+    def step(self) -> int | None:
+        return step_of(self.location.name)
+
+    def local_path(self, entry: FileEntry) -> Path | None:
+        """Path of the local copy of ``entry``, None when there is none of its size."""
+        path = self.directory / entry.key
+        return path if file_size(path) == entry.size_bytes else None
+
+    def missing_locally(self) -> list[FileEntry]:
+        return [entry for entry in self.manifest.entries if self.local_path(entry) is None] if self.manifest else []
+
+
+def file_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+async def find(location: Location, directory: Path, store: Store) -> Checkpoint:
+    """Return the committed checkpoint at ``location``, the newer one when the tiers disagree.
+
+    A shared tier that cannot be reached is passed over while the local tier has a commit, and the other way round.
+
+    Raises:
+        CheckpointNotFoundError: nothing is there.
+        UncommittedCheckpointError: a save to it has not committed.
+        ManifestError: a damaged manifest and no other copy of it.
+        StoreError: nothing local, and the shared tier cannot be asked.
+    """
+    local, local_error = await _attempt(lambda: asyncio.to_thread(commit.read_local_manifest, directory))
+    shared, shared_error = await _attempt(lambda: commit.read_shared_manifest(store))
+    manifest = _newer(local, shared, await asyncio.to_thread(_is_drained, directory, local))
+    if manifest is not None:
+        tiers = {tier for tier, copy in ((Tier.LOCAL, local), (Tier.SHARED, shared)) if copy and copy.attempt == manifest.attempt}
+        return Checkpoint(location, manifest, directory, store, frozenset(tiers))
+    if isinstance(local_error, ManifestError):
+        raise local_error
+    if shared_error is not None:
+        raise shared_error
+    if await is_stock(store):
+        return Checkpoint(location, None, directory, store, frozenset({Tier.SHARED}))
+    if await _has_leftovers(directory, store):
+        raise UncommittedCheckpointError(
+            f"{location.uri} is not committed: a save to it is unfinished or failed",
+            hint="Wait for it (`tierckpt drain --wait`, tierckpt.wait), or load an older step (`tierckpt ls`)",
+        )
+    raise CheckpointNotFoundError(
+        f"no checkpoint at {location.uri}",
+        hint="Check the URI; `tierckpt ls` on its parent lists what is there",
+        local_copy=directory,
+    )
+
+
+async def _attempt(read: Callable[[], Any]) -> tuple[Manifest | None, TierckptError | None]:
+    try:
+        return await read(), None
+    except (ManifestError, StoreError) as error:
+        log.warning("%s", error)
+        return None, error
+
+
+def _is_drained(directory: Path, local: Manifest | None) -> bool:
+    return local is not None and commit.is_drained(directory, local.attempt)
+
+
+def _newer(local: Manifest | None, shared: Manifest | None, drained: bool) -> Manifest | None:
+    """Never assume that local is newer: an attempt that replaced the other one is; a drained local copy is not."""
+    if local is None or shared is None or local.attempt == shared.attempt:
+        return local or shared
+    if local.attempt in shared.replaces:
+        return shared
+    if shared.attempt in local.replaces:
+        return local
+    return shared if drained else local
+
+
+async def is_stock(store: Store) -> bool:
+    """True for a checkpoint that stock DCP wrote: its metadata is there and nothing of ours is."""
+    for name in (METADATA, rank_metadata(0)):
+        try:
+            await store.head(name)
+        except ObjectNotFoundError:
+            continue
+        try:
+            await store.head(CLAIM)
+        except ObjectNotFoundError:
+            return True
+        return False
+    return False
+
+
+async def _has_leftovers(directory: Path, store: Store) -> bool:
+    if (directory / PRIVATE_DIR).exists() or any(directory.glob(f"*{SHARD_SUFFIX}")):
+        return True
+    for prefix in (PENDING_DIR, PARTS_DIR, ""):
+        async for _ in store.list(prefix):
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of ``tierckpt ls``. Each tier is ``committed``, ``uncommitted``, ``stock`` or ``-``."""
+
+    location: Location
+    step: int | None
+    local: str
+    shared: str
+    files: int
+    size_bytes: int
+
+    def to_json(self) -> Json:
+        return {
+            "uri": self.location.uri,
+            "name": self.location.name,
+            "step": self.step,
+            "local": self.local,
+            "shared": self.shared,
+            "files": self.files,
+            "size_bytes": self.size_bytes,
+        }
+
+
+async def describe(location: Location, directory: Path, store: Store) -> Row | None:
+    """Return how far ``location`` is on each tier, None when it is no checkpoint."""
+    try:
+        local = await asyncio.to_thread(commit.read_local_manifest, directory)
+    except ManifestError as error:
+        log.warning("%s", error)
+        local = None
+    shared = await commit.read_shared_manifest(store)
+    manifest = shared or local
+    if manifest is None:
+        if await is_stock(store):
+            return await _stock_row(location, store)
+        if not await _looks_like_checkpoint(directory, store):
+            return None
+    return Row(
+        location,
+        step_of(location.name),
+        "committed" if local else ("uncommitted" if any(directory.glob(f"*{SHARD_SUFFIX}")) else "-"),
+        "committed" if shared else ("-" if local else "uncommitted"),
+        len(manifest.entries) if manifest else 0,
+        manifest.size_bytes if manifest else 0,
+    )
+
+
+async def _stock_row(location: Location, store: Store) -> Row:
+    sizes = [info.size_bytes async for info in store.list()]
+    return Row(location, step_of(location.name), "-", STOCK, len(sizes), sum(sizes))
+
+
+async def _looks_like_checkpoint(directory: Path, store: Store) -> bool:
+    if any(directory.glob(f"*{SHARD_SUFFIX}")):
+        return True
+    return bool(await store.list_dirs(PRIVATE_DIR))
+
+
+async def is_complete(checkpoint: Checkpoint) -> bool:
+    """True when every file has a copy of its size on some tier. Reads no data."""
+    if checkpoint.manifest is None:
+        return True
+    missing = {entry.key: entry.size_bytes for entry in await asyncio.to_thread(checkpoint.missing_locally)}
+    if not missing:
+        return True
+    try:
+        sizes = {info.key: info.size_bytes async for info in checkpoint.store.list()}
+    except StoreError as error:
+        log.warning("%s", error)
+        return False
+    return all(sizes.get(key) == size for key, size in missing.items())

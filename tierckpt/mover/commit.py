@@ -1,0 +1,261 @@
+"""The commit on each tier: the only code that makes a checkpoint visible, or takes it away.
+
+Local tier, under a flock on the checkpoint directory:
+    1. every shard is already durable under a name no commit has used (P3)
+    2. the attempt's metadata is written under a name of its own, fsynced
+    3. ``.metadata`` is swapped by rename: stock PyTorch now reads the new checkpoint, all of whose files are durable
+    4. ``manifest.json`` is swapped by rename: now it is committed
+A crash before 4 leaves the old manifest, which names the old attempt's own files; nothing it names was touched.
+
+Shared tier, where there are no locks and no rename:
+    1. shards, the attempt's metadata and one part record per rank are put under names of their own
+    2. ``claim.json`` is put if absent: the one arbiter between saves that race for an id. An attempt may take over a
+       claim only from the attempts it was told to replace
+    3. ``.metadata``, then ``manifest.json``: now it is committed
+Every step is idempotent for one attempt, so whichever mover comes last, or comes back after a crash, repeats them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from .. import manifest as manifests
+from ..errors import (
+    AlreadyCommittedError,
+    ObjectNotFoundError,
+    OperationTimeoutError,
+    PreconditionFailedError,
+)
+from ..layout import (
+    CLAIM,
+    DRAINED,
+    MANIFEST,
+    PARTS_DIR,
+    PRIVATE_DIR,
+    Location,
+    part,
+    pending,
+)
+from ..manifest import FileEntry, Manifest
+from ..stores.base import Store
+from ..stores.local import durable_write, make_dirs
+from ..telemetry import logger
+from ..types import Tier
+
+log = logger("commit")
+
+LOCK_TIMEOUT_SECONDS = 60.0
+
+
+def read_local_manifest(directory: Path) -> Manifest | None:
+    """Return the manifest committed in a local checkpoint directory, None when there is none.
+
+    Raises ManifestError when there is one and it is damaged.
+    """
+    try:
+        data = Path(directory, MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return manifests.decode(data, where=str(directory / MANIFEST))
+
+
+async def read_shared_manifest(store: Store) -> Manifest | None:
+    try:
+        data = await store.get(MANIFEST)
+    except ObjectNotFoundError:
+        return None
+    return manifests.decode(data, where=f"{store.uri}/{MANIFEST}")
+
+
+async def read_claim(store: Store) -> str | None:
+    """Return the attempt that owns this id on the shared tier, None when nobody has claimed it."""
+    try:
+        return str(json.loads(await store.get(CLAIM))["attempt"])
+    except ObjectNotFoundError:
+        return None
+
+
+# --- local tier ------------------------------------------------------------------------------------------------
+
+
+def commit_local(directory: Path, location: Location, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+    """Commit ``manifest`` on the local tier. ``metadata`` holds the bytes of each of its metadata files, by path.
+
+    Raises:
+        AlreadyCommittedError: another attempt that this one was not told to replace stands here.
+    """
+    with _locked(directory):
+        _keep_metadata(directory, manifest, metadata)
+        _publish(directory, location, manifest, metadata)
+
+
+def commit_local_fragment(
+    directory: Path, location: Location, fragment: Manifest, metadata: Mapping[str, bytes]
+) -> Manifest | None:
+    """Keep one rank's fragment; commit the merged manifest when all ranks' fragments lie here. Returns that, if so."""
+    with _locked(directory):
+        _keep_metadata(directory, fragment, metadata)
+        make_dirs(directory / PARTS_DIR)
+        durable_write(directory / part(f"{fragment.attempt}-{fragment.files[0].rank if fragment.files else fragment.metadata[0].rank}"), fragment.encode())
+        parts = sorted((directory / PARTS_DIR).glob(f"{fragment.attempt}-*.json"))
+        if len(parts) < fragment.world_size:
+            return None
+        whole = manifests.merge([manifests.decode(path.read_bytes(), where=str(path)) for path in parts])
+        _publish(directory, location, whole, {e.path: (directory / e.key).read_bytes() for e in whole.metadata})
+        for path in parts:
+            path.unlink(missing_ok=True)
+        return whole
+
+
+def _keep_metadata(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+    for entry in manifest.metadata:
+        make_dirs((directory / entry.key).parent)
+        durable_write(directory / entry.key, metadata[entry.path])
+
+
+def _publish(directory: Path, location: Location, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+    current = read_local_manifest(directory)
+    if current is not None and current.attempt != manifest.attempt and current.attempt not in manifest.replaces:
+        raise already_committed(location, current.attempt, Tier.LOCAL)
+    for entry in manifest.metadata:
+        durable_write(directory / entry.path, metadata[entry.path])
+    (directory / DRAINED).unlink(missing_ok=True)
+    durable_write(directory / MANIFEST, manifest.encode())
+    if current is not None:
+        remove_local_files(directory, stale_files(current, manifest))
+
+
+def adopt_local(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+    """Record on this node a commit that happened elsewhere, unless a different one stands here."""
+    with _locked(directory):
+        current = read_local_manifest(directory)
+        if current is None or current.attempt in manifest.replaces:
+            _keep_metadata(directory, manifest, metadata)
+            for entry in manifest.metadata:
+                durable_write(directory / entry.path, metadata[entry.path])
+            durable_write(directory / MANIFEST, manifest.encode())
+            if current is not None:
+                remove_local_files(directory, stale_files(current, manifest))
+
+
+def mark_drained(directory: Path, attempt: str) -> None:
+    """Note beside the local copy that the shared tier has committed ``attempt``. Losing the note costs one GET."""
+    if (directory / PRIVATE_DIR).is_dir():
+        durable_write(directory / DRAINED, json.dumps({"attempt": attempt}).encode())
+
+
+def is_drained(directory: Path, attempt: str) -> bool:
+    try:
+        return bool(json.loads((directory / DRAINED).read_bytes())["attempt"] == attempt)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return False
+
+
+def stale_files(old: Manifest, new: Manifest) -> list[FileEntry]:
+    """Files of ``old`` that ``new`` does not name. Only what a manifest of ours names is ever deleted."""
+    kept = {entry.key for entry in new.entries}
+    return [entry for entry in old.entries if entry.key not in kept]
+
+
+def remove_local_files(directory: Path, entries: list[FileEntry]) -> None:
+    for entry in entries:
+        (directory / entry.key).unlink(missing_ok=True)
+
+
+def remove_local(directory: Path) -> None:
+    """Remove a local checkpoint: manifest first, so that a crash in the middle leaves it invisible, never half."""
+    with _locked(directory):
+        manifest = read_local_manifest(directory)
+        (directory / MANIFEST).unlink(missing_ok=True)
+        if manifest is not None:
+            remove_local_files(directory, list(manifest.entries))
+            for entry in manifest.metadata:
+                (directory / entry.path).unlink(missing_ok=True)
+    for path in sorted((directory / PRIVATE_DIR).rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+    for empty in (directory / PRIVATE_DIR, directory):
+        try:
+            empty.rmdir()
+        except OSError:
+            break  # somebody else's files are in it: leave them
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the directory against other processes of this node. The flock dies with its holder."""
+    make_dirs(directory / PRIVATE_DIR)
+    fd = os.open(directory / PRIVATE_DIR / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise OperationTimeoutError(
+                        f"another process has held {directory} for {LOCK_TIMEOUT_SECONDS:.0f} s",
+                        hint="Look for a hung save to the same checkpoint",
+                        tier=Tier.LOCAL,
+                    ) from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+# --- shared tier -----------------------------------------------------------------------------------------------
+
+
+async def commit_shared(store: Store, location: Location, manifest: Manifest) -> None:
+    """Commit ``manifest`` on the shared tier, where all its files already are. Idempotent.
+
+    Raises:
+        AlreadyCommittedError: another attempt owns this id and this one was not told to replace it.
+    """
+    await _claim(store, location, manifest)
+    current = await read_shared_manifest(store)
+    if current is None or current.attempt != manifest.attempt:
+        for entry in manifest.metadata:
+            await store.put(entry.path, await store.get(entry.key))
+        await store.put(MANIFEST, manifest.encode())
+        log.info("committed %s on the shared tier (attempt %s)", location.uri, manifest.attempt)
+    if current is not None:
+        for entry in stale_files(current, manifest):
+            await store.delete(entry.key)
+    await store.delete(pending(manifest.attempt))
+    for token in manifest.tokens:
+        await store.delete(part(token))
+
+
+async def _claim(store: Store, location: Location, manifest: Manifest) -> None:
+    claim = json.dumps({"attempt": manifest.attempt, "replaces": sorted(manifest.replaces)}).encode()
+    try:
+        await store.put(CLAIM, claim, if_absent=True)
+        return
+    except PreconditionFailedError:
+        pass
+    holder = await read_claim(store)
+    if holder == manifest.attempt:
+        return  # ours already: an earlier try, or another rank's mover
+    if holder is not None and holder not in manifest.replaces:
+        raise already_committed(location, holder, Tier.SHARED)
+    # We were started to replace exactly this holder. Two attempts that replace the same one race here without a
+    # store-side condition; the reader is safe either way, because whichever manifest is last names its own files.
+    await store.put(CLAIM, claim)
+
+
+def already_committed(location: Location, winner: str, tier: Tier) -> AlreadyCommittedError:
+    return AlreadyCommittedError(
+        f"{location.uri} belongs to another save (attempt {winner})",
+        hint="Two saves ran for one id and this one lost, or the id was taken with overwrite=False; nothing of the "
+        "other save was touched. Save to another id, or start the save again to replace it",
+        tier=tier,
+        winner=winner,
+    )

@@ -1,0 +1,262 @@
+"""The drain: from the journal to the shared tier, in the background, until every rank's part is committed there.
+
+Each rank's mover sends its own files and then a part record. The coordinator's mover also leaves the manifest-to-be
+under ``pending/``. Whichever mover comes last finds every part present and commits; no rank is needed for it and no
+torch collective is used. A mover that comes back after a crash repeats its steps: all of them are idempotent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
+
+from .. import manifest as manifests
+from ..config import Settings
+from ..errors import (
+    AlreadyCommittedError,
+    CommitAbandonedError,
+    IntegrityError,
+    ObjectNotFoundError,
+    TierckptError,
+)
+from ..layout import PENDING_DIR, Location, local_dir, part, pending
+from ..manifest import Manifest
+from ..stores import open_store
+from ..stores.base import Store
+from ..telemetry import logger
+from ..types import Progress, ProgressListener
+from . import commit
+from .journal import READY, Entry, Journal
+from .transfer import send
+
+log = logger("drain")
+
+POLL_SECONDS_MIN = 0.05
+POLL_SECONDS_MAX = 2.0
+
+
+@dataclass
+class DrainResult:
+    """What became of one journal entry: ``committed``, ``superseded`` by a later save, or ``held`` by another mover."""
+
+    token: str
+    uri: str
+    outcome: str
+    size_bytes: int = 0
+
+
+class Drainer:
+    """Drains journal entries. One per mover; all methods run on its event loop."""
+
+    def __init__(self, settings: Settings, listener: ProgressListener) -> None:
+        self.settings = settings
+        self.journal = Journal(settings.local_root)
+        self._listener = listener
+        self._stores: dict[Location, Store] = {}
+        self._gate = asyncio.Semaphore(settings.concurrency)
+        self.awaiting: set[str] = set()
+        """Tokens whose files are sent and which wait for other ranks' parts."""
+
+    def store(self, location: Location) -> Store:
+        if location not in self._stores:
+            self._stores[location] = open_store(location, self.settings)
+        return self._stores[location]
+
+    def directory(self, location: Location) -> Path:
+        return local_dir(self.settings.local_root, location)
+
+    async def close(self) -> None:
+        for store in self._stores.values():
+            await store.close()
+        self._stores.clear()
+
+    async def drain(self, token: str, *, patient: bool = True) -> DrainResult:
+        """Drain one entry to its commit on the shared tier. An error stays in the journal and is raised.
+
+        Args:
+            patient: keep trying while the store is unavailable (with backoff), and wait for other ranks' parts until
+                ``commit_timeout_seconds``. False gives up at the first obstacle.
+
+        Raises:
+            CommitAbandonedError: the other ranks' parts did not come.
+            IntegrityError, AlreadyCommittedError, StoreError: the entry cannot be drained as it is.
+        """
+        with self.journal.own(token) as owned:
+            if not owned:
+                return DrainResult(token, "", "held")
+            entry = await asyncio.to_thread(self.journal.read, token)
+            if entry is None or entry.state != READY:
+                return DrainResult(token, entry.uri if entry else "", "held" if entry else "committed")
+            try:
+                outcome = await self._with_retries(lambda: self._drain(entry, patient), patient)
+            except TierckptError as error:
+                await asyncio.to_thread(self.journal.fail, token, f"{type(error).__name__}: {error}")
+                raise
+            await asyncio.to_thread(self.journal.remove, token)
+            return DrainResult(token, entry.uri, outcome, entry.size_bytes)
+
+    async def _with_retries(self, work: Callable[[], Awaitable[str]], patient: bool) -> str:
+        """Try again while the store is unavailable. Only the mover retries here; the store client's own are spent."""
+        if not patient:
+            return await work()
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(lambda error: isinstance(error, TierckptError) and error.retryable),
+            wait=wait_random_exponential(multiplier=0.5, max=self.settings.drain_retry_seconds_max),
+            reraise=True,
+        )
+        async for attempt in retrying:
+            with attempt:
+                return await work()
+        raise AssertionError("unreachable")  # AsyncRetrying without a stop never falls through
+
+    async def _drain(self, entry: Entry, patient: bool) -> str:
+        deadline = time.monotonic() + (self.settings.commit_timeout_seconds if patient else 0.0)
+        await self.send_files(entry)
+        self.awaiting.add(entry.token)
+        try:
+            return await self._await_commit(entry, deadline, patient)
+        finally:
+            self.awaiting.discard(entry.token)
+
+    async def _await_commit(self, entry: Entry, deadline: float, patient: bool) -> str:
+        pause = POLL_SECONDS_MIN
+        while True:
+            outcome = await self.try_commit(entry)
+            if outcome is not None:
+                return outcome
+            if time.monotonic() >= deadline:
+                raise CommitAbandonedError(
+                    f"{entry.uri}: this rank's files are on the shared tier, but other ranks' parts are not",
+                    hint="A rank failed while saving, or its node has not drained yet; `tierckpt drain --wait` on each "
+                    "node tries again, and the checkpoint stays uncommitted until then",
+                    rank=entry.rank,
+                    waited_seconds=self.settings.commit_timeout_seconds if patient else None,
+                )
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, POLL_SECONDS_MAX)
+
+    async def send_files(self, entry: Entry) -> None:
+        """Put this rank's files on the shared tier, then its part record (and the manifest-to-be, if it has one)."""
+        store, directory = self.store(entry.location), self.directory(entry.location)
+        done = 0
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            done += count
+            self._listener(Progress(f"drain {entry.uri}", done, entry.size_bytes))
+
+        async def move(file: manifests.FileEntry) -> None:
+            async with self._gate:
+                await send(store, directory / file.key, file, entry.chunk_size_bytes, on_bytes)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for file in entry.files:
+                    group.create_task(move(file))
+        except BaseExceptionGroup as errors:
+            raise _cause(errors) from None
+        if entry.manifest is not None and entry.manifest.tokens <= {entry.token} and not entry.is_fragment:
+            return  # one rank wrote everything: nobody to leave a record for
+        if entry.is_fragment:
+            await store.put(part(entry.token), entry.manifest.encode())  # type: ignore[union-attr]
+            return
+        if entry.manifest is not None:
+            await store.put(pending(entry.manifest.attempt), entry.manifest.encode())
+        await store.put(part(entry.token), b"{}")
+
+    async def try_commit(self, entry: Entry) -> str | None:
+        """Commit if all parts are there. Returns ``committed``, ``superseded``, or None when some part is missing."""
+        store = self.store(entry.location)
+        current = await commit.read_shared_manifest(store)
+        if current is not None and _is_commit_of(current, entry):
+            if entry.manifest is not None:
+                await commit.commit_shared(store, entry.location, current)  # clean up what an earlier try left
+            await self._after_commit(entry, current)
+            return "committed"
+        manifest = await self._manifest(entry, store)
+        if manifest is None or not await self._all_parts(manifest, entry, store):
+            return None
+        try:
+            await commit.commit_shared(store, entry.location, manifest)
+        except AlreadyCommittedError:
+            if await self._is_superseded(manifest, store):
+                return "superseded"
+            raise
+        await self._after_commit(entry, manifest)
+        return "committed"
+
+    async def _manifest(self, entry: Entry, store: Store) -> Manifest | None:
+        """The manifest of the whole checkpoint this entry belongs to, None while nobody can know it."""
+        if entry.is_fragment:
+            return await self._merged(entry, store)
+        if entry.manifest is not None:
+            return entry.manifest
+        async for info in store.list(PENDING_DIR):
+            try:
+                candidate = manifests.decode(await store.get(info.key), where=info.key)
+            except ObjectNotFoundError:
+                continue  # committed meanwhile; the next round sees its manifest
+            if entry.token in candidate.tokens:
+                return candidate
+        return None
+
+    async def _merged(self, entry: Entry, store: Store) -> Manifest | None:
+        own = entry.manifest
+        if own is None:
+            return None
+        fragments = []
+        for rank in range(own.world_size):
+            try:
+                data = await store.get(part(f"{own.attempt}-{rank}"))
+            except ObjectNotFoundError:
+                return None
+            fragments.append(manifests.decode(data, where=f"{store.uri}/{part(f'{own.attempt}-{rank}')}"))
+        return manifests.merge(fragments)
+
+    async def _all_parts(self, manifest: Manifest, entry: Entry, store: Store) -> bool:
+        if entry.is_fragment:
+            return True  # merging read every part
+        for token in manifest.tokens - {entry.token}:
+            try:
+                await store.head(part(token))
+            except ObjectNotFoundError:
+                return False
+        return True
+
+    async def _is_superseded(self, manifest: Manifest, store: Store) -> bool:
+        """True when the winner was told to replace ``manifest``: a later save of ours, not a rival."""
+        current = await commit.read_shared_manifest(store)
+        return current is not None and manifest.attempt in current.replaces
+
+    async def _after_commit(self, entry: Entry, manifest: Manifest) -> None:
+        """Bring the commit home: a node whose coordinator was elsewhere learns of it, and eviction may know of it."""
+        store, directory = self.store(entry.location), self.directory(entry.location)
+        local = await asyncio.to_thread(commit.read_local_manifest, directory)
+        if local is None or local.attempt != manifest.attempt:
+            metadata = {item.path: await store.get(item.key) for item in manifest.metadata}
+            await asyncio.to_thread(commit.adopt_local, directory, manifest, metadata)
+        await asyncio.to_thread(commit.mark_drained, directory, manifest.attempt)
+
+
+def _is_commit_of(manifest: Manifest, entry: Entry) -> bool:
+    """True when ``manifest`` commits ``entry``. A coordinator that wrote no shard knows it by the attempt."""
+    return entry.token in manifest.tokens or (entry.manifest is not None and entry.manifest.attempt == manifest.attempt)
+
+
+def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to report of several: damage first, then what cannot be retried, then the rest."""
+    flat = list(_flatten(errors))
+    return next((e for e in flat if isinstance(e, IntegrityError)), None) or next(
+        (e for e in flat if isinstance(e, TierckptError) and not e.retryable), flat[0]
+    )
+
+
+def _flatten(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _flatten(inner)]
+    return [error]

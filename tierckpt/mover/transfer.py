@@ -1,0 +1,193 @@
+"""Move one file between the local tier and a store, every byte checked on the way (P4)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from ..errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError, TierckptError
+from ..manifest import FileEntry, digest_of
+from ..stores.base import Store
+from ..stores.local import fsync_dir, make_dirs, translate_os_error
+from ..types import Buffer, ByteRange, Tier
+
+FETCH_TIMEOUT_SECONDS = 3600.0
+
+OnBytes = Callable[[int], None]
+
+
+async def send(store: Store, path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes) -> None:
+    """Put the local file ``path`` under ``entry.key``. Returns when it is whole and durable there.
+
+    Nothing is sent when it is there already: names are new for every save and puts are all or nothing, so an object
+    of this name and size is the file. A link replaces the copy where store and path share a filesystem.
+
+    Raises:
+        IntegrityError: the local bytes are not what was staged; the transfer is aborted, nothing appears.
+    """
+    try:
+        if (await store.head(entry.key)).size_bytes == entry.size_bytes:
+            on_bytes(entry.size_bytes)
+            return
+    except ObjectNotFoundError:
+        pass
+    if await store.link(entry.key, path):
+        on_bytes(entry.size_bytes)
+        return
+    await store.put_stream(entry.key, _checked_chunks(path, entry, chunk_size_bytes, on_bytes), entry.size_bytes)
+
+
+async def _checked_chunks(path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes) -> AsyncIterator[Buffer]:
+    file = await asyncio.to_thread(open_file, path)
+    try:
+        for byte_range, digest in entry.chunks(chunk_size_bytes):
+            chunk = await asyncio.to_thread(pread_all, file, byte_range, path)
+            await check(chunk, digest, entry, byte_range, Tier.LOCAL, str(path))
+            yield chunk
+            on_bytes(len(chunk))
+    finally:
+        os.close(file)
+
+
+async def fetch(store: Store, entry: FileEntry, path: Path, chunk_size_bytes: int, on_bytes: OnBytes, concurrency: int) -> None:
+    """Bring ``entry`` to ``path``, verified chunk by chunk; it appears whole and durable, or not at all.
+
+    One process of the node fetches a file; the others wait for it and find it there.
+
+    Raises:
+        IntegrityError: the store's bytes are not what was staged.
+    """
+    make_dirs(path.parent)
+    async with _single_flight(path):
+        if path.exists():
+            on_bytes(entry.size_bytes)
+            return
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        file = await asyncio.to_thread(_create, temporary, entry.size_bytes)
+        try:
+            gate = asyncio.Semaphore(concurrency)
+
+            async def move(byte_range: ByteRange, digest: str) -> None:
+                async with gate:
+                    chunk = await store.get_range(entry.key, byte_range)
+                    await check(chunk, digest, entry, byte_range, Tier.SHARED, store.uri)
+                    await asyncio.to_thread(pwrite_all, file, chunk, byte_range.start, temporary)
+                    on_bytes(byte_range.size_bytes)
+
+            async with asyncio.TaskGroup() as group:
+                for byte_range, digest in entry.chunks(chunk_size_bytes):
+                    group.create_task(move(byte_range, digest))
+            await asyncio.to_thread(_publish, file, temporary, path)
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            raise _first(error) from None
+        finally:
+            os.close(file)
+
+
+async def check(chunk: Buffer, digest: str, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
+    """Raise IntegrityError unless ``chunk`` has ``digest``."""
+    if len(chunk) != byte_range.size_bytes or await asyncio.to_thread(digest_of, chunk) != digest:
+        raise corrupt(entry, byte_range, tier, where)
+
+
+def corrupt(entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> IntegrityError:
+    return IntegrityError(
+        f"bytes {byte_range.start}-{byte_range.stop} of {entry.path} are not the bytes that were saved",
+        hint="Restore reads another copy when there is one; `tierckpt verify --read-data` lists every bad file",
+        file=entry.path,
+        tier=tier,
+        where=where,
+    )
+
+
+def _first(error: BaseException) -> BaseException:
+    """Unwrap a task group's error: the first of ours in it is the cause, the rest were cancelled for it."""
+    while isinstance(error, BaseExceptionGroup):
+        ours = error.subgroup(TierckptError)
+        error = (ours or error).exceptions[0]
+    return error
+
+
+def open_file(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise translate_os_error(error, path, Tier.LOCAL) from error
+
+
+def _create(path: Path, size_bytes: int) -> int:
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            if size_bytes:
+                os.posix_fallocate(file, 0, size_bytes)  # a full disk is found before the first byte is fetched
+        except BaseException:
+            os.close(file)
+            path.unlink(missing_ok=True)
+            raise
+        return file
+    except OSError as error:
+        raise translate_os_error(error, path, Tier.LOCAL) from error
+
+
+def pread_all(file: int, byte_range: ByteRange, path: Path) -> bytes:
+    try:
+        pieces, offset = [], byte_range.start
+        while offset < byte_range.stop:
+            piece = os.pread(file, byte_range.stop - offset, offset)
+            if not piece:
+                break  # shorter than the manifest says: the digest check names it
+            pieces.append(piece)
+            offset += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    except OSError as error:
+        raise translate_os_error(error, path, Tier.LOCAL) from error
+
+
+def pwrite_all(file: int, chunk: Buffer, offset: int, path: Path) -> None:
+    try:
+        view = memoryview(chunk)
+        while view:
+            written = os.pwrite(file, view, offset)
+            view, offset = view[written:], offset + written
+    except OSError as error:
+        raise translate_os_error(error, path, Tier.LOCAL) from error
+
+
+def _publish(file: int, temporary: Path, path: Path) -> None:
+    try:
+        os.fsync(file)
+        temporary.replace(path)
+        fsync_dir(path.parent)
+    except OSError as error:
+        raise translate_os_error(error, path, Tier.LOCAL) from error
+
+
+@contextlib.asynccontextmanager
+async def _single_flight(path: Path) -> AsyncIterator[None]:
+    """Let one process of this node at a time fetch ``path``. The flock dies with its holder."""
+    lock = path.with_name(f".{path.name}.lock")
+    file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + FETCH_TIMEOUT_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise OperationTimeoutError(
+                        f"another process of this node is still fetching {path}", hint="Look for a hung process", tier=Tier.LOCAL
+                    ) from None
+                await asyncio.sleep(0.02)
+        yield
+    finally:
+        lock.unlink(missing_ok=True)  # a waiter on the old inode finds the file fetched, or fetches it itself
+        os.close(file)

@@ -1,0 +1,31 @@
+"""Stores: places that keep objects, behind one protocol (``base.Store``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..config import Settings
+from ..layout import Location
+from .base import Store
+
+REMOTE_SCHEMES = ("s3", "az", "gs")
+
+
+def open_store(location: Location, settings: Settings) -> Store:
+    """Return the store whose root is ``location``. No request is made; the first verb finds out what is there.
+
+    Raises:
+        ConfigError: no store knows the scheme; the message names those that are known.
+        MissingExtraError: the scheme needs a package that is not installed; the hint says which.
+    """
+    if location.scheme == "file":
+        from .local import LocalStore
+
+        return LocalStore(Path(location.path))
+    if location.scheme in REMOTE_SCHEMES:
+        from .remote import RemoteStore
+
+        return RemoteStore(location, settings)
+    from .universal import open_universal
+
+    return open_universal(location)

@@ -1,0 +1,70 @@
+"""The store protocol: what the mover needs of a place that keeps objects. Async only.
+
+Contract, tested by one suite that every store subclasses (tierckpt/testing/store_contract.py):
+    S1  ``put`` and ``put_stream`` are all or nothing: a reader sees the old object, or the whole new one. An error or
+        a cancellation leaves no new object and no truncated one.
+    S2  ``put(if_absent=True)`` has exactly one winner among concurrent callers, on stores where
+        ``has_put_if_absent``; elsewhere it is check-then-put and says so.
+    S3  When a put returns, the object is durable (for a directory: file and directory fsynced).
+    S4  Errors are tierckpt's own (errors.py), chosen by type or status code, never by message text.
+    S5  Keys are relative to the store's root, '/'-separated, never starting with '/'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from ..types import Buffer, ByteRange, ObjectInfo
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Objects under one root (a bucket and key prefix, a directory). Safe to use from one event loop at a time."""
+
+    uri: str
+    """Root, for messages."""
+
+    has_put_if_absent: bool
+    """True when S2 is a guarantee of the store itself."""
+
+    async def head(self, key: str) -> ObjectInfo:
+        """Return size and etag. Raises ObjectNotFoundError."""
+
+    async def get(self, key: str) -> bytes:
+        """Return a whole small object (manifests, metadata). Raises ObjectNotFoundError."""
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        """Return exactly ``byte_range``; a short answer is an error, never a short buffer.
+
+        Raises ObjectNotFoundError, PreconditionFailedError (the object's etag is no longer ``if_match``),
+        IntegrityError (the object ends before the range does).
+        """
+
+    async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        """Write a small object. Raises PreconditionFailedError when ``if_absent`` and it exists."""
+
+    async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
+        """Write a large object from pieces of any size, holding only a few of them in memory.
+
+        When the iterator raises, the transfer is aborted, nothing appears under ``key`` and that error is raised.
+        """
+
+    async def link(self, key: str, source: Path) -> bool:
+        """Make ``source`` appear under ``key`` without copying, durable; False when this store cannot (then copy)."""
+
+    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """Yield every object whose key starts with the directory ``prefix``, recursively, in no order."""
+
+    async def list_dirs(self, prefix: str = "") -> list[str]:
+        """Return the names of the directories directly under ``prefix``, sorted, [] when there is none."""
+
+    async def delete(self, key: str) -> None:
+        """Remove an object; no error when it is not there."""
+
+    async def delete_dir(self, prefix: str) -> None:
+        """Remove every object under ``prefix`` and, where the store has them, the empty directories."""
+
+    async def close(self) -> None:
+        """Release connections. Idempotent."""

@@ -1,0 +1,94 @@
+"""What the stores share: keys that stay inside the root, and work that is never left half done."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Awaitable
+from typing import TypeVar
+
+from ..errors import ConfigError, IntegrityError
+from ..types import Buffer, ByteRange
+
+T = TypeVar("T")
+
+_TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{8,}\.tmp$", re.DOTALL)
+
+
+def is_temporary(name: str) -> bool:
+    """True for ``.<name>.<random>.tmp``: an object on its way, never listed."""
+    return bool(_TEMPORARY.match(name))
+
+
+def check_key(key: str) -> str:
+    """Return ``key`` when it names something strictly below the store's root (S5).
+
+    Raises:
+        ConfigError: empty, absolute, or with an empty, ``.`` or ``..`` part, or a NUL.
+    """
+    if "\0" in key or any(part in {"", ".", ".."} for part in key.split("/")):
+        raise ConfigError(f"{key!r} is not a key below a store's root", hint="Write a/b without empty or relative parts")
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return the directory ``prefix`` without its trailing slash; '' is the root."""
+    stripped = prefix.rstrip("/")
+    return check_key(stripped) if stripped else ""
+
+
+async def settled(work: Awaitable[T]) -> T:
+    """Await ``work`` to its end even when the caller is cancelled meanwhile, then let the cancellation through.
+
+    A thread that still writes to a file descriptor, or a request that still creates a multipart transfer, must finish
+    before its owner closes or aborts it: cut short, it would write into a reused descriptor or leave parts behind.
+    The wait is bounded because ``work`` is: one request with the store's own timeout, or one file operation.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.done():
+            await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # looked at, so that asyncio does not log it: the cancellation is what the caller sees
+        raise
+
+
+@contextlib.asynccontextmanager
+async def closing(pieces: AsyncIterator[Buffer]) -> AsyncIterator[AsyncIterator[Buffer]]:
+    """Close an iterator of pieces (its files) when the transfer ends, however it ends."""
+    try:
+        yield pieces
+    finally:
+        aclose = getattr(pieces, "aclose", None)
+        if aclose is not None:
+            await aclose()
+
+
+def check_size(uri: str, key: str, expected_bytes: int, got_bytes: int) -> None:
+    """Raise IntegrityError when the pieces of a put do not add up: better no object than a short one."""
+    if got_bytes != expected_bytes:
+        raise IntegrityError(
+            f"the pieces of {key} were to be {expected_bytes} bytes and are {got_bytes}",
+            hint="The object was not written; the source changed while it was read",
+            uri=uri,
+        )
+
+
+def short_answer(uri: str, key: str, wanted: ByteRange, got_bytes: int | None) -> IntegrityError:
+    """The object ends before the range does."""
+    got = "fewer" if got_bytes is None else str(got_bytes)
+    return IntegrityError(
+        f"bytes {wanted.start}-{wanted.stop} of {key} were asked for and {got} came back: the object is too short",
+        hint="`tierckpt verify` lists what is damaged",
+        uri=uri,
+    )
+
+
+def check_range(byte_range: ByteRange) -> ByteRange:
+    """Raise ConfigError unless ``0 <= start <= stop``."""
+    if not 0 <= byte_range.start <= byte_range.stop:
+        raise ConfigError(f"{byte_range} is not a range of bytes")
+    return byte_range

@@ -1,0 +1,431 @@
+"""Checkpointer: the whole of tierckpt for a training loop in ten lines.
+
+One save, with several ranks:
+    on the caller's thread   stage (copy to host memory), plan (DCP's planner, collectives), then return
+    in the background        write shards; exchange results through the rendezvous store (no collective);
+                             the coordinator commits on the local tier; every rank learns the outcome
+    in the mover             drain, shared commit, retention
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from ..client import Client, get_client
+from ..config import Settings
+from ..dcp.reader import TierStorageReader
+from ..dcp.stager import TierStager
+from ..dcp.writer import TierStorageWriter
+from ..errors import (
+    CheckpointError,
+    CommitAbandonedError,
+    ConfigError,
+    OperationTimeoutError,
+    TierckptError,
+)
+from ..layout import Location, parse_uri, step_name, step_of
+from ..stores.schemes import check_location
+from ..telemetry import logger
+from ..types import Tier
+from . import state as states
+
+log = logger("checkpointer")
+
+T = TypeVar("T")
+
+
+@dataclass
+class SaveRecord:
+    """How one save went. Seconds count from the call of ``save``; None until known (or not known on this rank)."""
+
+    step: int
+    uri: str
+    size_bytes: int = 0
+    blocked_seconds: float = 0.0
+    local_commit_seconds: float | None = None
+    shared_commit_seconds: float | None = None
+
+
+class Checkpointer:
+    """Saves and restores the state of a training job under ``uri``, as ``uri/step-N``.
+
+    ``save`` blocks only while the state is copied to host memory; an error of a save is raised by the next ``save``,
+    ``wait`` or ``close``. Works in one process without torch.distributed, and on every rank of a job under torchrun:
+    all ranks must then make the same calls in the same order.
+
+    Args:
+        uri: directory or key prefix of the run.
+        keep_last: checkpoints to keep; an int for both tiers, or ``{"local": 2, "shared": 10}``. None keeps all.
+            The newest is never removed, nor a local copy that is not on the shared tier yet.
+        overwrite: a step that exists already is replaced (default), or refused.
+        timeout_seconds: how long a save waits for the other ranks before it fails on all of them.
+        settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``, ``drain=False``).
+
+    Attributes:
+        stats: one SaveRecord for each save of this object.
+        restore_seconds: time of the last ``restore``, None before.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        *,
+        keep_last: int | Mapping[str, int] | None = None,
+        overwrite: bool = True,
+        timeout_seconds: float = 600.0,
+        settings: Settings | None = None,
+        **overrides: Any,
+    ) -> None:
+        self.settings = Settings.load(settings, **overrides)
+        self.location: Location = check_location(parse_uri(uri))
+        self.timeout_seconds = timeout_seconds
+        self.stats: list[SaveRecord] = []
+        self.restore_seconds: float | None = None
+        self._keep = _keep_last(keep_last)
+        self._writer = TierStorageWriter(self.location.child(step_name(0)).uri, settings=self.settings, overwrite=overwrite)
+        self._stager = TierStager()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-save")
+        self._running: Future[None] | None = None
+        self._started: dict[str, float] = {}
+        self._job = _agree_on_name()
+        self._saves = 0
+        self._closed = False
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: Mapping[str, Any]) -> Future[None]:
+        """Save ``state`` as ``step``. Returns when it is copied; the future is done when it is committed locally.
+
+        Raises:
+            TierckptError: the previous save failed, or this one cannot start (StateMismatchError, AlreadyCommittedError).
+        Cost: one copy of the state; waits first for the previous save to be on the local tier.
+        """
+        self._check_open()
+        begun = time.monotonic()
+        self._finish_running()
+        self._raise_drain_failure()
+        record = SaveRecord(step, self.location.child(step_name(step)).uri)
+        with _unwrapped():
+            staged = self._stager.stage(states.collect(state))
+            self._writer.reset(record.uri)
+            plan, planner, metadata = self._plan(staged)
+        self.stats.append(record)
+        self._started[record.uri] = begun
+        self._saves += 1
+        key = f"tierckpt/{self._job}/{self._saves}"
+        self._running = self._pool.submit(self._write, plan, planner, metadata, record, key, begun)
+        record.blocked_seconds = time.monotonic() - begun
+        return self._running
+
+    def _plan(self, staged: dict[str, Any]) -> tuple[SavePlan, DefaultSavePlanner, Metadata | None]:
+        """DCP's planning, on the caller's thread: the only collectives of a save."""
+        planner = DefaultSavePlanner()
+        ranks = _DistWrapper(None, _is_distributed(), 0)
+        metadata: Metadata | None = None
+
+        def local_step() -> SavePlan:
+            planner.set_up_planner(staged, self._writer.storage_meta(), ranks.is_coordinator)
+            self._writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
+            return self._writer.prepare_local_plan(planner.create_local_plan())
+
+        def global_step(plans: list[SavePlan]) -> list[SavePlan]:
+            nonlocal metadata
+            plans, metadata = planner.create_global_plan(plans)
+            return self._writer.prepare_global_plan(plans)
+
+        plan = ranks.reduce_scatter("plan", local_step, global_step)
+        return planner.finish_plan(plan), planner, metadata
+
+    def _write(
+        self,
+        plan: SavePlan,
+        planner: DefaultSavePlanner,
+        metadata: Metadata | None,
+        record: SaveRecord,
+        key: str,
+        begun: float,
+    ) -> None:
+        exchange = _Exchange(key, self.timeout_seconds)
+
+        def write() -> list[Any]:
+            future = self._writer.write_data(plan, planner)
+            future.wait()
+            return future.value()  # type: ignore[no-any-return]
+
+        def commit(results: list[list[Any]]) -> int:
+            if metadata is None:
+                raise RuntimeError("only the coordinator commits")
+            self._writer.finish(metadata, results)
+            return sum(file.size_bytes for rank in results for item in rank for file in getattr(item, "files", ()))
+
+        try:
+            record.size_bytes = exchange.gather_then(write, commit)
+        except BaseException:
+            self._writer.reset()
+            raise
+        record.local_commit_seconds = time.monotonic() - begun
+        self._prune()
+
+    def wait(self, tier: str = "shared", timeout_seconds: float | None = None) -> None:
+        """Return when every save of this object is committed on ``tier``; raise the error of one that failed."""
+        self._finish_running()
+        if tier == Tier.SHARED.value and self.settings.drain:
+            deadline = time.monotonic() + (self.timeout_seconds if timeout_seconds is None else timeout_seconds)
+            for record in self.stats:
+                if record.shared_commit_seconds is None and not self._is_pruned(record):
+                    self._wait_shared(record, max(0.0, deadline - time.monotonic()))
+            self._prune()
+
+    def _wait_shared(self, record: SaveRecord, timeout_seconds: float) -> None:
+        location = parse_uri(record.uri)
+        self._client.run(lambda engine: engine.wait(location, Tier.SHARED, timeout_seconds))
+        seen = self._client.engine.committed_at.get(record.uri, time.monotonic())
+        record.shared_commit_seconds = seen - self._started[record.uri]
+
+    def _is_pruned(self, record: SaveRecord) -> bool:
+        """A later save of the same step took its place."""
+        return any(later.uri == record.uri for later in self.stats[self.stats.index(record) + 1 :])
+
+    def _finish_running(self) -> None:
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        try:
+            running.result(timeout=self.timeout_seconds + 60.0)
+        except TimeoutError as error:
+            if isinstance(error, TierckptError):
+                raise
+            raise OperationTimeoutError(
+                f"the save to {self._writer.path} has not ended", hint="Look for a hung disk", waited_seconds=self.timeout_seconds
+            ) from error
+
+    def _raise_drain_failure(self) -> None:
+        for failure in self._client.engine.take_failures():
+            raise failure
+
+    def _prune(self) -> None:
+        """Retention, on the coordinator (shared tier) and one rank of each node (local tier). Never fails a save."""
+        local, shared = self._keep
+        if not (local or shared) or int(os.environ.get("LOCAL_RANK", 0)) != 0:
+            return
+        if dist.is_initialized() and dist.get_rank() != 0:
+            shared = None
+        try:
+            self._client.run(lambda engine: engine.keep_last(self.location, local=local, shared=shared))
+        except TierckptError as error:
+            log.warning("retention under %s did not finish: %s", self.location.uri, error)
+
+    # --- restoring ----------------------------------------------------------------------------------------------
+
+    def restore(self, state: dict[str, Any], step: int | None = None) -> int | None:
+        """Load the newest usable checkpoint (or ``step``) into ``state``, in place. Returns its step, None if there is none.
+
+        All ranks agree on the step before any of them changes anything.
+
+        Raises:
+            StateMismatchError: the state does not fit; names what. Nothing was changed.
+            IntegrityError: no good copy of some file; names tensor, file and tiers.
+        """
+        self._check_open()
+        self._finish_running()
+        begun = time.monotonic()
+        uri = self.location.child(step_name(step)).uri if step is not None else self._agreed_latest()
+        if uri is None:
+            return None
+        reader = TierStorageReader(uri, settings=self.settings)
+        with _unwrapped():
+            metadata = reader.read_metadata()
+            target = states.load_target(state, metadata)
+            dcp.load(target, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=not _is_distributed())
+            states.put_back(state, target, metadata)
+        self.restore_seconds = time.monotonic() - begun
+        log.info("restored %s in %.2f s", uri, self.restore_seconds)
+        return step_of(uri)
+
+    def latest_step(self) -> int | None:
+        """Return the newest step that every rank can load, None when there is none. Collective under torchrun."""
+        uri = self._agreed_latest()
+        return step_of(uri) if uri is not None else None
+
+    def _agreed_latest(self) -> str | None:
+        """Lower everybody's newest step to the lowest, until all can load it: never a mix of steps."""
+        step_max: int | None = None
+        while True:
+            limit = step_max
+            found = self._client.run(lambda engine: engine.latest(self.location, limit))  # noqa: B023
+            seen = _all_gather(found.step if found is not None else None)
+            if any(step is None for step in seen):
+                return None
+            if len(set(seen)) == 1:
+                return found.location.uri if found is not None else None
+            step_max = min(step for step in seen if step is not None)
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait until all saves are committed on the shared tier (or locally with ``drain=False``). Idempotent."""
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            self._pool.shutdown(wait=False)
+            self._stager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+            return
+        # The loop failed: let a save that is under way reach the SSD, but do not hide the loop's own error.
+        try:
+            self.wait(Tier.LOCAL.value)
+        except TierckptError as failure:
+            log.error("the last save failed too: %s", failure)
+        self._closed = True
+        self._pool.shutdown(wait=False)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"the Checkpointer of {self.location.uri} is closed")
+
+    @property
+    def _client(self) -> Client:
+        return get_client(self.settings)
+
+
+class _Exchange:
+    """One gather and one broadcast among ranks through the rendezvous store: no collective, so any thread may do it.
+
+    Every wait has the deadline; an error of any rank becomes an error of all.
+    """
+
+    def __init__(self, key: str, timeout_seconds: float) -> None:
+        self.key = key
+        self.timeout_seconds = timeout_seconds
+
+    def gather_then(self, work: Callable[[], Any], then: Callable[[list[Any]], T]) -> T:
+        """Run ``work`` on every rank, ``then`` on rank 0 with all results; return its value everywhere."""
+        if not _is_distributed():
+            return then([work()])
+        store, rank, world = _store(), dist.get_rank(), dist.get_world_size()
+        try:
+            outcome: Any = ("ok", work())
+        except BaseException as error:
+            outcome = ("error", _portable(error))
+        store.set(f"{self.key}/{rank}", pickle.dumps(outcome))
+        if rank == 0:
+            verdict = self._decide(store, world, then)
+            store.set(f"{self.key}/verdict", pickle.dumps(verdict))
+        else:
+            verdict = self._get(store, f"{self.key}/verdict", "rank 0 to commit")
+            store.delete_key(f"{self.key}/{rank}")
+        if outcome[0] == "error":
+            raise outcome[1]
+        if verdict[0] == "error":
+            raise verdict[1]
+        return verdict[1]  # type: ignore[no-any-return]
+
+    def _decide(self, store: Any, world: int, then: Callable[[list[Any]], T]) -> tuple[str, Any]:
+        try:
+            outcomes = [self._get(store, f"{self.key}/{rank}", f"rank {rank} to write its shards") for rank in range(world)]
+            failed = {rank: value for rank, (kind, value) in enumerate(outcomes) if kind == "error"}
+            if failed:
+                rank, cause = next(iter(failed.items()))
+                raise CommitAbandonedError(
+                    f"{len(failed)} of {world} ranks could not write their shards; the first says: {cause}",
+                    hint="Nothing was committed; the previous checkpoint is whole",
+                    rank=rank,
+                )
+            return "ok", then([value for _, value in outcomes])
+        except BaseException as error:
+            return "error", _portable(error)
+
+    def _get(self, store: Any, key: str, what: str) -> Any:
+        deadline, pause = time.monotonic() + self.timeout_seconds, 0.002
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                raise OperationTimeoutError(
+                    f"waited {self.timeout_seconds:g} s for {what}",
+                    hint="That rank has died or hangs; nothing was committed and the previous checkpoint is whole",
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
+        return pickle.loads(store.get(key))
+
+
+def _portable(error: BaseException) -> BaseException:
+    """An error that pickles: ours do, others are told in words."""
+    if isinstance(error, TierckptError):
+        return error
+    return CommitAbandonedError(f"{type(error).__name__}: {error}")
+
+
+def _store() -> Any:
+    """A connection of our own to the job's rendezvous store, so that waiting on it blocks nobody else's use."""
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store
+
+
+class _unwrapped:
+    """Raise the typed error inside DCP's CheckpointException (a BaseException, by rank) as itself."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, dcp.CheckpointException):
+            causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+            ours = next((cause for cause in causes.values() if isinstance(cause, TierckptError)), None)
+            if ours is not None:
+                ours.context.setdefault("rank", min(rank for rank, cause in causes.items() if cause is ours))
+                raise ours from error
+
+
+def _keep_last(value: int | Mapping[str, int] | None) -> tuple[int | None, int | None]:
+    if value is None:
+        return None, None
+    kept = {"local": value, "shared": value} if isinstance(value, int) else dict(value)
+    for tier, count in kept.items():
+        if tier not in {"local", "shared"} or not isinstance(count, int) or count < 1:
+            raise ConfigError(f"keep_last has {tier}={count!r}", hint='Write keep_last=3 or {"local": 2, "shared": 10}')
+    return kept.get("local"), kept.get("shared")
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _agree_on_name() -> str:
+    names = [uuid.uuid4().hex]
+    if _is_distributed():
+        dist.broadcast_object_list(names, src=0)
+    return names[0]
+
+
+def _all_gather(value: Any) -> list[Any]:
+    if not _is_distributed():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered

@@ -1,0 +1,56 @@
+"""Frozen value types. No I/O, no torch."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class Tier(str, enum.Enum):
+    """Where a copy of a file lives."""
+
+    LOCAL = "local"
+    SHARED = "shared"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Half-open range ``[start, stop)`` of bytes."""
+
+    start: int
+    stop: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object of a store: key relative to the store's root, size, and the version the store gives it (if any)."""
+
+    key: str
+    size_bytes: int
+    etag: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One step of a transfer: ``done_bytes`` of ``total_bytes`` for ``what`` (a file, or the whole operation)."""
+
+    what: str
+    done_bytes: int
+    total_bytes: int
+
+
+class ProgressListener(Protocol):
+    def __call__(self, progress: Progress, /) -> None: ...
+
+
+Json: TypeAlias = dict[str, Any]
