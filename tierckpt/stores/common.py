@@ -28,7 +28,7 @@ def check_key(key: str) -> str:
         ConfigError: empty, absolute, or with an empty, ``.`` or ``..`` part, or a NUL.
     """
     if "\0" in key or any(part in {"", ".", ".."} for part in key.split("/")):
-        raise ConfigError(f"{key!r} is not a key below a store's root", hint="Write a/b without empty or relative parts")
+        raise ConfigError(f"{key!r} is not a key below a store's root", hint="Write a/b, no empty or relative parts")
     return key
 
 

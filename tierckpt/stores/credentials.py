@@ -71,7 +71,7 @@ def _ask_boto3() -> tuple[Callable[[], dict[str, Any]] | None, str]:
     """Return what boto3 finds in profiles, SSO and instance roles, and the profile's region."""
     try:
         import boto3
-        from botocore.exceptions import BotoCoreError
+        from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
     except ImportError:
         return None, ""
     try:

@@ -17,7 +17,7 @@ import re
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import obstore
 from obstore import exceptions as obstore_errors
@@ -40,6 +40,9 @@ from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, settled, short_answer
 from .credentials import Access, azure_access, gcs_access, s3_access
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
 
 log = logger("stores.remote")
 
@@ -105,12 +108,12 @@ class RemoteStore:
         if not check_range(byte_range).size_bytes:  # no such request exists in HTTP
             return await self._get_nothing(key, if_match)
         bucket = await self._bucket()
-        wanted = (byte_range.start, byte_range.stop)
+        options: GetOptions = {"range": (byte_range.start, byte_range.stop)}
+        if if_match is not None:
+            options["if_match"] = if_match
         async with self._errors(key):
             try:
-                answer = await obstore.get_async(
-                    bucket, check_key(key), options={"range": wanted, "if_match": if_match}
-                )
+                answer = await obstore.get_async(bucket, check_key(key), options=options)
             except obstore_errors.GenericError as error:
                 if _http_status(error) == 416:
                     raise short_answer(self.uri, key, byte_range, 0) from None
@@ -323,7 +326,10 @@ def _frozen(piece: Buffer) -> Buffer:
 
 
 def _info(meta: Any) -> ObjectInfo:
-    return ObjectInfo(meta["path"], meta["size"], meta["e_tag"])
+    etag = meta["e_tag"]
+    if etag and not etag.endswith('"'):  # Azure's listings leave out the quotes that every other answer has
+        etag = f'"{etag}"'
+    return ObjectInfo(meta["path"], meta["size"], etag)
 
 
 def _is_missing(error: Exception) -> bool:

@@ -182,14 +182,23 @@ class Checkpointer:
         self._prune()
 
     def wait(self, tier: str = "shared", timeout_seconds: float | None = None) -> None:
-        """Return when every save of this object is committed on ``tier``; raise the error of one that failed."""
+        """Return when every save of this object that retention keeps is committed on ``tier``.
+
+        Raises the error of a save or drain that failed, OperationTimeoutError when the time is up.
+        """
         self._finish_running()
+        self._note_commits()
         if tier == Tier.SHARED.value and self.settings.drain:
             deadline = time.monotonic() + (self.timeout_seconds if timeout_seconds is None else timeout_seconds)
-            for record in self.stats:
-                if record.shared_commit_seconds is None and not self._is_pruned(record):
+            for record in self._kept_records():
+                if record.shared_commit_seconds is None:
                     self._wait_shared(record, max(0.0, deadline - time.monotonic()))
             self._prune()
+
+    def _kept_records(self) -> list[SaveRecord]:
+        """The newest save of each step, without those that retention has removed or is about to."""
+        newest = list({record.uri: record for record in self.stats}.values())
+        return newest[-self._keep[1] :] if self._keep[1] else newest
 
     def _wait_shared(self, record: SaveRecord, timeout_seconds: float) -> None:
         location = parse_uri(record.uri)
@@ -197,9 +206,11 @@ class Checkpointer:
         seen = self._client.engine.committed_at.get(record.uri, time.monotonic())
         record.shared_commit_seconds = seen - self._started[record.uri]
 
-    def _is_pruned(self, record: SaveRecord) -> bool:
-        """A later save of the same step took its place."""
-        return any(later.uri == record.uri for later in self.stats[self.stats.index(record) + 1 :])
+    def _note_commits(self) -> None:
+        for record in self.stats:
+            seen = self._client.engine.committed_at.get(record.uri)
+            if record.shared_commit_seconds is None and seen is not None and seen > self._started[record.uri]:
+                record.shared_commit_seconds = seen - self._started[record.uri]
 
     def _finish_running(self) -> None:
         if self._running is None:
