@@ -160,8 +160,17 @@ def prefetch(
         client.close()
 
 
+def close_all() -> None:
+    """Stop every shared client of this process at once. What they were draining stays in the journal."""
+    with _lock:
+        clients = list(_clients.values())
+        _clients.clear()
+    for client in clients:
+        client.close()
+
+
 def _finish_all() -> None:
-    for client in _clients.values():
+    for client in list(_clients.values()):
         client.finish()
     _clients.clear()
 

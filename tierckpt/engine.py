@@ -203,9 +203,11 @@ class Engine:
             if tier is Tier.SHARED:
                 # Only our newest local attempt counts, or any commit when this node has none.
                 attempt = local.attempt if local else None
-                if local is not None and await asyncio.to_thread(commit.is_drained, self.directory(location), local.attempt):
-                    return
-                if await self._is_committed(location, attempt):
+                drained = local is not None and await asyncio.to_thread(
+                    commit.is_drained, self.directory(location), local.attempt
+                )
+                if drained or await self._is_committed(location, attempt):
+                    await self._let_finish(entries, deadline - time.monotonic())
                     return
                 self._raise_failure(location)
                 idle_rounds = idle_rounds + 1 if local is not None and not entries else 0
@@ -227,6 +229,12 @@ class Engine:
                 )
             await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic()) + 0.001))
             pause = min(pause * 1.3, POLL_SECONDS_MAX)
+
+    async def _let_finish(self, entries: list[Entry], timeout_seconds: float) -> None:
+        """Let this process's drains of a committed checkpoint put their journal entries and records away."""
+        tasks = [self._drains[entry.token] for entry in entries if entry.token in self._drains]
+        if tasks:
+            await asyncio.wait(tasks, timeout=max(timeout_seconds, 0.0))
 
     def _entries_of(self, location: Location) -> list[Entry]:
         return [entry for entry in self.journal.entries() if entry.uri == location.uri]

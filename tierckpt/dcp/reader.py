@@ -60,6 +60,7 @@ class TierStorageReader(StorageReader):
         self.storage_data: dict[Any, Any] = {}
         self.load_id = str(uuid.uuid4())
         self._checkpoint: Checkpoint | None = None
+        self._error: TierckptError | None = None
         self.path = ""
         self._point_to(uri if uri is not None else path)
 
@@ -68,22 +69,40 @@ class TierStorageReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.storage_data = {}
         self._checkpoint = None
+        self._error = None
         if checkpoint_id is not None:
             self._point_to(checkpoint_id)
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata, verified.
+
+        ``dcp.load`` asks again with ``rank=`` when this raises, and turns a second error into a plain AssertionError.
+        So the second is kept and raised, typed, by ``set_up_storage_reader``, before anything is planned or changed.
+        """
         rank = kwargs.get("rank")
-        name = METADATA if rank is None else rank_metadata(rank)
+        try:
+            return self._read_metadata(METADATA if rank is None else rank_metadata(rank))
+        except TierckptError as error:
+            if rank is None:
+                self._error = error
+                raise
+            self._error = self._error or error
+            return Metadata(state_dict_metadata={}, storage_data={}, storage_meta=StorageMeta())
+
+    def _read_metadata(self, name: str) -> Metadata:
         checkpoint = self._find()
         with self._open(checkpoint, self._entry(checkpoint, name)) as stream:
             metadata = cast(Metadata, pickle.loads(stream.read()))
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        self._error = None
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._error is not None:
+            raise self._error
         if metadata.storage_data is None:
             raise IntegrityError(f"the metadata of {self.path} says nothing about where its data is", file=METADATA)
         self.storage_data = metadata.storage_data

@@ -112,9 +112,12 @@ class ShardWriter(io.RawIOBase):
         if self.closed:
             return
         super().close()
-        self._view.release()
-        self._buffer.close()
         os.close(self._file)
+        self._view.release()
+        try:
+            self._buffer.close()
+        except BufferError:
+            pass  # an error on its way up still refers to a part of it: freed with the error
 
     def entry(self, rank: int, token: str, *, durable: bool) -> FileEntry:
         """Finish, and return the manifest entry of this shard."""

@@ -47,6 +47,7 @@ from ..errors import ConfigError, OperationTimeoutError, StateMismatchError
 from ..layout import METADATA, Location, attempt_metadata, local_dir, parse_uri, rank_metadata, shard_name
 from ..manifest import FileEntry, Manifest, chunk_count, digest_of
 from ..mover import commit, retention
+from ..mover.disk import check_local_root
 from ..mover.journal import READY, Entry, Journal
 from ..stores.schemes import check_location
 from ..stores.local import fsync_dir, make_dirs
@@ -157,6 +158,7 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
         self.is_coordinator = is_coordinator or not self.use_collectives
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        check_local_root(self.settings)
         if self.is_coordinator:
             location, overwrite = self.location, self.overwrite
             self._replaces = self._client.run(lambda e: e.attempts_to_replace(location, overwrite=overwrite))

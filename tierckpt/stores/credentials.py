@@ -17,6 +17,17 @@ from typing import Any
 from ..errors import ConfigError, PermissionDeniedError
 
 METADATA_TIMEOUT_SECONDS = 1.0
+METADATA_ADDRESSES = {
+    "s3": ("169.254.169.254", 80),
+    "az": ("169.254.169.254", 80),
+    "gs": ("metadata.google.internal", 80),
+}
+"""Where each cloud's machines find their own role."""
+
+_S3_HINT = (
+    "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (with boto3 installed), "
+    "or AWS_SKIP_SIGNATURE=true for a public bucket"
+)
 CREDENTIAL_LIFETIME = timedelta(minutes=15)
 """How long the client may use one answer of boto3 before it asks again; boto3 renews what expires."""
 
@@ -45,14 +56,9 @@ def s3_access(bucket: str) -> Access:
     region = _first("AWS_REGION", "AWS_DEFAULT_REGION")
     provider = None
     if not _s3_environment_has_credentials():
-        provider, profile_region = _ask_boto3()
-        if provider is None and not _metadata_service_answers("169.254.169.254"):
-            raise _no_credentials(
-                f"s3://{bucket}",
-                endpoint,
-                "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (with boto3 installed), "
-                "or AWS_SKIP_SIGNATURE=true for a public bucket",
-            )
+        provider, profile_region = _ask_boto3(bucket)
+        if provider is None and not _metadata_service_answers("s3"):
+            raise _no_credentials(f"s3://{bucket}", endpoint, _S3_HINT)
         region = region or profile_region
     options["region"] = region or "us-east-1"
     return Access(endpoint, options, provider)
@@ -67,7 +73,7 @@ def _s3_environment_has_credentials() -> bool:
     )
 
 
-def _ask_boto3() -> tuple[Callable[[], dict[str, Any]] | None, str]:
+def _ask_boto3(bucket: str) -> tuple[Callable[[], dict[str, Any]] | None, str]:
     """Return what boto3 finds in profiles, SSO and instance roles, and the profile's region."""
     try:
         import boto3
@@ -77,8 +83,10 @@ def _ask_boto3() -> tuple[Callable[[], dict[str, Any]] | None, str]:
     try:
         session = boto3.Session()
         found = session.get_credentials()
-    except BotoCoreError as error:  # no such profile, a broken file
-        raise PermissionDeniedError(f"boto3 cannot load AWS credentials: {error}", hint="Check AWS_PROFILE") from error
+    except BotoCoreError as error:  # no such profile, half a key pair, a broken file
+        raise PermissionDeniedError(
+            f"no credentials found for s3://{bucket}: boto3 says: {error}", hint=_S3_HINT, uri=f"s3://{bucket}"
+        ) from error
     if found is None:
         return None, ""
 
@@ -112,7 +120,7 @@ def azure_access(container: str) -> Access:
     if endpoint:
         _check_endpoint(endpoint, "AZURE_STORAGE_ENDPOINT")
     has_secret = bool({"account_key", "sas_key"} & options.keys()) or _azure_environment_has_identity()
-    if not has_secret and not _metadata_service_answers("169.254.169.254"):
+    if not has_secret and not _metadata_service_answers("az"):
         raise _no_credentials(
             f"az://{container}",
             endpoint or f"account {options['account_name']}",
@@ -184,7 +192,7 @@ def gcs_access(bucket: str) -> Access:
         or bool(_first("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY"))
         or Path("~/.config/gcloud/application_default_credentials.json").expanduser().exists()
     )
-    if not found and not _metadata_service_answers("metadata.google.internal"):
+    if not found and not _metadata_service_answers("gs"):
         raise _no_credentials(
             f"gs://{bucket}",
             endpoint,
@@ -193,12 +201,12 @@ def gcs_access(bucket: str) -> Access:
     return Access(endpoint, {"base_url": _check_endpoint(endpoint, "GOOGLE_BASE_URL")} if endpoint else {})
 
 
-def _metadata_service_answers(host: str) -> bool:
+def _metadata_service_answers(scheme: str) -> bool:
     """True on a cloud machine, whose role the client can then use. Elsewhere nobody listens there."""
     if _is_true("AWS_EC2_METADATA_DISABLED"):
         return False
     try:
-        socket.create_connection((host, 80), timeout=METADATA_TIMEOUT_SECONDS).close()
+        socket.create_connection(METADATA_ADDRESSES[scheme], timeout=METADATA_TIMEOUT_SECONDS).close()
     except OSError:
         return False
     return True

@@ -1,0 +1,359 @@
+"""Bad input: each gets a typed error that names what is wrong and what to do, and nothing is lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import tierckpt
+from tests.states import load, raises_ours, same, save, small_state
+from tierckpt.errors import (
+    AlreadyCommittedError,
+    BucketNotFoundError,
+    CapacityError,
+    CheckpointNotFoundError,
+    ConfigError,
+    IntegrityError,
+    ManifestError,
+    MissingExtraError,
+    PermissionDeniedError,
+    StateMismatchError,
+    TierckptError,
+    UncommittedCheckpointError,
+)
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.mover import disk
+from tierckpt.mover.journal import Journal
+
+
+def local_shard(local_root: Path, uri: str) -> Path:
+    return next(local_dir(local_root, parse_uri(uri)).glob("*.distcp"))
+
+
+# --- URIs, packages, credentials --------------------------------------------------------------------------------
+
+
+def test_unknown_scheme() -> None:
+    with pytest.raises(ConfigError, match="s4"):
+        tierckpt.TierStorageWriter("s4://bucket/run")
+    assert not tierckpt.TierStorageWriter.validate_checkpoint_id("s4://bucket/run")
+    assert tierckpt.TierStorageWriter.validate_checkpoint_id("s3://bucket/run")
+
+
+def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MissingExtraError, match="pip install"):
+        save("gdrive://folder/step-1", small_state())  # fsspec knows the scheme, its package is not installed
+
+
+def test_missing_credentials(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(PermissionDeniedError, match="AWS_ACCESS_KEY_ID"):
+        save(f"{s3_uri}/step-1", small_state())
+
+
+@pytest.mark.server
+def test_wrong_credentials(rgw_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+    with pytest.raises(PermissionDeniedError):
+        save(f"{rgw_uri}/step-1", small_state())
+
+
+def test_missing_bucket(s3_uri: str) -> None:
+    with pytest.raises(BucketNotFoundError, match="no-such-bucket-here"):
+        save("s3://no-such-bucket-here/run/step-1", small_state())
+        tierckpt.wait("s3://no-such-bucket-here/run/step-1", timeout_seconds=20)
+
+
+def test_no_such_checkpoint(shared_uri: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="step-7") as caught:
+        load(f"{shared_uri}/step-7", small_state())
+    assert caught.value.exit_code == 4
+    assert tierckpt.latest(shared_uri) is None
+
+
+def test_uncommitted_checkpoint(file_uri: str, local_root: Path) -> None:
+    save(f"{file_uri}/step-1", small_state(1))
+    save(f"{file_uri}/step-2", small_state(2))
+    for place in (Path(file_uri), local_dir(local_root, parse_uri(file_uri))):
+        (place / "step-2/.tierckpt/manifest.json").unlink()
+    with pytest.raises(UncommittedCheckpointError, match="step-2"):
+        load(f"{file_uri}/step-2", small_state(2))
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
+
+
+def test_step_already_committed(shared_uri: str) -> None:
+    uri = f"{shared_uri}/step-1"
+    save(uri, small_state(1))
+    with pytest.raises(AlreadyCommittedError, match="step-1"):
+        save(uri, small_state(2), overwrite=False)
+    assert same(load(uri, small_state(1)), small_state(1))
+
+
+def test_stock_checkpoint_is_not_overwritten_without_leave(file_uri: str) -> None:
+    dcp.save(small_state(1), checkpoint_id=f"{file_uri}/step-1", no_dist=True)
+    with pytest.raises(AlreadyCommittedError):
+        save(f"{file_uri}/step-1", small_state(2), overwrite=False)
+
+
+# --- local_root -------------------------------------------------------------------------------------------------
+
+
+def test_local_root_that_is_a_file(file_uri: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="local_root"):
+        save(f"{file_uri}/step-1", small_state(), local_root=tmp_path / "file/below")
+
+
+def test_target_inside_local_root(local_root: Path) -> None:
+    with pytest.raises(ConfigError, match="local_root"):
+        tierckpt.TierStorageWriter(local_root / "run", local_root=local_root)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 4 MiB."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", directory], check=True)
+    yield directory
+    subprocess.run(["umount", "-l", directory], check=True)
+
+
+def test_local_root_on_tmpfs_is_warned_about(small_disk: Path, file_uri: str, caplog: pytest.LogCaptureFixture) -> None:
+    disk._checked.clear()
+    with caplog.at_level(logging.WARNING, "tierckpt"):
+        save(f"{file_uri}/step-1", small_state(), local_root=small_disk / "root", allow_tmpfs=False)
+    assert any("tmpfs" in record.getMessage() for record in caplog.records)
+
+
+def test_local_root_on_a_read_only_mount(small_disk: Path, file_uri: str) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(PermissionDeniedError, match="read-only"):
+        save(f"{file_uri}/step-1", small_state(), local_root=small_disk / "root")
+
+
+def test_shared_tier_on_a_read_only_mount(small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    uri, state = str(small_disk / "run/step-1"), small_state(1)
+    with pytest.raises(PermissionDeniedError, match="read-only"):
+        save(uri, state)
+        tierckpt.wait(uri, timeout_seconds=20)
+
+
+def test_no_room_for_the_save_is_said_before_the_first_byte(small_disk: Path, file_uri: str) -> None:
+    save(f"{file_uri}/step-1", small_state(1), local_root=small_disk, drain=False)
+    with pytest.raises(CapacityError, match="needed"):
+        save(f"{file_uri}/step-2", {"big": torch.ones(4 << 20)}, local_root=small_disk, drain=False)
+    assert same(load(f"{file_uri}/step-1", small_state(1), local_root=small_disk, drain=False), small_state(1))
+    assert Journal(small_disk).entries() == []
+
+
+def test_disk_full_in_the_middle_of_a_save(small_disk: Path, file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate is blind here (as it is for objects, or when others fill the disk): the write itself fails."""
+    options = {"local_root": small_disk, "drain": False, "shard_size_bytes_max": "1MiB", "chunk_size_bytes": "64KiB"}
+    save(f"{file_uri}/step-1", small_state(1), **options)
+    monkeypatch.setattr("tierckpt.mover.retention.make_room", lambda *_: None)
+    big = {f"w{index}": torch.ones(200_000) for index in range(8)}
+    with pytest.raises(CapacityError, match="no room") as caught:
+        save(f"{file_uri}/step-2", big, **options)
+    assert caught.value.context["tier"] == "local"
+    assert not list(small_disk.rglob("step-2/*.distcp"))  # the partial save is gone
+    assert Journal(small_disk).entries() == []
+    assert same(load(f"{file_uri}/step-1", small_state(1), **options), small_state(1))
+    save(f"{file_uri}/step-3", small_state(3), **options)  # and the next one works
+
+
+def test_drained_copies_make_room_for_a_new_save(small_disk: Path, tmp_path: Path) -> None:
+    shared = str(tmp_path / "shared")  # another file system: links do not help
+    for step in (1, 2, 3, 4):
+        save(f"{shared}/step-{step}", {"w": torch.full((400_000,), float(step))}, local_root=small_disk)
+        tierckpt.wait(f"{shared}/step-{step}", timeout_seconds=30, local_root=small_disk)
+    for step in (1, 2, 3, 4):
+        loaded = load(f"{shared}/step-{step}", {"w": torch.zeros(400_000)}, local_root=small_disk)
+        assert loaded["w"].unique().tolist() == [step]
+
+
+# --- damaged files ----------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+DAMAGES = [flip, zero, truncate, remove]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_local_shard_is_read_from_the_shared_tier(damage: object, s3_uri: str, local_root: Path) -> None:
+    uri, state = f"{s3_uri}/step-1", small_state(1)
+    save(uri, state)
+    tierckpt.wait(uri, timeout_seconds=30)
+    damage(local_shard(local_root, uri))  # type: ignore[operator]
+    assert same(load(uri, state), state)
+    assert same(load(uri, state), state)
+
+
+def test_a_bad_copy_is_put_aside_and_kept(s3_uri: str, local_root: Path) -> None:
+    uri, state = f"{s3_uri}/step-1", small_state(1)
+    save(uri, state)
+    tierckpt.wait(uri, timeout_seconds=30)
+    shard = local_shard(local_root, uri)
+    flip(shard)
+    load(uri, state)
+    assert not shard.exists()
+    assert shard.with_name(f"{shard.name}.bad").exists()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_without_a_good_copy_the_error_names_tensor_file_and_tier(damage: object, file_uri: str, local_root: Path) -> None:
+    uri = f"{file_uri}/step-1"
+    save(uri, {"only": torch.randn(5000)}, drain=False)
+    shard = local_shard(local_root, uri)
+    damage(shard)  # type: ignore[operator]
+    target = {"only": torch.full((5000,), 7.0)}
+    with pytest.raises(IntegrityError) as caught, raises_ours():
+        dcp.load(target, storage_reader=tierckpt.TierStorageReader(uri, drain=False), no_dist=True)
+    text = str(caught.value)
+    assert shard.name in text
+    assert "only" in text
+    assert "local" in text or "shared" in text
+    assert target["only"].unique().tolist() == [7.0]  # never wrong bytes
+
+
+def test_damage_is_found_before_the_drain_publishes_it(s3_uri: str, local_root: Path) -> None:
+    uri = f"{s3_uri}/step-1"
+    writer = tierckpt.TierStorageWriter(uri)
+    writer._client.engine.submit = lambda token: None  # type: ignore[method-assign]
+    dcp.save(small_state(1), storage_writer=writer, no_dist=True)
+    del writer._client.engine.submit
+    flip(local_shard(local_root, uri))
+    with pytest.raises(IntegrityError):
+        tierckpt.wait(uri, timeout_seconds=20)
+    assert [entry.error for entry in Journal(local_root).entries()][0].startswith("IntegrityError")
+    shutil.rmtree(local_dir(local_root, parse_uri(uri)))
+    assert tierckpt.latest(s3_uri) is None  # nothing was published
+
+
+def test_damaged_metadata_is_read_from_the_other_tier(s3_uri: str, local_root: Path) -> None:
+    uri, state = f"{s3_uri}/step-1", small_state(1)
+    save(uri, state)
+    tierckpt.wait(uri, timeout_seconds=30)
+    directory = local_dir(local_root, parse_uri(uri))
+    flip(next((directory / ".tierckpt/metadata").iterdir()))
+    assert same(load(uri, state), state)
+
+
+def test_a_damaged_local_manifest_gives_way_to_the_shared_one(s3_uri: str, local_root: Path) -> None:
+    uri, state = f"{s3_uri}/step-1", small_state(1)
+    save(uri, state)
+    tierckpt.wait(uri, timeout_seconds=30)
+    flip(local_dir(local_root, parse_uri(uri)) / ".tierckpt/manifest.json")
+    assert same(load(uri, state), state)
+
+
+def test_a_damaged_manifest_without_another_is_an_error(file_uri: str, local_root: Path) -> None:
+    uri = f"{file_uri}/step-1"
+    save(uri, small_state(1), drain=False)
+    flip(local_dir(local_root, parse_uri(uri)) / ".tierckpt/manifest.json")
+    with pytest.raises(ManifestError, match="manifest"):
+        load(uri, small_state(1), drain=False)
+
+
+# --- state dicts ------------------------------------------------------------------------------------------------
+
+
+def test_meta_tensors_are_refused_by_name(file_uri: str) -> None:
+    state = {"model": {"ghost": torch.empty(3, device="meta")}}
+    with pytest.raises(StateMismatchError, match="ghost"):
+        save(f"{file_uri}/step-1", state)
+    with pytest.raises(StateMismatchError, match="ghost"), raises_ours():
+        dcp.async_save(state, storage_writer=tierckpt.TierStorageWriter(f"{file_uri}/step-1"), no_dist=True)
+    with pytest.raises(StateMismatchError, match="ghost"):
+        tierckpt.TierStager().stage(state)
+    assert tierckpt.latest(file_uri) is None
+
+
+def test_other_shapes_than_the_checkpoint_are_refused(file_uri: str) -> None:
+    model = torch.nn.Linear(4, 4)
+    with tierckpt.Checkpointer(file_uri) as checkpointer:
+        checkpointer.save(1, {"model": model})
+        checkpointer.wait()
+        wider = {"model": torch.nn.Linear(4, 8)}
+        before = wider["model"].weight.clone()
+        with pytest.raises(StateMismatchError, match=r"model\.weight"):
+            checkpointer.restore(wider)
+        assert torch.equal(wider["model"].weight, before)
+        with pytest.raises(StateMismatchError, match="extra"):
+            checkpointer.restore({"model": torch.nn.ModuleDict({"extra": model})})
+
+
+def test_non_contiguous_tensors_are_saved(file_uri: str) -> None:
+    state = {"t": torch.arange(12.0).reshape(3, 4).t(), "strided": torch.arange(20.0)[::2], "view": torch.ones(9, 9)[2:4, 3:5]}
+    save(f"{file_uri}/step-1", state)
+    assert same(load(f"{file_uri}/step-1", state), state)
+
+
+# --- options ----------------------------------------------------------------------------------------------------
+
+
+def test_safetensors_format_is_refused_with_the_way_to_get_it(file_uri: str) -> None:
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    with pytest.raises(ConfigError, match="export"):
+        tierckpt.TierStorageWriter(file_uri, serialization_format=SerializationFormat.SAFETENSORS)
+
+
+@pytest.mark.parametrize("options", [{"thread_count": 0}, {"colour": "red"}, {"concurrency": -1}])
+def test_options_that_cannot_work_are_refused(options: dict[str, object], file_uri: str) -> None:
+    with pytest.raises(ConfigError):
+        tierckpt.TierStorageWriter(file_uri, **options)  # type: ignore[arg-type]
+
+
+def test_an_error_in_any_writing_thread_fails_the_save(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock DCP loses it: with several threads it returns as if all was well."""
+    from tierckpt.dcp.shard import ShardWriter
+
+    real, calls = ShardWriter.finish, []
+
+    def failing(self: ShardWriter, *, durable: bool) -> object:
+        calls.append(self)
+        if len(calls) == 3:
+            raise CapacityError("no room (seeded)", tier="local")
+        return real(self, durable=durable)
+
+    monkeypatch.setattr(ShardWriter, "finish", failing)
+    with pytest.raises(CapacityError):
+        save(f"{file_uri}/step-1", {f"w{index}": torch.ones(100) for index in range(4)}, thread_count=4)
+    assert len(calls) >= 3
+    assert tierckpt.latest(file_uri) is None
+
+
+def test_every_error_here_says_what_to_do() -> None:
+    """A hint is what turns an error into an answer: the ones raised for users carry one."""
+    try:
+        parse_uri("")
+    except TierckptError as error:
+        assert error.hint

@@ -1,0 +1,175 @@
+"""The manifest: M1 safe to act on, M2 canonical, M3 damaged ones are refused."""
+
+import json
+
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierckpt import manifest as manifests
+from tierckpt.errors import ManifestError
+from tierckpt.manifest import Digester, FileEntry, Manifest, digest_of
+
+CHUNK = 4096
+
+
+def entry(path: str = "__0_0-aa.distcp", size: int = 5000, **fields: object) -> FileEntry:
+    digests = tuple(digest_of(bytes([index])) for index in range(manifests.chunk_count(size, CHUNK)))
+    return FileEntry(path, size, digests, **fields)  # type: ignore[arg-type]
+
+
+def checkpoint(**fields: object) -> Manifest:
+    base = {
+        "attempt": "a1",
+        "world_size": 2,
+        "chunk_size_bytes": CHUNK,
+        "metadata": (entry(".metadata", 10, source=".tierckpt/metadata/a1"),),
+        "files": (entry(token="aa"), entry("__1_0-bb.distcp", rank=1, token="bb")),
+        "replaces": ("old",),
+        "created_unix_seconds": 12.5,
+    }
+    return Manifest(**{**base, **fields})  # type: ignore[arg-type]
+
+
+def resealed(change: object) -> bytes:
+    """A manifest changed by somebody who also fixed its digest: only M1 stands between it and us."""
+    body = json.loads(checkpoint().encode())
+    body.pop("self_digest")
+    change(body)  # type: ignore[operator]
+    body["self_digest"] = digest_of(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+    return json.dumps(body).encode()
+
+
+def test_what_is_encoded_is_decoded() -> None:
+    assert manifests.decode(checkpoint().encode()) == checkpoint()
+
+
+def test_equal_manifests_are_equal_bytes_whatever_the_order_of_files() -> None:  # M2
+    turned = checkpoint(files=tuple(reversed(checkpoint().files)))
+    assert turned.encode() == checkpoint().encode()
+
+
+def test_tokens_are_those_of_the_shards() -> None:
+    assert checkpoint().tokens == {"aa", "bb"}
+
+
+@pytest.mark.parametrize("position", range(0, 400, 7))
+def test_any_changed_byte_is_refused(position: int) -> None:  # M3
+    data = bytearray(checkpoint().encode())
+    data[position] ^= 0x01
+    with pytest.raises(ManifestError):
+        manifests.decode(data)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 50, -1])
+def test_a_truncated_manifest_is_refused(cut: int) -> None:
+    with pytest.raises(ManifestError):
+        manifests.decode(checkpoint().encode()[:cut])
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/etc/passwd", "../x", "a/../b", "a//b", "./a", "a/.", "", "a\\b", "a\0b", "x" * 1025, 7, None, ["a"]],
+)
+def test_paths_that_leave_the_checkpoint_are_refused(path: object) -> None:  # M1
+    def change(body: dict) -> None:
+        body["files"][0]["path"] = path
+
+    with pytest.raises(ManifestError):
+        manifests.decode(resealed(change))
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 51, 1 << 200, 1.5, "9", True, None])
+def test_impossible_sizes_are_refused(size: object) -> None:  # M1
+    def change(body: dict) -> None:
+        body["files"][0]["size_bytes"] = size
+
+    with pytest.raises(ManifestError):
+        manifests.decode(resealed(change))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("chunk_size_bytes", 0),
+        ("chunk_size_bytes", 1),
+        ("chunk_size_bytes", "8"),
+        ("world_size", 0),
+        ("attempt", "../x"),
+        ("attempt", 5),
+        ("replaces", ["a/b"]),
+        ("replaces", None),
+        ("created_unix_seconds", "now"),
+        ("format", "other"),
+        ("version", 2),
+        ("digest", "md5"),
+        ("files", {}),
+        ("metadata", []),
+    ],
+)
+def test_fields_out_of_range_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ManifestError):
+        manifests.decode(resealed(lambda body: body.__setitem__(field, value)))
+
+
+def test_a_file_named_twice_is_refused() -> None:
+    with pytest.raises(ManifestError, match="twice"):
+        manifests.decode(resealed(lambda body: body["files"].append(body["files"][0])))
+
+
+def test_duplicate_keys_are_refused() -> None:
+    data = checkpoint().encode().replace(b'{"attempt"', b'{"attempt":"b","attempt"', 1)
+    with pytest.raises(ManifestError, match="duplicate"):
+        manifests.decode(data)
+
+
+def test_missing_digests_are_refused() -> None:
+    with pytest.raises(ManifestError, match="digests"):
+        manifests.decode(resealed(lambda body: body["files"][0]["digests"].pop()))
+
+
+def test_deep_nesting_is_refused_not_a_crash() -> None:
+    with pytest.raises(ManifestError):
+        manifests.decode(b"[" * 200_000)
+
+
+@given(st.binary(max_size=300))
+def test_noise_is_refused(data: bytes) -> None:
+    with pytest.raises(ManifestError):
+        manifests.decode(data)
+
+
+@given(st.lists(st.binary(max_size=9000), max_size=12))
+def test_a_stream_has_the_digests_of_its_chunks_however_it_is_cut(pieces: list[bytes]) -> None:
+    whole = b"".join(pieces)
+    digester = Digester(CHUNK)
+    for piece in pieces:
+        digester.update(piece)
+    expected = tuple(blake3(whole[start : start + CHUNK]).hexdigest() for start in range(0, len(whole), CHUNK))
+    assert digester.finish() == expected
+    assert digester.size_bytes == len(whole)
+
+
+def fragment(rank: int, attempt: str = "a1") -> Manifest:
+    return checkpoint(
+        attempt=attempt,
+        metadata=(entry(f"__{rank}.metadata", 10, rank=rank, source=f".tierckpt/metadata/{attempt}-{rank}"),),
+        files=(entry(f"__{rank}_0-{attempt}-{rank}.distcp", rank=rank, token=f"{attempt}-{rank}"),),
+    )
+
+
+def test_fragments_of_all_ranks_make_one_manifest() -> None:
+    whole = manifests.merge([fragment(0), fragment(1)])
+    assert [item.path for item in whole.metadata] == ["__0.metadata", "__1.metadata"]
+    assert whole.tokens == {"a1-0", "a1-1"}
+
+
+def test_fragments_of_different_saves_are_never_mixed() -> None:
+    with pytest.raises(ManifestError):
+        manifests.merge([fragment(0), fragment(1, "a2")])
+
+
+def test_a_missing_fragment_is_refused() -> None:
+    with pytest.raises(ManifestError):
+        manifests.merge([fragment(0)])

@@ -1,0 +1,134 @@
+"""The public surface: what import costs, what errors promise, how settings and URIs are read."""
+
+import inspect
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tierckpt
+from tierckpt import errors
+from tierckpt.config import Settings
+from tierckpt.errors import ConfigError, TierckptError
+from tierckpt.layout import Location, local_dir, parse_uri, step_of
+from tierckpt.stores.schemes import check_location
+
+ALL_ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, TierckptError)]
+
+
+def test_import_brings_neither_torch_nor_a_cloud_library() -> None:
+    heavy = "{'torch', 'numpy', 'obstore', 'fsspec', 's3fs', 'adlfs', 'boto3', 'botocore', 'aiohttp', 'pydantic', 'typer', 'rich'}"
+    code = f"import sys, tierckpt, tierckpt.errors; found = {heavy} & set(sys.modules); assert not found, found"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_client_runs_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import tierckpt; from tierckpt.client import get_client\n"
+        "assert tierckpt.latest('/nonexistent/run') is None"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_public_name_exists() -> None:
+    for name in tierckpt.__all__:
+        assert getattr(tierckpt, name) is not None
+    with pytest.raises(AttributeError):
+        tierckpt.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", ALL_ERRORS, ids=lambda kind: kind.__name__)
+def test_every_error_pickles_with_all_it_says(kind: type[TierckptError]) -> None:
+    error = kind("a shard is gone", hint="Look elsewhere", file="f", rank=3, failures={"a": "b"})
+    twin = pickle.loads(pickle.dumps(error))
+    assert type(twin) is kind
+    assert str(twin) == str(error)
+    assert twin.context == error.context
+    assert twin.exit_code == error.exit_code
+    assert "rank=3" in str(error)
+    assert str(error).endswith("Look elsewhere")
+    assert error.to_json()["error"] == kind.__name__
+
+
+def test_errors_are_also_the_builtins_people_catch() -> None:
+    assert issubclass(errors.ObjectNotFoundError, FileNotFoundError)
+    assert issubclass(errors.CheckpointNotFoundError, FileNotFoundError)
+    assert issubclass(errors.PermissionDeniedError, PermissionError)
+    assert issubclass(errors.OperationTimeoutError, TimeoutError)
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.AlreadyCommittedError, FileExistsError)
+
+
+@pytest.mark.parametrize(
+    ("spelled", "uri"),
+    [
+        ("s3://bucket/run/step-1/", "s3://bucket/run/step-1"),
+        ("s3a://bucket/run", "s3://bucket/run"),
+        ("az://box/run", "az://box/run"),
+        ("abfss://box@account.dfs.core.windows.net/run", "az://box/run"),
+        ("gs://bucket", "gs://bucket"),
+        ("file:///mnt/nfs/run", "/mnt/nfs/run"),
+        ("/mnt/nfs/run/", "/mnt/nfs/run"),
+        (Path("/mnt/nfs/run"), "/mnt/nfs/run"),
+        ("memory://run/step-3", "memory://run/step-3"),
+    ],
+)
+def test_spellings_of_one_place_are_one_uri(spelled: object, uri: str) -> None:
+    assert parse_uri(spelled).uri == uri
+    assert parse_uri(parse_uri(spelled).uri) == parse_uri(spelled)
+
+
+def test_a_relative_path_is_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse_uri("run/step-1").uri == str(tmp_path / "run/step-1")
+
+
+@pytest.mark.parametrize("bad", ["", "  ", "s3://", "s3:///key", "az://", "s3://bucket/a/../b", 5, None])
+def test_uris_that_name_no_place_are_refused(bad: object) -> None:
+    with pytest.raises(ConfigError):
+        parse_uri(bad)
+
+
+def test_an_unknown_scheme_is_refused_and_the_known_ones_named() -> None:
+    with pytest.raises(ConfigError, match="s3://") as caught:
+        check_location(parse_uri("s4://bucket/run"))
+    assert "s4" in str(caught.value)
+
+
+def test_the_local_tier_mirrors_the_uri(tmp_path: Path) -> None:
+    assert local_dir(tmp_path, parse_uri("s3://bucket/run/step-1")) == tmp_path / "checkpoints/s3/bucket/run/step-1"
+    assert local_dir(tmp_path, parse_uri("/mnt/run")) == tmp_path / "checkpoints/file/_/mnt/run"
+
+
+def test_two_places_never_share_a_local_directory(tmp_path: Path) -> None:
+    uris = ["s3://b/run", "gs://b/run", "az://b/run", "/b/run", "memory://b/run"]
+    assert len({local_dir(tmp_path, parse_uri(uri)) for uri in uris}) == len(uris)
+
+
+@pytest.mark.parametrize(("name", "step"), [("step-100", 100), ("global_step7", 7), ("step-0", 0), ("final", None), ("8b-base", None)])
+def test_the_step_is_the_number_at_the_end(name: str, step: int | None) -> None:
+    assert step_of(name) == step
+
+
+def test_a_location_knows_its_children() -> None:
+    root = parse_uri("s3://bucket")
+    assert root.child("step-1").uri == "s3://bucket/step-1"
+    assert root.child("a").parent == Location("s3", "bucket", "")
+
+
+def test_settings_come_from_arguments_then_environment_then_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tierckpt.toml").write_text('shard_size_bytes_max = "2MiB"\nchunk_size_bytes = "1MiB"\nconcurrency = 2\n')
+    monkeypatch.setenv("TIERCKPT_CHUNK_SIZE_BYTES", "64KiB")
+    monkeypatch.setenv("TIERCKPT_CONCURRENCY", "3")
+    settings = Settings.load(concurrency=5)
+    assert (settings.shard_size_bytes_max, settings.chunk_size_bytes, settings.concurrency) == (2 << 20, 64 << 10, 5)
+
+
+@pytest.mark.parametrize("bad", [{"concurrency": 0}, {"chunk_size_bytes": "much"}, {"colour": "red"}, {"drain": "perhaps"}])
+def test_settings_that_cannot_work_are_named(bad: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        Settings.load(**bad)
