@@ -27,7 +27,7 @@ _HOME = {
     "wait": ".client",
 }
 
-__all__ = ["TierckptError", "errors", *_HOME]  # noqa: PLE0604
+__all__ = ["TierckptError", "errors", *_HOME]
 
 if TYPE_CHECKING:
     from .client import latest as latest

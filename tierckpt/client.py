@@ -8,7 +8,6 @@ the parent. At exit the process waits for its drains, at most ``exit_timeout_sec
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures.thread  # imported first, so that its own exit hook runs after ours
 import os
 import threading
 from collections.abc import Awaitable, Callable

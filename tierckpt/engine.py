@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,13 +18,14 @@ from .errors import (
     TierckptError,
     UncommittedCheckpointError,
 )
-from .layout import PRIVATE_DIR, SHARD_SUFFIX, Location, local_dir, step_of
-from .manifest import FileEntry
+from .layout import PRIVATE_DIR, SHARD_SUFFIX, Location, attempt_metadata, local_dir, step_of
+from .manifest import FileEntry, Manifest
 from .mover import catalog, commit, retention
 from .mover.catalog import Checkpoint, Row
 from .mover.drain import Drainer, DrainResult
 from .mover.journal import READY, Entry, Journal
 from .mover.prefetch import PrefetchResult, from_listing, from_manifest, prefetch
+from .mover.restore import RestoreResult, restore
 from .mover.transfer import fetch
 from .mover.verify import VerifyReport, verify
 from .stores.base import Store
@@ -81,8 +83,11 @@ class Engine:
             AlreadyCommittedError: something stands there and ``overwrite`` is False.
             StoreError: the shared tier refuses us (missing bucket, credentials): better said at the first save.
         """
-        local = await asyncio.to_thread(commit.read_local_manifest, self.directory(location))
+        directory = self.directory(location)
+        local = await asyncio.to_thread(commit.read_local_manifest, directory)
         standing = {local.attempt} if local else set()
+        if local is not None and not await asyncio.to_thread(commit.is_drained, directory, local.attempt):
+            standing |= {*local.replaces}  # the shared tier may still be at one of those
         if self.settings.drain:
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT_SECONDS):
@@ -99,9 +104,11 @@ class Engine:
         return tuple(sorted(standing))
 
     async def send_linked(self, entry: Entry) -> bool:
-        """Make the files of ``entry`` appear on the shared tier at once if links can; False when they must be copied."""
+        """Make the files of ``entry`` appear on the shared tier at once; False when links cannot and copies must."""
         store = self.store(entry.location)
-        if not entry.files or not await store.link(entry.files[0].key, self.directory(entry.location) / entry.files[0].key):
+        if not entry.files or not await store.link(
+            entry.files[0].key, self.directory(entry.location) / entry.files[0].key
+        ):
             return False
         await self._drainer.send_files(entry)
         return True
@@ -109,7 +116,9 @@ class Engine:
     def submit(self, token: str) -> None:
         """Start draining a journal entry in the background. Its error is kept for ``wait``."""
         if token not in self._drains:
-            self._drains[token] = asyncio.create_task(self._drain(token), name=f"drain {token}")
+            task = asyncio.create_task(self._drain(token), name=f"drain {token}")
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # kept in _failures, not lost
+            self._drains[token] = task
 
     async def recover(self) -> None:
         """Take up what earlier processes left in the journal: drain what was finished, remove what was not.
@@ -128,7 +137,8 @@ class Engine:
             current = self.journal.read(entry.token)
             if not dead or current is None or current.state == READY:
                 return
-            for path in self.directory(entry.location).glob(f"*-{entry.token}{SHARD_SUFFIX}"):
+            directory = self.directory(entry.location)
+            for path in (*directory.glob(f"*-{entry.token}{SHARD_SUFFIX}"), directory / attempt_metadata(entry.token)):
                 path.unlink(missing_ok=True)
             self.journal.remove(entry.token)
             log.info("removed the shards of a save to %s that never finished", entry.uri)
@@ -139,7 +149,8 @@ class Engine:
             entry = await asyncio.to_thread(self.journal.read, token)
             uri = entry.uri if entry else ""
             result = await self._drainer.drain(token)
-            self.committed_at[uri] = time.monotonic()
+            if result.outcome == "committed":
+                self.committed_at[uri] = time.monotonic()
             return result
         except TierckptError as error:
             log.error("drain of %s failed: %s", uri, error)
@@ -149,11 +160,11 @@ class Engine:
             self._drains.pop(token, None)
 
     async def drain_now(self, token: str) -> None:
-        """Drain an entry whose files are all on the shared tier already, and return when it is committed there."""
-        result = await self._drainer.drain(token, patient=True)
+        """Commit an entry whose files are all on the shared tier already. Raises when that cannot be done at once."""
+        result = await self._drainer.drain(token, patient=False)
         self.committed_at[result.uri] = time.monotonic()
 
-    async def drain_all(self, *, patient: bool) -> tuple[list[DrainResult], list[TierckptError]]:
+    async def drain_all(self, *, patient: bool) -> tuple[builtins.list[DrainResult], builtins.list[TierckptError]]:
         """Drain everything in the journal, newest first. Returns what was drained and what was not, with the reason."""
         entries = await asyncio.to_thread(self.journal.entries)
         ready = [entry for entry in entries if entry.state == READY]
@@ -168,7 +179,7 @@ class Engine:
             [result for result in results if isinstance(result, TierckptError)],
         )
 
-    async def idle(self, timeout_seconds: float) -> list[Entry]:
+    async def idle(self, timeout_seconds: float) -> builtins.list[Entry]:
         """Wait until this process drains nothing, at most ``timeout_seconds``. Returns what is still in its hands.
 
         An entry that has sent its files and only waits for other ranks is given ``OTHER_RANKS_SECONDS``: when a rank
@@ -196,20 +207,15 @@ class Engine:
         deadline = time.monotonic() + timeout_seconds
         pause, idle_rounds = POLL_SECONDS_MIN, 0
         while True:
-            entries = await asyncio.to_thread(self._entries_of, location)
+            entries = await asyncio.to_thread(self._unsettled, location)
             local = await asyncio.to_thread(commit.read_local_manifest, self.directory(location))
-            if tier is Tier.LOCAL and local is not None:
-                return
-            if tier is Tier.SHARED:
-                # Only our newest local attempt counts, or any commit when this node has none.
-                attempt = local.attempt if local else None
-                drained = local is not None and await asyncio.to_thread(
-                    commit.is_drained, self.directory(location), local.attempt
-                )
-                if drained or await self._is_committed(location, attempt):
-                    await self._let_finish(entries, deadline - time.monotonic())
+            if tier is Tier.LOCAL:
+                if local is not None and all(self._is_named(local, entry) for entry in entries):
                     return
+            else:
                 self._raise_failure(location)
+                if not entries and await self._is_committed(location, local):
+                    return
                 idle_rounds = idle_rounds + 1 if local is not None and not entries else 0
                 if idle_rounds > 2:
                     raise CommitAbandonedError(
@@ -230,21 +236,33 @@ class Engine:
             await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic()) + 0.001))
             pause = min(pause * 1.3, POLL_SECONDS_MAX)
 
-    async def _let_finish(self, entries: list[Entry], timeout_seconds: float) -> None:
-        """Let this process's drains of a committed checkpoint put their journal entries and records away."""
-        tasks = [self._drains[entry.token] for entry in entries if entry.token in self._drains]
-        if tasks:
-            await asyncio.wait(tasks, timeout=max(timeout_seconds, 0.0))
+    def _unsettled(self, location: Location) -> builtins.list[Entry]:
+        """Journal entries of ``location`` that somebody still works on, or has to."""
+        found = []
+        for entry in self.journal.entries():
+            if entry.uri != location.uri:
+                continue
+            if entry.state != READY:
+                with self.journal.own(entry.token) as dead:
+                    if dead:
+                        continue  # its saver is gone: it will never commit, recover() removes it
+            found.append(entry)
+        return found
 
-    def _entries_of(self, location: Location) -> list[Entry]:
-        return [entry for entry in self.journal.entries() if entry.uri == location.uri]
+    def _is_named(self, manifest: Manifest, entry: Entry) -> bool:
+        return entry.token in manifest.tokens or (
+            entry.manifest is not None and entry.manifest.attempt == manifest.attempt
+        )
 
-    async def _is_committed(self, location: Location, attempt: str | None) -> bool:
+    async def _is_committed(self, location: Location, local: Manifest | None) -> bool:
+        """True when the shared tier has our local attempt, or any attempt where this node has none."""
+        if local is not None and await asyncio.to_thread(commit.is_drained, self.directory(location), local.attempt):
+            return True
         try:
             shared = await commit.read_shared_manifest(self.store(location))
         except StoreUnavailableError:
             return False
-        return shared is not None and attempt in {None, shared.attempt}
+        return shared is not None and (local is None or local.attempt == shared.attempt)
 
     def _raise_failure(self, location: Location) -> None:
         for token, (uri, error) in list(self._failures.items()):
@@ -252,18 +270,19 @@ class Engine:
                 del self._failures[token]
                 raise error
 
-    def take_failures(self) -> list[TierckptError]:
-        """Return the errors of drains since the last call, and forget them."""
-        failures = [error for _, error in self._failures.values()]
-        self._failures.clear()
-        return failures
+    def take_failures(self, uris: set[str]) -> builtins.list[TierckptError]:
+        """Return the errors of drains to ``uris`` since the last call, and forget those."""
+        taken = {token: error for token, (uri, error) in self._failures.items() if uri in uris}
+        for token in taken:
+            del self._failures[token]
+        return list(taken.values())
 
     # --- finding -----------------------------------------------------------------------------------------------
 
     async def find(self, location: Location) -> Checkpoint:
         return await catalog.find(location, self.directory(location), self.store(location))
 
-    async def list(self, location: Location) -> list[Row]:
+    async def list(self, location: Location) -> builtins.list[Row]:
         """Return the checkpoints at or directly under ``location``, by step, uncommitted ones included.
 
         Raises CheckpointNotFoundError when there is none.
@@ -282,11 +301,8 @@ class Engine:
     async def _describe(self, location: Location) -> Row | None:
         return await catalog.describe(location, self.directory(location), self.store(location))
 
-    async def _children(self, location: Location) -> list[str]:
-        directory = self.directory(location)
-        local = await asyncio.to_thread(
-            lambda: [path.name for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
-        )
+    async def _children(self, location: Location) -> builtins.list[str]:
+        local = await asyncio.to_thread(self._local_children, location)
         try:
             shared = await self.store(location).list_dirs()
         except StoreUnavailableError as error:
@@ -305,20 +321,43 @@ class Engine:
         try:
             return await self.find(location)
         except (CheckpointNotFoundError, UncommittedCheckpointError):
-            pass
-        names = sorted(await self._children(location), key=lambda name: (step_of(name) is not None, step_of(name) or 0, name))
+            find = self.find
+        except StoreUnavailableError as error:
+            log.warning("%s: looking on the local tier only (%s)", location.uri, error)
+            find = self._find_local
+        names = sorted(
+            await (
+                self._children(location) if find == self.find else asyncio.to_thread(self._local_children, location)
+            ),
+            key=lambda name: (step_of(name) is not None, step_of(name) or 0, name),
+        )
         for name in reversed(names):
             if step_max is not None and (step_of(name) is None or step_of(name) > step_max):  # type: ignore[operator]
                 continue
             try:
-                checkpoint = await self.find(location.child(name))
-            except (CheckpointNotFoundError, UncommittedCheckpointError, TierckptError) as error:
+                checkpoint = await find(location.child(name))
+            except TierckptError as error:
                 log.info("latest: passing over %s: %s", name, error)
                 continue
             if await catalog.is_complete(checkpoint):
                 return checkpoint
             log.warning("latest: passing over %s: some files have no copy", name)
         return None
+
+    async def _find_local(self, location: Location) -> Checkpoint:
+        """Find a checkpoint while the shared tier is away: what the local tier has committed, whole."""
+        directory = self.directory(location)
+        manifest = await asyncio.to_thread(commit.read_local_manifest, directory)
+        if manifest is None:
+            raise CheckpointNotFoundError(f"no local copy of {location.uri}")
+        checkpoint = Checkpoint(location, manifest, directory, self.store(location), frozenset({Tier.LOCAL}))
+        if checkpoint.missing_locally():
+            raise CheckpointNotFoundError(f"the local copy of {location.uri} is not whole")
+        return checkpoint
+
+    def _local_children(self, location: Location) -> builtins.list[str]:
+        directory = self.directory(location)
+        return [path.name for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -333,7 +372,7 @@ class Engine:
         shared tier for what could not be kept here."""
         if checkpoint.manifest is None:
             return
-        chunk_size, total, done = checkpoint.manifest.chunk_size_bytes, 0, 0
+        chunk_size, done = checkpoint.manifest.chunk_size_bytes, 0
         missing = [entry for entry in entries if checkpoint.local_path(entry) is None]
         total = sum(entry.size_bytes for entry in missing)
         gate = asyncio.Semaphore(self.settings.concurrency)
@@ -352,6 +391,16 @@ class Engine:
                     log.warning("%s stays on the shared tier only: %s", entry.path, error)
 
         await asyncio.gather(*(one(entry) for entry in missing))
+        if missing and Tier.SHARED in checkpoint.tiers:
+            # With the manifest beside them the fetched files are known to retention and eviction.
+            await self._adopt(checkpoint.store, checkpoint.directory, checkpoint.manifest)
+
+    async def _adopt(self, store: Store, directory: Path, manifest: Manifest) -> None:
+        try:
+            await self._drainer.adopt(store, directory, manifest)
+            await asyncio.to_thread(commit.mark_drained, directory, manifest.attempt)
+        except TierckptError as error:
+            log.warning("the commit of %s could not be noted on this node: %s", store.uri, error)
 
     async def verify(self, location: Location, *, read_data: bool) -> tuple[Checkpoint, VerifyReport]:
         checkpoint = await self.find(location)
@@ -378,7 +427,7 @@ class Engine:
         target = directory or self.directory(location)
         if location.scheme == "file" and target.absolute() == Path(location.path):
             raise ConfigError(f"{target} is both source and target of the prefetch", hint="Give another --to")
-        return await prefetch(
+        result = await prefetch(
             store,
             wanted,
             target,
@@ -386,10 +435,24 @@ class Engine:
             concurrency=self.settings.concurrency * 2,
             listener=self._listener,
         )
+        if manifest is not None and directory is None:
+            await self._adopt(store, target, manifest)
+        return result
+
+    async def restore(self, location: Location, directory: Path) -> RestoreResult:
+        """Make ``directory`` a plain copy of the newest usable checkpoint at or under ``location``."""
+        checkpoint = await self.latest(location) or await self.find(location)  # find says what is wrong
+        return await restore(
+            checkpoint,
+            directory,
+            chunk_size_bytes=int(self.settings.chunk_size_bytes),
+            concurrency=self.settings.concurrency * 2,
+            listener=self._listener,
+        )
 
     # --- removing ----------------------------------------------------------------------------------------------
 
-    async def keep_last(self, location: Location, *, local: int | None, shared: int | None) -> list[Row]:
+    async def keep_last(self, location: Location, *, local: int | None, shared: int | None) -> builtins.list[Row]:
         """Remove the older checkpoints directly under ``location``. Returns the rows that lost a copy.
 
         Never removes from the local tier what the shared tier has not committed, and never the newest of a tier.
@@ -402,8 +465,9 @@ class Engine:
         on_shared = {row.step: row for row in rows if row.shared == "committed" and row.step is not None}
         on_local = {row.step: row for row in rows if row.local == "committed" and row.step is not None}
         for step in retention.steps_to_remove(list(on_local), local or 0):
-            if not self.settings.drain or step in on_shared:
-                await asyncio.to_thread(commit.remove_local, self.directory(on_local[step].location))
+            directory = self.directory(on_local[step].location)
+            if not self.settings.drain or await asyncio.to_thread(_is_on_shared, directory):
+                await asyncio.to_thread(commit.remove_local, directory)
                 removed.append(on_local[step])
         for step in retention.steps_to_remove(list(on_shared), shared or 0):
             store = self.store(on_shared[step].location)
@@ -414,8 +478,12 @@ class Engine:
         return removed
 
 
+def _is_on_shared(directory: Path) -> bool:
+    """True when the shared tier has committed exactly the attempt that stands here."""
+    manifest = commit.read_local_manifest(directory)
+    return manifest is not None and commit.is_drained(directory, manifest.attempt)
+
+
 async def _claimed(store: Store) -> bool:
     """True when a save of ours has begun to drain here: its files are not a model to fetch as it stands."""
     return bool(await store.list_dirs(PRIVATE_DIR)) or await commit.read_claim(store) is not None
-
-

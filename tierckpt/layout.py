@@ -56,7 +56,11 @@ class Location:
     def uri(self) -> str:
         if self.scheme == "file":
             return self.path
-        return f"{self.scheme}://{self.authority}/{self.path}".rstrip("/") if self.authority else f"{self.scheme}://{self.path}"
+        return (
+            f"{self.scheme}://{self.authority}/{self.path}".rstrip("/")
+            if self.authority
+            else f"{self.scheme}://{self.path}"
+        )
 
     def __str__(self) -> str:
         return self.uri
@@ -70,7 +74,11 @@ class Location:
 
     @property
     def parent(self) -> Location:
-        return Location(self.scheme, self.authority, self.path.rstrip("/").rpartition("/")[0] or ("/" if self.scheme == "file" else ""))
+        return Location(
+            self.scheme,
+            self.authority,
+            self.path.rstrip("/").rpartition("/")[0] or ("/" if self.scheme == "file" else ""),
+        )
 
 
 _ALIASES = {"s3a": "s3", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az", "gcs": "gs", "local": "file"}
@@ -87,7 +95,10 @@ def parse_uri(uri: object) -> Location:
     """
     text = uri if isinstance(uri, str) else _fspath(uri)
     if not text.strip():
-        raise ConfigError("the checkpoint URI is empty", hint="Give s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path")
+        raise ConfigError(
+            "the checkpoint URI is empty",
+            hint="Give s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path",
+        )
     match = _SCHEME.match(text)
     if not match:
         return Location("file", "", str(Path(text).absolute()))

@@ -3,7 +3,7 @@
 Invariants (tests cite them):
     M1  A manifest that decodes is safe to act on: no path leaves the checkpoint directory, no file is named twice,
         every size is possible and has exactly the digests its chunks need. Refused before anything is allocated.
-    M2  Encoding is canonical: equal manifests are equal bytes, so two movers that finalise one attempt write one object.
+    M2  Encoding is canonical: equal manifests are equal bytes, so two movers that commit one attempt write one object.
     M3  ``self_digest`` covers everything else: a damaged manifest is refused, never half-believed.
 """
 
@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from blake3 import blake3
 
@@ -102,7 +102,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A committed checkpoint, or (``ranks`` < ``world_size``) the fragment of one rank of a save without collectives."""
+    """A committed checkpoint, or the fragment of one rank of a save without collectives."""
 
     attempt: str
     world_size: int
@@ -280,5 +280,5 @@ def _no_constants(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -9,14 +9,11 @@ from typing import Any, Protocol, TypeAlias
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
-class Tier(str, enum.Enum):
+class Tier(enum.StrEnum):
     """Where a copy of a file lives."""
 
     LOCAL = "local"
     SHARED = "shared"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,3 +216,55 @@ def test_stock_reader_of_stock_checkpoint_with_our_files_beside(file_uri: str) -
     target = zeros_like(state)
     dcp.load(target, storage_reader=FileSystemReader(f"{file_uri}/step-1"), no_dist=True)
     assert same(target, state)
+
+
+def test_saving_twice_while_the_store_is_away_drains_the_newer_one(s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = f"{s3_uri}/step-1"
+    with monkeypatch.context() as stuck:
+        stuck.setattr("tierckpt.engine.Engine.submit", lambda self, token: None)
+        for seed in (1, 2, 3):
+            save(uri, small_state(seed))
+    assert len(Journal(local_root).entries()) == 3
+    tierckpt.wait(uri, timeout_seconds=30)
+    assert Journal(local_root).entries() == []
+    shutil.rmtree(local_root)
+    assert same(load(uri, small_state(3)), small_state(3))
+
+
+def test_wait_is_for_the_newest_save_of_an_id(s3_uri: str, local_root: Path) -> None:
+    uri = f"{s3_uri}/step-1"
+    for seed in (1, 2, 3, 4):
+        save(uri, small_state(seed))
+        tierckpt.wait(uri, timeout_seconds=30)
+        assert same(load(uri, small_state(seed), local_root=local_root / f"other-{seed}"), small_state(seed))
+
+
+def test_an_outage_after_the_local_commit_loses_nothing(file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shared tier fails between the local commit and the links: the save stands, the mover tries again."""
+    from tierckpt.errors import StoreUnavailableError
+    from tierckpt.stores.local import LocalStore
+
+    async def away(*_: object) -> bool:
+        raise StoreUnavailableError("away (seeded)")
+
+    uri = f"{file_uri}/step-1"
+    writer = tierckpt.TierStorageWriter(uri)
+    with monkeypatch.context() as outage:
+        outage.setattr(LocalStore, "link", away)
+        dcp.save(small_state(1), storage_writer=writer, no_dist=True)
+    dcp.save(small_state(2), storage_writer=writer, checkpoint_id=f"{file_uri}/step-2", no_dist=True)
+    assert same(load(uri, small_state(1)), small_state(1))
+    tierckpt.wait(uri, timeout_seconds=30)
+    assert Path(uri, ".metadata").exists()
+
+
+def test_settings_of_other_jobs_in_the_journal_do_not_disturb(s3_uri: str, file_uri: str, local_root: Path) -> None:
+    """A leftover whose bucket is gone must not make another run's save fail."""
+    from tierckpt.layout import parse_uri as parse
+    from tierckpt.mover.journal import READY, Entry
+
+    Journal(local_root).write(Entry("left", parse("s3://no-such-bucket-anywhere/x").uri, 0, READY, 1.0, 4096))
+    with tierckpt.Checkpointer(file_uri) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"value": step})
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-2"

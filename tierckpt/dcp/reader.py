@@ -150,7 +150,9 @@ class TierStorageReader(StorageReader):
         try:
             view = cast(Any, _create_file_view(stream, info.offset, info.length))
             # Metadata of old DCP versions has no transform_descriptors.
-            source = self.transforms.transform_load_stream(item, getattr(info, "transform_descriptors", None) or (), view)
+            source = self.transforms.transform_load_stream(
+                item, getattr(info, "transform_descriptors", None) or (), view
+            )
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(source.read(-1)))
                 return
@@ -164,7 +166,7 @@ class TierStorageReader(StorageReader):
         target = planner.resolve_tensor(item).detach()
         if target.size() != stored.size():
             raise IntegrityError(
-                f"{item.storage_index.fqn} has shape {tuple(stored.size())} in the file, {tuple(target.size())} was planned",
+                f"{item.storage_index.fqn} has shape {tuple(stored.size())}, {tuple(target.size())} was planned",
                 file=info.relative_path,
                 tensor=item.storage_index.fqn,
             )
@@ -201,7 +203,9 @@ class TierStorageReader(StorageReader):
         if self.location.scheme == "file":
             copies.append(LocalCopy(Path(self.location.path, entry.key), Tier.SHARED))
         else:
-            copies.append(RemoteCopy(f"{self.path}/{entry.key}", lambda byte_range: self._get_range(entry.key, byte_range)))
+            copies.append(
+                RemoteCopy(f"{self.path}/{entry.key}", lambda byte_range: self._get_range(entry.key, byte_range))
+            )
         return CheckedFile(entry, chunk, copies)
 
     def _get_range(self, key: str, byte_range: ByteRange) -> Any:

@@ -8,7 +8,7 @@ import mmap
 import os
 from pathlib import Path
 
-from ..errors import CapacityError
+from ..errors import TierckptError
 from ..manifest import FileEntry, digest_of
 from ..stores.local import translate_os_error
 from ..telemetry import logger
@@ -41,6 +41,8 @@ class ShardWriter(io.RawIOBase):
         self._filled = 0
         self._written = 0
         self._digests: list[str] = []
+        self.error: TierckptError | None = None
+        """The first error of a write. torch.save hides it behind one of its own, so the caller looks here."""
         self._file = self._open()
 
     def _open(self) -> int:
@@ -88,13 +90,10 @@ class ShardWriter(io.RawIOBase):
             offset = self._written
             while view:
                 count = os.pwrite(self._file, view, offset)
-                if count == 0:
-                    raise CapacityError(f"{self.path}: the disk took no more bytes", tier=Tier.LOCAL)
                 view, offset = view[count:], offset + count
         except OSError as error:
-            if isinstance(error, CapacityError):
-                raise
-            raise translate_os_error(error, self.path, Tier.LOCAL) from error
+            self.error = self.error or translate_os_error(error, self.path, Tier.LOCAL)
+            raise self.error from error
 
     def finish(self, *, durable: bool) -> tuple[int, tuple[str, ...]]:
         """Write what is left, cut the padding, fsync if ``durable``. Returns size in bytes and the chunk digests."""

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,14 +43,14 @@ from torch.futures import Future
 
 from ..client import Client, get_client
 from ..config import Settings
-from ..errors import ConfigError, OperationTimeoutError, StateMismatchError
-from ..layout import METADATA, Location, attempt_metadata, local_dir, parse_uri, rank_metadata, shard_name
+from ..errors import ConfigError, OperationTimeoutError, StateMismatchError, TierckptError
+from ..layout import METADATA, SHARD_SUFFIX, Location, attempt_metadata, local_dir, parse_uri, rank_metadata, shard_name
 from ..manifest import FileEntry, Manifest, chunk_count, digest_of
 from ..mover import commit, retention
 from ..mover.disk import check_local_root
-from ..mover.journal import READY, Entry, Journal
-from ..stores.schemes import check_location
+from ..mover.journal import READY, WRITING, Entry, Journal
 from ..stores.local import fsync_dir, make_dirs
+from ..stores.schemes import check_location
 from ..telemetry import logger
 from .shard import ShardWriter
 
@@ -138,6 +138,7 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
         self.use_collectives = True
         self._replaces: tuple[str, ...] = ()
         self._save: _Save | None = None
+        self._holds_back = False
         self.path = ""
         self._point_to(uri if uri is not None else path)
 
@@ -184,7 +185,7 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
             self._abort()
             raise
         save.entry = dataclasses.replace(save.entry, files=files)
-        if not self.is_coordinator:
+        if not self.is_coordinator and not self._holds_back:
             self._hand_over(save)
         if results:
             first = results[0]
@@ -201,10 +202,13 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
             data = self._encode_metadata(metadata, results)
             manifest = self._manifest(save, data, results)
             metadata_bytes = {manifest.metadata[0].path: data}
+            commit.keep_metadata(save.directory, manifest, metadata_bytes)
             save.entry = dataclasses.replace(
                 save.entry, files=save.entry.files + manifest.metadata, manifest=manifest, state=READY
             )
-            self._journal.write(save.entry)  # before the commit: a crash after it still finds the drain to do
+            # Before the commit, so that a crash after it still finds the drain to do; a crash between the two leaves an
+            # entry that the local manifest does not name, which the mover forgets.
+            self._journal.write(save.entry)
             if save.entry.is_fragment:
                 commit.commit_local_fragment(save.directory, self.location, manifest, metadata_bytes)
             else:
@@ -235,7 +239,7 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         refuse_meta_tensors(state_dict)
-        return BlockingAsyncStager.stage(self, state_dict)  # type: ignore[no-any-return]
+        return BlockingAsyncStager.stage(self, state_dict)
 
     # --- one save -----------------------------------------------------------------------------------------------
 
@@ -261,7 +265,9 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
         ]
         if len(jobs) > 1 and self.thread_count > 1:
             with ThreadPoolExecutor(self.thread_count, thread_name_prefix="tierckpt-flush") as pool:
-                futures = [pool.submit(self._write_shard, shard, items, planner, save.entry.token) for shard, items in jobs]
+                futures = [
+                    pool.submit(self._write_shard, shard, items, planner, save.entry.token) for shard, items in jobs
+                ]
                 done = [future.result() for future in futures]  # the error of any thread is the error of the save
         else:
             done = [self._write_shard(shard, items, planner, save.entry.token) for shard, items in jobs]
@@ -275,7 +281,8 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
             return [[item] for item in items]
         shards: list[list[WriteItem]] = []
         for bucket in _split_by_size_and_type(self.thread_count, list(items)):
-            size_bytes, shard = 0, []
+            size_bytes = 0
+            shard: list[WriteItem] = []
             for item in bucket:
                 if shard and size_bytes + _item_bytes(item) > self.settings.shard_size_bytes_max:
                     shards.append(shard)
@@ -289,30 +296,36 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
     def _write_shard(
         self, path: Path, items: list[WriteItem], planner: SavePlanner, token: str
     ) -> tuple[list[WriteResult], FileEntry]:
-        results = []
         with ShardWriter(path, int(self.settings.chunk_size_bytes)) as stream:
-            for item in items:
-                if item.type == WriteItemType.BYTE_IO:
-                    data = planner.resolve_data(item)
-                    results.append(self._write_item(stream, data, item, path.name))
-            loader = self._loader(planner)
-            for item in items:
-                if item.type != WriteItemType.BYTE_IO:
-                    loader.add(_item_bytes(item), item)
-            loader.start_loading()
-            for tensor, tensor_item in loader.values():
-                results.append(self._write_item(stream, tensor, tensor_item, path.name))
-            return results, stream.entry(self.rank, token, durable=self.sync_files)
+            try:
+                results = self._write_items(stream, items, planner)
+                return results, stream.entry(self.rank, token, durable=self.sync_files)
+            except BaseException as error:
+                if stream.error is not None and stream.error is not error:
+                    raise stream.error from error
+                raise
 
-    def _write_item(self, stream: ShardWriter, data: Any, item: Any, name: str) -> WriteResult:
-        return _write_item(self.transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
+    def _write_items(self, stream: ShardWriter, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        results = []
+        loader = self._loader(planner)
+        for item in items:
+            if item.type == WriteItemType.BYTE_IO:
+                results.append(self._write_item(stream, planner.resolve_data(item), item))
+            else:
+                loader.add(_item_bytes(item), item)
+        loader.start_loading()
+        results += [self._write_item(stream, tensor, item) for tensor, item in loader.values()]
+        return results
+
+    def _write_item(self, stream: ShardWriter, data: Any, item: Any) -> WriteResult:
+        return _write_item(self.transforms, stream, data, item, stream.path.name, SerializationFormat.TORCH_SAVE)
 
     def _loader(self, planner: SavePlanner) -> Any:
         def resolve(item: WriteItem) -> torch.Tensor:
-            tensor = planner.resolve_data(item)
+            tensor = cast(torch.Tensor, planner.resolve_data(item))
             if tensor.is_meta:
                 raise _meta_tensor(item.index.fqn)
-            return tensor  # type: ignore[no-any-return]
+            return tensor
 
         if self.thread_count == 1 and self.per_thread_copy_ahead > 0 and torch.cuda.is_available():
             return _OverlappingCpuLoader(resolve, inflight_threshhold=self.per_thread_copy_ahead)
@@ -341,30 +354,48 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
             created_unix_seconds=time.time(),
         )
 
+    def hold_back(self) -> None:
+        """Keep this rank's shards from the mover until ``hand_over``: for callers that tell every rank the outcome."""
+        self._holds_back = True
+
+    def hand_over(self) -> None:
+        """Give the shards held back to the mover: the coordinator has committed."""
+        if self._save is not None:
+            self._hand_over(self._save)
+
     def _hand_over(self, save: _Save) -> None:
-        """Give the entry to the mover; where links can, the shared commit is done before this returns."""
+        """Give the entry to the mover. Where links can, the shared commit is done before this returns.
+
+        Nothing here fails a save that is durable on the local tier: the mover tries again, and ``wait`` says why not.
+        """
+        entry = save.entry
         if not self.settings.drain:
-            self._journal.remove(save.entry.token)
+            self._journal.remove(entry.token)
             self._release()
             return
-        if save.entry.state != READY:
-            save.entry = self._journal.write(dataclasses.replace(save.entry, state=READY))
-        entry = save.entry
-        linked = self._client.run(lambda e: e.send_linked(entry))
-        self._release()
-        if linked and save.entry.manifest is not None and not save.entry.is_fragment:
-            self._client.run(lambda e: e.drain_now(entry.token))
-        else:
-            self._client.submit(entry.token)
+        if entry.state != READY:
+            entry = self._journal.write(dataclasses.replace(entry, state=READY))
+        self._release()  # from here on the entry is the mover's, whatever happens
+        try:
+            linked = self._client.run(lambda engine: engine.send_linked(entry))
+            if linked and entry.manifest is not None and not entry.is_fragment:
+                self._client.run(lambda engine: engine.drain_now(entry.token))
+                return
+        except TierckptError as error:
+            log.warning("%s: the shared tier has to wait: %s", entry.uri, error)
+        self._client.submit(entry.token)
 
     def _abort(self) -> None:
-        """Put away a save that will never be committed: its shards have names that nothing refers to."""
+        """Put away a save that will never be committed: its files have names that nothing refers to."""
         if self._save is None:
             return
-        save = self._save
-        for file in save.directory.glob(f"*-{save.entry.token}.distcp"):
+        save, token = self._save, self._save.entry.token
+        if save.entry.state == READY:
+            # A crash in what follows must not leave an entry that says its files are there.
+            self._journal.write(dataclasses.replace(save.entry, state=WRITING))
+        for file in (*save.directory.glob(f"*-{token}{SHARD_SUFFIX}"), save.directory / attempt_metadata(token)):
             file.unlink(missing_ok=True)
-        self._journal.remove(save.entry.token)
+        self._journal.remove(token)
         self._release()
 
     def _release(self) -> None:
@@ -462,7 +493,7 @@ def _item_bytes(item: WriteItem) -> int:
     count = 1
     for size in item.tensor_data.chunk.sizes:
         count *= size
-    return count * torch._utils._element_size(item.tensor_data.properties.dtype)  # type: ignore[no-any-return]
+    return count * item.tensor_data.properties.dtype.itemsize
 
 
 def _world_size() -> int:

@@ -16,7 +16,17 @@ from ..errors import (
     TierckptError,
     UncommittedCheckpointError,
 )
-from ..layout import CLAIM, METADATA, PARTS_DIR, PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, rank_metadata, step_of
+from ..layout import (
+    CLAIM,
+    METADATA,
+    PARTS_DIR,
+    PENDING_DIR,
+    PRIVATE_DIR,
+    SHARD_SUFFIX,
+    Location,
+    rank_metadata,
+    step_of,
+)
 from ..manifest import FileEntry, Manifest
 from ..stores.base import Store
 from ..telemetry import logger
@@ -73,7 +83,11 @@ async def find(location: Location, directory: Path, store: Store) -> Checkpoint:
     shared, shared_error = await _attempt(lambda: commit.read_shared_manifest(store))
     manifest = _newer(local, shared, await asyncio.to_thread(_is_drained, directory, local))
     if manifest is not None:
-        tiers = {tier for tier, copy in ((Tier.LOCAL, local), (Tier.SHARED, shared)) if copy and copy.attempt == manifest.attempt}
+        tiers = {
+            tier
+            for tier, copy in ((Tier.LOCAL, local), (Tier.SHARED, shared))
+            if copy and copy.attempt == manifest.attempt
+        }
         return Checkpoint(location, manifest, directory, store, frozenset(tiers))
     if isinstance(local_error, ManifestError):
         raise local_error
@@ -132,7 +146,7 @@ async def is_stock(store: Store) -> bool:
 
 
 async def _has_leftovers(directory: Path, store: Store) -> bool:
-    if (directory / PRIVATE_DIR).exists() or any(directory.glob(f"*{SHARD_SUFFIX}")):
+    if await asyncio.to_thread(lambda: (directory / PRIVATE_DIR).exists() or _has_shards(directory)):
         return True
     for prefix in (PENDING_DIR, PARTS_DIR, ""):
         async for _ in store.list(prefix):
@@ -180,7 +194,7 @@ async def describe(location: Location, directory: Path, store: Store) -> Row | N
     return Row(
         location,
         step_of(location.name),
-        "committed" if local else ("uncommitted" if any(directory.glob(f"*{SHARD_SUFFIX}")) else "-"),
+        "committed" if local else ("uncommitted" if await asyncio.to_thread(_has_shards, directory) else "-"),
         "committed" if shared else ("-" if local else "uncommitted"),
         len(manifest.entries) if manifest else 0,
         manifest.size_bytes if manifest else 0,
@@ -192,8 +206,12 @@ async def _stock_row(location: Location, store: Store) -> Row:
     return Row(location, step_of(location.name), "-", STOCK, len(sizes), sum(sizes))
 
 
+def _has_shards(directory: Path) -> bool:
+    return any(directory.glob(f"*{SHARD_SUFFIX}"))
+
+
 async def _looks_like_checkpoint(directory: Path, store: Store) -> bool:
-    if any(directory.glob(f"*{SHARD_SUFFIX}")):
+    if await asyncio.to_thread(_has_shards, directory):
         return True
     return bool(await store.list_dirs(PRIVATE_DIR))
 

@@ -17,10 +17,7 @@ Every step is idempotent for one attempt, so whichever mover comes last, or come
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +25,9 @@ from pathlib import Path
 from .. import manifest as manifests
 from ..errors import (
     AlreadyCommittedError,
+    BucketNotFoundError,
+    IntegrityError,
     ObjectNotFoundError,
-    OperationTimeoutError,
     PreconditionFailedError,
 )
 from ..layout import (
@@ -42,11 +40,12 @@ from ..layout import (
     part,
     pending,
 )
-from ..manifest import FileEntry, Manifest
+from ..manifest import Digester, FileEntry, Manifest
 from ..stores.base import Store
 from ..stores.local import durable_write, make_dirs
 from ..telemetry import logger
 from ..types import Tier
+from .lock import lock
 
 log = logger("commit")
 
@@ -68,15 +67,27 @@ def read_local_manifest(directory: Path) -> Manifest | None:
 async def read_shared_manifest(store: Store) -> Manifest | None:
     try:
         data = await store.get(MANIFEST)
+    except BucketNotFoundError:
+        raise  # a place that does not exist is not an empty place
     except ObjectNotFoundError:
         return None
     return manifests.decode(data, where=f"{store.uri}/{MANIFEST}")
+
+
+async def replaced_by_claim(store: Store) -> frozenset[str]:
+    """Return the attempts that the holder of the claim was told to replace: an attempt among them is superseded."""
+    try:
+        return frozenset(json.loads(await store.get(CLAIM)).get("replaces", ()))
+    except ObjectNotFoundError:
+        return frozenset()
 
 
 async def read_claim(store: Store) -> str | None:
     """Return the attempt that owns this id on the shared tier, None when nobody has claimed it."""
     try:
         return str(json.loads(await store.get(CLAIM))["attempt"])
+    except BucketNotFoundError:
+        raise
     except ObjectNotFoundError:
         return None
 
@@ -91,7 +102,7 @@ def commit_local(directory: Path, location: Location, manifest: Manifest, metada
         AlreadyCommittedError: another attempt that this one was not told to replace stands here.
     """
     with _locked(directory):
-        _keep_metadata(directory, manifest, metadata)
+        keep_metadata(directory, manifest, metadata)
         _publish(directory, location, manifest, metadata)
 
 
@@ -100,9 +111,13 @@ def commit_local_fragment(
 ) -> Manifest | None:
     """Keep one rank's fragment; commit the merged manifest when all ranks' fragments lie here. Returns that, if so."""
     with _locked(directory):
-        _keep_metadata(directory, fragment, metadata)
+        keep_metadata(directory, fragment, metadata)
         make_dirs(directory / PARTS_DIR)
-        durable_write(directory / part(f"{fragment.attempt}-{fragment.files[0].rank if fragment.files else fragment.metadata[0].rank}"), fragment.encode())
+        durable_write(
+            directory
+            / part(f"{fragment.attempt}-{fragment.files[0].rank if fragment.files else fragment.metadata[0].rank}"),
+            fragment.encode(),
+        )
         parts = sorted((directory / PARTS_DIR).glob(f"{fragment.attempt}-*.json"))
         if len(parts) < fragment.world_size:
             return None
@@ -113,7 +128,8 @@ def commit_local_fragment(
         return whole
 
 
-def _keep_metadata(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+def keep_metadata(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+    """Write the attempt's own copy of its metadata. Invisible: no commit names it yet."""
     for entry in manifest.metadata:
         make_dirs((directory / entry.key).parent)
         durable_write(directory / entry.key, metadata[entry.path])
@@ -135,8 +151,10 @@ def adopt_local(directory: Path, manifest: Manifest, metadata: Mapping[str, byte
     """Record on this node a commit that happened elsewhere, unless a different one stands here."""
     with _locked(directory):
         current = read_local_manifest(directory)
-        if current is None or current.attempt in manifest.replaces:
-            _keep_metadata(directory, manifest, metadata)
+        if current is not None and current.attempt == manifest.attempt:
+            return
+        if current is None or current.attempt in manifest.replaces or is_drained(directory, current.attempt):
+            keep_metadata(directory, manifest, metadata)
             for entry in manifest.metadata:
                 durable_write(directory / entry.path, metadata[entry.path])
             durable_write(directory / MANIFEST, manifest.encode())
@@ -177,37 +195,21 @@ def remove_local(directory: Path) -> None:
             remove_local_files(directory, list(manifest.entries))
             for entry in manifest.metadata:
                 (directory / entry.path).unlink(missing_ok=True)
-    for path in sorted((directory / PRIVATE_DIR).rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
-    for empty in (directory / PRIVATE_DIR, directory):
-        try:
-            empty.rmdir()
-        except OSError:
-            break  # somebody else's files are in it: leave them
+        for path in sorted((directory / PRIVATE_DIR).rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+        for empty in (directory / PRIVATE_DIR, directory):
+            try:
+                empty.rmdir()
+            except OSError:
+                break  # somebody else's files are in it: leave them
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the directory against other processes of this node. The flock dies with its holder."""
+    """Hold the directory against other processes of this node."""
     make_dirs(directory / PRIVATE_DIR)
-    fd = os.open(directory / PRIVATE_DIR / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise OperationTimeoutError(
-                        f"another process has held {directory} for {LOCK_TIMEOUT_SECONDS:.0f} s",
-                        hint="Look for a hung save to the same checkpoint",
-                        tier=Tier.LOCAL,
-                    ) from None
-                time.sleep(0.01)
+    with lock(directory / PRIVATE_DIR / "lock", LOCK_TIMEOUT_SECONDS, str(directory)):
         yield
-    finally:
-        os.close(fd)
 
 
 # --- shared tier -----------------------------------------------------------------------------------------------
@@ -223,7 +225,9 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
     current = await read_shared_manifest(store)
     if current is None or current.attempt != manifest.attempt:
         for entry in manifest.metadata:
-            await store.put(entry.path, await store.get(entry.key))
+            data = await store.get(entry.key)
+            check_bytes(data, entry, manifest.chunk_size_bytes, store.uri)
+            await store.put(entry.path, data)
         await store.put(MANIFEST, manifest.encode())
         log.info("committed %s on the shared tier (attempt %s)", location.uri, manifest.attempt)
     if current is not None:
@@ -232,6 +236,19 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
     await store.delete(pending(manifest.attempt))
     for token in manifest.tokens:
         await store.delete(part(token))
+
+
+def check_bytes(data: bytes, entry: FileEntry, chunk_size_bytes: int, where: str) -> None:
+    """Raise IntegrityError unless ``data`` is the whole of ``entry``."""
+    digester = Digester(chunk_size_bytes)
+    digester.update(data)
+    if digester.finish() != entry.digests:
+        raise IntegrityError(
+            f"{entry.key} is not what was saved",
+            hint="It was damaged on its way or in the store",
+            file=entry.path,
+            where=where,
+        )
 
 
 async def _claim(store: Store, location: Location, manifest: Manifest) -> None:

@@ -81,7 +81,7 @@ class CheckedFile(io.RawIOBase):
     """A read-only, seekable file over the copies of ``entry``, nearest first.
 
     Every byte it returns has passed its digest (files of stock DCP have none and are returned as they are). When a
-    chunk of one copy is bad or cannot be read, that copy is given up (and quarantined, if it can be) and the next is used.
+    chunk of one copy is bad or cannot be read, that copy is given up (quarantined where it is ours) for the next.
 
     Raises:
         IntegrityError: no copy has a good version of a chunk that was asked for; names each copy and what was wrong.
@@ -141,7 +141,9 @@ class CheckedFile(io.RawIOBase):
                 ):
                     return chunk
                 problem: TierckptError = IntegrityError(
-                    f"bytes {byte_range.start}-{byte_range.stop} are not what was saved", tier=copy.tier, where=copy.where
+                    f"bytes {byte_range.start}-{byte_range.stop} are not what was saved",
+                    tier=copy.tier,
+                    where=copy.where,
                 )
                 copy.quarantine()
             except TierckptError as error:

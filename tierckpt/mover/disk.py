@@ -36,15 +36,15 @@ def check_local_root(settings: Settings) -> None:
     kind_of_disk = filesystem_type(root)
     if kind_of_disk in MEMORY_FILESYSTEMS and not settings.allow_tmpfs:
         log.warning(
-            "local_root %s is on %s: checkpoints there take memory and do not survive the node. Point it at an SSD, or set "
-            "TIERCKPT_ALLOW_TMPFS=true if that is meant",
+            "local_root %s is on %s: checkpoints there take memory and do not survive the node. Point it at an SSD, "
+            "or set TIERCKPT_ALLOW_TMPFS=true if that is meant",
             root,
             kind_of_disk,
         )
 
 
 def filesystem_type(path: Path) -> str:
-    """Return the type of the file system that holds ``path`` (``ext4``, ``tmpfs``, ``nfs4``), '' if it cannot be told."""
+    """Return the type of the file system that holds ``path`` (``ext4``, ``tmpfs``, ``nfs4``), '' if unknown."""
     best, kind = "", ""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()

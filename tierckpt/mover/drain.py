@@ -116,6 +116,9 @@ class Drainer:
 
     async def _drain(self, entry: Entry, patient: bool) -> str:
         deadline = time.monotonic() + (self.settings.commit_timeout_seconds if patient else 0.0)
+        if await asyncio.to_thread(self._is_replaced, entry):
+            await self._forget(entry)
+            return "superseded"
         await self.send_files(entry)
         self.awaiting.add(entry.token)
         try:
@@ -139,6 +142,32 @@ class Drainer:
                 )
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, POLL_SECONDS_MAX)
+
+    def _is_replaced(self, entry: Entry) -> bool:
+        """True when no commit on this node can name this entry's files any more, so that draining them serves nobody.
+
+        The coordinator's entry stands in the journal a moment before its local commit. A crash in that moment, or a
+        later save to the same id, leaves an entry that the local manifest does not name. On other ranks only a local
+        manifest without their token tells; where the coordinator is on another node there is none, and we go on.
+        """
+        directory = self.directory(entry.location)
+        local = commit.read_local_manifest(directory)
+        if entry.manifest is not None and not entry.is_fragment:
+            return local is None or not _is_commit_of(local, entry)
+        if local is None or _is_commit_of(local, entry):
+            return False
+        return local.created_unix_seconds >= entry.created_unix_seconds
+
+    async def _forget(self, entry: Entry) -> None:
+        """Remove what a replaced entry left on both tiers. Its names are its own, so nothing else can refer to them."""
+        log.info("%s: attempt %s was replaced before it was drained", entry.uri, entry.token)
+        store, directory = self.store(entry.location), self.directory(entry.location)
+        await asyncio.to_thread(commit.remove_local_files, directory, list(entry.files))
+        for file in entry.files:
+            await store.delete(file.key)
+        await store.delete(part(entry.token))
+        if entry.manifest is not None:
+            await store.delete(pending(entry.manifest.attempt))
 
     async def send_files(self, entry: Entry) -> None:
         """Put this rank's files on the shared tier, then its part record (and the manifest-to-be, if it has one)."""
@@ -231,16 +260,24 @@ class Drainer:
     async def _is_superseded(self, manifest: Manifest, store: Store) -> bool:
         """True when the winner was told to replace ``manifest``: a later save of ours, not a rival."""
         current = await commit.read_shared_manifest(store)
-        return current is not None and manifest.attempt in current.replaces
+        replaced = await commit.replaced_by_claim(store)
+        return manifest.attempt in replaced or (current is not None and manifest.attempt in current.replaces)
 
     async def _after_commit(self, entry: Entry, manifest: Manifest) -> None:
         """Bring the commit home: a node whose coordinator was elsewhere learns of it, and eviction may know of it."""
         store, directory = self.store(entry.location), self.directory(entry.location)
         local = await asyncio.to_thread(commit.read_local_manifest, directory)
         if local is None or local.attempt != manifest.attempt:
-            metadata = {item.path: await store.get(item.key) for item in manifest.metadata}
-            await asyncio.to_thread(commit.adopt_local, directory, manifest, metadata)
+            await self.adopt(store, directory, manifest)
         await asyncio.to_thread(commit.mark_drained, directory, manifest.attempt)
+
+    async def adopt(self, store: Store, directory: Path, manifest: Manifest) -> None:
+        """Record on this node a commit of the shared tier, its metadata checked."""
+        metadata = {}
+        for item in manifest.metadata:
+            metadata[item.path] = await store.get(item.key)
+            commit.check_bytes(metadata[item.path], item, manifest.chunk_size_bytes, store.uri)
+        await asyncio.to_thread(commit.adopt_local, directory, manifest, metadata)
 
 
 def _is_commit_of(manifest: Manifest, entry: Entry) -> bool:

@@ -11,9 +11,7 @@ Invariants (tests cite them):
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +25,7 @@ from ..layout import Location, journal_dir, parse_uri
 from ..manifest import FileEntry, Manifest
 from ..stores.local import durable_write, make_dirs
 from ..telemetry import logger
+from .lock import try_lock
 
 log = logger("journal")
 
@@ -63,8 +62,11 @@ class Entry:
     @property
     def is_fragment(self) -> bool:
         """True after a save without collectives: the manifest covers this rank only."""
-        return self.manifest is not None and self.manifest.world_size > 1 and len(self.manifest.metadata) == 1 and (
-            self.manifest.metadata[0].path.startswith("__")
+        return (
+            self.manifest is not None
+            and self.manifest.world_size > 1
+            and len(self.manifest.metadata) == 1
+            and (self.manifest.metadata[0].path.startswith("__"))
         )
 
 
@@ -118,17 +120,9 @@ class Journal:
         """Hold the entry (J2). Yields False at once when another live process (or task) holds it."""
         make_dirs(self.directory)
         path = self._lock_path(token)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
-        finally:
-            os.close(fd)
-            if not self._path(token).exists():
+        with try_lock(path) as held:
+            yield held
+            if held and not self._path(token).exists():
                 path.unlink(missing_ok=True)  # the entry is done; a late owner finds no entry and leaves
 
     def _path(self, token: str) -> Path:

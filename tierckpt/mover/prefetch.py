@@ -13,12 +13,9 @@ page cache may have lost what the file claims.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +33,11 @@ from ..errors import (
 from ..layout import PRIVATE_DIR
 from ..manifest import FileEntry, Manifest, digest_of, is_safe_path
 from ..stores.base import Store
+from ..stores.common import settled
 from ..stores.local import durable_write, fsync_dir, make_dirs, translate_os_error
 from ..telemetry import logger
 from ..types import ByteRange, Progress, ProgressListener, Tier
+from .lock import try_lock
 from .retention import nearest_existing
 from .transfer import check, pwrite_all
 
@@ -118,20 +117,43 @@ async def prefetch(
     if await asyncio.to_thread(_is_done, directory, wanted):
         listener(Progress(str(directory), total, total))
         return PrefetchResult(directory, len(wanted), total, 0)
-    incoming = directory.with_name(f".{directory.name}.incoming")
-    make_dirs(directory.parent)
-    with _exclusive(incoming.with_suffix(".lock"), directory):
+    incoming = await asyncio.to_thread(_incoming, directory)
+    with try_lock(incoming.with_name(f"{incoming.name}.lock"), remove=True) as held:
+        if not held:
+            raise OperationTimeoutError(
+                f"another process is filling {directory}", hint="Wait for it, or stop it", tier=Tier.LOCAL
+            )
         job = _Job(store, incoming, wanted, chunk_size_bytes, concurrency, listener)
         fetched = await job.run()
         await asyncio.to_thread(_publish, incoming, directory, wanted)
     return PrefetchResult(directory, len(wanted), total, fetched)
 
 
+def _incoming(directory: Path) -> Path:
+    """Where to gather the files, on the file system of ``directory``: beside it, or inside where it is in use already
+    (a mount point cannot be renamed over)."""
+    make_dirs(directory.parent)
+    if _is_new(directory):
+        return directory.with_name(f".{directory.name}.incoming")
+    make_dirs(directory / PRIVATE_DIR)
+    return directory / PRIVATE_DIR / "incoming"
+
+
+def _is_new(directory: Path) -> bool:
+    return not directory.exists() or not (directory.is_mount() or any(directory.iterdir()))
+
+
 class _Job:
     """One prefetch into the ``incoming`` directory."""
 
     def __init__(
-        self, store: Store, incoming: Path, wanted: list[Wanted], chunk_size_bytes: int, concurrency: int, listener: ProgressListener
+        self,
+        store: Store,
+        incoming: Path,
+        wanted: list[Wanted],
+        chunk_size_bytes: int,
+        concurrency: int,
+        listener: ProgressListener,
     ) -> None:
         self.store, self.incoming, self.wanted = store, incoming, wanted
         self.chunk_size_bytes = chunk_size_bytes
@@ -209,7 +231,7 @@ class _Job:
         file = await asyncio.to_thread(_open_sized, path, item.size_bytes)
         try:
             await self._fetch_chunks(index, item, landed, file, path)
-            await asyncio.to_thread(os.fsync, file)
+            await settled(asyncio.to_thread(os.fsync, file))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -225,7 +247,9 @@ class _Job:
                 await self.gate.acquire()  # before the task exists, so that tasks are bounded too
                 group.create_task(self._fetch_chunk(index, chunk, item, byte_range, file, path))
 
-    async def _fetch_chunk(self, index: int, chunk: int, item: Wanted, byte_range: ByteRange, file: int, path: Path) -> None:
+    async def _fetch_chunk(
+        self, index: int, chunk: int, item: Wanted, byte_range: ByteRange, file: int, path: Path
+    ) -> None:
         try:
             try:
                 data = await self.store.get_range(item.key, byte_range, if_match=item.etag)
@@ -239,7 +263,7 @@ class _Job:
             if item.digests:
                 entry = FileEntry(item.path, item.size_bytes, item.digests)
                 await check(data, item.digests[chunk], entry, byte_range, Tier.SHARED, self.store.uri)
-            await asyncio.to_thread(pwrite_all, file, data, byte_range.start, path)
+            await settled(asyncio.to_thread(pwrite_all, file, data, byte_range.start, path))
             os.write(self.log, f"{index} {chunk}\n".encode())  # O_APPEND and short: atomic between tasks
             self.fetched_bytes += byte_range.size_bytes
             self._advance(byte_range.size_bytes)
@@ -277,7 +301,7 @@ def _publish(incoming: Path, directory: Path, wanted: list[Wanted]) -> None:
     try:
         (incoming / PRIVATE_DIR / "progress").unlink()
         receipt = json.dumps({"files": _frozen(wanted), "count": len(wanted)}).encode()
-        if not directory.exists() or not any(directory.iterdir()):
+        if incoming.parent == directory.parent:
             durable_write(incoming / RECEIPT, receipt)
             for folder in {(incoming / item.path).parent for item in wanted}:
                 fsync_dir(folder)
@@ -315,20 +339,3 @@ def _open_sized(path: Path, size_bytes: int) -> int:
 
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-@contextmanager
-def _exclusive(lock: Path, directory: Path) -> Iterator[None]:
-    """One process fills a directory at a time. The flock dies with its holder."""
-    file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OperationTimeoutError(
-                f"another process is filling {directory}", hint="Wait for it, or stop it", tier=Tier.LOCAL
-            ) from None
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
-        os.close(file)

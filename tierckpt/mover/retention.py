@@ -71,9 +71,9 @@ def make_room(local_root: Path, needed_bytes: int, keep: Path) -> None:
     drained = [
         (directory, manifest)
         for directory, manifest in local_checkpoints(local_root)
-        if directory != keep and commit.is_drained(directory, manifest.attempt)
+        if directory != keep and commit.is_drained(directory, manifest.attempt) and not _is_linked(directory, manifest)
     ]
-    for directory, manifest in sorted(drained, key=lambda item: item[1].created_unix_seconds):
+    for directory, _ in sorted(drained, key=lambda item: item[1].created_unix_seconds):
         commit.remove_local(directory)
         log.warning("evicted %s from the local tier: %d bytes were needed", directory, needed_bytes)
         if _free_bytes(local_root) >= needed:
@@ -89,6 +89,13 @@ def make_room(local_root: Path, needed_bytes: int, keep: Path) -> None:
             needed_bytes=needed_bytes,
             free_bytes=free,
         )
+
+
+def _is_linked(directory: Path, manifest: Manifest) -> bool:
+    """True when the shared tier holds the same files by hard links: removing ours would free nothing."""
+    return any(
+        (directory / entry.key).exists() and (directory / entry.key).stat().st_nlink > 1 for entry in manifest.files
+    )
 
 
 def _free_bytes(path: Path) -> int:

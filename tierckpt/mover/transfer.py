@@ -1,21 +1,24 @@
-"""Move one file between the local tier and a store, every byte checked on the way (P4)."""
+"""Move one file between the local tier and a store, every byte checked on the way (P4).
+
+File operations in threads are ``settled``: a cancelled one is waited for before its descriptor is closed, or it would
+write into whatever gets the descriptor next.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import os
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from ..errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError, TierckptError
+from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
 from ..manifest import FileEntry, digest_of
 from ..stores.base import Store
+from ..stores.common import settled
 from ..stores.local import fsync_dir, make_dirs, translate_os_error
 from ..types import Buffer, ByteRange, Tier
+from .lock import lock_async
 
 FETCH_TIMEOUT_SECONDS = 3600.0
 
@@ -43,11 +46,13 @@ async def send(store: Store, path: Path, entry: FileEntry, chunk_size_bytes: int
     await store.put_stream(entry.key, _checked_chunks(path, entry, chunk_size_bytes, on_bytes), entry.size_bytes)
 
 
-async def _checked_chunks(path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes) -> AsyncIterator[Buffer]:
+async def _checked_chunks(
+    path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes
+) -> AsyncIterator[Buffer]:
     file = await asyncio.to_thread(open_file, path)
     try:
         for byte_range, digest in entry.chunks(chunk_size_bytes):
-            chunk = await asyncio.to_thread(pread_all, file, byte_range, path)
+            chunk = await settled(asyncio.to_thread(pread_all, file, byte_range, path))
             await check(chunk, digest, entry, byte_range, Tier.LOCAL, str(path))
             yield chunk
             on_bytes(len(chunk))
@@ -55,7 +60,9 @@ async def _checked_chunks(path: Path, entry: FileEntry, chunk_size_bytes: int, o
         os.close(file)
 
 
-async def fetch(store: Store, entry: FileEntry, path: Path, chunk_size_bytes: int, on_bytes: OnBytes, concurrency: int) -> None:
+async def fetch(
+    store: Store, entry: FileEntry, path: Path, chunk_size_bytes: int, on_bytes: OnBytes, concurrency: int
+) -> None:
     """Bring ``entry`` to ``path``, verified chunk by chunk; it appears whole and durable, or not at all.
 
     One process of the node fetches a file; the others wait for it and find it there.
@@ -64,8 +71,8 @@ async def fetch(store: Store, entry: FileEntry, path: Path, chunk_size_bytes: in
         IntegrityError: the store's bytes are not what was staged.
     """
     make_dirs(path.parent)
-    async with _single_flight(path):
-        if path.exists():
+    async with lock_async(path.with_name(f".{path.name}.lock"), FETCH_TIMEOUT_SECONDS, str(path)):
+        if await asyncio.to_thread(path.exists):
             on_bytes(entry.size_bytes)
             return
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -77,13 +84,13 @@ async def fetch(store: Store, entry: FileEntry, path: Path, chunk_size_bytes: in
                 async with gate:
                     chunk = await store.get_range(entry.key, byte_range)
                     await check(chunk, digest, entry, byte_range, Tier.SHARED, store.uri)
-                    await asyncio.to_thread(pwrite_all, file, chunk, byte_range.start, temporary)
+                    await settled(asyncio.to_thread(pwrite_all, file, chunk, byte_range.start, temporary))
                     on_bytes(byte_range.size_bytes)
 
             async with asyncio.TaskGroup() as group:
                 for byte_range, digest in entry.chunks(chunk_size_bytes):
                     group.create_task(move(byte_range, digest))
-            await asyncio.to_thread(_publish, file, temporary, path)
+            await settled(asyncio.to_thread(_publish, file, temporary, path))
         except BaseException as error:
             temporary.unlink(missing_ok=True)
             raise _first(error) from None
@@ -168,26 +175,3 @@ def _publish(file: int, temporary: Path, path: Path) -> None:
         fsync_dir(path.parent)
     except OSError as error:
         raise translate_os_error(error, path, Tier.LOCAL) from error
-
-
-@contextlib.asynccontextmanager
-async def _single_flight(path: Path) -> AsyncIterator[None]:
-    """Let one process of this node at a time fetch ``path``. The flock dies with its holder."""
-    lock = path.with_name(f".{path.name}.lock")
-    file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        deadline = time.monotonic() + FETCH_TIMEOUT_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise OperationTimeoutError(
-                        f"another process of this node is still fetching {path}", hint="Look for a hung process", tier=Tier.LOCAL
-                    ) from None
-                await asyncio.sleep(0.02)
-        yield
-    finally:
-        lock.unlink(missing_ok=True)  # a waiter on the old inode finds the file fetched, or fetches it itself
-        os.close(file)

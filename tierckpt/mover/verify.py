@@ -30,7 +30,9 @@ class VerifyReport:
             "checked_files": self.checked_files,
             "checked_bytes": self.checked_bytes,
             "read_data": self.read_data,
-            "problems": [{"tier": str(tier), "file": path, "problem": text} for (tier, path), text in self.problems.items()],
+            "problems": [
+                {"tier": str(tier), "file": path, "problem": text} for (tier, path), text in self.problems.items()
+            ],
             "lost": self.lost,
         }
 

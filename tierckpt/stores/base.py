@@ -2,7 +2,7 @@
 
 Contract, tested by one suite that every store subclasses (tierckpt/testing/store_contract.py):
     S1  ``put`` and ``put_stream`` are all or nothing: a reader sees the old object, or the whole new one. An error or
-        a cancellation leaves no new object and no truncated one.
+        a cancellation leaves no new object and no truncated one. A piece may be reused once the next is asked for.
     S2  ``put(if_absent=True)`` has exactly one winner among concurrent callers, on stores where
         ``has_put_if_absent``; elsewhere it is check-then-put and says so.
     S3  When a put returns, the object is durable (for a directory: file and directory fsynced).
@@ -12,6 +12,7 @@ Contract, tested by one suite that every store subclasses (tierckpt/testing/stor
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -57,7 +58,7 @@ class Store(Protocol):
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Yield every object whose key starts with the directory ``prefix``, recursively, in no order."""
 
-    async def list_dirs(self, prefix: str = "") -> list[str]:
+    async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
         """Return the names of the directories directly under ``prefix``, sorted, [] when there is none."""
 
     async def delete(self, key: str) -> None:

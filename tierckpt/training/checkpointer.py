@@ -20,10 +20,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..client import Client, get_client
@@ -59,6 +60,7 @@ class SaveRecord:
     blocked_seconds: float = 0.0
     local_commit_seconds: float | None = None
     shared_commit_seconds: float | None = None
+    error: str = ""
 
 
 class Checkpointer:
@@ -97,7 +99,10 @@ class Checkpointer:
         self.stats: list[SaveRecord] = []
         self.restore_seconds: float | None = None
         self._keep = _keep_last(keep_last)
-        self._writer = TierStorageWriter(self.location.child(step_name(0)).uri, settings=self.settings, overwrite=overwrite)
+        self._writer = TierStorageWriter(
+            self.location.child(step_name(0)).uri, settings=self.settings, overwrite=overwrite
+        )
+        self._writer.hold_back()
         self._stager = TierStager()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-save")
         self._running: Future[None] | None = None
@@ -112,13 +117,12 @@ class Checkpointer:
         """Save ``state`` as ``step``. Returns when it is copied; the future is done when it is committed locally.
 
         Raises:
-            TierckptError: the previous save failed, or this one cannot start (StateMismatchError, AlreadyCommittedError).
+            TierckptError: the previous save failed, or this one cannot start (StateMismatchError, ...).
         Cost: one copy of the state; waits first for the previous save to be on the local tier.
         """
         self._check_open()
         begun = time.monotonic()
         self._finish_running()
-        self._raise_drain_failure()
         record = SaveRecord(step, self.location.child(step_name(step)).uri)
         with _unwrapped():
             staged = self._stager.stage(states.collect(state))
@@ -127,8 +131,11 @@ class Checkpointer:
         self.stats.append(record)
         self._started[record.uri] = begun
         self._saves += 1
-        key = f"tierckpt/{self._job}/{self._saves}"
-        self._running = self._pool.submit(self._write, plan, planner, metadata, record, key, begun)
+        name = f"tierckpt/{self._job}"
+        exchange = _Exchange(
+            f"{name}/{self._saves}", f"{name}/{self._saves - 1}" if self._saves > 1 else "", self.timeout_seconds
+        )
+        self._running = self._pool.submit(self._write, plan, planner, metadata, record, exchange, begun)
         record.blocked_seconds = time.monotonic() - begun
         return self._running
 
@@ -139,6 +146,7 @@ class Checkpointer:
         metadata: Metadata | None = None
 
         def local_step() -> SavePlan:
+            self._raise_drain_failure()  # here, so that all ranks raise it and none is left in the collective
             planner.set_up_planner(staged, self._writer.storage_meta(), ranks.is_coordinator)
             self._writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
             return self._writer.prepare_local_plan(planner.create_local_plan())
@@ -157,15 +165,13 @@ class Checkpointer:
         planner: DefaultSavePlanner,
         metadata: Metadata | None,
         record: SaveRecord,
-        key: str,
+        exchange: _Exchange,
         begun: float,
     ) -> None:
-        exchange = _Exchange(key, self.timeout_seconds)
-
         def write() -> list[Any]:
             future = self._writer.write_data(plan, planner)
             future.wait()
-            return future.value()  # type: ignore[no-any-return]
+            return future.value()
 
         def commit(results: list[list[Any]]) -> int:
             if metadata is None:
@@ -175,7 +181,9 @@ class Checkpointer:
 
         try:
             record.size_bytes = exchange.gather_then(write, commit)
-        except BaseException:
+            self._writer.hand_over()
+        except BaseException as error:
+            record.error = f"{type(error).__name__}: {error}"
             self._writer.reset()
             raise
         record.local_commit_seconds = time.monotonic() - begun
@@ -197,7 +205,7 @@ class Checkpointer:
 
     def _kept_records(self) -> list[SaveRecord]:
         """The newest save of each step, without those that retention has removed or is about to."""
-        newest = list({record.uri: record for record in self.stats}.values())
+        newest = list({record.uri: record for record in self.stats if not record.error}.values())
         return newest[-self._keep[1] :] if self._keep[1] else newest
 
     def _wait_shared(self, record: SaveRecord, timeout_seconds: float) -> None:
@@ -222,11 +230,14 @@ class Checkpointer:
             if isinstance(error, TierckptError):
                 raise
             raise OperationTimeoutError(
-                f"the save to {self._writer.path} has not ended", hint="Look for a hung disk", waited_seconds=self.timeout_seconds
+                f"the save to {self._writer.path} has not ended",
+                hint="Look for a hung disk",
+                waited_seconds=self.timeout_seconds,
             ) from error
 
     def _raise_drain_failure(self) -> None:
-        for failure in self._client.engine.take_failures():
+        uris = {record.uri for record in self.stats}
+        for failure in self._client.engine.take_failures(uris):
             raise failure
 
     def _prune(self) -> None:
@@ -244,7 +255,7 @@ class Checkpointer:
     # --- restoring ----------------------------------------------------------------------------------------------
 
     def restore(self, state: dict[str, Any], step: int | None = None) -> int | None:
-        """Load the newest usable checkpoint (or ``step``) into ``state``, in place. Returns its step, None if there is none.
+        """Load the newest usable checkpoint (or ``step``) into ``state``, in place. Returns its step, None without one.
 
         All ranks agree on the step before any of them changes anything.
 
@@ -254,6 +265,7 @@ class Checkpointer:
         """
         self._check_open()
         self._finish_running()
+        self._client.recover()
         begun = time.monotonic()
         uri = self.location.child(step_name(step)).uri if step is not None else self._agreed_latest()
         if uri is None:
@@ -262,7 +274,7 @@ class Checkpointer:
         with _unwrapped():
             metadata = reader.read_metadata()
             target = states.load_target(state, metadata)
-            dcp.load(target, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=not _is_distributed())
+            load(target, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=not _is_distributed())
             states.put_back(state, target, metadata)
         self.restore_seconds = time.monotonic() - begun
         log.info("restored %s in %.2f s", uri, self.restore_seconds)
@@ -279,12 +291,15 @@ class Checkpointer:
         while True:
             limit = step_max
             found = self._client.run(lambda engine: engine.latest(self.location, limit))  # noqa: B023
-            seen = _all_gather(found.step if found is not None else None)
-            if any(step is None for step in seen):
+            attempt = found.manifest.attempt if found is not None and found.manifest is not None else ""
+            seen = _all_gather((found.step, attempt) if found is not None else None)
+            if any(item is None for item in seen):
                 return None
             if len(set(seen)) == 1:
                 return found.location.uri if found is not None else None
-            step_max = min(step for step in seen if step is not None)
+            steps = {step for step, _ in seen}
+            # Ranks that see different saves under one step must not mix them: look below it.
+            step_max = min(steps) if len(steps) > 1 else min(steps) - 1
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -302,7 +317,9 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             self.close()
             return
@@ -329,8 +346,9 @@ class _Exchange:
     Every wait has the deadline; an error of any rank becomes an error of all.
     """
 
-    def __init__(self, key: str, timeout_seconds: float) -> None:
+    def __init__(self, key: str, previous_key: str, timeout_seconds: float) -> None:
         self.key = key
+        self.previous_key = previous_key
         self.timeout_seconds = timeout_seconds
 
     def gather_then(self, work: Callable[[], Any], then: Callable[[list[Any]], T]) -> T:
@@ -338,6 +356,8 @@ class _Exchange:
         if not _is_distributed():
             return then([work()])
         store, rank, world = _store(), dist.get_rank(), dist.get_world_size()
+        if rank == 0 and self.previous_key:
+            store.delete_key(f"{self.previous_key}/verdict")  # every rank has read it: all have begun this save
         try:
             outcome: Any = ("ok", work())
         except BaseException as error:
@@ -348,7 +368,7 @@ class _Exchange:
             store.set(f"{self.key}/verdict", pickle.dumps(verdict))
         else:
             verdict = self._get(store, f"{self.key}/verdict", "rank 0 to commit")
-            store.delete_key(f"{self.key}/{rank}")
+        store.delete_key(f"{self.key}/{rank}")
         if outcome[0] == "error":
             raise outcome[1]
         if verdict[0] == "error":
@@ -357,15 +377,10 @@ class _Exchange:
 
     def _decide(self, store: Any, world: int, then: Callable[[list[Any]], T]) -> tuple[str, Any]:
         try:
-            outcomes = [self._get(store, f"{self.key}/{rank}", f"rank {rank} to write its shards") for rank in range(world)]
-            failed = {rank: value for rank, (kind, value) in enumerate(outcomes) if kind == "error"}
-            if failed:
-                rank, cause = next(iter(failed.items()))
-                raise CommitAbandonedError(
-                    f"{len(failed)} of {world} ranks could not write their shards; the first says: {cause}",
-                    hint="Nothing was committed; the previous checkpoint is whole",
-                    rank=rank,
-                )
+            outcomes = [
+                self._get(store, f"{self.key}/{rank}", f"rank {rank} to write its shards") for rank in range(world)
+            ]
+            _raise_if_failed(outcomes)
             return "ok", then([value for _, value in outcomes])
         except BaseException as error:
             return "error", _portable(error)
@@ -383,6 +398,17 @@ class _Exchange:
         return pickle.loads(store.get(key))
 
 
+def _raise_if_failed(outcomes: list[Any]) -> None:
+    failed = {rank: value for rank, (kind, value) in enumerate(outcomes) if kind == "error"}
+    if failed:
+        rank, cause = next(iter(failed.items()))
+        raise CommitAbandonedError(
+            f"{len(failed)} of {len(outcomes)} ranks could not write their shards; the first says: {cause}",
+            hint="Nothing was committed; the previous checkpoint is whole",
+            rank=rank,
+        )
+
+
 def _portable(error: BaseException) -> BaseException:
     """An error that pickles: ours do, others are told in words."""
     if isinstance(error, TierckptError):
@@ -392,7 +418,7 @@ def _portable(error: BaseException) -> BaseException:
 
 def _store() -> Any:
     """A connection of our own to the job's rendezvous store, so that waiting on it blocks nobody else's use."""
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     try:
         return store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):
@@ -405,7 +431,7 @@ class _unwrapped:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, dcp.CheckpointException):
+        if isinstance(error, CheckpointException):
             causes = {rank: cause for rank, (cause, _) in error.failures.items()}
             ours = next((cause for cause in causes.values() if isinstance(cause, TierckptError)), None)
             if ours is not None:

@@ -1,10 +1,10 @@
 """What a training job's ``state`` becomes in a checkpoint, and back.
 
-    modules      sharded parameters and buffers by name, as DCP's ``get_model_state_dict`` gives them
-    optimizers   state by parameter name, so that it follows its parameter when the world size changes
-    PerRank      one entry per rank: RNG, data loaders
-    Stateful     any other object with ``state_dict`` and ``load_state_dict``
-    values       numbers, strings, containers, tensors: put back into ``state`` under their key
+modules      sharded parameters and buffers by name, as DCP's ``get_model_state_dict`` gives them
+optimizers   state by parameter name, so that it follows its parameter when the world size changes
+PerRank      one entry per rank: RNG, data loaders
+Stateful     any other object with ``state_dict`` and ``load_state_dict``
+values       numbers, strings, containers, tensors: put back into ``state`` under their key
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -142,7 +143,9 @@ def load_target(state: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
     return target
 
 
-def _optimizer_target(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
+def _optimizer_target(
+    name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], metadata: Metadata
+) -> dict[str, Any]:
     saved = dict(get_optimizer_state_dict(_owner(name, optimizer, state), optimizer))
     if not any(key.startswith(f"{name}.state.") for key in metadata.state_dict_metadata):
         saved.pop("state", None)  # it was saved before its first step
@@ -155,14 +158,14 @@ def _placeholders(name: str, value: Any, metadata: Metadata) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, stored in metadata.state_dict_metadata.items():
         if key == prefix or key.startswith(f"{prefix}."):
-            tensor = isinstance(stored, TensorStorageMetadata)
-            found[key] = torch.empty(stored.size, dtype=stored.properties.dtype) if tensor else ""
+            if isinstance(stored, TensorStorageMetadata):
+                found[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
+            else:
+                found[key] = ""
     return found
 
 
 def check_fits(target: Mapping[str, Any], metadata: Metadata) -> None:
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
     flat, _ = flatten_state_dict(dict(target))
     problems = []
     for key, value in flat.items():
@@ -199,7 +202,9 @@ def put_back(state: dict[str, Any], loaded: Mapping[str, Any], metadata: Metadat
             state[name] = _nested(name, loaded, metadata)
 
 
-def _put_back_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], loaded: dict[str, Any]) -> None:
+def _put_back_optimizer(
+    name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], loaded: dict[str, Any]
+) -> None:
     if "state" in loaded:
         set_optimizer_state_dict(_owner(name, optimizer, state), optimizer, loaded)
         return

@@ -1,0 +1,50 @@
+# Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
+.DEFAULT_GOAL := help
+.PHONY: help test check lint types layers demo bench bench-digest clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+PYTEST_ARGS ?=
+
+help: ## print this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+# torch goes first and by itself, at the one version constraints.txt names; what follows then has nothing to choose.
+# An environment that is there already is kept and brought up to date.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tierckpt needs Python 3.11 or newer; set PYTHON=" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip --upgrade
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv: $(STAMP) ## build the virtual environment
+
+test: $(STAMP) ## run every test suite (servers that are not there are skipped, with the reason)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+layers: $(STAMP)
+	$(BIN)/lint-imports
+
+check: lint types layers test ## what CI runs: lint, types, layers, tests
+
+demo: $(STAMP) ## train, kill, lose the node, resume from S3, export, prefetch, generate
+	$(BIN)/python examples/demo/run.py
+
+bench: $(STAMP) ## print the tables of bench/README.md
+	@for table in bench/*.py; do echo "== $$table"; $(BIN)/python $$table || exit 1; done
+
+bench-digest: $(STAMP) ## measure the digest candidates
+	$(BIN)/python bench/digest.py
+
+clean: ## remove what builds and tests leave, the environment included
+	rm -rf .venv .services .demo build dist bench/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

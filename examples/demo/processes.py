@@ -1,0 +1,173 @@
+"""Start, follow and kill the processes of the demo. None outlives ``Processes``, and every wait has a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+class DemoFailed(Exception):
+    """A claim of the demo is not true, or a part of it did not work."""
+
+
+class Processes:
+    """Every process the demo starts. Leaving the ``with`` block kills what still runs, and its descendants."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self._started):
+            kill_tree(process)
+
+    def start(self, name: str, *command: str | Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Start ``command`` in a process group of its own, its output in ``NAME.out``, its errors in ``NAME.log``."""
+        with self.log(name).open("wb") as errors, self.log(name).with_suffix(".out").open("wb") as output:
+            process = subprocess.Popen(
+                [str(part) for part in command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+        self._started.append(process)
+        return process
+
+    def run(self, name: str, *command: str | Path, environment: dict[str, str], timeout_seconds: float = 90) -> str:
+        """Run ``command`` to its end and return what it printed. Raises DemoFailed with the end of its log."""
+        process = self.start(name, *command, environment=environment)
+        try:
+            process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            kill_tree(process)
+            raise DemoFailed(f"{name} did not end within {timeout_seconds:.0f} s{self.tail(name)}") from None
+        self.check_exit(name, process)
+        return self.log(name).with_suffix(".out").read_text(errors="replace")
+
+    def check_exit(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        if process.returncode != 0:
+            raise DemoFailed(f"{name} ended with exit code {process.returncode}{self.tail(name)}")
+
+    def log(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
+
+    def tail(self, name: str, lines: int = 40) -> str:
+        text = self.log(name).read_text(errors="replace").splitlines()[-lines:]
+        return "\n".join([f"; the end of {self.log(name)}:", *text])
+
+
+def follow(
+    path: Path, process: subprocess.Popen[bytes], *, until: Callable[[dict[str, Any]], bool], timeout_seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Yield the JSON lines that ``process`` appends to ``path``, as they come.
+
+    Stops after the first event for which ``until`` holds, or when the process has ended and all is read.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    position = 0
+    while True:
+        ended = process.poll() is not None  # asked before reading, so that its last lines are not missed
+        lines = path.read_bytes()[position:].splitlines(keepends=True) if path.exists() else []
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break  # half a line; its end comes with the next look
+            position += len(line)
+            event = json.loads(line)
+            yield event
+            if until(event):
+                return
+        if ended:
+            return
+        if time.monotonic() > deadline:
+            raise DemoFailed(f"nothing more in {path.name} after {timeout_seconds:.0f} s")
+        time.sleep(0.005)
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> list[int]:
+    """SIGKILL ``process`` and all its descendants, wait until they are gone, and return the descendants' ids.
+
+    torchrun gives each rank a session of its own, so killing its process group alone would leave them running.
+    """
+    descendants = _descendants(process.pid)
+    for pid in [process.pid, *descendants] if process.poll() is None else descendants:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait(10)
+    deadline = time.monotonic() + 10
+    while alive := [pid for pid in descendants if is_running(pid)]:
+        if time.monotonic() > deadline:
+            raise DemoFailed(f"processes {alive} are still there 10 s after SIGKILL")
+        time.sleep(0.01)
+    return descendants
+
+
+def is_running(pid: int) -> bool:
+    """Whether ``pid`` runs; a zombie that nobody has reaped yet does not."""
+    return pid in {child for child, _, state in _process_table() if state != "Z"}
+
+
+def _descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for child, parent, state in _process_table():
+        if state != "Z":
+            children.setdefault(parent, []).append(child)
+    found, queue = [], [pid]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def _process_table() -> list[tuple[int, int, str]]:
+    """Return (pid, parent, state letter) of every process: from /proc, or from ps where there is no /proc."""
+    if not Path("/proc/self/stat").exists():
+        rows = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
+        return [(int(pid), int(parent), state[0]) for pid, parent, state in map(str.split, rows.splitlines())]
+    table = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+        table.append((int(path.parent.name), int(parent), state))
+    return table
+
+
+def _die_with_parent() -> None:
+    """Linux: be killed when the demo is, even when it is killed in a way that lets it clean up nothing."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], *, timeout_seconds: float) -> bool:
+    """Return whether something answers on ``port`` before the deadline and before ``process`` ends."""
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return True
+        time.sleep(0.05)
+    return False

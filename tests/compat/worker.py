@@ -1,0 +1,116 @@
+"""Run a scenario on several gloo ranks, each a real process, within a deadline.
+
+A scenario is a function of ``tests.compat.scenarios`` or another module, called on every rank as ``scenario(**arguments)`` with
+a process group in place. What rank 0 returns (JSON) is what ``launch`` returns. When a rank fails or the deadline
+passes, every rank is killed and the test fails with what they printed: nothing hangs, nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.services import REPOSITORY, free_port
+
+COLLECTIVE_TIMEOUT_SECONDS = 60.0
+OUTPUT_CHARS_MAX = 6000
+
+
+def launch(
+    scenario: str, world_size: int, *, timeout_seconds: float = 120.0, env: Mapping[str, str] | None = None, **arguments: Any
+) -> Any:
+    """Run ``module:function`` on ``world_size`` ranks; return what rank 0 returned. Fails, never hangs."""
+    with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
+        folder, port = Path(scratch), str(free_port())
+        ranks = [
+            start(
+                [sys.executable, "-m", "tests.compat.worker", scenario, json.dumps(arguments), str(folder / "result.json")],
+                folder / f"rank-{rank}.log",
+                {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(world_size),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    **(env or {}),
+                },
+            )
+            for rank in range(world_size)
+        ]
+        finish(ranks, folder, timeout_seconds)
+        return json.loads((folder / "result.json").read_text())
+
+
+def start(command: list[str], output: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start one process as the head of its own group, so that what it spawns can be killed with it."""
+    with output.open("ab") as stream:
+        return subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def finish(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_seconds: float) -> None:
+    """Wait until all have ended well. The first failure, or the deadline, kills the rest and raises with their output."""
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                break
+            if time.monotonic() > deadline:
+                raise AssertionError(f"still running after {timeout_seconds:g} s\n{_output(folder)}")
+            time.sleep(0.05)
+    finally:
+        kill(processes)
+    codes = [process.returncode for process in processes]
+    if any(codes):
+        raise AssertionError(f"exit codes by rank: {codes}\n{_output(folder)}")
+
+
+def kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    """SIGKILL each process and its group, and reap it. Those that ended already are only reaped."""
+    for process in processes:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # the whole group has ended
+        process.wait(10)
+
+
+def _output(folder: Path) -> str:
+    logs = sorted(folder.glob("*.log"))
+    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-OUTPUT_CHARS_MAX:]}" for log in logs)
+
+
+def _main(scenario: str, arguments: str, result: str) -> None:
+    import torch.distributed as dist
+
+    module, _, name = scenario.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
+    try:
+        outcome = function(**json.loads(arguments))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            Path(result).write_text(json.dumps(outcome))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

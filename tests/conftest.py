@@ -1,0 +1,108 @@
+"""Fixtures for every suite. A URI fixture yields an empty place and sets the environment that reaches it.
+
+    local_root   the local tier of this test (TIERCKPT_LOCAL_ROOT is set for every test)
+    file_uri     a directory standing for an NFS mount
+    s3_uri       a fresh bucket of the moto server that these tests start
+    rgw_uri      a fresh bucket of a real S3 server, az_uri a fresh container of Azurite: where they are configured
+    shared_uri   each of the four in turn
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.services import AzureServer, S3Server, azurite_server, moto_server, rgw_server
+from tierckpt.client import close_all
+
+# DCP logs every step of every save here; a failing test is easier to read without.
+logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
+
+CLOUD_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "AZURITE_")
+
+
+@pytest.fixture(autouse=True)
+def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test sees the settings or the cloud credentials of the person who runs it, nor writes outside tmp_path."""
+    for name in os.environ:
+        ours = name.startswith("TIERCKPT_") and not name.startswith("TIERCKPT_TEST_")
+        if ours or name.startswith(CLOUD_PREFIXES):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "local"))
+    monkeypatch.setenv("TIERCKPT_ALLOW_TMPFS", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    yield
+    close_all()
+
+
+@pytest.fixture
+def local_root(tmp_path: Path) -> Path:
+    return tmp_path / "local"
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[S3Server]:
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rgw() -> S3Server:
+    return rgw_server()
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]:
+    with azurite_server(tmp_path_factory.mktemp("azurite")) as server:
+        yield server
+
+
+@pytest.fixture
+def file_uri(tmp_path: Path) -> str:
+    return str(tmp_path / "shared" / "run")
+
+
+@pytest.fixture
+def s3_uri(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    yield from _fresh_s3(moto, monkeypatch)
+
+
+@pytest.fixture
+def rgw_uri(rgw: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    yield from _fresh_s3(rgw, monkeypatch)
+
+
+@pytest.fixture
+def az_uri(azurite: AzureServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    for name, value in azurite.environment().items():
+        monkeypatch.setenv(name, value)
+    with azurite.container() as container:
+        yield f"az://{container}/run"
+        close_all()  # no drain goes on while its container is removed
+
+
+@pytest.fixture(
+    params=[
+        "file",
+        pytest.param("s3", marks=pytest.mark.server),
+        pytest.param("rgw", marks=pytest.mark.server),
+        pytest.param("az", marks=pytest.mark.server),
+    ]
+)
+def shared_uri(request: pytest.FixtureRequest) -> str:
+    uri: str = request.getfixturevalue(f"{request.param}_uri")
+    return uri
+
+
+def _fresh_s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    with server.bucket() as bucket:
+        yield f"s3://{bucket}/run"
+        close_all()  # no drain goes on while its bucket is removed

@@ -1,0 +1,17 @@
+"""The contract on Azure Blob: Azurite through obstore."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.places import AzurePlace
+from tests.services import AzureServer
+from tierckpt.testing.store_contract import Place, StoreContract
+
+pytestmark = pytest.mark.server
+
+
+class TestAzurite(StoreContract):
+    @pytest.fixture
+    def place(self, azurite: AzureServer, az_uri: str) -> Place:
+        return AzurePlace(azurite, az_uri)

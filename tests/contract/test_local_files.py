@@ -1,0 +1,294 @@
+"""What the contract cannot ask of every store: durability, hard links, full and forbidden disks."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.services import unavailable
+from tierckpt.errors import (
+    CapacityError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreError,
+    StoreUnavailableError,
+    TierckptError,
+)
+from tierckpt.stores import local
+from tierckpt.stores.local import LocalStore, durable_link, durable_write, make_dirs, translate_os_error
+from tierckpt.testing.store_contract import Pieces, keys_of
+from tierckpt.types import Tier
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def remount_read_only(mount: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
+
+
+class Journal:
+    """Records fsync, rename and link, by name, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, str]] = []
+        fsync, replace, link = os.fsync, Path.replace, os.link
+
+        def on_fsync(file: int) -> None:
+            self.events.append(("fsync", Path(f"/proc/self/fd/{file}").resolve().name))
+            fsync(file)
+
+        def on_replace(path: Path, target: Path) -> Path:
+            self.events.append(("rename", Path(target).name))
+            return replace(path, target)
+
+        def on_link(source: Path, target: Path) -> None:
+            self.events.append(("link", Path(target).name))
+            link(source, target)
+
+        monkeypatch.setattr(os, "fsync", on_fsync)
+        monkeypatch.setattr(Path, "replace", on_replace)
+        monkeypatch.setattr(os, "link", on_link)
+
+    def short(self) -> list[str]:
+        """Return the events with temporary names as 'temporary'."""
+        return [f"{verb} {'temporary' if name.endswith('.tmp') else name}" for verb, name in self.events]
+
+
+async def test_every_put_is_durable_before_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path / "root")
+    (tmp_path / "source").write_bytes(b"x")
+    journal = Journal(monkeypatch)
+    await store.put("dir/a", b"1")
+    made = [f"fsync {tmp_path.name}", "fsync root"]
+    assert journal.short() == [*made, "fsync temporary", "rename a", "fsync dir"]
+    journal.events.clear()
+    await store.put("dir/b", b"1", if_absent=True)
+    assert journal.short() == ["fsync temporary", "link b", "fsync dir"]
+    journal.events.clear()
+    await store.put_stream("dir/c", Pieces([b"1"]).iterate(), 1)
+    assert journal.short() == ["fsync temporary", "rename c", "fsync dir"]
+    journal.events.clear()
+    assert await store.link("dir/d", tmp_path / "source")
+    assert journal.short() == ["link d", "fsync d", "fsync dir"]
+
+
+def test_make_dirs_syncs_the_parent_of_each_new_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(monkeypatch)
+    make_dirs(tmp_path / "a" / "b" / "c")
+    assert journal.short() == [f"fsync {tmp_path.name}", "fsync a", "fsync b"]
+    journal.events.clear()
+    make_dirs(tmp_path / "a" / "b")
+    assert journal.events == []
+
+
+def test_make_dirs_where_a_file_stands(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(TierckptError):
+        make_dirs(tmp_path / "file" / "below")
+
+
+async def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, bytes(data[:7])))
+    data = os.urandom(1000)
+    durable_write(tmp_path / "one", data)
+    assert (tmp_path / "one").read_bytes() == data
+    await LocalStore(tmp_path).put_stream("two", Pieces([data]).iterate(), len(data))
+    assert (tmp_path / "two").read_bytes() == data
+
+
+def test_durable_link(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(b"data")
+    assert durable_link(source, target)
+    assert target.samefile(source)
+    assert durable_link(source, target), "linking again is no error"
+    other = tmp_path / "other"
+    other.write_bytes(b"else")
+    with pytest.raises(PreconditionFailedError):
+        durable_link(other, target)
+    assert target.read_bytes() == b"data"
+    with pytest.raises(ObjectNotFoundError):
+        durable_link(tmp_path / "missing", tmp_path / "new")
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP])
+async def test_where_no_link_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "source").write_bytes(b"x")
+    store = LocalStore(tmp_path / "root")
+    assert not await store.link("linked", tmp_path / "source")
+    # Without links put-if-absent is check-then-put, and the store says so.
+    await store.put("claim", b"first", if_absent=True)
+    assert not store.has_put_if_absent
+    with pytest.raises(PreconditionFailedError):
+        await store.put("claim", b"second", if_absent=True)
+    assert await store.get("claim") == b"first"
+    assert await keys_of(store) == ["claim"]
+
+
+async def test_a_link_that_an_nfs_server_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server makes the link, its answer is lost, the client asks again and hears EEXIST about its own link."""
+    link = os.link
+
+    def twice(source: Path, target: Path) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", twice)
+    store = LocalStore(tmp_path)
+    await store.put("claim", b"mine", if_absent=True)
+    assert await store.get("claim") == b"mine"
+
+
+def test_link_to_another_filesystem(tmp_path: Path) -> None:
+    elsewhere = Path("/dev/shm")
+    if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
+        unavailable("/dev/shm is not another filesystem")
+    (tmp_path / "source").write_bytes(b"x")
+    target = elsewhere / f"tierckpt-test-{os.getpid()}"
+    assert not durable_link(tmp_path / "source", target)
+    assert not target.exists()
+
+
+class TestTranslation:
+    @pytest.mark.parametrize(
+        ("number", "kind"),
+        [
+            (errno.ENOSPC, CapacityError),
+            (errno.EDQUOT, CapacityError),
+            (errno.EROFS, PermissionDeniedError),
+            (errno.EACCES, PermissionDeniedError),
+            (errno.EPERM, PermissionDeniedError),
+            (errno.ENOENT, ObjectNotFoundError),
+            (errno.ESTALE, StoreUnavailableError),
+            (errno.ENOTCONN, StoreUnavailableError),
+            (errno.EIO, StoreError),
+        ],
+    )
+    def test_by_errno(self, tmp_path: Path, number: int, kind: type[TierckptError]) -> None:
+        path = tmp_path / "no" / "such" / "file"
+        ours = translate_os_error(OSError(number, os.strerror(number)), path, Tier.LOCAL)
+        assert type(ours) is kind
+        assert str(path) in str(ours)
+        assert ours.context["tier"] == Tier.LOCAL
+
+    def test_no_room_says_how_much_there_is(self, tmp_path: Path) -> None:
+        ours = translate_os_error(OSError(errno.ENOSPC, "x"), tmp_path / "file", Tier.LOCAL)
+        assert abs(ours.context["free_bytes"] - shutil.disk_usage(tmp_path).free) < 1 << 30
+
+    def test_read_only_is_said(self, tmp_path: Path) -> None:
+        assert "read-only mount" in str(translate_os_error(OSError(errno.EROFS, "x"), tmp_path, Tier.SHARED))
+
+    def test_our_own_errors_pass(self, tmp_path: Path) -> None:
+        ours = ObjectNotFoundError("gone")
+        assert translate_os_error(ours, tmp_path, Tier.LOCAL) is ours
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real filesystem of 4 MiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(mount)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        unavailable("mounting a small tmpfs needs root")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+async def test_a_full_disk(small_disk: Path) -> None:
+    store = LocalStore(small_disk)
+    await store.put("old", b"o" * 1000)
+    for put in (
+        lambda: store.put("old", b"n" * (8 << 20)),
+        lambda: store.put("new", b"n" * (8 << 20), if_absent=True),
+        lambda: store.put_stream("old", Pieces([b"n" * (1 << 20)] * 8).iterate(), 8 << 20),
+    ):
+        with pytest.raises(CapacityError) as caught:
+            await put()
+        assert "free" in str(caught.value)
+        assert str(small_disk) in str(caught.value)
+    assert await store.get("old") == b"o" * 1000
+    assert names_in(small_disk) == ["old"]
+    assert shutil.disk_usage(small_disk).free > 3 << 20, "the partial files are gone"
+
+
+async def test_a_read_only_mount(small_disk: Path) -> None:
+    store = LocalStore(small_disk / "root")
+    await store.put("old", b"kept")
+    remount_read_only(small_disk)
+    for put in (store.put("new", b"1"), store.put_stream("new", Pieces([b"1"]).iterate(), 1), store.delete("old")):
+        with pytest.raises(PermissionDeniedError, match="read-only mount"):
+            await put
+    assert await store.get("old") == b"kept"
+
+
+async def test_no_file_descriptor_is_lost(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    before = len(names_in(Path("/proc/self/fd")))
+    for _ in range(20):
+        transfer = asyncio.create_task(store.put_stream("key", Pieces([b"x" * 100_000] * 20).iterate(), 2_000_000))
+        await asyncio.sleep(0.001)
+        transfer.cancel()
+        await asyncio.gather(transfer, return_exceptions=True)
+    assert len(names_in(Path("/proc/self/fd"))) <= before + 2  # a worker thread may still be closing its own
+    assert [name for name in names_in(tmp_path) if name.endswith(".tmp")] == []
+
+
+async def test_a_cancelled_write_is_finished_before_its_file_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that writes after its descriptor was closed would write into whatever file got that number next."""
+    started, go_on = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    failures: list[OSError] = []
+    write_all = local._write_all
+
+    def slow(file: int, data: bytes) -> int:
+        loop.call_soon_threadsafe(started.set)
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(10)
+        try:
+            return write_all(file, data)
+        except OSError as error:
+            failures.append(error)
+            raise
+
+    monkeypatch.setattr(local, "_write_all", slow)
+    transfer = asyncio.create_task(LocalStore(tmp_path).put_stream("key", Pieces([b"data"]).iterate(), 4))
+    await started.wait()
+    transfer.cancel()
+    await asyncio.sleep(0.05)
+    assert not transfer.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    assert failures == []
+    assert names_in(tmp_path) == []
+
+
+async def test_links_to_files_are_listed_as_files(tmp_path: Path) -> None:
+    """Hugging Face caches are directories of symbolic links."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "abc").write_bytes(b"weights")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights.bin").symlink_to("../blobs/abc")
+    (tmp_path / "model" / "broken").symlink_to("nowhere")
+    (tmp_path / "model" / "loop").symlink_to(".")
+    store = LocalStore(tmp_path / "model")
+    assert [(info.key, info.size_bytes) async for info in store.list()] == [("weights.bin", 7)]
+    assert await store.get("weights.bin") == b"weights"

@@ -1,0 +1,127 @@
+"""Which store opens for which URI, and what is said when none does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tierckpt.config import Settings
+from tierckpt.errors import ConfigError, MissingExtraError, PermissionDeniedError, StoreUnavailableError
+from tierckpt.layout import parse_uri
+from tierckpt.stores import open_store
+from tierckpt.stores.base import Store
+from tierckpt.stores.credentials import azure_access, parse_connection_string
+
+
+def open_uri(uri: str) -> Store:
+    return open_store(parse_uri(uri), Settings.load())
+
+
+@pytest.mark.parametrize(
+    ("uri", "kind"),
+    [
+        ("/mount/run", "LocalStore"),
+        ("file:///mount/run", "LocalStore"),
+        ("s3://bucket/run", "RemoteStore"),
+        ("s3a://bucket/run", "RemoteStore"),
+        ("az://container/run", "RemoteStore"),
+        ("abfss://container@account.dfs.core.windows.net/run", "RemoteStore"),
+        ("gs://bucket/run", "RemoteStore"),
+        ("memory://run", "UniversalStore"),
+    ],
+)
+def test_scheme_to_store(uri: str, kind: str) -> None:
+    assert type(open_uri(uri)).__name__ == kind
+
+
+def test_unknown_scheme() -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_uri("nosuch://place/run")
+    assert "'nosuch'" in caught.value.message
+    for known in ("s3", "az", "gs", "file", "memory", "sftp"):
+        assert known in caught.value.hint
+
+
+def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "paramiko", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
+    with pytest.raises(MissingExtraError) as caught:
+        open_uri("sftp://host/run")
+    assert "sftp" in caught.value.message
+    assert "pip install paramiko" in caught.value.hint
+
+
+def test_importing_stores_imports_no_client() -> None:
+    code = (
+        "import sys, tierckpt.stores, tierckpt.stores.base, tierckpt.stores.local\n"
+        "found = {'obstore', 'fsspec', 's3fs', 'adlfs', 'boto3', 'azure', 'torch', 'aiohttp'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_stores_pickle_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "someone")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "very-secret")
+    assert "very-secret" not in repr(azure_access("container"))
+
+
+class TestConnectionString:
+    def test_account_and_key(self) -> None:
+        text = "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=a2V5==;EndpointSuffix=core.windows.net"
+        assert parse_connection_string(text) == {
+            "account_name": "me",
+            "account_key": "a2V5==",
+            "sas_key": "",
+            "endpoint": "https://me.blob.core.windows.net",
+        }
+
+    def test_blob_endpoint(self) -> None:
+        parsed = parse_connection_string("AccountName=me;AccountKey=k;BlobEndpoint=http://127.0.0.1:10000/me/;")
+        assert parsed["endpoint"] == "http://127.0.0.1:10000/me"
+
+    def test_shared_access_signature_names_the_account_in_its_endpoint(self) -> None:
+        parsed = parse_connection_string(
+            "BlobEndpoint=https://me.blob.core.windows.net;SharedAccessSignature=?sv=2022&sig=a%2Fb%3D"
+        )
+        assert (parsed["account_name"], parsed["sas_key"]) == ("me", "sv=2022&sig=a%2Fb%3D")
+
+    def test_development_storage(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "UseDevelopmentStorage=true")
+        access = azure_access("container")
+        assert access.endpoint.startswith("http://127.0.0.1:10000")
+        assert access.options == {"use_emulator": True}
+        assert open_uri("az://container/run").uri == "az://container/run"
+
+    def test_it_wins_over_single_variables(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "other")
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=me;AccountKey=a2V5")
+        assert azure_access("container").options["account_name"] == "me"
+
+    def test_nonsense_is_not_repeated(self) -> None:
+        with pytest.raises(ConfigError) as caught:
+            parse_connection_string("AccountKey=secret")
+        assert "secret" not in str(caught.value)
+
+
+async def test_the_emulator_address_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UseDevelopmentStorage reaches a local address over plain HTTP: refused here, not denied, not https."""
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "UseDevelopmentStorage=true")
+    monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", "http://127.0.0.1:1")
+    store = open_store(parse_uri("az://container/run"), Settings.load(retry_attempts_max=0))
+    with pytest.raises(StoreUnavailableError):
+        await store.head("key")
+
+
+async def test_public_buckets_need_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_uri("s3://bucket/run")
+    with pytest.raises(PermissionDeniedError):
+        await store.head("key")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    store = open_store(parse_uri("s3://bucket/run"), Settings.load(retry_attempts_max=0))
+    with pytest.raises(StoreUnavailableError):
+        await store.head("key")

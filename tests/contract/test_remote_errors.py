@@ -1,0 +1,430 @@
+"""What goes wrong between a client and a bucket, each with the error that says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tests.contract.places import S3Place
+from tests.services import AzureServer, S3Server, free_port
+from tierckpt.config import Settings
+from tierckpt.errors import (
+    BucketNotFoundError,
+    ConfigError,
+    IntegrityError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    StoreError,
+    StoreUnavailableError,
+)
+from tierckpt.layout import parse_uri
+from tierckpt.stores import credentials, open_store
+from tierckpt.stores.base import Store
+from tierckpt.testing.store_contract import MiB, Pieces, keys_of
+from tierckpt.types import ByteRange
+
+SOON_SECONDS = 5.0
+
+
+def open_uri(uri: str, **settings: Any) -> Store:
+    return open_store(parse_uri(uri), Settings.load(**settings))
+
+
+async def _list(store: Store) -> list[str]:
+    return await keys_of(store)
+
+
+VERBS: dict[str, Any] = {
+    "head": lambda store: store.head("key"),
+    "get": lambda store: store.get("key"),
+    "get_range": lambda store: store.get_range("key", ByteRange(0, 1)),
+    "put": lambda store: store.put("key", b"1"),
+    "put_if_absent": lambda store: store.put("key", b"1", if_absent=True),
+    "put_stream_small": lambda store: store.put_stream("key", Pieces([b"1"]).iterate(), 1),
+    "put_stream_large": lambda store: store.put_stream("key", Pieces([b"1" * MiB] * 20).iterate(), 20 * MiB),
+    "list": _list,
+    "list_dirs": lambda store: store.list_dirs(),
+    "delete": lambda store: store.delete("key"),
+    "delete_dir": lambda store: store.delete_dir("dir"),
+}
+every_verb = pytest.mark.parametrize("verb", VERBS)
+
+
+@pytest.fixture(params=["moto", "rgw", "azurite"])
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S3Server | AzureServer:
+    server: S3Server | AzureServer = request.getfixturevalue(request.param)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    return server
+
+
+@pytest.mark.server
+@every_verb
+async def test_missing_bucket(server: S3Server | AzureServer, verb: str) -> None:
+    scheme = "az" if isinstance(server, AzureServer) else "s3"
+    store = open_uri(f"{scheme}://no-such-bucket-here/run")
+    with pytest.raises(BucketNotFoundError) as caught:
+        await VERBS[verb](store)
+    assert f"{scheme}://no-such-bucket-here does not exist" in str(caught.value)
+    assert server.endpoint in str(caught.value)
+
+
+@pytest.mark.server
+async def test_a_missing_key_in_an_empty_bucket_is_no_missing_bucket(s3_uri: str) -> None:
+    with pytest.raises(ObjectNotFoundError) as caught:
+        await open_uri(s3_uri).head("key")
+    assert not isinstance(caught.value, BucketNotFoundError)
+
+
+# moto accepts any credentials, so these two ask the servers that do not.
+@pytest.mark.server
+@every_verb
+async def test_wrong_s3_secret(rgw: S3Server, rgw_uri: str, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    await _refused(open_uri(rgw_uri), verb, rgw.endpoint)
+
+
+@pytest.mark.server
+@every_verb
+async def test_unknown_s3_key(rgw: S3Server, rgw_uri: str, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    await _refused(open_uri(rgw_uri), verb, rgw.endpoint)
+
+
+@pytest.mark.server
+@every_verb
+async def test_wrong_azure_key(azurite: AzureServer, az_uri: str, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "A" * 86 + "==")
+    await _refused(open_uri(az_uri), verb, azurite.endpoint)
+
+
+async def _refused(store: Store, verb: str, endpoint: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(PermissionDeniedError) as caught:
+        await VERBS[verb](store)
+    assert time.monotonic() - started < SOON_SECONDS
+    assert endpoint in str(caught.value)
+    assert store.uri.partition("://")[2].partition("/")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("uri", "environment", "variable"),
+    [
+        ("s3://bucket/run", {}, "AWS_ACCESS_KEY_ID"),
+        ("s3://bucket/run", {"AWS_ACCESS_KEY_ID": "half"}, "AWS_SECRET_ACCESS_KEY"),
+        ("az://container/run", {}, "AZURE_STORAGE_ACCOUNT_NAME"),
+        ("az://container/run", {"AZURE_STORAGE_ACCOUNT_NAME": "someone"}, "AZURE_STORAGE_ACCOUNT_KEY"),
+        ("gs://bucket/run", {}, "GOOGLE_APPLICATION_CREDENTIALS"),
+    ],
+)
+@pytest.mark.parametrize("metadata_service", ["disabled", "not there"])
+async def test_missing_credentials(
+    uri: str,
+    environment: dict[str, str],
+    variable: str,
+    metadata_service: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/nonexistent")
+    if metadata_service == "not there":  # as on a machine of no cloud; never ask the one this test may run on
+        monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+        nobody = ("127.0.0.1", free_port())
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{nobody[0]}:{nobody[1]}/")
+        monkeypatch.setattr(credentials, "METADATA_ADDRESSES", dict.fromkeys(("s3", "az", "gs"), nobody))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    started = time.monotonic()
+    with pytest.raises(PermissionDeniedError) as caught:
+        await open_uri(uri).head("key")
+    assert time.monotonic() - started < SOON_SECONDS
+    assert variable in caught.value.hint
+    assert uri.rpartition("/")[0] in str(caught.value)
+
+
+@pytest.mark.server
+async def test_credentials_of_a_profile(s3_uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.delenv(name)
+    (tmp_path / "credentials").write_text("[trainer]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "trainer")
+    store = open_uri(s3_uri)
+    await store.put("key", b"by profile")
+    assert await store.get("key") == b"by profile"
+
+
+async def test_a_profile_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(PermissionDeniedError, match="nobody"):
+        await open_uri("s3://bucket/run").head("key")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("AWS_ENDPOINT_URL", "localhost:9000"), ("AWS_ENDPOINT_URL_S3", "ftp://host")]
+)
+async def test_an_endpoint_that_is_no_url(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL"):
+        await open_uri("s3://bucket/run").head("key")
+
+
+async def test_an_account_key_that_is_no_base64_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "someone")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "not base64!!")
+    with pytest.raises(ConfigError) as caught:
+        await open_uri("az://container/run").head("key")
+    assert "not base64!!" not in str(caught.value)
+
+
+@every_verb
+async def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    _point_s3_at(f"http://127.0.0.1:{free_port()}", monkeypatch)
+    with pytest.raises(StoreUnavailableError) as caught:
+        await VERBS[verb](open_uri("s3://bucket/run", retry_attempts_max=1))
+    assert caught.value.retryable
+
+
+def _point_s3_at(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in S3Server(endpoint, "a", "b").environment().items():
+        monkeypatch.setenv(name, value)
+
+
+class StubServer:
+    """An HTTP server that gives scripted answers: (status, headers, body), the last one for ever."""
+
+    def __init__(self, answers: list[tuple[int, dict[str, str], bytes]]) -> None:
+        self.answers = answers
+        self.requests: list[str] = []
+        self.stall_puts = threading.Event()
+        self.stall_puts.set()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[str]:
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                stub.requests.append(self.command)
+                if self.command == "PUT":
+                    stub.stall_puts.wait(30)
+                status, headers, body = stub.answers.pop(0) if len(stub.answers) > 1 else stub.answers[0]
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client was aborted
+                        self.wfile.write(body)
+                if int(headers.get("Content-Length", len(body))) != len(body):
+                    self.close_connection = True
+
+            do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = answer
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+ETAG = {"ETag": '"e"', "Last-Modified": "Wed, 21 Oct 2026 07:28:00 GMT"}
+BEGUN = b"<InitiateMultipartUploadResult><UploadId>u1</UploadId></InitiateMultipartUploadResult>"
+BUSY = (503, {}, b"<Error><Code>SlowDown</Code></Error>")
+
+
+async def test_a_busy_server_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = StubServer([BUSY, BUSY, (200, ETAG, b"")])
+    with stub.running() as endpoint:
+        _point_s3_at(endpoint, monkeypatch)
+        await open_uri("s3://bucket/run").put("key", b"data")
+    assert stub.requests == ["PUT", "PUT", "PUT"]
+
+
+async def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = StubServer([BUSY])
+    with stub.running() as endpoint:
+        _point_s3_at(endpoint, monkeypatch)
+        with pytest.raises(StoreUnavailableError, match="HTTP 503"):
+            await open_uri("s3://bucket/run", retry_attempts_max=2).put("key", b"data")
+    assert stub.requests == ["PUT"] * 3
+
+
+async def test_no_retries_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = StubServer([BUSY])
+    with stub.running() as endpoint:
+        _point_s3_at(endpoint, monkeypatch)
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailableError):
+            await open_uri("s3://bucket/run", retry_attempts_max=1000, store_timeout_seconds=1.0).get("key")
+    assert time.monotonic() - started < SOON_SECONDS
+
+
+async def test_a_refusal_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = StubServer([(403, {}, b"<Error><Code>AccessDenied</Code></Error>")])
+    with stub.running() as endpoint:
+        _point_s3_at(endpoint, monkeypatch)
+        with pytest.raises(PermissionDeniedError):
+            await open_uri("s3://bucket/run").put("key", b"data")
+    assert stub.requests == ["PUT"]
+
+
+async def test_a_bad_request_is_not_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    with StubServer([(400, {}, b"<Error><Code>InvalidRequest</Code></Error>")]).running() as endpoint:
+        _point_s3_at(endpoint, monkeypatch)
+        with pytest.raises(StoreError, match="400") as caught:
+            await open_uri("s3://bucket/run").put("key", b"data")
+    assert not caught.value.retryable
+
+
+async def test_a_range_that_comes_back_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = {**ETAG, "Content-Range": "bytes 0-4/5"}
+    with StubServer([(206, headers, b"01234")]).running() as endpoint:
+        _point_s3_at(endpoint, monkeypatch)
+        with pytest.raises(IntegrityError, match="bytes 0-10 of key"):
+            await open_uri("s3://bucket/run").get_range("key", ByteRange(0, 10))
+
+
+async def test_an_answer_that_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = {**ETAG, "Content-Length": "1000", "Content-Range": "bytes 0-999/1000"}
+    with StubServer([(206, headers, b"only this")]).running() as endpoint:
+        _point_s3_at(endpoint, monkeypatch)
+        with pytest.raises(StoreUnavailableError):
+            await open_uri("s3://bucket/run", retry_attempts_max=1, store_timeout_seconds=2.0).get_range(
+                "key", ByteRange(0, 1000)
+            )
+
+
+async def test_a_failed_part_is_aborted_and_the_source_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = StubServer([(200, {}, BEGUN), (403, {}, b"<Error><Code>AccessDenied</Code></Error>")])
+    source = Pieces([b"x" * MiB] * 40)
+    with stub.running() as endpoint:
+        _point_s3_at(endpoint, monkeypatch)
+        with pytest.raises(PermissionDeniedError):
+            await open_uri("s3://bucket/run").put_stream("key", source.iterate(), 40 * MiB)
+    assert stub.requests[0] == "POST"
+    assert stub.requests.count("POST") == 1, "the multipart transfer was never completed"
+    assert stub.requests.count("DELETE") == 1, "but aborted"
+    assert source.closed
+
+
+async def test_the_source_is_asked_only_for_what_fits_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stalled bucket must stall the source: what was asked for stays within a few parts of 8 MiB."""
+    asked_mib = 0
+
+    async def count() -> AsyncIterator[bytes]:
+        nonlocal asked_mib
+        for _ in range(128):
+            asked_mib += 1
+            yield b"x" * MiB
+
+    stub = StubServer([(200, {}, BEGUN), (200, ETAG, b"")])
+    stub.stall_puts.clear()
+    with stub.running() as endpoint:
+        _point_s3_at(endpoint, monkeypatch)
+        store = open_uri("s3://bucket/run", concurrency=2)
+        transfer = asyncio.create_task(store.put_stream("key", count(), 128 * MiB))
+        await asyncio.sleep(1.5)
+        try:
+            assert 8 <= asked_mib <= 8 * (2 + 2)
+        finally:
+            transfer.cancel()
+            stub.stall_puts.set()
+            with pytest.raises(asyncio.CancelledError):
+                await transfer
+
+
+@pytest.mark.server
+async def test_directory_markers_are_not_objects(moto: S3Server, s3_uri: str) -> None:
+    place = S3Place(moto, s3_uri)
+    place.raw_put("", b"")
+    place.raw_put("dir/", b"")
+    place.raw_put("dir/file", b"1")
+    place.raw_put("empty", b"")
+    store = place.open()
+    assert await keys_of(store) == ["dir/file", "empty"]
+    assert await store.list_dirs() == ["dir"]
+    assert await keys_of(store, "dir") == ["dir/file"]
+
+
+@pytest.mark.server
+async def test_a_key_that_no_store_could_have_written(moto: S3Server, s3_uri: str) -> None:
+    place = S3Place(moto, s3_uri)
+    place.raw_put("a//b", b"theirs")
+    with pytest.raises(StoreError, match="a//b"):
+        await keys_of(place.open())
+
+
+@pytest.mark.server
+async def test_a_prefix_with_odd_characters(moto: S3Server, s3_uri: str) -> None:
+    place = S3Place(moto, f"{s3_uri}/my run/ü%25+1")
+    store = place.open()
+    await store.put("key", b"1")
+    assert place.raw_keys() == {"key"}
+    assert await keys_of(store) == ["key"]
+
+
+@pytest.mark.server
+async def test_a_bucket_without_a_prefix(moto: S3Server, s3_uri: str) -> None:
+    store = open_uri(s3_uri.rpartition("/")[0])
+    await store.put("dir/key", b"1")
+    assert await keys_of(store) == ["dir/key"]
+    assert await store.list_dirs() == ["dir"]
+
+
+@pytest.mark.server
+async def test_azure_by_connection_string(azurite: AzureServer, az_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in azurite.environment():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(
+        "AZURE_STORAGE_CONNECTION_STRING",
+        f"DefaultEndpointsProtocol=http;AccountName={azurite.account};AccountKey={azurite.key};"
+        f"BlobEndpoint={azurite.endpoint};",
+    )
+    store = open_uri(az_uri)
+    await store.put("key", b"1")
+    assert await store.get("key") == b"1"
+
+
+@pytest.mark.server
+async def test_azure_by_shared_access_signature(
+    azurite: AzureServer, az_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datetime import UTC, datetime, timedelta
+
+    from azure.storage.blob import AccountSasPermissions, ResourceTypes, generate_account_sas
+
+    token = generate_account_sas(
+        azurite.account,
+        azurite.key,
+        ResourceTypes(container=True, object=True),
+        AccountSasPermissions(read=True, list=True),
+        datetime.now(UTC) + timedelta(hours=1),
+    )
+    await open_uri(az_uri).put("key", b"1")
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", token)
+    store = open_uri(az_uri)
+    assert await store.get("key") == b"1"
+    assert await keys_of(store) == ["key"]
+    with pytest.raises(PermissionDeniedError) as caught:
+        await store.put("other", b"2")
+    assert "sig=" not in f"{caught.value} {caught.value.__cause__}", "the signature must not be logged"

@@ -1,0 +1,221 @@
+"""Ranks that fail or die, and saves that race for one id: nobody hangs, nothing mixed is ever visible."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import tierckpt
+from tests.compat.worker import launch
+from tests.services import REPOSITORY
+from tests.states import load, save
+from tierckpt.client import close_all
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.mover.journal import Journal
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_when_one_rank_cannot_write_all_ranks_raise(failing: int, file_uri: str) -> None:
+    outcome = launch("tests.fault.scenarios:dcp_save_with_a_failing_rank", 3, uri=file_uri, failing=failing)
+    assert [error for error, _ in outcome["errors"]] == ["CapacityError"] * 3
+    assert max(seconds for _, seconds in outcome["errors"]) < 30
+    assert outcome["latest"] == f"{file_uri}/step-1"
+    assert outcome["value"] == 1.0
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_in_the_background_too(failing: int, s3_uri: str) -> None:
+    outcome = launch("tests.fault.scenarios:checkpointer_with_a_failing_rank", 2, uri=s3_uri, failing=failing)
+    errors = [error for error, _ in outcome["errors"]]
+    assert errors[failing] == "CapacityError"
+    assert errors[1 - failing] == "CommitAbandonedError"
+    assert max(seconds for _, seconds in outcome["errors"]) < 25
+    assert (outcome["step"], outcome["value"]) == (1, 1.0)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_when_a_rank_dies_the_others_raise_within_the_deadline(killed: int, file_uri: str, tmp_path: Path) -> None:
+    # The rank that hosts the rendezvous store takes it along when it dies; the others then lose the store at once.
+    with pytest.raises(AssertionError, match="-9"):
+        launch(
+            "tests.fault.scenarios:checkpointer_with_a_killed_rank", 2, uri=file_uri, killed=killed, results=str(tmp_path)
+        )
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
+
+
+def test_a_lock_held_while_a_worker_forks_is_released(tmp_path: Path) -> None:
+    """The child has a copy of the descriptor; the lock must not stay with it."""
+    journal = Journal(tmp_path)
+    journal.open("aa", parse_uri("/somewhere"), 0, 4096)
+    with journal.own("aa") as held:
+        assert held
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])  # control: exec closes it
+        forked = os.fork()
+        if forked == 0:
+            time.sleep(30)
+            os._exit(0)
+    try:
+        with journal.own("aa") as again:
+            assert again
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        os.waitpid(forked, 0)
+        child.kill()
+        child.wait()
+
+
+def _race(uri: str, roots: list[Path]) -> list[str]:
+    """Start one saver a root, let all go at once, return each one's outcome."""
+    code = (
+        "import sys, time, torch, torch.distributed.checkpoint as dcp, tierckpt\n"
+        "from tests.states import raises_ours\n"
+        "from tierckpt.errors import AlreadyCommittedError\n"
+        "uri, root, value, go = sys.argv[1:]\n"
+        "writer = tierckpt.TierStorageWriter(uri, local_root=root)\n"
+        "plan = writer.prepare_global_plan\n"
+        "def late(plans):\n"  # every saver has looked at what stands under the id, and has seen nothing
+        "    print('ready', flush=True); sys.stdin.readline(); return plan(plans)\n"
+        "writer.prepare_global_plan = late\n"
+        "try:\n"
+        "    with raises_ours(): dcp.save({'w': torch.full((1000,), float(value))}, storage_writer=writer, no_dist=True)\n"
+        "    tierckpt.wait(uri, timeout_seconds=30, local_root=root); print('won')\n"
+        "except AlreadyCommittedError as error: print('lost', error.context['winner'])\n"
+    )
+    savers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, uri, str(root), str(index), "go"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
+        )
+        for index, root in enumerate(roots)
+    ]
+    try:
+        for saver in savers:
+            assert saver.stdout is not None
+            assert saver.stdout.readline().strip() == "ready"
+        for saver in savers:
+            assert saver.stdin is not None
+            saver.stdin.write("go\n")
+            saver.stdin.flush()
+        return [saver.communicate(timeout=60)[0].strip() for saver in savers]
+    finally:
+        for saver in savers:
+            saver.kill()
+            saver.wait(timeout=10)
+
+
+@pytest.mark.parametrize("node", ["one", "many"])
+def test_of_saves_that_race_for_one_id_exactly_one_wins(node: str, shared_uri: str, tmp_path: Path) -> None:
+    roots = [tmp_path / "local" if node == "one" else tmp_path / f"local-{index}" for index in range(4)]
+    outcomes = _race(f"{shared_uri}/step-1", roots)
+    winners = [index for index, outcome in enumerate(outcomes) if outcome == "won"]
+    assert len(winners) == 1, outcomes
+    assert all(outcome.startswith("lost ") for index, outcome in enumerate(outcomes) if index not in winners), outcomes
+    loaded = load(f"{shared_uri}/step-1", {"w": torch.zeros(1000)}, local_root=tmp_path / "fresh")
+    assert loaded["w"].unique().tolist() == [float(winners[0])]
+
+
+SAVER = (
+    "import sys, torch, torch.distributed.checkpoint as dcp, tierckpt, os, signal\n"
+    "import tierckpt.dcp.shard as shard, tierckpt.mover.commit as commit, tierckpt.dcp.writer as writer\n"
+    "uri, point = sys.argv[1:]\n"
+    "def die(*a, **k): os.kill(os.getpid(), signal.SIGKILL)\n"
+    "def after(real):\n"
+    "    def call(*a, **k):\n"
+    "        real(*a, **k); die()\n"
+    "    return call\n"
+    "points = {\n"
+    "  'before shards': lambda: setattr(writer.TierStorageWriter, '_write_shards', die),\n"
+    "  'in a shard': lambda: setattr(shard.ShardWriter, '_flush_chunk', die),\n"
+    "  'before the commit': lambda: setattr(commit, 'commit_local', die),\n"
+    "  'between metadata and manifest': lambda: setattr(commit, 'stale_files', die) or setattr(commit, '_publish', half),\n"
+    "  'after the commit': lambda: setattr(commit, 'commit_local', after(commit.commit_local)),\n"
+    "}\n"
+    "def half(directory, location, manifest, metadata):\n"
+    "    for entry in manifest.metadata: commit.durable_write(directory / entry.path, metadata[entry.path])\n"
+    "    die()\n"
+    "points[point]()\n"
+    "dcp.save({'w': torch.full((100_000,), 2.0)}, storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("point", "survivor"),
+    [
+        ("before shards", 1.0),
+        ("in a shard", 1.0),
+        ("before the commit", 1.0),
+        ("between metadata and manifest", 1.0),
+        ("after the commit", 2.0),
+    ],
+)
+def test_a_saver_killed_at_any_point_leaves_the_old_checkpoint_or_the_new(point: str, survivor: float, s3_uri: str, local_root: Path) -> None:  # P2, P3
+    uri = f"{s3_uri}/step-1"
+    save(uri, {"w": torch.full((100_000,), 1.0)})
+    tierckpt.wait(uri, timeout_seconds=30)
+    done = subprocess.run([sys.executable, "-c", SAVER, uri, point], timeout=60, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr  # the fault really fired
+    assert load(uri, {"w": torch.zeros(100_000)})["w"].unique().tolist() == [survivor]
+    close_all()  # what a restarted job is: a process that reads the journal anew
+    save(uri, {"w": torch.full((100_000,), 3.0)})  # the next save works and puts the leftovers away
+    tierckpt.wait(uri, timeout_seconds=30)
+    assert load(uri, {"w": torch.zeros(100_000)})["w"].unique().tolist() == [3.0]
+    deadline = time.monotonic() + 20
+    while Journal(local_root).entries() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert Journal(local_root).entries() == []
+    assert len(list(local_dir(local_root, parse_uri(uri)).glob("*.distcp"))) == 1
+
+
+def test_a_mover_killed_in_the_drain_publishes_nothing_and_the_next_one_finishes(s3_uri: str, local_root: Path) -> None:
+    code = (
+        "import os, sys, torch, torch.distributed.checkpoint as dcp, tierckpt\n"
+        "import tierckpt.mover.drain as drain\n"
+        "real = drain.send\n"
+        "async def send(store, path, entry, *rest):\n"
+        "    await real(store, path, entry, *rest); os.kill(os.getpid(), 9)\n"
+        "drain.send = send\n"
+        "state = {f'w{i}': torch.full((10_000,), float(i)) for i in range(6)}\n"
+        "writer = tierckpt.TierStorageWriter(sys.argv[1], shard_size_bytes_max=50_000, concurrency=1)\n"
+        "dcp.save(state, storage_writer=writer, no_dist=True); tierckpt.wait(sys.argv[1], timeout_seconds=30, concurrency=1)"
+    )
+    uri = f"{s3_uri}/step-1"
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code, uri], timeout=60, capture_output=True, text=True)
+        assert done.returncode == -9, done.stderr
+        assert len(Journal(local_root).entries()) >= 1
+    tierckpt.wait(uri, timeout_seconds=30)
+    loaded = load(uri, {"w5": torch.zeros(10_000)}, local_root=local_root.parent / "other")
+    assert loaded["w5"].unique().tolist() == [5.0]
+
+
+def test_a_fork_leaves_the_parents_client_alone(file_uri: str) -> None:
+    """DataLoader workers fork: the child must neither hang nor drain what is the parent's."""
+    save(f"{file_uri}/step-1", {"w": torch.ones(10)})
+    child = os.fork()
+    if child == 0:
+        try:
+            fine = tierckpt.latest(file_uri) == f"{file_uri}/step-1"
+            os._exit(0 if fine else 3)
+        except BaseException:
+            os._exit(4)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        time.sleep(0.02)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the forked child hangs")
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"

@@ -1,0 +1,218 @@
+"""The Checkpointer in one process: what ten lines of a training loop rely on."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tierckpt
+from tierckpt import Checkpointer, PerRank, RngState
+from tierckpt.errors import CapacityError, CheckpointError, ConfigError, StateMismatchError
+from tierckpt.layout import local_dir, parse_uri
+
+
+class Loader:
+    """A data loader in the manner of StatefulDataLoader: its state changes shape as it goes."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": list(self.seen), "workers": {str(index): {"at": index} for index in self.seen}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+
+def job(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
+        "rng": RngState(),
+        "loader": Loader(),
+        "epoch": seed,
+        "notes": {"name": "x", "history": [1.5, 2.5], "table": torch.arange(3)},
+        "pair": (1, "two"),
+    }
+
+
+def train(state: dict[str, Any], step: int) -> str:
+    state["loader"].seen.append(step)
+    loss = state["model"](torch.randn(8, 16)).pow(2).mean() * random.random() * float(np.random.rand())
+    state["optimizer"].zero_grad()
+    loss.backward()
+    state["optimizer"].step()
+    state["scheduler"].step()
+    return loss.item().hex()
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(shared_uri: str, local_root: Path) -> None:
+    state = job(1)
+    with Checkpointer(shared_uri) as checkpointer:
+        assert checkpointer.restore(state) is None
+        losses = []
+        for step in range(1, 13):
+            losses.append(train(state, step))
+            if step % 5 == 0:
+                checkpointer.save(step, state)
+    shutil.rmtree(local_root)  # the node is lost
+    resumed = job(2)
+    with Checkpointer(shared_uri) as checkpointer:
+        assert checkpointer.restore(resumed) == 10
+        assert (resumed["epoch"], resumed["pair"]) == (1, (1, "two"))
+        assert resumed["notes"]["history"] == [1.5, 2.5]
+        assert resumed["loader"].seen == list(range(1, 11))
+        assert [train(resumed, step) for step in (11, 12)] == losses[10:]
+        assert checkpointer.restore(job(3), step=5) == 5
+
+
+def test_saving_before_the_first_step_changes_nothing(file_uri: str) -> None:
+    plain, saved = job(1), job(1)
+    rng = torch.get_rng_state()
+    with Checkpointer(file_uri) as checkpointer:
+        checkpointer.save(0, saved)
+    for state in (plain, saved):
+        torch.set_rng_state(rng)
+        random.seed(0)
+        np.random.seed(0)
+        state["losses"] = [train(state, step) for step in range(3)]
+    assert plain["losses"] == saved["losses"]
+    resumed = job(2)
+    with Checkpointer(file_uri) as checkpointer:
+        assert checkpointer.restore(resumed) == 0
+        torch.set_rng_state(rng)
+        random.seed(0)
+        np.random.seed(0)
+        assert [train(resumed, step) for step in range(3)] == plain["losses"]
+
+
+def test_saves_own_their_copy_while_training_goes_on(file_uri: str) -> None:
+    model = torch.nn.Linear(300, 300)
+    with Checkpointer(file_uri) as checkpointer:
+        for step in (1, 2, 3):
+            torch.nn.init.constant_(model.weight, step)
+            checkpointer.save(step, {"model": model})
+            torch.nn.init.constant_(model.weight, -1)
+        for step in (1, 2, 3):
+            assert checkpointer.restore({"model": model}, step=step) == step
+            assert model.weight.unique().tolist() == [step]
+
+
+@pytest.mark.parametrize(("keep", "local", "shared"), [(2, 2, 2), ({"local": 1, "shared": 3}, 1, 3), ({"shared": 1}, 5, 1)])
+def test_keep_last_on_each_tier(keep: Any, local: int, shared: int, shared_uri: str, local_root: Path) -> None:
+    with Checkpointer(shared_uri, keep_last=keep) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(step, {"value": torch.full((10,), step)})
+            checkpointer.wait()
+    directory = local_dir(local_root, parse_uri(shared_uri))
+    kept = sorted(path.parent.parent.name for path in directory.glob("*/.tierckpt/manifest.json"))
+    assert kept == [f"step-{step}" for step in range(6 - local, 6)]
+    shutil.rmtree(local_root)
+    client = tierckpt.client.get_client(tierckpt.Settings.load())
+    rows = client.run(lambda engine: engine.list(parse_uri(shared_uri)))
+    assert [(row.step, row.shared) for row in rows] == [(step, "committed") for step in range(6 - shared, 6)]
+
+
+def test_retention_never_removes_what_is_not_drained(s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierckpt.engine.Engine.submit", lambda self, token: None)  # the drain is stuck
+    checkpointer = Checkpointer(s3_uri, keep_last=1)
+    for step in (1, 2, 3):
+        checkpointer.save(step, {"value": step}).result(timeout=60)
+    assert len(list(local_dir(local_root, parse_uri(s3_uri)).glob("step-*/.tierckpt/manifest.json"))) == 3
+
+
+def test_a_failed_save_is_raised_by_the_next_call_and_the_older_step_stays(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = Checkpointer(file_uri)
+    checkpointer.save(1, {"value": 1})
+    checkpointer.wait()
+    with monkeypatch.context() as broken:
+
+        def full(*_: Any, **__: Any) -> None:
+            raise CapacityError("no room (seeded)")
+
+        broken.setattr("tierckpt.dcp.shard.ShardWriter.finish", full)
+        checkpointer.save(2, {"value": 2})
+        with pytest.raises(CapacityError, match="seeded"):
+            checkpointer.wait()
+    state = {"value": 0}
+    assert checkpointer.restore(state) == 1
+    assert state["value"] == 1
+    checkpointer.save(3, {"value": 3})
+    checkpointer.close()
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-3"
+
+
+def test_an_error_of_the_loop_is_not_hidden(file_uri: str) -> None:
+    with pytest.raises(ZeroDivisionError), Checkpointer(file_uri) as checkpointer:
+        checkpointer.save(1, {"value": 1})
+        raise ZeroDivisionError
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
+
+
+def test_records_say_how_each_save_went(s3_uri: str) -> None:
+    with Checkpointer(s3_uri) as checkpointer:
+        checkpointer.save(1, {"value": torch.zeros(1000)})
+        checkpointer.wait()
+        (record,) = checkpointer.stats
+        assert record.step == 1
+        assert record.size_bytes > 4000
+        assert record.local_commit_seconds is not None
+        assert record.shared_commit_seconds is not None
+        assert 0 < record.blocked_seconds <= record.local_commit_seconds <= record.shared_commit_seconds
+        checkpointer.restore({"value": torch.zeros(1000)})
+        assert checkpointer.restore_seconds is not None
+
+
+def test_an_optimizer_needs_its_module(file_uri: str) -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    with Checkpointer(file_uri) as checkpointer, pytest.raises(StateMismatchError, match="optimizer"):
+        checkpointer.save(1, {"optimizer": optimizer})
+
+
+def test_state_of_each_rank_is_its_own(file_uri: str) -> None:
+    loader = Loader()
+    loader.seen = [4, 5]
+    with Checkpointer(file_uri) as checkpointer:
+        checkpointer.save(1, {"loader": PerRank(loader)})
+        fresh = Loader()
+        assert checkpointer.restore({"loader": PerRank(fresh)}) == 1
+    assert fresh.seen == [4, 5]
+
+
+def test_a_closed_checkpointer_says_so(file_uri: str) -> None:
+    checkpointer = Checkpointer(file_uri)
+    checkpointer.close()
+    checkpointer.close()
+    with pytest.raises(CheckpointError, match="closed"):
+        checkpointer.save(1, {"value": 1})
+
+
+@pytest.mark.parametrize("keep", [0, -1, {"local": 0}, {"attic": 3}])
+def test_retention_that_would_keep_nothing_is_refused(keep: Any, file_uri: str) -> None:
+    with pytest.raises(ConfigError, match="keep_last"):
+        Checkpointer(file_uri, keep_last=keep)
+
+
+def test_training_goes_on_while_the_store_is_away(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens there
+    checkpointer = Checkpointer(s3_uri, retry_attempts_max=0, store_timeout_seconds=2, exit_timeout_seconds=0)
+    begun = time.monotonic()
+    for step in (1, 2):
+        checkpointer.save(step, {"value": step}).result(timeout=60)
+    assert time.monotonic() - begun < 45
+    state = {"value": 0}
+    assert checkpointer.restore(state) == 2
+    assert state["value"] == 2

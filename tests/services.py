@@ -1,0 +1,224 @@
+"""Object-store servers for the tests. moto is always started here; Ceph RGW and Azurite are used where they are.
+
+    TIERCKPT_TEST_S3_ENDPOINT, _S3_ACCESS_KEY, _S3_SECRET_KEY     a real S3 server (tests/servers/rgw.sh starts one)
+    TIERCKPT_TEST_AZURE_ENDPOINT, _AZURE_ACCOUNT, _AZURE_KEY      a running Azurite (tests/servers/azurite.sh)
+    TIERCKPT_TEST_AZURITE                                         path of azurite-blob, if not in .services or PATH
+    TIERCKPT_TEST_REQUIRE_SERVERS=1                               a server that is not there fails the test
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+START_TIMEOUT_SECONDS = 60.0
+
+# Taken once, before any test clears or changes the environment.
+ENVIRONMENT = dict(os.environ)
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip the test, with the reason; fail it where servers are required (CI)."""
+    if ENVIRONMENT.get("TIERCKPT_TEST_REQUIRE_SERVERS") == "1":
+        pytest.fail(f"TIERCKPT_TEST_REQUIRE_SERVERS=1 and {reason}")
+    pytest.skip(reason)
+
+
+@dataclass(frozen=True)
+class S3Server:
+    endpoint: str
+    access_key: str
+    secret_key: str
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables with which any S3 client reaches this server."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_REGION": "us-east-1",
+        }
+
+    def client(self) -> Any:
+        """Return a boto3 client: the tests' own way in, independent of the stores."""
+        import boto3
+        from botocore.config import Config
+
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            region_name="us-east-1",
+            config=Config(
+                s3={"addressing_style": "path"},
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+            ),
+        )
+
+    @contextmanager
+    def bucket(self) -> Iterator[str]:
+        """Make a bucket with a new name; remove it and what is in it at the end."""
+        client = self.client()
+        name = f"test-{secrets.token_hex(6)}"
+        client.create_bucket(Bucket=name)
+        try:
+            yield name
+        finally:
+            for page in client.get_paginator("list_objects_v2").paginate(Bucket=name):
+                keys = [{"Key": item["Key"]} for item in page.get("Contents", [])]
+                if keys:
+                    client.delete_objects(Bucket=name, Delete={"Objects": keys, "Quiet": True})
+            for item in client.list_multipart_uploads(Bucket=name).get("Uploads", []):
+                client.abort_multipart_upload(Bucket=name, Key=item["Key"], UploadId=item["UploadId"])
+            client.delete_bucket(Bucket=name)
+
+
+@dataclass(frozen=True)
+class AzureServer:
+    endpoint: str
+    account: str
+    key: str
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "AZURE_STORAGE_ENDPOINT": self.endpoint,
+            "AZURE_STORAGE_ACCOUNT_NAME": self.account,
+            "AZURE_STORAGE_ACCOUNT_KEY": self.key,
+        }
+
+    def client(self, container: str) -> Any:
+        """Return Microsoft's own client of a container."""
+        from azure.storage.blob import ContainerClient
+
+        credential = {"account_name": self.account, "account_key": self.key}
+        return ContainerClient(self.endpoint, container, credential=credential)
+
+    @contextmanager
+    def container(self) -> Iterator[str]:
+        """Make a container with a new name; remove it at the end."""
+        name = f"test-{secrets.token_hex(6)}"
+        with self.client(name) as client:
+            client.create_container()
+            try:
+                yield name
+            finally:
+                client.delete_container()
+
+
+@contextmanager
+def moto_server() -> Iterator[S3Server]:
+    """Start moto in a process of its own, so that it shares neither the interpreter lock nor a crash with the tests."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with _running(command, f"http://127.0.0.1:{port}/", {}):
+        yield S3Server(f"http://127.0.0.1:{port}", "testing", "testing")
+
+
+def rgw_server() -> S3Server:
+    """Return the real S3 server the environment names."""
+    endpoint = ENVIRONMENT.get("TIERCKPT_TEST_S3_ENDPOINT")
+    if not endpoint:
+        unavailable("TIERCKPT_TEST_S3_ENDPOINT names no S3 server (tests/servers/rgw.sh starts one)")
+    return S3Server(
+        endpoint.rstrip("/"),
+        ENVIRONMENT.get("TIERCKPT_TEST_S3_ACCESS_KEY") or ENVIRONMENT["AWS_ACCESS_KEY_ID"],
+        ENVIRONMENT.get("TIERCKPT_TEST_S3_SECRET_KEY") or ENVIRONMENT["AWS_SECRET_ACCESS_KEY"],
+    )
+
+
+@contextmanager
+def azurite_server(directory: Path) -> Iterator[AzureServer]:
+    """Use the running Azurite the environment names, or start one from the binary that is there."""
+    endpoint = ENVIRONMENT.get("TIERCKPT_TEST_AZURE_ENDPOINT")
+    if endpoint:
+        yield AzureServer(
+            endpoint.rstrip("/"),
+            ENVIRONMENT["TIERCKPT_TEST_AZURE_ACCOUNT"],
+            ENVIRONMENT["TIERCKPT_TEST_AZURE_KEY"],
+        )
+        return
+    binary = _find_azurite()
+    if binary is None:
+        unavailable("azurite-blob is not installed (npm i --prefix .services azurite)")
+    port, account = free_port(), "tierckpttest"
+    key = base64.b64encode(secrets.token_bytes(64)).decode()
+    where = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(directory)]
+    command = [binary, *where, "--disableTelemetry", "--skipApiVersionCheck", "--silent"]
+    with _running(command, f"http://127.0.0.1:{port}/", {"AZURITE_ACCOUNTS": f"{account}:{key}"}):
+        yield AzureServer(f"http://127.0.0.1:{port}/{account}", account, key)
+
+
+def _find_azurite() -> str | None:
+    named = ENVIRONMENT.get("TIERCKPT_TEST_AZURITE")
+    local = REPOSITORY / ".services/node_modules/.bin/azurite-blob"
+    return named or (str(local) if local.exists() else shutil.which("azurite-blob"))
+
+
+@contextmanager
+def _running(command: list[str], url: str, environment: dict[str, str]) -> Iterator[None]:
+    process = subprocess.Popen(
+        command,
+        env={**ENVIRONMENT, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=_die_with_parent,
+    )
+    try:
+        _wait_for_answer(url, process)
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to end this server when the test process goes, even by SIGKILL."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _wait_for_answer(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_SECONDS
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except urllib.error.HTTPError:
+            return  # an error status is an answer
+        except OSError:
+            if process.poll() is not None:
+                raise RuntimeError(f"{process.args} ended with {process.returncode}") from None
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no answer from {url} after {START_TIMEOUT_SECONDS} s") from None
+            time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,281 @@
+"""``tierckpt doctor``: is this node, and this place on shared storage, fit for checkpoints?"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import platform
+import secrets
+import shutil
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..config import GiB, Settings
+from ..engine import Engine
+from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError, TierckptError
+from ..layout import Location
+from ..mover.disk import MEMORY_FILESYSTEMS, filesystem_type
+from ..mover.journal import Journal
+from ..mover.retention import nearest_existing
+from ..stores.base import Store
+from .output import Report, human_bytes, human_seconds, table
+from .session import JsonOption, LocalRootOption, load_settings, location_of, open_client
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+EXTRAS = {"torch": "torch", "cli": "typer", "s3": "s3fs", "azure": "adlfs", "gcs": "gcsfs", "agent": "aiohttp"}
+TORCH_FLOOR = (2, 10)
+FREE_BYTES_WARN = 10 * GiB
+FSYNC_SECONDS_WARN = 0.1
+FSYNC_ROUNDS = 5
+BLOCK_BYTES = 4096
+NOT_NODE_LOCAL = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+
+OptionalUri = Annotated[
+    str | None, typer.Argument(metavar="[URI]", help="Also test this place: a small object is put, read and removed.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding: ``ok``, ``warn`` (works, not as well as it could) or ``fail`` (will not work)."""
+
+    name: str
+    status: str
+    detail: str
+
+
+def doctor(uri: OptionalUri = None, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
+    """Check the installation, the local root, the journal and, with URI, shared storage. Exit 1 if anything fails."""
+    location = location_of(uri) if uri is not None else None
+    settings = load_settings(local_root)
+    checks = [*_software(), *_local_root(settings), _journal(settings), *_huge_pages()]
+    if location is not None:
+        with open_client(local_root) as client:
+            checks += client.run(lambda engine: _store(engine, location))
+    document = {
+        "local_root": str(settings.local_root),
+        "uri": location.uri if location is not None else None,
+        "ok": all(check.status != FAIL for check in checks),
+        "checks": [{"name": check.name, "status": check.status, "detail": check.detail} for check in checks],
+    }
+    lines = [(check.name, check.status, check.detail) for check in checks]
+    return Report(document, [table("check status detail", lines)], 0 if document["ok"] else 1)
+
+
+# --- this installation ------------------------------------------------------------------------------------------
+
+
+def _software() -> Iterator[Check]:
+    yield Check("python", OK, platform.python_version())
+    found = _installed("torch")
+    if found is None:
+        yield Check("torch", OK, "not installed: this node can move checkpoints and models, not save or load them")
+    elif tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < TORCH_FLOOR:
+        yield Check("torch", FAIL, f"{found} is older than {'.'.join(map(str, TORCH_FLOOR))}")
+    else:
+        yield Check("torch", OK, found)
+    present = [extra for extra, package in EXTRAS.items() if _installed(package)]
+    absent = [extra for extra in EXTRAS if extra not in present]
+    detail = f"installed: {', '.join(present) or 'none'}"
+    yield Check("extras", OK, f"{detail}; not installed: {', '.join(absent)}" if absent else detail)
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+# --- this node --------------------------------------------------------------------------------------------------
+
+
+def _local_root(settings: Settings) -> Iterator[Check]:
+    root = settings.local_root
+    base = nearest_existing(root)
+    if not base.is_dir():
+        yield Check("local_root", FAIL, f"{base} is not a directory")
+        return
+    try:
+        direct, fsync_seconds = _probe_disk(base)
+    except OSError as error:
+        hint = "set TIERCKPT_LOCAL_ROOT to a directory on node-local SSD"
+        yield Check("local_root", FAIL, f"{base} cannot be written: {error.strerror or error}; {hint}")
+        return
+    yield Check("local_root", OK, str(root) if base == root else f"{root} will be made: {base} can be written")
+    yield _filesystem(base, settings)
+    free = shutil.disk_usage(base).free
+    yield Check("free space", WARN if free < FREE_BYTES_WARN else OK, human_bytes(free))
+    yield Check("O_DIRECT", OK if direct else WARN, "works" if direct else "refused: shards go through the page cache")
+    slow = fsync_seconds > FSYNC_SECONDS_WARN
+    yield Check("fsync", WARN if slow else OK, f"{fsync_seconds * 1000:.1f} ms (median of {FSYNC_ROUNDS})")
+
+
+def _filesystem(base: Path, settings: Settings) -> Check:
+    kind = filesystem_type(base)
+    if kind in MEMORY_FILESYSTEMS and not settings.allow_tmpfs:
+        return Check("file system", WARN, f"{kind}: checkpoints there take memory and do not survive the node")
+    if kind == "overlay":
+        return Check("file system", WARN, "overlay: it goes with the container; mount a disk of the node")
+    if kind.startswith(NOT_NODE_LOCAL):
+        return Check("file system", WARN, f"{kind}: the local tier belongs on a disk of this node")
+    return Check("file system", OK, kind or "unknown")
+
+
+def _probe_disk(directory: Path) -> tuple[bool, float]:
+    """Write one block and fsync it some times. Returns whether O_DIRECT works, and the median time of a write."""
+    path = directory / f".tierckpt-doctor-{secrets.token_hex(6)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    with mmap.mmap(-1, BLOCK_BYTES) as block:
+        try:
+            try:
+                _timed_write(path, flags | os.O_DIRECT, block)
+                direct = True
+            except OSError:
+                direct = False
+            return direct, statistics.median(_timed_write(path, flags, block) for _ in range(FSYNC_ROUNDS))
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _timed_write(path: Path, flags: int, block: mmap.mmap) -> float:
+    file = os.open(path, flags, 0o600)
+    try:
+        begun = time.monotonic()
+        os.pwrite(file, block, 0)
+        os.fsync(file)
+        return time.monotonic() - begun
+    finally:
+        os.close(file)
+
+
+def _journal(settings: Settings) -> Check:
+    entries = Journal(settings.local_root).entries()
+    if not entries:
+        return Check("journal", OK, "empty")
+    oldest = human_seconds(max(0.0, time.time() - entries[-1].created_unix_seconds))
+    failed = [entry.error for entry in entries if entry.error]
+    detail = (
+        f"{len(entries)} entries to drain, {human_bytes(sum(entry.size_bytes for entry in entries))}, oldest {oldest}"
+    )
+    return Check(
+        "journal", WARN, f"{detail}; last error: {failed[0]}" if failed else f"{detail}; `tierckpt drain --wait`"
+    )
+
+
+def _huge_pages() -> Iterator[Check]:
+    for name in ("enabled", "shmem_enabled"):
+        try:
+            words = (HUGE_PAGES / name).read_text().split()
+        except OSError:
+            yield Check(f"huge pages ({name})", OK, "not known to this kernel")
+            continue
+        chosen = next((word.strip("[]") for word in words if word.startswith("[")), "unknown")
+        slow = name == "enabled" and chosen == "never"
+        yield Check(
+            f"huge pages ({name})", WARN if slow else OK, f"{chosen}: O_DIRECT is slower without" if slow else chosen
+        )
+
+
+# --- shared storage ---------------------------------------------------------------------------------------------
+
+
+async def _store(engine: Engine, location: Location) -> list[Check]:
+    """Put, read, put again and remove one small object. The first failure ends it; the object never stays."""
+    try:
+        store = engine.store(location)
+    except TierckptError as error:
+        return [Check("store", FAIL, str(error))]
+    made = nearest_existing(Path(location.path)) if location.scheme == "file" else None
+    probe = _StoreProbe(store)
+    try:
+        return await probe.run()
+    finally:
+        await probe.clean()
+        if made is not None:
+            await asyncio.to_thread(_remove_empty, Path(location.path), made)
+
+
+class _StoreProbe:
+    """The checks of one store, in order, on a key of its own."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._key = f".tierckpt-doctor-{secrets.token_hex(6)}"
+        self._data = secrets.token_bytes(1024)
+
+    async def run(self) -> list[Check]:
+        steps: dict[str, Callable[[], Awaitable[str]]] = {
+            "store reachable": self._reach,
+            "store put": self._put,
+            "store get": self._get,
+            "store put-if-absent": self._put_again,
+            "store delete": self._delete,
+        }
+        checks = []
+        for name, step in steps.items():
+            try:
+                checks.append(Check(name, OK, await step()))
+            except TierckptError as error:
+                checks.append(Check(name, FAIL, str(error)))
+                break
+        return checks
+
+    async def clean(self) -> None:
+        try:
+            await self._store.delete(self._key)
+        except TierckptError:
+            pass  # the store that refuses this has refused the check before, which says so
+
+    async def _reach(self) -> str:
+        try:
+            await self._store.head(self._key)
+        except ObjectNotFoundError as error:
+            if type(error) is not ObjectNotFoundError:
+                raise  # the bucket itself is missing
+        return f"{self._store.uri} answers, the credentials are good"
+
+    async def _put(self) -> str:
+        begun = time.monotonic()
+        await self._store.put(self._key, self._data, if_absent=True)
+        return f"{(time.monotonic() - begun) * 1000:.0f} ms"
+
+    async def _get(self) -> str:
+        begun = time.monotonic()
+        if await self._store.get(self._key) != self._data:
+            raise IntegrityError("the store gave back other bytes than it was given")
+        return f"{(time.monotonic() - begun) * 1000:.0f} ms, same bytes"
+
+    async def _put_again(self) -> str:
+        try:
+            await self._store.put(self._key, b"second", if_absent=True)
+        except PreconditionFailedError:
+            return "honoured" if self._store.has_put_if_absent else "checked, then put: saves that race may both win"
+        raise StoreError("a second put-if-absent overwrote the first: saves that race for one id are not kept apart")
+
+    async def _delete(self) -> str:
+        await self._store.delete(self._key)
+        try:
+            await self._store.head(self._key)
+        except ObjectNotFoundError:
+            return "gone"
+        raise StoreError("the deleted object is still there")
+
+
+def _remove_empty(path: Path, stop: Path) -> None:
+    """Remove the directories that the probe made, up to ``stop``."""
+    while path != stop:
+        try:
+            path.rmdir()
+        except OSError:
+            return
+        path = path.parent

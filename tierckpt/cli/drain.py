@@ -1,0 +1,121 @@
+"""``tierckpt drain``: bring everything that this node still holds to the shared tier."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+
+from ..engine import Engine
+from ..errors import OperationTimeoutError, PartialTransferError, TierckptError
+from ..mover.journal import READY, Entry
+from ..types import Json
+from .output import Report, human_bytes, progress_bar, table
+from .session import JsonOption, LocalRootOption, open_client
+
+POLL_SECONDS = 0.5
+
+Wait = Annotated[
+    bool, typer.Option("--wait", help="Keep trying, and wait for other ranks and other movers, until nothing is left.")
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Give up waiting after this long (exit 7)."),
+]
+
+
+def drain(
+    wait: Wait = False, timeout: Timeout = None, as_json: JsonOption = False, local_root: LocalRootOption = None
+) -> Report:
+    """Drain what earlier processes left in the journal of this node. Exit 0 when nothing is left."""
+    # drain=False keeps the engine from starting drains of its own beside the ones asked for here.
+    with progress_bar(as_json=as_json) as listener, open_client(local_root, listener, drain=False) as client:
+        work = client.run(lambda engine: _drain_within(engine, wait, timeout))
+    rows = work.rows()
+    document: Json = {"entries": rows, "drained": work.drained, "left": len(work.left)}
+    columns = [(row["uri"], row["rank"], row["outcome"], human_bytes(row["size_bytes"]), row["error"]) for row in rows]
+    view = [table("uri >rank outcome >size error", columns)] if rows else ["The journal is empty: nothing to drain."]
+    return Report(document, view, work.exit_code())
+
+
+@dataclass
+class _Work:
+    """What was in the journal, what became of it, and what is left."""
+
+    seen: dict[str, Entry] = field(default_factory=dict)
+    outcomes: dict[str, str] = field(default_factory=dict)
+    errors: list[TierckptError] = field(default_factory=list)
+    left: dict[str, Entry] = field(default_factory=dict)
+
+    @property
+    def drained(self) -> int:
+        return len(self.seen) - len(self.left)
+
+    def rows(self) -> list[Json]:
+        return [self._row(entry) for entry in self.seen.values()]
+
+    def _row(self, entry: Entry) -> Json:
+        now = self.left.get(entry.token)
+        outcome = self.outcomes.get(entry.token, "committed") if now is None else ("failed" if now.error else "held")
+        return {
+            "uri": entry.uri,
+            "rank": entry.rank,
+            "outcome": outcome,
+            "size_bytes": (now or entry).size_bytes,
+            "error": now.error if now else "",
+        }
+
+    def exit_code(self) -> int:
+        if not self.left:
+            return 0
+        if self.drained:
+            return PartialTransferError.exit_code
+        if not self.errors:
+            return OperationTimeoutError.exit_code  # other processes hold them: try again later
+        return next((error for error in self.errors if not error.retryable), self.errors[0]).exit_code
+
+
+async def _drain_within(engine: Engine, wait: bool, timeout_seconds: float | None) -> _Work:
+    work = _Work()
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            await _drain(engine, work, wait)
+    except TimeoutError as error:
+        if isinstance(error, TierckptError):
+            raise
+        await _look(engine, work)
+        work.errors.append(OperationTimeoutError(f"not drained within {timeout_seconds:g} s"))
+    return work
+
+
+async def _drain(engine: Engine, work: _Work, wait: bool) -> None:
+    """Pass over the journal until it is empty, or until a pass without ``wait`` brings nothing further.
+
+    A rank may have to look again: its own files are sent in one pass, and what commits them may be the part of
+    another rank that is drained later in the same pass.
+    """
+    await _look(engine, work)
+    await engine.recover()  # with drain=False: only removes what dead processes never finished
+    await _look(engine, work)
+    while work.left:
+        before = len(work.left)
+        results, work.errors = await engine.drain_all(patient=wait)
+        work.outcomes |= {result.token: result.outcome for result in results if result.outcome != "held"}
+        await _look(engine, work)
+        if work.errors and wait:
+            return  # a patient drain raises only what waiting does not mend
+        if not wait and len(work.left) == before:
+            return
+        if wait and work.left:
+            await asyncio.sleep(POLL_SECONDS)
+
+
+async def _look(engine: Engine, work: _Work) -> None:
+    entries = {entry.token: entry for entry in await asyncio.to_thread(engine.journal.entries)}
+    for token in work.left.keys() - entries.keys():
+        if token not in work.outcomes and work.left[token].state != READY:
+            work.outcomes[token] = "removed"
+    work.seen = {**entries, **work.seen}
+    work.left = entries

@@ -1,0 +1,37 @@
+"""``tierckpt restore``: a checkpoint as a plain directory that stock PyTorch reads."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..types import Json
+from .output import Report, facts, human_bytes, human_seconds, progress_bar
+from .session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+
+To = Annotated[Path, typer.Option("--to", metavar="DIR", help="Directory to fill.")]
+
+
+def restore(uri: UriArgument, to: To, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
+    """Write a committed checkpoint to DIR, from this node's copies where they are good, else from shared storage.
+
+    URI may be a run: then its newest usable checkpoint. DIR appears when every file is there, checked and durable.
+    """
+    location = location_of(uri)
+    begun = time.monotonic()
+    with progress_bar(as_json=as_json) as listener, open_client(local_root, listener) as client:
+        result = client.run(lambda engine: engine.restore(location, to.absolute()))
+    seconds = time.monotonic() - begun
+    document: Json = {**result.to_json(), "seconds": seconds}
+    summary = {
+        "checkpoint": result.location.uri,
+        "directory": result.directory,
+        "files": f"{result.files}, {human_bytes(result.size_bytes)}",
+        "from this node": human_bytes(result.local_bytes),
+        "from shared storage": human_bytes(result.shared_bytes),
+        "took": human_seconds(seconds),
+    }
+    return Report(document, [facts(summary)])

@@ -1,0 +1,113 @@
+"""``tierckpt verify``: is every file of a checkpoint good, on every tier that has it?"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+
+from ..engine import Engine
+from ..errors import CheckpointError, IntegrityError, ManifestError
+from ..layout import MANIFEST, Location
+from ..mover import commit
+from ..mover.catalog import Checkpoint
+from ..mover.verify import VerifyReport
+from ..types import Json, Tier
+from .output import Report, facts, human_bytes, progress_bar, table
+from .session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+
+ReadData = Annotated[bool, typer.Option("--read-data", help="Read every byte and check it; else presence and sizes.")]
+Problem = tuple[Tier, str]
+
+
+def verify(
+    uri: UriArgument, read_data: ReadData = False, as_json: JsonOption = False, local_root: LocalRootOption = None
+) -> Report:
+    """Check every file on each tier that has a copy. Exit 5 when any copy is damaged.
+
+    A file that only lacks a copy on this node, while the shared tier has a good one, is no damage: every node keeps
+    the shards of its own ranks.
+    """
+    location = location_of(uri)
+    with progress_bar(as_json=as_json) as listener, open_client(local_root, listener) as client:
+        checkpoint, report, damaged = client.run(lambda engine: _verify(engine, location, read_data))
+        absent = _absent(checkpoint, report)
+    problems = {**damaged, **{key: text for key, text in report.problems.items() if key not in absent}}
+    rows = [_row(checkpoint, report, tier, path, text) for (tier, path), text in problems.items()]
+    document: Json = {
+        **report.to_json(),
+        "uri": location.uri,
+        "tiers": sorted(str(tier) for tier in checkpoint.tiers),
+        "good": not rows,
+        "problems": rows,
+        "absent_on_this_node": sorted(path for _, path in absent),
+    }
+    return Report(document, _view(document), IntegrityError.exit_code if rows else 0)
+
+
+async def _verify(
+    engine: Engine, location: Location, read_data: bool
+) -> tuple[Checkpoint, VerifyReport, dict[Problem, str]]:
+    damaged = await _damaged_manifests(engine, location)
+    checkpoint, report = await engine.verify(location, read_data=read_data)
+    if checkpoint.manifest is None:
+        raise CheckpointError(
+            f"{location.uri} was written by stock PyTorch and carries no digests to check it against",
+            hint="Load it to find out; checkpoints saved through tierckpt can be verified",
+        )
+    return checkpoint, report, damaged
+
+
+async def _damaged_manifests(engine: Engine, location: Location) -> dict[Problem, str]:
+    """Name each tier whose manifest is damaged. A shared tier that cannot be asked is an error: it may hold damage."""
+    damaged: dict[Problem, str] = {}
+    try:
+        await asyncio.to_thread(commit.read_local_manifest, engine.directory(location))
+    except ManifestError as error:
+        damaged[(Tier.LOCAL, MANIFEST)] = str(error)
+    try:
+        await commit.read_shared_manifest(engine.store(location))
+    except ManifestError as error:
+        damaged[(Tier.SHARED, MANIFEST)] = str(error)
+    return damaged
+
+
+def _absent(checkpoint: Checkpoint, report: VerifyReport) -> set[Problem]:
+    """Files with no copy on this node at all and a good one on the shared tier."""
+    keys = {entry.path: entry.key for entry in checkpoint.manifest.entries} if checkpoint.manifest else {}
+    return {
+        (tier, path)
+        for tier, path in report.problems
+        if tier is Tier.LOCAL
+        and not (checkpoint.directory / keys[path]).exists()
+        and Tier.SHARED in checkpoint.tiers
+        and (Tier.SHARED, path) not in report.problems
+    }
+
+
+def _row(checkpoint: Checkpoint, report: VerifyReport, tier: Tier, path: str, text: str) -> Json:
+    others = [
+        str(other)
+        for other in sorted(checkpoint.tiers - {tier})
+        if path not in report.lost and (other, path) not in report.problems
+    ]
+    return {"tier": str(tier), "file": path, "problem": text, "good_copy_on": others}
+
+
+def _view(document: Json) -> list[RenderableType]:
+    summary = {
+        "checkpoint": document["uri"],
+        "committed on": ", ".join(document["tiers"]),
+        "checked": f"{document['checked_files']} copies of files, {human_bytes(document['checked_bytes'])}"
+        + (", every byte read" if document["read_data"] else ", sizes only (--read-data reads every byte)"),
+    }
+    if document["absent_on_this_node"]:
+        summary["not on this node"] = f"{len(document['absent_on_this_node'])} files; the shared tier has them"
+    summary["result"] = "good" if document["good"] else f"{len(document['problems'])} bad copies"
+    lines = [
+        (row["file"], row["tier"], ", ".join(row["good_copy_on"]) or "lost", row["problem"])
+        for row in document["problems"]
+    ]
+    return [facts(summary), *([table("file tier good_copy_on problem", lines)] if lines else [])]

@@ -1,0 +1,1 @@
+"""Model files to tensors, and checkpoints to model files."""

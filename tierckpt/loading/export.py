@@ -1,0 +1,317 @@
+"""Export: a DCP checkpoint as safetensors files, the layout every inference engine opens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from ..client import get_client
+from ..config import GiB, Settings
+from ..dcp.reader import TierStorageReader
+from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError, TierckptError
+from ..layout import parse_uri
+from ..mover.lock import try_lock
+from ..stores.local import durable_write, fsync_dir, make_dirs, translate_os_error
+from ..stores.schemes import check_location
+from ..telemetry import ignore_progress
+from ..types import Json, Progress, ProgressListener, Tier
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES_MAX = 5 * GiB
+_SPARE_BYTES = 16 << 20
+"""Room for headers and the index."""
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """What an export wrote. ``skipped`` counts entries of the checkpoint that were not asked for or are no tensors."""
+
+    uri: str
+    directory: Path
+    files: tuple[str, ...]
+    tensors: int
+    size_bytes: int
+    skipped: int
+
+    def to_json(self) -> Json:
+        return {
+            "uri": self.uri,
+            "directory": str(self.directory),
+            "files": list(self.files),
+            "tensors": self.tensors,
+            "size_bytes": self.size_bytes,
+            "skipped": self.skipped,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One tensor to export: its name in the checkpoint, its name in the files, and how it is stored on either side."""
+
+    key: str
+    name: str
+    shape: torch.Size
+    stored: torch.dtype
+    written: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return self.shape.numel() * self.written.itemsize
+
+
+def export_safetensors(
+    uri: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    shard_size_bytes_max: int = SHARD_BYTES_MAX,
+    only: str = "",
+    settings: Settings | None = None,
+    listener: ProgressListener = ignore_progress,
+    **overrides: object,
+) -> ExportResult:
+    """Write the tensors of a checkpoint to the directory ``to`` as safetensors, bit for bit. All of it, or nothing.
+
+    Writes ``model.safetensors`` when everything fits in one file, else ``model-00001-of-0000N.safetensors`` and an
+    index. Reads what tierckpt and stock DCP saved, for any number of ranks, without torch.distributed.
+
+    Args:
+        uri: a checkpoint, or a run: then its newest usable checkpoint.
+        to: a directory that does not exist or is empty.
+        dtype: convert floating-point tensors to ``bf16``, ``fp16`` or ``fp32``; None keeps every bit.
+        shard_size_bytes_max: a file is closed when the next tensor would pass this.
+        only: export the tensors below this name (``"model"``: those of ``model.*``), and drop it from their names.
+        settings: a ``Settings``; ``overrides`` are single fields of it.
+        listener: told how many bytes are done.
+
+    Raises:
+        ConfigError: ``to`` is not empty, an unknown dtype, or nothing below ``only``.
+        StateMismatchError: a tensor of a dtype that safetensors cannot hold.
+        CapacityError: no room; nothing was written.
+        CheckpointNotFoundError, UncommittedCheckpointError, IntegrityError, StoreError: from the reader.
+    Cost: every byte read and written once; memory for one file, twice that while ``dtype`` converts.
+    """
+    settings = Settings.load(settings, **overrides)
+    target = Path(to).absolute()
+    _check_target(target)
+    reader = TierStorageReader(_newest(uri, settings), settings=settings)
+    metadata = reader.read_metadata()
+    items = _select(metadata, only, _dtype(dtype), reader.path)
+    _check_dtypes(items)
+    shards = _cut(items, shard_size_bytes_max)
+    size_bytes = sum(item.size_bytes for item in items)
+    done_bytes = 0
+
+    def on_tensor(count: int) -> None:
+        nonlocal done_bytes
+        done_bytes += count
+        listener(Progress(f"export {reader.path}", done_bytes, size_bytes))
+
+    with _appearing(target, size_bytes) as directory:
+        names = _names(len(shards))
+        for name, shard in zip(names, shards, strict=True):
+            _write(directory / name, _load(reader, shard, on_tensor))
+        if len(names) > 1:
+            durable_write(directory / INDEX, _index(names, shards, size_bytes))
+    skipped = len(metadata.state_dict_metadata) - len(items)
+    return ExportResult(reader.path, target, tuple(names), len(items), size_bytes, skipped)
+
+
+# --- what to export ---------------------------------------------------------------------------------------------
+
+
+def _newest(uri: str | os.PathLike[str], settings: Settings) -> str:
+    """Return the checkpoint at ``uri``, or the newest below it; the reader says what is wrong when there is none."""
+    location = check_location(parse_uri(uri))
+    found = get_client(settings).run(lambda engine: engine.latest(location))
+    return found.location.uri if found is not None else location.uri
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype.lower() not in _DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}", hint=f"Use one of {', '.join(_DTYPES)}")
+    return _DTYPES[dtype.lower()]
+
+
+def _select(metadata: Metadata, only: str, dtype: torch.dtype | None, where: str) -> list[_Item]:
+    """The tensors below ``only``, in the order of the checkpoint."""
+    prefix = f"{only.rstrip('.')}." if only else ""
+    found = {
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and key.startswith(prefix)
+    }
+    if not found:
+        known = sorted({key.partition(".")[0] for key in metadata.state_dict_metadata})
+        below = f" below {only!r}" if only else ""
+        raise ConfigError(f"{where} holds no tensors{below}", hint=f"At its top are: {', '.join(known)}", uri=where)
+    return [
+        _Item(
+            key,
+            key.removeprefix(prefix),
+            entry.size,
+            entry.properties.dtype,
+            dtype if dtype is not None and entry.properties.dtype.is_floating_point else entry.properties.dtype,
+        )
+        for key, entry in found.items()
+    ]
+
+
+def _check_dtypes(items: list[_Item]) -> None:
+    """Ask safetensors about each dtype before the first byte is read."""
+    for dtype, item in {item.written: item for item in items}.items():
+        try:
+            safetensors.torch.save({"x": torch.empty(1, dtype=dtype)})
+        except (KeyError, ValueError, RuntimeError, TypeError, safetensors.SafetensorError) as error:
+            raise StateMismatchError(
+                f"safetensors cannot hold {item.key} of {dtype}", hint="Export a part with --only", tensor=item.key
+            ) from error
+
+
+def _cut(items: list[_Item], shard_size_bytes_max: int) -> list[list[_Item]]:
+    """Fill files in order. A tensor larger than the limit has a file of its own."""
+    shards: list[list[_Item]] = [[]]
+    filled = 0
+    for item in items:
+        if shards[-1] and filled + item.size_bytes > shard_size_bytes_max:
+            shards.append([])
+            filled = 0
+        shards[-1].append(item)
+        filled += item.size_bytes
+    return shards
+
+
+def _names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
+
+
+def _index(names: list[str], shards: list[list[_Item]], size_bytes: int) -> bytes:
+    weight_map = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
+    return json.dumps({"metadata": {"total_size": size_bytes}, "weight_map": weight_map}, indent=2).encode()
+
+
+# --- reading and writing ----------------------------------------------------------------------------------------
+
+
+class _Planner(DefaultLoadPlanner):
+    """DCP's own planner over a flat dict of some of the tensors, that tells how far it is."""
+
+    def __init__(self, items: list[_Item], on_bytes: Callable[[int], None]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._itemsize = {item.key: item.written.itemsize for item in items}
+        self._on_bytes = on_bytes
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self._on_bytes(tensor.numel() * self._itemsize[read_item.dest_index.fqn])
+
+
+def _load(reader: TierStorageReader, shard: list[_Item], on_bytes: Callable[[int], None]) -> dict[str, Tensor]:
+    tensors = {item.key: torch.empty(item.shape, dtype=item.stored) for item in shard}
+    with _unwrapped(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # one process is what is meant here
+        load(tensors, storage_reader=reader, planner=_Planner(shard, on_bytes), no_dist=True)
+    # Each source goes as its conversion comes.
+    return {item.name: tensors.pop(item.key).to(item.written) for item in shard}
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    try:
+        safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise translate_os_error(error, path, Tier.LOCAL) from error
+
+
+@contextlib.contextmanager
+def _unwrapped() -> Iterator[None]:
+    """Raise the error of ours inside DCP's CheckpointException (a BaseException, by rank) as itself."""
+    try:
+        yield
+    except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, TierckptError):
+                raise cause from error
+        raise
+
+
+# --- all or nothing ---------------------------------------------------------------------------------------------
+
+
+def _check_target(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is not an empty directory", hint="Give a new directory", path=target)
+    if target.is_mount():
+        raise ConfigError(
+            f"{target} is a mount point, where nothing can appear all at once",
+            hint="Give a new directory below it",
+            path=target,
+        )
+
+
+@contextlib.contextmanager
+def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
+    """Yield a directory beside ``target`` that takes its name when the block ends well, and goes when it does not.
+
+    One process exports to a target at a time. What a killed export left is removed by the next one.
+    """
+    directory = target.with_name(f".{target.name}.exporting")
+    try:
+        make_dirs(target.parent)
+        _check_room(target.parent, size_bytes)
+        with try_lock(directory.with_name(f"{directory.name}.lock"), remove=True) as held:
+            if not held:
+                raise OperationTimeoutError(f"another process is exporting to {target}", hint="Wait for it, or stop it")
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir()
+            try:
+                yield directory
+                fsync_dir(directory)
+                directory.rename(target)  # over an empty directory too; refused if somebody has filled it meanwhile
+                fsync_dir(target.parent)
+            except BaseException:
+                shutil.rmtree(directory, ignore_errors=True)
+                raise
+    except OSError as error:
+        raise translate_os_error(error, target, Tier.LOCAL) from error
+
+
+def _check_room(parent: Path, size_bytes: int) -> None:
+    free = shutil.disk_usage(parent).free
+    if free < size_bytes + _SPARE_BYTES:
+        raise CapacityError(
+            f"the export has {size_bytes} bytes, {free} are free for {parent}",
+            hint="Free some space or give another directory; nothing was written",
+            needed_bytes=size_bytes,
+            free_bytes=free,
+        )

@@ -1,0 +1,85 @@
+"""Locks between processes of one node: a flock, which ends with its holder, so a crash leaves nothing to clean up.
+
+Invariants:
+    K1  At most one holder of a path at a time, also between tasks and threads of one process.
+    K2  Released when the block ends even if a child was forked meanwhile: the child has a copy of the descriptor, so
+        closing ours alone would leave the lock with a DataLoader worker.
+    K3  With ``remove`` the file goes with the lock. Who then gets a lock on the removed file sees that the name is gone
+        or another file, and has not got it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from ..errors import OperationTimeoutError
+from ..types import Tier
+
+POLL_SECONDS = 0.02
+
+
+@contextmanager
+def try_lock(path: Path, *, remove: bool = False) -> Iterator[bool]:
+    """Yield True while holding ``path``, False at once when somebody else does. Its directory must exist."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    held = False
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = _is_file(file, path)  # K3
+        except BlockingIOError:
+            pass
+        yield held
+    finally:
+        if held and remove:
+            path.unlink(missing_ok=True)
+        fcntl.flock(file, fcntl.LOCK_UN)  # K2
+        os.close(file)
+
+
+@contextmanager
+def lock(path: Path, timeout_seconds: float, what: str) -> Iterator[None]:
+    """Hold ``path``, waiting for it at most ``timeout_seconds``. Raises OperationTimeoutError."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        with try_lock(path) as held:
+            if held:
+                yield
+                return
+        _check_deadline(deadline, timeout_seconds, what)
+        time.sleep(POLL_SECONDS)
+
+
+@asynccontextmanager
+async def lock_async(path: Path, timeout_seconds: float, what: str) -> AsyncIterator[None]:
+    """``lock`` for coroutines; the file is removed with the lock."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        with try_lock(path, remove=True) as held:
+            if held:
+                yield
+                return
+        _check_deadline(deadline, timeout_seconds, what)
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _check_deadline(deadline: float, timeout_seconds: float, what: str) -> None:
+    if time.monotonic() > deadline:
+        raise OperationTimeoutError(
+            f"another process of this node has held {what} for {timeout_seconds:g} s",
+            hint="Look for a hung tierckpt process on this node",
+            tier=Tier.LOCAL,
+        )
+
+
+def _is_file(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
