@@ -19,6 +19,7 @@ from tierckpt.errors import (
     AlreadyCommittedError,
     BucketNotFoundError,
     CapacityError,
+    CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     IntegrityError,
@@ -228,7 +229,9 @@ def test_a_bad_copy_is_put_aside_and_kept(s3_uri: str, local_root: Path) -> None
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_without_a_good_copy_the_error_names_tensor_file_and_tier(damage: object, file_uri: str, local_root: Path) -> None:
+def test_without_a_good_copy_the_error_names_tensor_file_and_tier(
+    damage: object, file_uri: str, local_root: Path
+) -> None:
     uri = f"{file_uri}/step-1"
     save(uri, {"only": torch.randn(5000)}, drain=False)
     shard = local_shard(local_root, uri)
@@ -252,7 +255,7 @@ def test_damage_is_found_before_the_drain_publishes_it(s3_uri: str, local_root: 
     flip(local_shard(local_root, uri))
     with pytest.raises(IntegrityError):
         tierckpt.wait(uri, timeout_seconds=20)
-    assert [entry.error for entry in Journal(local_root).entries()][0].startswith("IntegrityError")
+    assert next(entry.error for entry in Journal(local_root).entries()).startswith("IntegrityError")
     shutil.rmtree(local_dir(local_root, parse_uri(uri)))
     assert tierckpt.latest(s3_uri) is None  # nothing was published
 
@@ -311,7 +314,11 @@ def test_other_shapes_than_the_checkpoint_are_refused(file_uri: str) -> None:
 
 
 def test_non_contiguous_tensors_are_saved(file_uri: str) -> None:
-    state = {"t": torch.arange(12.0).reshape(3, 4).t(), "strided": torch.arange(20.0)[::2], "view": torch.ones(9, 9)[2:4, 3:5]}
+    state = {
+        "t": torch.arange(12.0).reshape(3, 4).t(),
+        "strided": torch.arange(20.0)[::2],
+        "view": torch.ones(9, 9)[2:4, 3:5],
+    }
     save(f"{file_uri}/step-1", state)
     assert same(load(f"{file_uri}/step-1", state), state)
 
@@ -357,3 +364,32 @@ def test_every_error_here_says_what_to_do() -> None:
         parse_uri("")
     except TierckptError as error:
         assert error.hint
+
+
+def test_two_saves_with_one_writer_at_once_are_an_error_never_a_mix(file_uri: str) -> None:
+    import threading
+
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    started, go = threading.Event(), threading.Event()
+
+    class Slow(DefaultSavePlanner):
+        def resolve_data(self, item: object) -> object:  # type: ignore[override]
+            started.set()
+            go.wait(20)
+            return super().resolve_data(item)  # type: ignore[arg-type]
+
+    writer = tierckpt.TierStorageWriter(f"{file_uri}/step-1")
+    first = dcp.async_save(
+        {"w": torch.ones(10)}, storage_writer=writer, checkpoint_id=f"{file_uri}/step-1", planner=Slow(), no_dist=True
+    )
+    assert started.wait(20)
+    second = dcp.async_save(
+        {"w": torch.zeros(10)}, storage_writer=writer, checkpoint_id=f"{file_uri}/step-2", no_dist=True
+    )
+    with pytest.raises(CheckpointError, match="still saving"), raises_ours():
+        second.result(timeout=20)  # type: ignore[union-attr]
+    go.set()
+    first.result(timeout=20)  # type: ignore[union-attr]
+    assert load(f"{file_uri}/step-1", {"w": torch.zeros(10)})["w"].unique().tolist() == [1.0]
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"

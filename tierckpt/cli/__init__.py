@@ -6,22 +6,32 @@ torch except ``export``, so that ``tierckpt prefetch`` runs in an image without 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import NoReturn
+
+from ..errors import MissingExtraError
 
 NEEDED = ("typer", "rich")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code. Without the ``cli`` extra: say how to get it, exit 2."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        sys.stderr.write(
-            f"error: the tierckpt command needs {' and '.join(missing)}\nhint: pip install 'tierckpt[cli]'\n"
-        )
-        sys.exit(2)
-    from .app import run
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        from .app import run
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in NEEDED:
+            raise
+        _say(MissingExtraError(f"the tierckpt command needs {package}", hint="pip install 'tierckpt[cli]'"), arguments)
+        sys.exit(MissingExtraError.exit_code)
+    sys.exit(run(arguments))
 
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+def _say(error: MissingExtraError, arguments: Sequence[str]) -> None:
+    """Print an error without the printer, whose own packages are missing."""
+    as_json = "--json" in arguments
+    text = json.dumps(error.to_json()) if as_json else f"error: {error.message}\nhint: {error.hint}"
+    sys.stderr.write(text + "\n")

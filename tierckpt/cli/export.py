@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -39,10 +38,10 @@ def export(
     DIR appears when all of it is written and durable.
     """
     shard_size_bytes_max = _size(max_shard_size)
-    missing = [name for name in ("torch", "safetensors") if find_spec(name) is None]
-    if missing:
-        raise MissingExtraError(f"export needs {' and '.join(missing)}", hint="pip install 'tierckpt[torch]'")
-    from ..loading.export import export_safetensors
+    try:
+        from ..loading.export import export_safetensors
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"export needs {error.name}", hint="pip install 'tierckpt[torch]'") from error
 
     begun = time.monotonic()
     with progress_bar(as_json=as_json) as listener:

@@ -14,9 +14,10 @@ import dataclasses
 import os
 import pickle
 import secrets
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -43,7 +44,7 @@ from torch.futures import Future
 
 from ..client import Client, get_client
 from ..config import Settings
-from ..errors import ConfigError, OperationTimeoutError, StateMismatchError, TierckptError
+from ..errors import CheckpointError, ConfigError, OperationTimeoutError, StateMismatchError, TierckptError
 from ..layout import METADATA, SHARD_SUFFIX, Location, attempt_metadata, local_dir, parse_uri, rank_metadata, shard_name
 from ..manifest import FileEntry, Manifest, chunk_count, digest_of
 from ..mover import commit, retention
@@ -139,20 +140,26 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
         self._replaces: tuple[str, ...] = ()
         self._save: _Save | None = None
         self._holds_back = False
+        self._busy = threading.Lock()
         self.path = ""
         self._point_to(uri if uri is not None else path)
 
     # --- contract of StorageWriter ------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Get ready for a new save, to ``checkpoint_id`` if one is given."""
-        self._abort()
+        """Get ready for a new save, to ``checkpoint_id`` if one is given.
+
+        Raises CheckpointError while another thread still writes with this object.
+        """
+        with self._working():
+            self._abort()
         if checkpoint_id is not None:
             self._point_to(checkpoint_id)
         self.save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._abort()
+        with self._working():
+            self._abort()
         rank = kwargs.get("rank")
         self.rank = rank if rank is not None else (dist.get_rank() if dist.is_initialized() else 0)
         self.use_collectives = kwargs.get("use_collectives", True)
@@ -174,6 +181,10 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with self._working():
+            return self._write_data(plan, planner)
+
+    def _write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
         if not plan.items and not self.is_coordinator:
             future.set_result([])
@@ -195,6 +206,10 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit on the local tier. Raises AlreadyCommittedError when another save took this id meanwhile."""
+        with self._working():
+            self._finish(metadata, results)
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         save = self._save
         if save is None:
             raise RuntimeError("finish() was called without write_data(): a StorageWriter is driven by dcp.save")
@@ -341,6 +356,11 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
 
     def _manifest(self, save: _Save, data: bytes, results: list[list[WriteResult]]) -> Manifest:
         collected = {file.path: file for rank in results for result in rank for file in getattr(result, "files", ())}
+        if not {file.path for file in save.entry.files} <= collected.keys():
+            raise CheckpointError(
+                f"two saves used one TierStorageWriter at the same time (now at {self.path})",
+                hint="Wait for an async_save before starting the next with the same writer; this one was not committed",
+            )
         token, chunk = save.entry.token, save.entry.chunk_size_bytes
         alone = not self.use_collectives
         attempt = token.rpartition("-")[0] if alone else token
@@ -386,7 +406,10 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
         self._client.submit(entry.token)
 
     def _abort(self) -> None:
-        """Put away a save that will never be committed: its files have names that nothing refers to."""
+        """Put away a save that will never be committed: its files have names that nothing refers to.
+
+        Called at the start of the next save, and from within a failing one.
+        """
         if self._save is None:
             return
         save, token = self._save, self._save.entry.token
@@ -448,7 +471,23 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles for process-based async saves: everything but a save in progress."""
-        return {**self.__dict__, "_save": None}
+        return {key: value for key, value in self.__dict__.items() if key not in {"_save", "_busy"}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _save=None, _busy=threading.Lock())
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """One thread at a time: a second save must not put away the shards of the first while they are written."""
+        if not self._busy.acquire(blocking=False):
+            raise CheckpointError(
+                f"this TierStorageWriter is still saving to {self.path} in another thread",
+                hint="Wait for the async_save before starting the next, or use another writer",
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
 
 def refuse_overlap(location: Location, local_root: Path) -> None:

@@ -1,0 +1,201 @@
+"""The printer: what people and programs see, and what strangers' file names cannot do to a terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tierckpt.cli.app import run
+from tierckpt.cli.output import Output, Report, facts, human_bytes, human_seconds, plain, progress_bar, table
+from tierckpt.errors import ConfigError, IntegrityError, PartialTransferError
+from tierckpt.telemetry import ignore_progress, logger
+
+
+@pytest.fixture
+def output() -> Iterator[Output]:
+    printer = Output(as_json=False)
+    yield printer
+    printer.close()
+
+
+@pytest.fixture
+def json_output() -> Iterator[Output]:
+    printer = Output(as_json=True)
+    yield printer
+    printer.close()
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536 << 20, "1.5 GiB"),
+        (5 << 40, "5.0 TiB"),
+        (3 << 50, "3.0 PiB"),
+    ],
+)
+def test_sizes_as_people_read_them(size_bytes: int, text: str) -> None:
+    assert human_bytes(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0 s"), (59, "59 s"), (90, "1.5 min"), (7200, "2.0 h"), (129600, "1.5 d")]
+)
+def test_durations_as_people_read_them(seconds: float, text: str) -> None:
+    assert human_seconds(seconds) == text
+
+
+def test_a_table_is_neither_cut_nor_wrapped_when_piped(output: Output, capsys: pytest.CaptureFixture[str]) -> None:
+    long = "s3://bucket/" + "deep/" * 200 + "step-1"
+    output.show(Report({}, [table("uri >size_in_bytes", [(long, 17), ("short", None)]), facts({"result": long})]))
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(long in line for line in lines) == 2
+    assert any("size in bytes" in line for line in lines)
+    assert any("short" in line and line.rstrip().endswith("-") for line in lines)
+
+
+def test_names_are_printed_as_they_are_and_command_no_terminal(
+    output: Output, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "a[red]b[/red]\x1b[2J\x07:smile:\nc\u202e"
+    output.show(Report({}, [table("file", [(evil,)]), evil]))
+    output.error(PartialTransferError(evil, hint=evil, failures={evil: evil}))
+    printed = capsys.readouterr()
+    for text in (printed.out, printed.err):
+        assert "a[red]b[/red]\\x1b[2J\\x07:smile:\\nc\\u202e" in text
+        assert not {"\x1b", "\x07", "\u202e"} & set(text)
+
+
+def test_one_document_on_stdout(json_output: Output, capsys: pytest.CaptureFixture[str]) -> None:
+    json_output.show(Report({"a": [1, 2]}, ["for people"]))
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"a": [1, 2]}
+    assert printed.err == ""
+
+
+def test_warnings_of_the_library_become_part_of_the_document(
+    json_output: Output, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger("somewhere").warning("the %s is odd", "disk")
+    logger("somewhere").info("nobody asked")
+    json_output.show(Report({"a": 1}))
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"a": 1, "warnings": ["the disk is odd"]}
+    assert printed.err == ""
+
+
+def test_warnings_for_people_go_to_stderr(output: Output, capsys: pytest.CaptureFixture[str]) -> None:
+    logger("somewhere").warning("the disk is odd")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "warning: the disk is odd\n")
+
+
+def test_a_closed_printer_hears_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    before = list(logging.getLogger("tierckpt").handlers)
+    Output(as_json=False).close()
+    assert logging.getLogger("tierckpt").handlers == before
+
+
+def test_an_error_is_one_sentence_and_a_hint(output: Output, capsys: pytest.CaptureFixture[str]) -> None:
+    output.error(IntegrityError("shard 3 is damaged", hint="Restore an older step", file="f", tier="local"))
+    assert capsys.readouterr().err == "error: shard 3 is damaged\nhint: Restore an older step\n"
+
+
+def test_an_error_as_json_keeps_its_context_and_its_failures(
+    json_output: Output, capsys: pytest.CaptureFixture[str]
+) -> None:
+    json_output.error(
+        PartialTransferError("2 of 3", hint="again", uri="s3://b/m", failures={"f": "gone", "g": "denied"})
+    )
+    assert json.loads(capsys.readouterr().err) == {
+        "error": "PartialTransferError",
+        "message": "2 of 3",
+        "hint": "again",
+        "uri": "s3://b/m",
+        "failures": {"f": "gone", "g": "denied"},
+    }
+
+
+def test_each_failure_is_named_to_people(output: Output, capsys: pytest.CaptureFixture[str]) -> None:
+    output.error(PartialTransferError("2 of 3", failures={"f": "gone", "g": "denied"}))
+    assert capsys.readouterr().err == "error: 2 of 3\n  f: gone\n  g: denied\n"
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_no_bar_is_drawn_when_nobody_looks(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar(as_json=as_json) as listener:
+        assert listener is ignore_progress
+    assert capsys.readouterr().err == ""
+
+
+def test_words_that_tell_good_from_bad_have_a_colour() -> None:
+    assert plain("fail").style != plain("ok").style != ""
+    assert plain("anything else").style == ""
+
+
+def test_an_error_that_is_no_error_of_ours_is_called_a_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("tierckpt.cli.status.load_settings", broken)
+    assert run(["status", "--json"]) == 1
+    error = json.loads(capsys.readouterr().err)
+    assert "bug" in error["message"]
+    assert "ZeroDivisionError" in error["message"]
+    monkeypatch.setenv("TIERCKPT_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        run(["status"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls"],
+        ["nonsense"],
+        ["ls", "s4://bucket/run"],
+        ["ls", "s3://"],
+        ["restore", "s3://b/run"],
+        ["ls", "s3://b/run", "--loud"],
+        ["export", "/a", "--to", "/b", "--max-shard-size", "much"],
+        ["export", "/a", "--to", "/b", "--max-shard-size", "-1GiB"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_exit_2_in_one_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == ConfigError.exit_code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert "hint: " in printed.err
+    assert "Traceback" not in printed.err
+    assert run([*arguments, "--json"]) == ConfigError.exit_code
+    assert json.loads(capsys.readouterr().err)["message"]
+
+
+def test_help_without_arguments_and_for_each_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    page = capsys.readouterr().out
+    for verb in ("ls", "info", "verify", "drain", "prefetch", "restore", "status", "doctor", "export"):
+        assert verb in page
+        assert run([verb, "--help"]) == 0
+        assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_the_cli_extra_it_says_how_to_get_it(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; from tierckpt.cli import main; main(sys.argv[1:])"
+    for arguments in (["ls", "/x"], ["ls", "/x", "--json"]):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert "pip install 'tierckpt[cli]'" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert json.loads(done.stderr)["error"] == "MissingExtraError"
