@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,9 @@ from tests.services import REPOSITORY
 from tests.states import load, save
 from tierckpt.client import close_all
 from tierckpt.layout import local_dir, parse_uri
+from tierckpt.mover.commit import read_local_manifest
 from tierckpt.mover.journal import Journal
+from tierckpt.stores import open_store
 
 pytestmark = pytest.mark.distributed
 
@@ -230,3 +234,34 @@ def test_a_fork_leaves_the_parents_client_alone(file_uri: str) -> None:
         pytest.fail("the forked child hangs")
     assert os.waitstatus_to_exitcode(status) == 0
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
+
+
+def test_what_a_lost_node_left_on_the_shared_tier_goes_with_the_next_save(s3_uri: str, local_root: Path) -> None:
+    """Killed in the drain, after the shard and before the commit; its node is lost; the id is saved again elsewhere."""
+    code = (
+        "import os, sys, torch, torch.distributed.checkpoint as dcp, tierckpt\n"
+        "import tierckpt.mover.commit as commit\n"
+        "async def die(store, location, manifest):\n"
+        "    await commit._claim(store, location, manifest)\n"
+        "    await store.put(f'.tierckpt/pending/{manifest.attempt}.json', manifest.encode())\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "commit.commit_shared = die\n"
+        "writer = tierckpt.TierStorageWriter(sys.argv[1])\n"
+        "dcp.save({'w': torch.zeros(1000)}, storage_writer=writer, no_dist=True)\n"
+        "tierckpt.wait(sys.argv[1], timeout_seconds=30)"
+    )
+    uri = f"{s3_uri}/step-1"
+    done = subprocess.run([sys.executable, "-c", code, uri], timeout=60, capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    shutil.rmtree(local_root)
+    save(uri, {"w": torch.ones(1000)})
+    tierckpt.wait(uri, timeout_seconds=30)
+    store = open_store(parse_uri(uri), tierckpt.Settings.load())
+
+    async def keys() -> set[str]:
+        return {info.key async for info in store.list()}
+
+    manifest = read_local_manifest(local_dir(local_root, parse_uri(uri)))
+    assert manifest is not None
+    named = {entry.key for entry in manifest.entries} | {".metadata"}
+    assert asyncio.run(keys()) == named | {".tierckpt/manifest.json", ".tierckpt/claim.json"}

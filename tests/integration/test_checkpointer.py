@@ -111,7 +111,9 @@ def test_saves_own_their_copy_while_training_goes_on(file_uri: str) -> None:
             assert model.weight.unique().tolist() == [step]
 
 
-@pytest.mark.parametrize(("keep", "local", "shared"), [(2, 2, 2), ({"local": 1, "shared": 3}, 1, 3), ({"shared": 1}, 5, 1)])
+@pytest.mark.parametrize(
+    ("keep", "local", "shared"), [(2, 2, 2), ({"local": 1, "shared": 3}, 1, 3), ({"shared": 1}, 5, 1)]
+)
 def test_keep_last_on_each_tier(keep: Any, local: int, shared: int, shared_uri: str, local_root: Path) -> None:
     with Checkpointer(shared_uri, keep_last=keep) as checkpointer:
         for step in range(1, 6):
@@ -126,7 +128,9 @@ def test_keep_last_on_each_tier(keep: Any, local: int, shared: int, shared_uri: 
     assert [(row.step, row.shared) for row in rows] == [(step, "committed") for step in range(6 - shared, 6)]
 
 
-def test_retention_never_removes_what_is_not_drained(s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_never_removes_what_is_not_drained(
+    s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tierckpt.engine.Engine.submit", lambda self, token: None)  # the drain is stuck
     checkpointer = Checkpointer(s3_uri, keep_last=1)
     for step in (1, 2, 3):
@@ -134,7 +138,9 @@ def test_retention_never_removes_what_is_not_drained(s3_uri: str, local_root: Pa
     assert len(list(local_dir(local_root, parse_uri(s3_uri)).glob("step-*/.tierckpt/manifest.json"))) == 3
 
 
-def test_a_failed_save_is_raised_by_the_next_call_and_the_older_step_stays(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_raised_by_the_next_call_and_the_older_step_stays(
+    file_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpointer = Checkpointer(file_uri)
     checkpointer.save(1, {"value": 1})
     checkpointer.wait()

@@ -62,14 +62,16 @@ def run(arguments: Sequence[str]) -> int:
     command = typer.main.get_command(app)
     try:
         outcome: Any = command.main(list(arguments) or ["--help"], prog_name="tierckpt", standalone_mode=False)
-        if not isinstance(outcome, Report):
-            return outcome if isinstance(outcome, int) else 0  # --help and --version
-        output.show(outcome)
-        return outcome.exit_code
+        if isinstance(outcome, Report):
+            output.show(outcome)
+            return outcome.exit_code
+        if outcome == INTERRUPTED:
+            raise KeyboardInterrupt
+        return outcome if isinstance(outcome, int) else 0  # --help and --version
     except BrokenPipeError:
         hush()
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         output.error(
             TierckptError("interrupted", hint="Nothing partial was published; the same command goes on from here")
         )

@@ -12,7 +12,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from ..errors import ConfigError, MissingExtraError
 from ..types import Json
 from .output import Report, facts, human_bytes, human_seconds, progress_bar
-from .session import JsonOption, LocalRootOption, UriArgument, load_settings
+from .session import JsonOption, LocalRootOption, UriArgument, closing_clients, load_settings
 
 To = Annotated[Path, typer.Option("--to", metavar="DIR", help="New or empty directory.")]
 Dtype = Annotated[
@@ -44,7 +44,7 @@ def export(
         raise MissingExtraError(f"export needs {error.name}", hint="pip install 'tierckpt[torch]'") from error
 
     begun = time.monotonic()
-    with progress_bar(as_json=as_json) as listener:
+    with progress_bar(as_json=as_json) as listener, closing_clients():
         result = export_safetensors(
             uri,
             to,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..client import Client
+from ..client import Client, close_all
 from ..config import Settings
 from ..layout import Location, parse_uri
 from ..stores.schemes import check_location
@@ -52,3 +52,12 @@ def open_client(
         yield client
     finally:
         client.close()
+
+
+@contextmanager
+def closing_clients() -> Iterator[None]:
+    """Close the clients that the library opened for this command."""
+    try:
+        yield
+    finally:
+        close_all()

@@ -27,6 +27,7 @@ from ..errors import (
     AlreadyCommittedError,
     BucketNotFoundError,
     IntegrityError,
+    ManifestError,
     ObjectNotFoundError,
     PreconditionFailedError,
 )
@@ -36,7 +37,9 @@ from ..layout import (
     MANIFEST,
     PARTS_DIR,
     PRIVATE_DIR,
+    SHARD_SUFFIX,
     Location,
+    attempt_metadata,
     part,
     pending,
 )
@@ -230,12 +233,33 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
             await store.put(entry.path, data)
         await store.put(MANIFEST, manifest.encode())
         log.info("committed %s on the shared tier (attempt %s)", location.uri, manifest.attempt)
-    if current is not None:
+    if current is not None and current.attempt != manifest.attempt:
         for entry in stale_files(current, manifest):
             await store.delete(entry.key)
+    if manifest.replaces:
+        await _remove_replaced(store, manifest)
     await store.delete(pending(manifest.attempt))
     for token in manifest.tokens:
         await store.delete(part(token))
+
+
+async def _remove_replaced(store: Store, manifest: Manifest) -> None:
+    """Remove what the replaced attempts left, committed or not: a node that was lost cannot clean up after itself.
+
+    Repeatable, because the manifest remembers whom it replaced. Only names that carry a replaced token are deleted.
+    """
+    tokens = set(manifest.replaces)
+    for attempt in manifest.replaces:
+        try:
+            tokens |= manifests.decode(await store.get(pending(attempt)), where=pending(attempt)).tokens
+        except (ObjectNotFoundError, ManifestError):
+            pass  # it had one rank, or left no trace
+    tokens -= manifest.tokens | {manifest.attempt}
+    doomed = {name for token in tokens for name in (part(token), pending(token), attempt_metadata(token))}
+    endings = tuple(f"-{token}{SHARD_SUFFIX}" for token in tokens)
+    async for info in store.list():
+        if info.key in doomed or info.key.endswith(endings):
+            await store.delete(info.key)
 
 
 def check_bytes(data: bytes, entry: FileEntry, chunk_size_bytes: int, where: str) -> None:

@@ -11,9 +11,11 @@ Three habits of obstore shape this file:
 from __future__ import annotations
 
 import asyncio
+import atexit
 import builtins
 import contextlib
 import re
+import time
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
@@ -53,6 +55,11 @@ PARTS_MAX = 10_000
 """S3's and GCS's limit on parts of one object; Azure allows more."""
 DELETE_BATCH = 1000
 CONNECT_TIMEOUT_SECONDS = 5.0
+EXIT_PAUSE_SECONDS = 0.1
+
+# obstore's threads let go of Python objects a moment after a request has been answered, and need the interpreter for
+# it. One that is shutting down aborts the process then, after everything was done. So the exit leaves them that moment.
+atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
 
 _ACCESS = {"s3": s3_access, "az": azure_access, "gs": gcs_access}
 _CLASSES: dict[str, Any] = {"s3": S3Store, "az": AzureStore, "gs": GCSStore}

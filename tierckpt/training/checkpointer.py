@@ -13,6 +13,7 @@ import os
 import pickle
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -271,9 +272,10 @@ class Checkpointer:
         if uri is None:
             return None
         reader = TierStorageReader(uri, settings=self.settings)
-        with _unwrapped():
+        with _unwrapped(), warnings.catch_warnings():
             metadata = reader.read_metadata()
             target = states.load_target(state, metadata)
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is a fine number
             load(target, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=not _is_distributed())
             states.put_back(state, target, metadata)
         self.restore_seconds = time.monotonic() - begun
