@@ -1,10 +1,10 @@
 """Fixtures for every suite. A URI fixture yields an empty place and sets the environment that reaches it.
 
-    local_root   the local tier of this test (TIERCKPT_LOCAL_ROOT is set for every test)
-    file_uri     a directory standing for an NFS mount
-    s3_uri       a fresh bucket of the moto server that these tests start
-    rgw_uri      a fresh bucket of a real S3 server, az_uri a fresh container of Azurite: where they are configured
-    shared_uri   each of the four in turn
+local_root   the local tier of this test (TIERCKPT_LOCAL_ROOT is set for every test)
+file_uri     a directory standing for an NFS mount
+s3_uri       a fresh bucket of the moto server that these tests start
+rgw_uri      a fresh bucket of a real S3 server, az_uri a fresh container of Azurite: where they are configured
+shared_uri   each of the four in turn
 """
 
 from __future__ import annotations

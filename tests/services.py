@@ -1,9 +1,9 @@
 """Object-store servers for the tests. moto is always started here; Ceph RGW and Azurite are used where they are.
 
-    TIERCKPT_TEST_S3_ENDPOINT, _S3_ACCESS_KEY, _S3_SECRET_KEY     a real S3 server (tests/servers/rgw.sh starts one)
-    TIERCKPT_TEST_AZURE_ENDPOINT, _AZURE_ACCOUNT, _AZURE_KEY      a running Azurite (tests/servers/azurite.sh)
-    TIERCKPT_TEST_AZURITE                                         path of azurite-blob, if not in .services or PATH
-    TIERCKPT_TEST_REQUIRE_SERVERS=1                               a server that is not there fails the test
+TIERCKPT_TEST_S3_ENDPOINT, _S3_ACCESS_KEY, _S3_SECRET_KEY     a real S3 server (tests/servers/rgw.sh starts one)
+TIERCKPT_TEST_AZURE_ENDPOINT, _AZURE_ACCOUNT, _AZURE_KEY      a running Azurite (tests/servers/azurite.sh)
+TIERCKPT_TEST_AZURITE                                         path of azurite-blob, if not in .services or PATH
+TIERCKPT_TEST_REQUIRE_SERVERS=1                               a server that is not there fails the test
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ the parent. At exit the process waits for its drains, at most ``exit_timeout_sec
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread  # noqa: F401  # imported first, so that its own exit hook runs after ours
 import os
 import threading
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,8 @@ from .types import ProgressListener, Tier
 log = logger("client")
 
 T = TypeVar("T")
+
+CLOSE_TIMEOUT_SECONDS = 10.0
 
 
 class Client:
@@ -67,11 +70,20 @@ class Client:
         """Stop the drains (the journal keeps them) and the thread. Idempotent."""
         if self._loop.is_closed():
             return
-        self.run(lambda engine: engine.close())
+        self.run(self._stop)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10.0)
         if not self._thread.is_alive():
             self._loop.close()
+
+    async def _stop(self, engine: Engine) -> None:
+        """Cancel what still runs and let it put its files away, then close the engine."""
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=CLOSE_TIMEOUT_SECONDS)
+        await engine.close()
 
     def finish(self) -> None:
         """Wait for the drains in this process, at most ``exit_timeout_seconds``; say what is left; close."""

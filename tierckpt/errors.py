@@ -52,7 +52,8 @@ class TierckptError(Exception):
 
     def to_json(self) -> dict[str, Any]:
         """Return the error as one flat JSON object: error, message, hint and the context."""
-        facts = {key: value if isinstance(value, int | float) else str(value) for key, value in self.context.items()}
+        plain = (int, float, dict, list)
+        facts = {key: value if isinstance(value, plain) else str(value) for key, value in self.context.items()}
         return {"error": type(self).__name__, "message": self.message, "hint": self.hint, **facts}
 
 

@@ -31,6 +31,7 @@ MANIFEST = ".tierckpt/manifest.json"
 CLAIM = ".tierckpt/claim.json"
 PENDING_DIR = ".tierckpt/pending"
 PARTS_DIR = ".tierckpt/parts"
+METADATA_DIR = ".tierckpt/metadata"
 DRAINED = ".tierckpt/drained.json"
 """Local tier only: the shared tier has committed this attempt, so the local copy may be evicted."""
 
@@ -137,7 +138,7 @@ def journal_dir(local_root: Path) -> Path:
 
 
 def attempt_metadata(attempt: str) -> str:
-    return f"{PRIVATE_DIR}/metadata/{attempt}"
+    return f"{METADATA_DIR}/{attempt}"
 
 
 def pending(attempt: str) -> str:

@@ -6,4 +6,4 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "frameworks: needs Accelerate and Lightning (make compat-frameworks installs them)")
+    config.addinivalue_line("markers", "frameworks: needs Accelerate and Lightning installed")

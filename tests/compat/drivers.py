@@ -2,8 +2,8 @@
 
     python -m tests.compat.drivers FRAMEWORK RUN_URI STEPS LOG
 
-Saves asynchronously every ``SAVE_EVERY`` steps, resumes from the newest checkpoint it finds, and logs each step's loss in
-full precision. The model has dropout and the data is shuffled, so a resume that loses a random state shows.
+Saves asynchronously every ``SAVE_EVERY`` steps, resumes from the newest checkpoint it finds, and logs each step's loss
+in full precision. The model has dropout and the data is shuffled, so a resume that loses a random state shows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,13 @@ STEP_SECONDS_MIN = 0.15
 """Steps take at least so long, or the whole run would be over before anybody can kill it."""
 
 
+Prepared: TypeAlias = tuple[nn.Module, torch.optim.Optimizer, Iterable[Any]]
+
+
 class Framework(Protocol):
     """What the script needs of a framework: models and loaders made its own, its backward."""
 
-    def prepare(self, model: nn.Module, loader: DataLoader[Any]) -> tuple[nn.Module, torch.optim.Optimizer, Iterable[Any]]: ...
+    def prepare(self, model: nn.Module, loader: DataLoader[Any]) -> Prepared: ...
 
     def backward(self, loss: torch.Tensor) -> None: ...
 
@@ -45,7 +48,7 @@ class Accelerate:
 
         self.accelerator = Accelerator(cpu=True)
 
-    def prepare(self, model: nn.Module, loader: DataLoader[Any]) -> tuple[nn.Module, torch.optim.Optimizer, Iterable[Any]]:
+    def prepare(self, model: nn.Module, loader: DataLoader[Any]) -> Prepared:
         model, optimizer, loader = self.accelerator.prepare(model, adam(model), loader)
         return model, optimizer, loader
 
@@ -60,8 +63,10 @@ class Fabric:
         from lightning.fabric import Fabric as LightningFabric
         from lightning.fabric.strategies import ModelParallelStrategy
 
-        strategy = ModelParallelStrategy(parallelize_fn=self._shard)
-        self.fabric = LightningFabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
+        ranks = int(os.environ["WORLD_SIZE"])
+        # By default Fabric takes the ranks of a node for tensor parallelism, and FSDP would shard over one.
+        strategy = ModelParallelStrategy(self._shard, data_parallel_size=ranks, tensor_parallel_size=1)
+        self.fabric = LightningFabric(accelerator="cpu", devices=ranks, strategy=strategy)
         self.fabric.launch()
 
     @staticmethod
@@ -71,7 +76,7 @@ class Fabric:
         fully_shard(model, mesh=mesh["data_parallel"])
         return model
 
-    def prepare(self, model: nn.Module, loader: DataLoader[Any]) -> tuple[nn.Module, torch.optim.Optimizer, Iterable[Any]]:
+    def prepare(self, model: nn.Module, loader: DataLoader[Any]) -> Prepared:
         model = self.fabric.setup_module(model)
         optimizer = self.fabric.setup_optimizers(adam(model))
         return model, optimizer, self.fabric.setup_dataloaders(loader)
@@ -96,7 +101,7 @@ def main(framework: str, run_uri: str, steps: int, log: Path) -> None:
     model, optimizer, batches = runner.prepare(net, loader)
     bare = unwrapped(model)
     torch.manual_seed(100 + dist.get_rank())  # each rank has its own dropout
-    start = restore(run_uri, bare, optimizer)
+    start, random = restore(run_uri, bare, optimizer)
     note(log, resumed_from=start)
     writer, pending = tierckpt.TierStorageWriter(f"{run_uri}/step-0"), None
     group = dist.new_group(backend="gloo")  # its own: DCP plans in a thread, while training uses the default group
@@ -105,6 +110,8 @@ def main(framework: str, run_uri: str, steps: int, log: Path) -> None:
             continue  # seen before the kill
         if step > steps:
             break
+        if step == start + 1 and random is not None:
+            torch.set_rng_state(random)  # not earlier: to skip batches, the loader draws from the same generator
         begun = time.monotonic()
         loss = (model(inputs) - wanted).square().mean()
         runner.backward(loss)
@@ -147,17 +154,16 @@ def inner(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer
 
 
-def restore(run_uri: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint, the same one on every rank. Returns its step, 0 when there is none."""
+def restore(run_uri: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, torch.Tensor | None]:
+    """Load the newest checkpoint, the same one on every rank. Returns its step (0: there is none) and random state."""
     newest = [tierckpt.latest(run_uri) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(newest)
     if newest[0] is None:
-        return 0
+        return 0, None
     state = state_of(model, optimizer, 0)
     dcp.load(state, storage_reader=tierckpt.TierStorageReader(newest[0]))
     set_state_dict(model, inner(optimizer), model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    torch.set_rng_state(state["random"][f"rank-{dist.get_rank()}"])
-    return int(state["step"])
+    return int(state["step"]), state["random"][f"rank-{dist.get_rank()}"]
 
 
 def mean_over_ranks(loss: torch.Tensor) -> float:

@@ -11,14 +11,9 @@ from typing import Any
 
 import torch
 
-DTYPES = tuple(
-    getattr(torch, name)
-    for name in (
-        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
-        "complex128 complex64 complex32 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
-    ).split()
-    if hasattr(torch, name)
-)
+_FLOATS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+_OTHERS = "complex128 complex64 complex32 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
+DTYPES = tuple(getattr(torch, name) for name in f"{_FLOATS} {_OTHERS}".split() if hasattr(torch, name))
 
 
 def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Load checkpoints with stock PyTorch where tierckpt cannot be imported; exit 0 if every bit of each is as expected.
 
-    python -I stock_reader.py EXPECTED.pt URI...
+python -I stock_reader.py EXPECTED.pt URI...
 """
 
 import importlib.abc

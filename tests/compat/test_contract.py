@@ -1,4 +1,4 @@
-"""The StorageWriter and StorageReader contract as DCP drives it: executors, ids, caches, no collectives, no process group."""
+"""The StorageWriter and StorageReader contract as DCP drives it: executors, ids, plans, with or without ranks."""
 
 from __future__ import annotations
 
@@ -60,10 +60,11 @@ def test_sharded_tensors(file_uri: str) -> None:
 @pytest.mark.server
 @pytest.mark.parametrize("place", ["file_uri", "s3_uri"])
 def test_one_id_saved_over_and_over_leaves_nothing_behind(
-    place: str, request: pytest.FixtureRequest, local_root: Path
+    place: str, request: pytest.FixtureRequest, local_root: Path, tmp_path: Path
 ) -> None:
-    outcome = launch(f"{SCENARIOS}:saving_over_and_over", 2, folder=request.getfixturevalue(place))
-    assert outcome == {"failures": [], "holds the last": True}
+    folder, elsewhere = request.getfixturevalue(place), str(tmp_path / "another-node")
+    outcome = launch(f"{SCENARIOS}:saving_over_and_over", 2, folder=folder, elsewhere=elsewhere)
+    assert outcome == {"errors": [], "on the local tier": True, "on the shared tier": True}
     assert Journal(local_root).entries() == []
 
 
@@ -109,7 +110,15 @@ def test_the_writer_is_what_dcp_expects() -> None:
         assert not kind.validate_checkpoint_id("")
 
 
-@pytest.mark.parametrize("cached", [False, True])
+NEEDS_PINNED_MEMORY = pytest.mark.xfail(
+    not torch.accelerator.is_available(),
+    raises=RuntimeError,
+    strict=True,
+    reason="DCP pins the cache, as in FileSystemWriter",
+)
+
+
+@pytest.mark.parametrize("cached", [False, pytest.param(True, marks=NEEDS_PINNED_MEMORY)])
 def test_a_writer_that_caches_its_staging_saves_each_step(cached: bool, file_uri: str) -> None:
     writer = tierckpt.TierStorageWriter(f"{file_uri}/step-0", cache_staged_state_dict=cached)
     for step in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Training with Accelerate (DDP) and Lightning Fabric (FSDP2): killed in mid-run, node lost, resumed bit for bit from S3."""
+"""Training with Accelerate (DDP) and Lightning Fabric (FSDP2): killed, node lost, resumed bit for bit from S3."""
 
 from __future__ import annotations
 

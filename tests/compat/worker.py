@@ -1,7 +1,7 @@
 """Run a scenario on several gloo ranks, each a real process, within a deadline.
 
-A scenario is a function of ``tests.compat.scenarios`` or another module, called on every rank as ``scenario(**arguments)`` with
-a process group in place. What rank 0 returns (JSON) is what ``launch`` returns. When a rank fails or the deadline
+A scenario is a function, named ``module:function``, called on every rank as ``function(**arguments)`` with a process
+group in place. What rank 0 returns (JSON) is what ``launch`` returns. When a rank fails or the deadline
 passes, every rank is killed and the test fails with what they printed: nothing hangs, nothing is left behind.
 """
 
@@ -27,14 +27,26 @@ OUTPUT_CHARS_MAX = 6000
 
 
 def launch(
-    scenario: str, world_size: int, *, timeout_seconds: float = 120.0, env: Mapping[str, str] | None = None, **arguments: Any
+    scenario: str,
+    world_size: int,
+    *,
+    timeout_seconds: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    **arguments: Any,
 ) -> Any:
     """Run ``module:function`` on ``world_size`` ranks; return what rank 0 returned. Fails, never hangs."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         folder, port = Path(scratch), str(free_port())
         ranks = [
             start(
-                [sys.executable, "-m", "tests.compat.worker", scenario, json.dumps(arguments), str(folder / "result.json")],
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.compat.worker",
+                    scenario,
+                    json.dumps(arguments),
+                    str(folder / "result.json"),
+                ],
                 folder / f"rank-{rank}.log",
                 {
                     "RANK": str(rank),
@@ -66,7 +78,7 @@ def start(command: list[str], output: Path, env: Mapping[str, str]) -> subproces
 
 
 def finish(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_seconds: float) -> None:
-    """Wait until all have ended well. The first failure, or the deadline, kills the rest and raises with their output."""
+    """Wait until all have ended well. The first failure, or the deadline, kills the rest; raises with their output."""
     deadline = time.monotonic() + timeout_seconds
     try:
         while any(process.poll() is None for process in processes):

@@ -119,7 +119,9 @@ def test_on_one_filesystem_a_link_replaces_the_copy(file_uri: str, local_root: P
 
 
 @pytest.mark.parametrize("where", ["shared", "local"])
-def test_plain_pytorch_reads_both_tiers_where_tierckpt_is_not_installed(where: str, file_uri: str, local_root: Path) -> None:  # P1
+def test_plain_pytorch_reads_both_tiers_where_tierckpt_is_not_installed(
+    where: str, file_uri: str, local_root: Path
+) -> None:  # P1
     uri, state = f"{file_uri}/step-1", small_state(5)
     save(uri, state)
     directory = uri if where == "shared" else str(local_dir(local_root, parse_uri(uri)))
@@ -218,7 +220,9 @@ def test_stock_reader_of_stock_checkpoint_with_our_files_beside(file_uri: str) -
     assert same(target, state)
 
 
-def test_saving_twice_while_the_store_is_away_drains_the_newer_one(s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_twice_while_the_store_is_away_drains_the_newer_one(
+    s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uri = f"{s3_uri}/step-1"
     with monkeypatch.context() as stuck:
         stuck.setattr("tierckpt.engine.Engine.submit", lambda self, token: None)
@@ -239,7 +243,9 @@ def test_wait_is_for_the_newest_save_of_an_id(s3_uri: str, local_root: Path) -> 
         assert same(load(uri, small_state(seed), local_root=local_root / f"other-{seed}"), small_state(seed))
 
 
-def test_an_outage_after_the_local_commit_loses_nothing(file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_after_the_local_commit_loses_nothing(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The shared tier fails between the local commit and the links: the save stands, the mover tries again."""
     from tierckpt.errors import StoreUnavailableError
     from tierckpt.stores.local import LocalStore

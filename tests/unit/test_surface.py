@@ -138,3 +138,10 @@ def test_settings_come_from_arguments_then_environment_then_file(
 def test_settings_that_cannot_work_are_named(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         Settings.load(**bad)
+
+
+def test_a_process_without_torch_ends_in_order() -> None:
+    """The exit hook runs while threads can still work, whatever was imported and in which order."""
+    code = "import sys; sys.modules['torch'] = None; import tierckpt; assert tierckpt.latest('/none/here') is None"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

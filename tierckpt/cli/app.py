@@ -65,17 +65,12 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(outcome, Report):
             output.show(outcome)
             return outcome.exit_code
-        if outcome == INTERRUPTED:
-            raise KeyboardInterrupt
-        return outcome if isinstance(outcome, int) else 0  # --help and --version
+        code = outcome if isinstance(outcome, int) else 0  # --help and --version
     except BrokenPipeError:
         hush()
         return 1
     except (KeyboardInterrupt, typer.Abort):
-        output.error(
-            TierckptError("interrupted", hint="Nothing partial was published; the same command goes on from here")
-        )
-        return INTERRUPTED
+        code = INTERRUPTED
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
@@ -84,6 +79,9 @@ def run(arguments: Sequence[str]) -> int:
         return ours.exit_code
     finally:
         output.close()
+    if code == INTERRUPTED:  # some releases of typer turn Ctrl-C into this code
+        output.error(TierckptError("interrupted", hint="Nothing partial was published; run it again to go on"))
+    return code
 
 
 def _as_ours(error: Exception) -> TierckptError:

@@ -16,6 +16,8 @@ from ..stores.schemes import check_location
 from ..telemetry import ignore_progress
 from ..types import ProgressListener
 
+SETTLE_SECONDS = 10.0
+
 UriArgument = Annotated[
     str,
     typer.Argument(metavar="URI", help="s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path."),

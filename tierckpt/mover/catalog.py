@@ -19,6 +19,7 @@ from ..errors import (
 from ..layout import (
     CLAIM,
     METADATA,
+    METADATA_DIR,
     PARTS_DIR,
     PENDING_DIR,
     PRIVATE_DIR,
@@ -148,8 +149,11 @@ async def is_stock(store: Store) -> bool:
 async def _has_leftovers(directory: Path, store: Store) -> bool:
     if await asyncio.to_thread(lambda: (directory / PRIVATE_DIR).exists() or _has_shards(directory)):
         return True
-    for prefix in (PENDING_DIR, PARTS_DIR, ""):
+    for prefix in (PENDING_DIR, PARTS_DIR, METADATA_DIR):
         async for _ in store.list(prefix):
+            return True
+    async for info in store.list():
+        if "/" not in info.key and info.key.endswith(SHARD_SUFFIX):
             return True
     return False
 

@@ -85,6 +85,12 @@ async def from_listing(store: Store) -> list[Wanted]:
     async for info in store.list():
         if info.key.startswith(f"{PRIVATE_DIR}/") or info.key.endswith("/"):
             continue
+        if f"/{PRIVATE_DIR}/" in info.key:
+            raise ConfigError(
+                f"{store.uri} holds checkpoints, it is not one",
+                hint="Prefetch one of them: `tierckpt ls` lists them",
+                uri=store.uri,
+            )
         if not is_safe_path(info.key):
             raise ConfigError(f"{store.uri} holds the key {info.key!r}, which cannot be a file below a directory")
         wanted.append(Wanted(info.key, info.key, info.size_bytes, info.etag))
@@ -181,8 +187,10 @@ class _Job:
             elif isinstance(result, BaseException):
                 raise result
         if failures:
-            first = next(error for error in results if isinstance(error, TierckptError))
-            if len(failures) == len(self.wanted) or isinstance(first, CapacityError):
+            errors = [error for error in results if isinstance(error, TierckptError)]
+            first = next((error for error in errors if isinstance(error, IntegrityError)), errors[0])
+            nothing_came = len(failures) == len(self.wanted)
+            if nothing_came or isinstance(first, IntegrityError | CapacityError):
                 raise first
             raise PartialTransferError(
                 f"{len(failures)} of {len(self.wanted)} files of {self.store.uri} could not be fetched",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import ObjectNotFoundError, StoreError, TierckptError
@@ -48,7 +48,7 @@ async def verify(
     if checkpoint.manifest is None:
         return report
     gate = asyncio.Semaphore(concurrency)
-    total = checkpoint.manifest.size_bytes * len(checkpoint.tiers)
+    total = checkpoint.manifest.size_bytes * len(checkpoint.tiers)  # the stock copy of the metadata is small change
     chunk_size = checkpoint.manifest.chunk_size_bytes
 
     async def one(tier: Tier, entry: FileEntry) -> None:
@@ -59,12 +59,16 @@ async def verify(
                 else:
                     await _verify_shared(checkpoint.store, entry, chunk_size, read_data)
             except TierckptError as error:
+                if error.retryable:
+                    raise  # a store that is away says nothing about the files
                 report.problems[(tier, entry.path)] = str(error)
         report.checked_files += 1
         report.checked_bytes += entry.size_bytes
         listener(Progress(f"verify {checkpoint.location.uri}", report.checked_bytes, total))
 
-    entries = checkpoint.manifest.entries
+    # Stock PyTorch reads the metadata under its own name, tierckpt the attempt's copy: both count.
+    stock = tuple(replace(entry, source="") for entry in checkpoint.manifest.metadata if entry.source)
+    entries = checkpoint.manifest.entries + stock
     await asyncio.gather(*(one(tier, entry) for tier in sorted(checkpoint.tiers) for entry in entries))
     bad = {path: [tier for tier, name in report.problems if name == path] for _, path in report.problems}
     report.lost = sorted(path for path, tiers in bad.items() if len(tiers) == len(checkpoint.tiers))

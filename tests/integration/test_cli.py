@@ -1,0 +1,600 @@
+"""The command line, as a process of its own against real storage: what it prints, does, and exits with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import tierckpt
+from tests.compat.worker import launch
+from tests.services import S3Server, free_port
+from tests.states import load, raises_ours, same, save, small_state
+from tierckpt.client import close_all
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.mover.commit import read_local_manifest
+from tierckpt.mover.journal import Journal
+
+KIB = 1024
+SMALL_SHARDS = {"shard_size_bytes_max": "64KiB", "chunk_size_bytes": "16KiB"}
+COMMAND = (sys.executable, "-m", "tierckpt.cli")
+
+
+@dataclass(frozen=True)
+class Done:
+    """One command line that has run."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return json.loads(self.out)  # type: ignore[no-any-return]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return json.loads(self.err)  # type: ignore[no-any-return]
+
+
+def tierckpt_(*arguments: object, **environment: str) -> Done:
+    """Run ``tierckpt ARGUMENTS --json``."""
+    return for_people(*arguments, "--json", **environment)
+
+
+def for_people(*arguments: object, **environment: str) -> Done:
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def saved(uri: str, seed: int = 1, **options: Any) -> dict[str, Any]:
+    """Save a state in several small shards and wait until it is on shared storage."""
+    state = small_state(seed)
+    save(uri, state, **{**SMALL_SHARDS, **options})
+    tierckpt.wait(uri, timeout_seconds=30)
+    close_all()
+    return state
+
+
+def lose_the_node() -> None:
+    close_all()
+    shutil.rmtree(os.environ["TIERCKPT_LOCAL_ROOT"], ignore_errors=True)
+
+
+def local_shards(uri: str) -> list[Path]:
+    return sorted(local_dir(Path(os.environ["TIERCKPT_LOCAL_ROOT"]), parse_uri(uri)).glob("*.distcp"))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.unlink()  # where both tiers share a file by hard link, only this copy is to be damaged
+    path.write_bytes(data)
+
+
+def read_by_stock_pytorch(directory: Path, state: dict[str, Any], scratch: Path) -> dict[str, Any]:
+    """Load ``directory`` with FileSystemReader in a process that cannot import tierckpt; return what it read."""
+    like, out, script = scratch / "like.pt", scratch / "loaded.pt", scratch / "stock.py"
+    torch.save(state, like)
+    script.write_text(
+        "import sys\n"
+        "sys.modules['tierckpt'] = None\n"
+        "import torch, torch.distributed.checkpoint as dcp\n"
+        "state = torch.load(sys.argv[2], weights_only=False)\n"
+        "for tensor in state['model'].values(): tensor.zero_()\n"
+        "state['step'], state['note'] = None, {'text': None, 'list': [None, None, None]}\n"
+        "dcp.load(state, storage_reader=dcp.FileSystemReader(sys.argv[1]), no_dist=True)\n"
+        "torch.save(state, sys.argv[3])\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(
+        [sys.executable, str(script), str(directory), str(like), str(out)],
+        cwd=scratch,
+        env=environment,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    return torch.load(out, weights_only=False)  # type: ignore[no-any-return]
+
+
+# --- every verb, on every kind of storage -----------------------------------------------------------------------
+
+
+def test_the_main_path_of_every_verb(shared_uri: str, tmp_path: Path) -> None:
+    states = {step: saved(f"{shared_uri}/step-{step}", step) for step in (1, 10)}
+    uri = f"{shared_uri}/step-10"
+
+    listing = tierckpt_("ls", shared_uri)
+    rows = listing.document["checkpoints"]
+    assert (listing.code, listing.err) == (0, "")
+    assert [(row["step"], row["local"], row["shared"]) for row in rows] == [
+        (1, "committed", "committed"),
+        (10, "committed", "committed"),
+    ]
+    manifest = read_local_manifest(local_shards(uri)[0].parent)
+    assert manifest is not None
+    assert rows[1]["size_bytes"] == manifest.size_bytes
+
+    info = tierckpt_("info", uri).document
+    assert (info["kind"], info["step"], info["world_size"], info["attempt"]) == ("checkpoint", 10, 1, manifest.attempt)
+    assert info["tiers"] == ["local", "shared"]
+    assert {(file["path"], file["size_bytes"]) for file in info["files"]} == {
+        (entry.path, entry.size_bytes) for entry in manifest.entries
+    }
+
+    verified = tierckpt_("verify", uri, "--read-data")
+    assert verified.code == 0
+    assert verified.document["good"]
+    metadata_bytes = sum(item.size_bytes for item in manifest.metadata)  # lies there twice: ours and stock PyTorch's
+    assert verified.document["checked_bytes"] == 2 * (manifest.size_bytes + metadata_bytes)
+
+    status = tierckpt_("status").document
+    assert status["journal"] == []
+    assert [(item["uri"], item["drained"]) for item in status["local"]] == [
+        (parse_uri(f"{shared_uri}/step-{step}").uri, True) for step in (1, 10)
+    ]
+    assert status["local_bytes"] == sum(row["size_bytes"] for row in rows)
+    assert tierckpt_("drain", "--wait").document == {"entries": [], "drained": 0, "left": 0}
+
+    lose_the_node()
+    assert [row["local"] for row in tierckpt_("ls", shared_uri).document["checkpoints"]] == ["-", "-"]
+    fetched = tierckpt_("prefetch", uri, "--to", tmp_path / "fetched").document
+    assert fetched["fetched_bytes"] == fetched["size_bytes"] == manifest.size_bytes
+    assert same(read_by_stock_pytorch(tmp_path / "fetched", states[10], tmp_path), states[10])
+    again = tierckpt_("prefetch", uri, "--to", tmp_path / "fetched").document
+    assert (again["fetched_bytes"], again["files"]) == (0, len(manifest.entries))
+
+    restored = tierckpt_("restore", shared_uri, "--to", tmp_path / "restored").document  # of the run: its newest
+    assert restored["uri"] == parse_uri(uri).uri
+    assert (restored["local_bytes"], restored["shared_bytes"]) == (0, manifest.size_bytes)
+    assert same(read_by_stock_pytorch(tmp_path / "restored", states[10], tmp_path), states[10])
+
+    exported = tierckpt_("export", f"{shared_uri}/step-1", "--to", tmp_path / "exported", "--only", "model")
+    assert (exported.code, exported.err) == (0, "")
+    assert same(tierckpt.load_safetensors(tmp_path / "exported"), states[1]["model"])
+
+    doctor = tierckpt_("doctor", shared_uri)
+    checks = {check["name"]: check["status"] for check in doctor.document["checks"]}
+    assert doctor.code == 0
+    assert {status for name, status in checks.items() if name.startswith("store")} == {"ok"}
+    assert checks["store put-if-absent"] == checks["O_DIRECT"] == checks["local_root"] == "ok"
+    assert {row["name"] for row in tierckpt_("ls", shared_uri).document["checkpoints"]} == {"step-1", "step-10"}
+
+
+def test_what_people_read(file_uri: str, tmp_path: Path) -> None:
+    saved(f"{file_uri}/step-1")
+    uri = f"{file_uri}/step-1"
+    for arguments, expected in [
+        (("ls", file_uri), "committed"),
+        (("info", uri), ".metadata"),
+        (("verify", uri), "sizes only"),
+        (("status",), "To drain".lower()),
+        (("drain",), "nothing to drain"),
+        (("prefetch", uri, "--to", tmp_path / "a"), "fetched now"),
+        (("restore", uri, "--to", tmp_path / "b"), "from this node"),
+        (("export", uri, "--to", tmp_path / "c"), "tensors"),
+        (("doctor", file_uri), "put-if-absent"),
+        (("--version",), tierckpt.__version__),
+    ]:
+        done = for_people(*arguments)
+        assert (done.code, done.err) == (0, ""), arguments
+        assert expected in done.out
+
+
+def test_the_local_root_can_be_given(file_uri: str, tmp_path: Path) -> None:
+    saved(f"{file_uri}/step-1", local_root=tmp_path / "elsewhere")
+    assert tierckpt_("status").document["local"] == []
+    status = tierckpt_("status", "--local-root", tmp_path / "elsewhere").document
+    assert [item["uri"] for item in status["local"]] == [f"{file_uri}/step-1"]
+
+
+WITHOUT_TORCH = """
+import importlib.abc, json, sys
+
+class NoTorch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "numpy", "safetensors"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoTorch())
+from tierckpt.cli import main
+
+codes = []
+for arguments in json.loads(sys.argv[1]):
+    try:
+        main(arguments)
+    except SystemExit as exit:
+        codes.append(exit.code)
+assert "torch" not in sys.modules
+print(codes)
+"""
+
+
+def test_everything_but_export_runs_without_torch(s3_uri: str, tmp_path: Path) -> None:
+    state = saved(f"{s3_uri}/step-1")
+    uri = f"{s3_uri}/step-1"
+    verbs = [
+        ["ls", s3_uri], ["info", uri], ["verify", uri, "--read-data"], ["status"], ["drain", "--wait"],
+        ["doctor", s3_uri], ["prefetch", uri, "--to", str(tmp_path / "fetched")],
+        ["restore", s3_uri, "--to", str(tmp_path / "restored")],
+        ["export", uri, "--to", str(tmp_path / "exported")],
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(verbs)], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines()[-1:] == ["[0, 0, 0, 0, 0, 0, 0, 0, 2]"], done.stderr
+    assert "pip install 'tierckpt[torch]'" in done.stderr
+    assert same(read_by_stock_pytorch(tmp_path / "fetched", state, tmp_path), state)
+
+
+# --- exit codes: what is not there, not committed, damaged, partial ---------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["ls", "info", "verify", "prefetch", "restore", "export"])
+def test_nothing_there_is_exit_4(verb: str, s3_uri: str, tmp_path: Path) -> None:
+    to = ["--to", tmp_path / "out"] if verb in {"prefetch", "restore", "export"} else []
+    done = tierckpt_(verb, f"{s3_uri}/step-7", *to)
+    assert (done.code, done.out) == (4, "")
+    assert "step-7" in done.error["message"]
+    assert done.error["hint"]
+    assert not (tmp_path / "out").exists()
+    said = for_people(verb, f"{s3_uri}/step-7", *to)
+    assert (said.code, said.out) == (4, "")
+    assert said.err.startswith("error: ")
+    assert "hint: " in said.err
+
+
+@pytest.mark.parametrize("verb", ["info", "verify", "prefetch", "restore", "export"])
+def test_an_unfinished_save_is_exit_4_and_says_so(verb: str, file_uri: str, tmp_path: Path) -> None:
+    uri = f"{file_uri}/step-2"
+    saved(uri)
+    lose_the_node()
+    Path(uri, ".tierckpt/manifest.json").unlink()
+    to = ["--to", tmp_path / "out"] if verb in {"prefetch", "restore", "export"} else []
+    done = tierckpt_(verb, uri, *to)
+    assert (done.code, done.error["error"]) == (4, "UncommittedCheckpointError")
+    assert not (tmp_path / "out").exists()
+    rows = tierckpt_("ls", file_uri).document["checkpoints"]
+    assert [(row["step"], row["shared"]) for row in rows] == [(2, "uncommitted")]
+
+
+def test_a_run_is_not_a_checkpoint(file_uri: str) -> None:
+    saved(f"{file_uri}/step-3")
+    done = tierckpt_("info", file_uri)
+    assert done.code == 4
+    assert f"{file_uri}/step-3" in done.error["hint"]
+
+
+def test_a_missing_bucket_is_exit_4_and_named(s3_uri: str) -> None:
+    done = tierckpt_("ls", "s3://no-such-bucket-here/run")
+    assert (done.code, done.error["error"]) == (4, "BucketNotFoundError")
+    assert "no-such-bucket-here" in done.error["message"]
+
+
+def test_storage_that_does_not_answer_is_exit_7(s3_uri: str) -> None:
+    done = tierckpt_("ls", s3_uri, AWS_ENDPOINT_URL=f"http://127.0.0.1:{free_port()}", TIERCKPT_RETRY_ATTEMPTS_MAX="0")
+    assert (done.code, done.error["error"]) == (7, "StoreUnavailableError")
+
+
+def test_bad_settings_are_exit_2(file_uri: str) -> None:
+    done = tierckpt_("ls", file_uri, TIERCKPT_CONCURRENCY="none")
+    assert (done.code, done.error["error"]) == (2, "ConfigError")
+    assert "concurrency" in done.error["message"]
+
+
+@pytest.mark.parametrize("tier", ["local", "shared"])
+def test_a_flipped_bit_is_found_by_reading_and_is_exit_5(tier: str, file_uri: str) -> None:
+    uri = f"{file_uri}/step-1"
+    saved(uri)
+    shard = local_shards(uri)[0]
+    flip(shard if tier == "local" else Path(uri, shard.name))
+    assert tierckpt_("verify", uri).code == 0  # its size is right
+    done = tierckpt_("verify", uri, "--read-data")
+    assert done.code == 5
+    assert not done.document["good"]
+    (problem,) = done.document["problems"]
+    assert (problem["tier"], problem["file"]) == (tier, shard.name)
+    assert problem["good_copy_on"] == ["shared" if tier == "local" else "local"]
+    assert done.document["lost"] == []
+    assert shard.name in for_people("verify", uri, "--read-data").out
+
+
+def test_a_short_shard_is_found_without_reading(file_uri: str) -> None:
+    uri = f"{file_uri}/step-1"
+    saved(uri)
+    shard = Path(uri, local_shards(uri)[0].name)
+    data = shard.read_bytes()
+    shard.unlink()
+    shard.write_bytes(data[:-1])
+    done = tierckpt_("verify", uri)
+    assert (done.code, done.document["problems"][0]["tier"]) == (5, "shared")
+
+
+def test_a_file_with_no_good_copy_is_lost(file_uri: str) -> None:
+    uri = f"{file_uri}/step-1"
+    saved(uri)
+    shard = local_shards(uri)[0]
+    for path in (shard, Path(uri, shard.name)):
+        flip(path)
+    done = tierckpt_("verify", uri, "--read-data")
+    assert (done.code, done.document["lost"]) == (5, [shard.name])
+    assert [problem["good_copy_on"] for problem in done.document["problems"]] == [[], []]
+    assert "lost" in for_people("verify", uri, "--read-data").out
+
+
+def test_shards_that_other_nodes_keep_are_no_damage(file_uri: str) -> None:
+    """Each node keeps the shards of its own ranks and the whole manifest."""
+    uri = f"{file_uri}/step-1"
+    saved(uri)
+    shard = local_shards(uri)[0]
+    shard.unlink()
+    done = tierckpt_("verify", uri, "--read-data")
+    assert (done.code, done.document["problems"]) == (0, [])
+    assert done.document["absent_on_this_node"] == [shard.name]
+    Path(uri, shard.name).unlink()
+    done = tierckpt_("verify", uri)
+    assert (done.code, done.document["lost"]) == (5, [shard.name])
+
+
+@pytest.mark.parametrize("tier", ["local", "shared"])
+def test_a_damaged_manifest_is_exit_5_though_the_other_tier_is_good(tier: str, file_uri: str) -> None:
+    uri = f"{file_uri}/step-1"
+    saved(uri)
+    place = local_shards(uri)[0].parent if tier == "local" else Path(uri)
+    flip(place / ".tierckpt/manifest.json")
+    done = tierckpt_("verify", uri)
+    assert done.code == 5
+    (problem,) = done.document["problems"]
+    assert (problem["tier"], problem["file"]) == (tier, ".tierckpt/manifest.json")
+    assert done.document["warnings"]
+
+
+def test_a_checkpoint_of_stock_pytorch_cannot_be_verified_but_is_shown_and_restored(
+    file_uri: str, tmp_path: Path
+) -> None:
+    uri, state = f"{file_uri}/step-1", small_state(1)
+    with raises_ours():
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(uri), no_dist=True)
+    assert tierckpt_("info", uri).document["kind"] == "stock"
+    done = tierckpt_("verify", uri)
+    assert done.code == 1
+    assert "digests" in done.error["message"]
+    assert tierckpt_("restore", uri, "--to", tmp_path / "out").code == 0
+    assert same(read_by_stock_pytorch(tmp_path / "out", state, tmp_path), state)
+
+
+def test_a_partial_prefetch_is_exit_3_names_the_file_and_publishes_nothing(
+    s3_uri: str, moto: S3Server, tmp_path: Path
+) -> None:
+    uri = f"{s3_uri}/step-1"
+    saved(uri)
+    gone = local_shards(uri)[0].name
+    bucket = urlsplit(uri).netloc
+    body = moto.client().get_object(Bucket=bucket, Key=f"run/step-1/{gone}")["Body"].read()
+    moto.client().delete_object(Bucket=bucket, Key=f"run/step-1/{gone}")
+    done = tierckpt_("prefetch", uri, "--to", tmp_path / "out")
+    assert (done.code, done.out) == (3, "")
+    assert list(done.error["failures"]) == [gone]
+    assert not (tmp_path / "out").exists()
+    assert gone in for_people("prefetch", uri, "--to", tmp_path / "out").err
+    moto.client().put_object(Bucket=bucket, Key=f"run/step-1/{gone}", Body=body)
+    done = tierckpt_("prefetch", uri, "--to", tmp_path / "out")
+    assert (done.code, done.document["fetched_bytes"]) == (0, len(body))  # only what was missing
+
+
+# --- restore ----------------------------------------------------------------------------------------------------
+
+
+def test_restore_takes_good_local_copies_and_replaces_bad_ones(s3_uri: str, tmp_path: Path) -> None:
+    uri = f"{s3_uri}/step-1"
+    state = saved(uri)
+    first, second, *_ = local_shards(uri)
+    size_bytes = second.stat().st_size
+    flip(first)
+    second.unlink()
+    done = tierckpt_("restore", uri, "--to", tmp_path / "out")
+    assert done.code == 0
+    assert any(first.name in warning for warning in done.document["warnings"])
+    assert done.document["local_bytes"] + done.document["shared_bytes"] == done.document["size_bytes"]
+    assert done.document["local_bytes"] > 0
+    assert done.document["shared_bytes"] >= size_bytes + 16 * KIB  # the missing file and the bad chunk
+    assert same(read_by_stock_pytorch(tmp_path / "out", state, tmp_path), state)
+
+
+def test_restore_reads_shared_storage_for_nothing_that_is_here(s3_uri: str, moto: S3Server, tmp_path: Path) -> None:
+    uri = f"{s3_uri}/step-1"
+    state = saved(uri)
+    for shard in local_shards(uri):  # if it looked there, it would fail
+        moto.client().delete_object(Bucket=urlsplit(uri).netloc, Key=f"run/step-1/{shard.name}")
+    done = tierckpt_("restore", uri, "--to", tmp_path / "out")
+    assert (done.code, done.document["shared_bytes"]) == (0, 0)
+    assert same(read_by_stock_pytorch(tmp_path / "out", state, tmp_path), state)
+
+
+def test_restore_of_what_has_no_good_copy_is_exit_5_and_publishes_nothing(file_uri: str, tmp_path: Path) -> None:
+    uri = f"{file_uri}/step-1"
+    saved(uri)
+    shard = local_shards(uri)[0]
+    for path in (shard, Path(uri, shard.name)):
+        flip(path)
+    done = tierckpt_("restore", uri, "--to", tmp_path / "out")
+    assert (done.code, done.out) == (5, "")
+    assert shard.name in done.error["message"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_restore_onto_its_own_source_is_refused(file_uri: str) -> None:
+    saved(f"{file_uri}/step-1")
+    before = {path: path.read_bytes() for path in Path(file_uri).rglob("*") if path.is_file()}
+    for target in (f"{file_uri}/step-1", local_shards(f"{file_uri}/step-1")[0].parent):
+        assert tierckpt_("restore", f"{file_uri}/step-1", "--to", target).code == 2
+    assert before == {path: path.read_bytes() for path in Path(file_uri).rglob("*") if path.is_file()}
+
+
+# --- drain ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dead_endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """While this is in force S3 does not answer; ``undo()`` ends it."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TIERCKPT_RETRY_ATTEMPTS_MAX", "0")
+        patch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "0")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+        yield patch
+
+
+def test_drain_finishes_what_a_dead_trainer_left(s3_uri: str, dead_endpoint: pytest.MonkeyPatch) -> None:
+    uri, state = f"{s3_uri}/step-1", small_state(1)
+    save(uri, state, **SMALL_SHARDS)
+    close_all()
+    assert tierckpt_("drain").code == 7
+    status = tierckpt_("status").document
+    assert [(entry["uri"], entry["state"]) for entry in status["journal"]] == [(uri, "ready")]
+    assert "StoreUnavailableError" in status["journal"][0]["last_error"]
+    assert not status["local"][0]["drained"]
+    checks = {check["name"]: check["status"] for check in tierckpt_("doctor").document["checks"]}
+    assert checks["journal"] == "warn"
+    dead_endpoint.undo()
+    done = tierckpt_("drain")
+    assert (done.code, done.document["left"]) == (0, 0)
+    assert [(entry["uri"], entry["outcome"]) for entry in done.document["entries"]] == [(uri, "committed")]
+    lose_the_node()
+    assert same(load(uri, state), state)
+
+
+def test_drain_of_some_is_exit_3_and_of_none_is_the_error(s3_uri: str, dead_endpoint: pytest.MonkeyPatch) -> None:
+    save(f"{s3_uri}/step-1", small_state(1))
+    save("s3://no-such-bucket-here/run/step-2", small_state(2))
+    close_all()
+    dead_endpoint.undo()
+    done = tierckpt_("drain", "--wait")
+    assert done.code == 3
+    outcomes = {entry["uri"]: entry["outcome"] for entry in done.document["entries"]}
+    assert outcomes == {f"{s3_uri}/step-1": "committed", "s3://no-such-bucket-here/run/step-2": "failed"}
+    again = tierckpt_("drain", "--wait")
+    assert (again.code, again.document["left"]) == (4, 1)  # the bucket is not there
+    assert "no-such-bucket-here" in for_people("drain").out
+
+
+def test_drain_wait_gives_up_at_its_deadline(s3_uri: str, dead_endpoint: pytest.MonkeyPatch) -> None:
+    save(f"{s3_uri}/step-1", small_state(1))
+    close_all()
+    begun = time.monotonic()
+    assert tierckpt_("drain", "--wait", "--timeout", "2").code == 7
+    assert time.monotonic() - begun < 20
+
+
+def test_drain_commits_what_several_ranks_left(
+    s3_uri: str, local_root: Path, dead_endpoint: pytest.MonkeyPatch
+) -> None:
+    """Without --wait too: the rank that is drained last commits, and the others learn of it."""
+    uri = f"{s3_uri}/step-1"
+    launch("tests.integration.test_cli:save_and_leave", 3, uri=uri)
+    assert len(Journal(local_root).entries()) == 3
+    dead_endpoint.undo()
+    done = tierckpt_("drain")
+    assert (done.code, done.document["drained"], done.document["left"]) == (0, 3, 0), done.out
+    lose_the_node()
+    expected = {f"rank-{rank}": torch.full((1000,), float(rank)) for rank in range(3)}
+    assert same(load(uri, expected), expected)
+
+
+def save_and_leave(uri: str) -> int:
+    """One rank of a job that ends before anything is drained. Run by tests/compat/worker.py."""
+    rank = dist.get_rank()
+    dcp.save({f"rank-{rank}": torch.full((1000,), float(rank))}, storage_writer=tierckpt.TierStorageWriter(uri))
+    return rank
+
+
+def test_drain_leaves_what_another_process_is_draining(
+    s3_uri: str, local_root: Path, dead_endpoint: pytest.MonkeyPatch
+) -> None:
+    save(f"{s3_uri}/step-1", small_state(1))
+    close_all()
+    (entry,) = Journal(local_root).entries()
+    dead_endpoint.undo()
+    with Journal(local_root).own(entry.token) as held:
+        assert held
+        done = tierckpt_("drain")
+        assert (done.code, done.document["entries"][0]["outcome"]) == (7, "held")
+        waiting = subprocess.Popen([*COMMAND, "drain", "--wait", "--json"], stdout=subprocess.PIPE, text=True)
+        time.sleep(2)
+        assert waiting.poll() is None
+    out, _ = waiting.communicate(timeout=60)
+    assert (waiting.returncode, json.loads(out)["left"]) == (0, 0)
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_a_missing_bucket(s3_uri: str) -> None:
+    done = tierckpt_("doctor", "s3://no-such-bucket-here/run")
+    assert (done.code, done.document["ok"]) == (1, False)
+    failed = [check for check in done.document["checks"] if check["status"] == "fail"]
+    assert [check["name"] for check in failed] == ["store reachable"]
+    assert "no-such-bucket-here" in failed[0]["detail"]
+
+
+def test_doctor_finds_a_local_root_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    done = tierckpt_("doctor", "--local-root", tmp_path / "file/below")
+    failed = [check["name"] for check in done.document["checks"] if check["status"] == "fail"]
+    assert (done.code, failed) == (1, ["local_root"])
+
+
+def test_doctor_warns_of_memory_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    directory = tmp_path / "memory"
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", directory], check=True)
+    try:
+        done = tierckpt_("doctor", tmp_path / "new/place", "--local-root", directory, TIERCKPT_ALLOW_TMPFS="false")
+        assert list(directory.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", directory], check=True)
+    checks = {check["name"]: check for check in done.document["checks"]}
+    assert done.code == 0
+    assert checks["file system"]["status"] == "warn"
+    assert "tmpfs" in checks["file system"]["detail"]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_reader_that_goes_away_is_no_traceback(file_uri: str) -> None:
+    saved(f"{file_uri}/step-1")
+    process = subprocess.Popen([*COMMAND, "ls", file_uri], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read()
+    process.wait(60)
+    assert said == ""
+    assert process.returncode == 1
+
+
+def test_the_command_is_installed(tmp_path: Path) -> None:
+    """The entry point of pyproject.toml is the same program."""
+    script = Path(sys.executable).with_name("tierckpt")
+    done = subprocess.run([str(script), "--version"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"tierckpt {tierckpt.__version__}\n")

@@ -1,0 +1,415 @@
+"""Checkpoints to safetensors and safetensors to tensors: bit for bit, all or nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import tierckpt
+from tests.compat.worker import launch
+from tests.services import S3Server
+from tests.states import same, save, small_state
+from tierckpt.client import close_all
+from tierckpt.errors import (
+    CapacityError,
+    CheckpointNotFoundError,
+    ConfigError,
+    IntegrityError,
+    OperationTimeoutError,
+    StateMismatchError,
+)
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.loading import export as exports
+from tierckpt.loading.export import export_safetensors
+from tierckpt.types import Progress
+
+
+def model_state() -> dict[str, Any]:
+    """Tensors of every kind safetensors holds, with bit patterns that arithmetic would not keep."""
+    generator = torch.Generator().manual_seed(3)
+    nan = torch.tensor([0x7FC1, -0x3F, 0x0001, -0x8000], dtype=torch.int16).view(torch.bfloat16)
+    return {
+        "wte": torch.randn(300, 64, generator=generator),
+        "head.weight": torch.randn(64, 300, generator=generator).to(torch.bfloat16),
+        "odd": nan,
+        "half": torch.randn(33, generator=generator).half(),
+        "fp8": torch.randn(128, generator=generator).to(torch.float8_e4m3fn),
+        "double": torch.randn(7, generator=generator).double(),
+        "ids": torch.arange(11),
+        "mask": torch.tensor([True, False]),
+        "byte": torch.arange(5, dtype=torch.uint8),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+    }
+
+
+def training_state() -> dict[str, Any]:
+    model = model_state()
+    return {"model": model, "optimizer": {"m": torch.randn(300, 64)}, "step": 3, "note": {"text": "x"}}
+
+
+def contents(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of every file, through the safetensors package alone."""
+    return {
+        name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }
+
+
+# --- export -----------------------------------------------------------------------------------------------------
+
+
+def test_export_is_bit_for_bit_and_drops_the_prefix(file_uri: str, tmp_path: Path) -> None:
+    state = training_state()
+    save(f"{file_uri}/step-3", state, chunk_size_bytes="16KiB")
+    result = export_safetensors(f"{file_uri}/step-3", tmp_path / "out", only="model")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert same(contents(tmp_path / "out"), state["model"])
+    assert (result.tensors, result.files, result.uri) == (11, ("model.safetensors",), f"{file_uri}/step-3")
+    assert result.size_bytes == sum(tensor.nbytes for tensor in state["model"].values())
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_without_only_every_tensor_keeps_its_name(file_uri: str, tmp_path: Path) -> None:
+    state = training_state()
+    save(f"{file_uri}/step-3", state)
+    export_safetensors(file_uri, tmp_path / "out")  # of the run: its newest
+    expected = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+    assert same(contents(tmp_path / "out"), expected | {"optimizer.m": state["optimizer"]["m"]})
+
+
+def test_files_are_cut_at_the_limit_and_the_index_is_true(s3_uri: str, tmp_path: Path) -> None:
+    state = {f"layer.{index}": torch.randn(100, 100) for index in range(7)}  # 40 kB each
+    save(f"{s3_uri}/step-1", state, shard_size_bytes_max="90KB", chunk_size_bytes="16KiB")
+    tierckpt.wait(f"{s3_uri}/step-1", timeout_seconds=30)
+    close_all()
+    shutil.rmtree(tmp_path / "local")
+    seen: list[Progress] = []
+    result = export_safetensors(
+        f"{s3_uri}/step-1", tmp_path / "out", shard_size_bytes_max=100_000, listener=seen.append
+    )
+    names = [f"model-{index:05d}-of-00004.safetensors" for index in range(1, 5)]
+    assert list(result.files) == names
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [*names, "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
+    assert index["weight_map"] == {name: file for file in names for name in load_file(tmp_path / "out" / file)}
+    assert [len(load_file(tmp_path / "out" / name)) for name in names] == [2, 2, 2, 1]
+    assert same(tierckpt.load_safetensors(tmp_path / "out"), state)
+    assert [progress.done_bytes for progress in seen] == [40_000 * count for count in range(1, 8)]
+    assert {progress.total_bytes for progress in seen} == {280_000}
+
+
+def test_a_tensor_above_the_limit_has_a_file_of_its_own(file_uri: str, tmp_path: Path) -> None:
+    state = {"small": torch.ones(10), "large": torch.ones(10_000), "last": torch.ones(10)}
+    save(f"{file_uri}/step-1", state)
+    result = export_safetensors(f"{file_uri}/step-1", tmp_path / "out", shard_size_bytes_max=1000)
+    assert len(result.files) == 3
+    assert same(contents(tmp_path / "out"), state)
+
+
+@pytest.mark.parametrize(
+    ("spelled", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("FP32", torch.float32)]
+)
+def test_dtype_converts_what_is_floating_point(spelled: str, dtype: torch.dtype, file_uri: str, tmp_path: Path) -> None:
+    state = {
+        "w": torch.randn(64, 3),
+        "h": torch.randn(9).bfloat16(),
+        "ids": torch.arange(4),
+        "mask": torch.tensor([True]),
+    }
+    save(f"{file_uri}/step-1", state)
+    result = export_safetensors(f"{file_uri}/step-1", tmp_path / "out", dtype=spelled)
+    expected = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    assert same(contents(tmp_path / "out"), expected)
+    assert result.size_bytes == sum(tensor.nbytes for tensor in expected.values())
+
+
+def test_what_stock_pytorch_saved_is_exported(file_uri: str, tmp_path: Path) -> None:
+    state = training_state()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(f"{file_uri}/step-1"), no_dist=True)
+    export_safetensors(f"{file_uri}/step-1", tmp_path / "out", only="model")
+    assert same(contents(tmp_path / "out"), state["model"])
+
+
+def sharded_weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {"rows": torch.randn(7, 5, generator=generator), "bf16": torch.randn(9, 4, generator=generator).bfloat16()}
+
+
+def save_sharded(uri: str) -> int:
+    """One rank of a job whose weights are sharded unevenly. Run by tests/compat/worker.py."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in sharded_weights().items()}
+    dcp.save({"model": state}, storage_writer=tierckpt.TierStorageWriter(uri))
+    return dist.get_rank()
+
+
+@pytest.mark.distributed
+def test_shards_of_several_ranks_are_joined(file_uri: str, tmp_path: Path) -> None:
+    launch("tests.integration.test_export:save_sharded", 3, uri=f"{file_uri}/step-1")
+    export_safetensors(f"{file_uri}/step-1", tmp_path / "out", only="model")
+    assert same(contents(tmp_path / "out"), sharded_weights())
+
+
+# --- export: all or nothing -------------------------------------------------------------------------------------
+
+
+def nothing_left(target: Path) -> bool:
+    return not target.exists() and not list(target.parent.glob(f".{target.name}*"))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.unlink()
+    path.write_bytes(data)
+
+
+def test_damage_in_the_last_shard_leaves_nothing(file_uri: str, local_root: Path, tmp_path: Path) -> None:
+    uri = f"{file_uri}/step-1"
+    save(uri, {f"w{index}": torch.randn(100, 100) for index in range(4)}, shard_size_bytes_max="45KB")
+    tierckpt.wait(uri, timeout_seconds=30)
+    last = max(Path(uri).glob("*.distcp")).name
+    for place in (Path(uri), local_dir(local_root, parse_uri(uri))):
+        flip(place / last)
+    written: list[Progress] = []
+    with pytest.raises(IntegrityError, match=last):
+        export_safetensors(uri, tmp_path / "out", shard_size_bytes_max=50_000, listener=written.append)
+    assert written, "it failed before anything was written, so this proves nothing"
+    assert nothing_left(tmp_path / "out")
+
+
+def test_a_directory_in_use_is_refused_and_untouched(file_uri: str, tmp_path: Path) -> None:
+    save(f"{file_uri}/step-1", {"w": torch.ones(3)})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").write_text("precious")
+    with pytest.raises(ConfigError, match="not an empty directory"):
+        export_safetensors(f"{file_uri}/step-1", tmp_path / "out")
+    assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["precious"]
+    (tmp_path / "out/mine").unlink()
+    export_safetensors(f"{file_uri}/step-1", tmp_path / "out")  # empty is fine
+    assert same(contents(tmp_path / "out"), {"w": torch.ones(3)})
+
+
+def test_what_a_killed_export_left_is_replaced(file_uri: str, tmp_path: Path) -> None:
+    save(f"{file_uri}/step-1", {"w": torch.ones(3)})
+    leftover = tmp_path / ".out.exporting"
+    leftover.mkdir()
+    (leftover / "model-00001-of-00009.safetensors").write_bytes(b"half")
+    export_safetensors(f"{file_uri}/step-1", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert not leftover.exists()
+
+
+KILLED = """
+import os, signal, sys
+from tierckpt.loading import export
+
+write = export._write
+def once(path, tensors):
+    write(path, tensors)
+    os.kill(os.getpid(), signal.SIGKILL)
+export._write = once
+export.export_safetensors(sys.argv[1], sys.argv[2], shard_size_bytes_max=1000)
+"""
+
+
+def test_a_kill_between_two_files_shows_no_directory(file_uri: str, tmp_path: Path) -> None:
+    state = {"a": torch.randn(500), "b": torch.randn(500)}
+    save(f"{file_uri}/step-1", state)
+    done = subprocess.run([sys.executable, "-c", KILLED, f"{file_uri}/step-1", str(tmp_path / "out")], timeout=60)
+    assert done.returncode == -9
+    assert (tmp_path / ".out.exporting/model-00001-of-00002.safetensors").exists()
+    assert not (tmp_path / "out").exists()
+    export_safetensors(f"{file_uri}/step-1", tmp_path / "out", shard_size_bytes_max=1000)
+    assert same(tierckpt.load_safetensors(tmp_path / "out"), state)
+
+
+def test_two_exports_to_one_directory_do_not_mix(
+    file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(f"{file_uri}/step-1", {"w": torch.ones(3)})
+    writing, go = threading.Event(), threading.Event()
+    write = exports._write
+
+    def paused(*arguments: Any) -> None:
+        writing.set()
+        assert go.wait(30)
+        write(*arguments)
+
+    monkeypatch.setattr(exports, "_write", paused)
+    first = threading.Thread(target=export_safetensors, args=(f"{file_uri}/step-1", tmp_path / "out"))
+    first.start()
+    assert writing.wait(30)
+    with pytest.raises(OperationTimeoutError, match="another process"):
+        export_safetensors(f"{file_uri}/step-1", tmp_path / "out")
+    go.set()
+    first.join(30)
+    assert same(contents(tmp_path / "out"), {"w": torch.ones(3)})
+
+
+def test_a_mount_point_is_refused(file_uri: str, tmp_path: Path) -> None:
+    save(f"{file_uri}/step-1", {"w": torch.ones(3)})
+    (tmp_path / "mount").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "mount"], check=True)
+    try:
+        with pytest.raises(ConfigError, match="mount point"):
+            export_safetensors(f"{file_uri}/step-1", tmp_path / "mount")
+        with pytest.raises(CapacityError, match="free"):
+            export_safetensors(f"{file_uri}/step-1", tmp_path / "mount/below")
+        assert list((tmp_path / "mount").iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", tmp_path / "mount"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [({"dtype": "int4"}, "int4"), ({"only": "modle"}, "modle"), ({"only": "step"}, "no tensors below")],
+)
+def test_what_cannot_be_exported_is_said(arguments: dict[str, Any], said: str, file_uri: str, tmp_path: Path) -> None:
+    save(f"{file_uri}/step-1", small_state(1))
+    with pytest.raises(ConfigError, match=said) as caught:
+        export_safetensors(f"{file_uri}/step-1", tmp_path / "out", **arguments)
+    assert "only" not in arguments or "model" in caught.value.hint
+    assert nothing_left(tmp_path / "out")
+
+
+def test_a_dtype_that_safetensors_cannot_hold_is_named(file_uri: str, tmp_path: Path) -> None:
+    save(f"{file_uri}/step-1", {"good": torch.ones(2), "bad": torch.ones(2, dtype=torch.complex128)})
+    with pytest.raises(StateMismatchError, match="bad"):
+        export_safetensors(f"{file_uri}/step-1", tmp_path / "out")
+    assert nothing_left(tmp_path / "out")
+
+
+# --- load_safetensors -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A model in two files with an index."""
+    directory, tensors = tmp_path / "model", {f"w{index}": torch.randn(8, 8) for index in range(4)}
+    tensors["w3"] = tensors["w3"].bfloat16()
+    directory.mkdir()
+    weight_map = {name: f"model-0000{1 + index // 2}-of-00002.safetensors" for index, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, directory / file)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "config.json").write_text("{}")
+    return directory, tensors
+
+
+def test_load_a_directory_with_an_index_without_one_and_a_file(
+    model: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, tensors = model
+    assert same(tierckpt.load_safetensors(directory), tensors)
+    monkeypatch.chdir(directory.parent)
+    assert same(tierckpt.load_safetensors("model"), tensors)
+    (directory / "model.safetensors.index.json").unlink()
+    assert same(tierckpt.load_safetensors(str(directory)), tensors)
+    one = tierckpt.load_safetensors(directory / "model-00002-of-00002.safetensors")
+    assert same(one, {name: tensors[name] for name in ("w2", "w3")})
+
+
+def test_files_that_the_index_does_not_name_are_left_alone(model: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    directory, tensors = model
+    save_file({"w0": torch.zeros(1), "extra": torch.zeros(1)}, directory / "consolidated.safetensors")
+    assert same(tierckpt.load_safetensors(directory), tensors)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "file"])
+def test_a_uri_is_fetched_once_and_read_here(
+    scheme: str, model: tuple[Path, dict[str, torch.Tensor]], s3_uri: str, moto: S3Server, tmp_path: Path
+) -> None:
+    directory, tensors = model
+    bucket = urlsplit(s3_uri).netloc
+    for path in directory.iterdir():
+        moto.client().upload_file(str(path), bucket, f"run/model/{path.name}")
+    uri = f"{s3_uri}/model" if scheme == "s3" else directory.as_uri()
+    part = f"{uri}/model-00002-of-00002.safetensors"
+    assert same(tierckpt.load_safetensors(part), {name: tensors[name] for name in ("w2", "w3")})  # one file of it
+    assert same(tierckpt.load_safetensors(uri), tensors)
+    assert local_dir(tmp_path / "local", parse_uri(uri)).joinpath("config.json").read_text() == "{}"
+    assert same(tierckpt.load_safetensors(part), {name: tensors[name] for name in ("w2", "w3")})
+    assert same(tierckpt.load_safetensors(uri), tensors)
+
+
+def test_the_device_is_honoured(model: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    directory, tensors = model
+    loaded = tierckpt.load_safetensors(directory, device=torch.device("cpu"))
+    assert {tensor.device.type for tensor in loaded.values()} == {"cpu"}
+    assert same(loaded, tensors)
+
+
+SECOND = "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def _index_with(directory: Path, **changes: str) -> None:
+    index = json.loads((directory / INDEX).read_text())
+    index["weight_map"] |= changes
+    (directory / INDEX).write_text(json.dumps(index))
+
+
+def _cut_short(directory: Path) -> None:
+    (directory / SECOND).write_bytes((directory / SECOND).read_bytes()[:-1])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing shard": (lambda directory: (directory / SECOND).unlink(), SECOND),
+    "short shard": (_cut_short, SECOND),
+    "empty shard": (lambda directory: (directory / SECOND).write_bytes(b""), SECOND),
+    "missing tensor": (lambda directory: _index_with(directory, ghost=SECOND), "ghost"),
+    "path outside": (lambda directory: _index_with(directory, w0="../elsewhere.safetensors"), "outside"),
+    "index is not JSON": (lambda directory: (directory / INDEX).write_text("{"), INDEX),
+    "index is a list": (lambda directory: (directory / INDEX).write_text("[]"), INDEX),
+    "two indexes": (lambda directory: shutil.copy(directory / INDEX, directory / f"b.{INDEX}"), "several indexes"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named(damage: str, model: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    directory, _ = model
+    (directory.parent / "elsewhere.safetensors").write_bytes(b"secret")
+    inflict, named = DAMAGE[damage]
+    inflict(directory)
+    with pytest.raises(IntegrityError, match=named) as caught:
+        tierckpt.load_safetensors(directory)
+    assert caught.value.exit_code == 5
+
+
+def test_one_name_in_two_files_is_refused(model: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    directory, _ = model
+    (directory / INDEX).unlink()
+    save_file({"w0": torch.zeros(1)}, directory / "other.safetensors")
+    with pytest.raises(IntegrityError, match="w0"):
+        tierckpt.load_safetensors(directory)
+
+
+def test_nothing_to_load_is_not_found(tmp_path: Path, file_uri: str, s3_uri: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+        tierckpt.load_safetensors(tmp_path / "nowhere")
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match="no safetensors files"):
+        tierckpt.load_safetensors(tmp_path / "bare")
+    for missing in (f"{s3_uri}/nothing", f"{s3_uri}/nothing/model.safetensors", f"file://{file_uri}/nothing"):
+        with pytest.raises(FileNotFoundError, match="nothing"):
+            tierckpt.load_safetensors(missing)
