@@ -18,18 +18,17 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
-from ..client import Client, get_client
 from ..config import Settings
-from ..errors import CheckpointNotFoundError, ConfigError, IntegrityError, TierckptError
-from ..layout import METADATA, Location, parse_uri, rank_metadata
+from ..errors import CheckpointNotFoundError, IntegrityError, TierckptError
+from ..layout import METADATA, rank_metadata
 from ..manifest import FileEntry
 from ..mover.catalog import Checkpoint
 from ..mover.copies import CheckedFile, Copy, LocalCopy, RemoteCopy
-from ..stores.schemes import check_location
 from ..types import ByteRange, Tier
+from .mount import Mount
 
 
-class TierStorageReader(StorageReader):
+class TierStorageReader(Mount, StorageReader):
     """Loads DCP checkpoints saved by tierckpt or by stock DCP.
 
     Each file is read from the local tier if its copy is good, else from the shared tier (and kept on the local tier
@@ -61,7 +60,6 @@ class TierStorageReader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self._checkpoint: Checkpoint | None = None
         self._error: TierckptError | None = None
-        self.path = ""
         self._point_to(uri if uri is not None else path)
 
     # --- contract of StorageReader ------------------------------------------------------------------------------
@@ -130,19 +128,6 @@ class TierStorageReader(StorageReader):
         future.set_result(None)
         return future
 
-    @property
-    def checkpoint_id(self) -> str:
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True when this is a place we can read from, judged by its spelling and scheme alone."""
-        try:
-            check_location(parse_uri(checkpoint_id))
-        except ConfigError:
-            return False
-        return True
-
     # --- one item -----------------------------------------------------------------------------------------------
 
     def _read_item(self, item: ReadItem, stream: CheckedFile, planner: LoadPlanner) -> None:
@@ -210,13 +195,3 @@ class TierStorageReader(StorageReader):
 
     def _get_range(self, key: str, byte_range: ByteRange) -> Any:
         return self._client.run(lambda engine: engine.get_range(self.location, key, byte_range))
-
-    def _point_to(self, uri: str | os.PathLike[str] | None) -> None:
-        if uri is None:
-            raise ConfigError("no URI", hint="TierStorageReader('s3://bucket/run/step-100')")
-        self.location: Location = check_location(parse_uri(uri))
-        self.path = self.location.uri
-
-    @property
-    def _client(self) -> Client:
-        return get_client(self.settings)

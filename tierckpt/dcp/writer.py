@@ -42,17 +42,16 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..client import Client, get_client
 from ..config import Settings
 from ..errors import CheckpointError, ConfigError, OperationTimeoutError, StateMismatchError, TierckptError
-from ..layout import METADATA, SHARD_SUFFIX, Location, attempt_metadata, local_dir, parse_uri, rank_metadata, shard_name
+from ..layout import METADATA, SHARD_SUFFIX, Location, attempt_metadata, local_dir, rank_metadata, shard_name
 from ..manifest import FileEntry, Manifest, chunk_count, digest_of
 from ..mover import commit, retention
 from ..mover.disk import check_local_root
 from ..mover.journal import READY, WRITING, Entry, Journal
 from ..stores.local import fsync_dir, make_dirs
-from ..stores.schemes import check_location
 from ..telemetry import logger
+from .mount import Mount
 from .shard import ShardWriter
 
 log = logger("save")
@@ -79,7 +78,7 @@ class _Save:
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
-class TierStorageWriter(StorageWriter, BlockingAsyncStager):
+class TierStorageWriter(Mount, StorageWriter, BlockingAsyncStager):
     """Saves DCP checkpoints to node-local SSD and drains them to ``uri`` in the background.
 
     When ``dcp.save`` returns the checkpoint is committed on the local tier: files and directories are fsynced, digests
@@ -141,7 +140,6 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
         self._save: _Save | None = None
         self._holds_back = False
         self._busy = threading.Lock()
-        self.path = ""
         self._point_to(uri if uri is not None else path)
 
     # --- contract of StorageWriter ------------------------------------------------------------------------------
@@ -236,19 +234,6 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
-
-    @property
-    def checkpoint_id(self) -> str:
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True when this is a place we can save to, judged by its spelling and scheme alone."""
-        try:
-            check_location(parse_uri(checkpoint_id))
-        except ConfigError:
-            return False
-        return True
 
     # --- staging ------------------------------------------------------------------------------------------------
 
@@ -455,15 +440,8 @@ class TierStorageWriter(StorageWriter, BlockingAsyncStager):
     # --- odds and ends ------------------------------------------------------------------------------------------
 
     def _point_to(self, uri: str | os.PathLike[str] | None) -> None:
-        if uri is None:
-            raise ConfigError("no URI", hint="TierStorageWriter('s3://bucket/run/step-100')")
-        self.location: Location = check_location(parse_uri(uri))
-        self.path = self.location.uri
+        super()._point_to(uri)
         refuse_overlap(self.location, self.settings.local_root)
-
-    @property
-    def _client(self) -> Client:
-        return get_client(self.settings)
 
     @property
     def _journal(self) -> Journal:
