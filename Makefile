@@ -1,6 +1,6 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
-.PHONY: help test check lint types layers demo bench bench-digest clean
+.PHONY: help test azurite check lint types layers demo bench bench-digest clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -22,7 +22,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 .venv: $(STAMP) ## build the virtual environment
 
-test: $(STAMP) ## run every test suite (servers that are not there are skipped, with the reason)
+# Azurite comes along where npm is there; where it is not, or has no network, its tests are skipped with the reason.
+azurite:
+	@test -n "$$TIERCKPT_TEST_AZURITE$$TIERCKPT_TEST_AZURE_ENDPOINT" || test -x .services/node_modules/.bin/azurite-blob \
+	  || ! command -v npm >/dev/null || { mkdir -p .services && npm install --prefix .services --no-audit --no-fund \
+	  --loglevel=error azurite; } || echo "Azurite could not be installed; its tests will be skipped"
+
+test: $(STAMP) azurite ## run every test suite (servers that are not there are skipped, with the reason)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP)

@@ -1,4 +1,7 @@
-"""Training with Accelerate (DDP) and Lightning Fabric (FSDP2): killed, node lost, resumed bit for bit from S3."""
+"""Training that saves through us, is killed, loses its node, and resumes bit for bit from S3.
+
+Accelerate (DDP), Lightning Fabric (FSDP2), and torchtitan's CheckpointManager (FSDP2) where it is installed.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ STEPS = 24
 KILL_AT_STEP = 14
 RANKS = 2
 TIMEOUT_SECONDS = 120.0
+DRIVERS = {"accelerate": "tests.compat.drivers", "fabric": "tests.compat.drivers", "torchtitan": "tests.compat.titan"}
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.distributed, pytest.mark.server, pytest.mark.timeout(400)]
 
@@ -44,7 +48,7 @@ def begin(name: str, uri: str, folder: Path, log: Path) -> list[subprocess.Popen
     }
     return [
         start(
-            [sys.executable, "-m", "tests.compat.drivers", name, uri, str(STEPS), str(log)],
+            [sys.executable, "-m", DRIVERS[name], name, uri, str(STEPS), str(log)],
             folder / f"rank-{rank}.log",
             {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
@@ -71,7 +75,10 @@ def wait_until_worth_killing(uri: str, log: Path, tmp_path: Path, ranks: list[su
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("name", [framework("accelerate", "accelerate"), framework("fabric", "lightning")])
+@pytest.mark.parametrize(
+    "name",
+    [framework("accelerate", "accelerate"), framework("fabric", "lightning"), framework("torchtitan", "torchtitan")],
+)
 def test_a_killed_run_resumes_bit_for_bit(name: str, s3_uri: str, tmp_path: Path) -> None:
     undisturbed, killed, resumed = (tmp_path / f"{run}.jsonl" for run in ("undisturbed", "killed", "resumed"))
     finish(begin(name, f"{s3_uri}/a", tmp_path / "a", undisturbed), tmp_path / "a", TIMEOUT_SECONDS)

@@ -231,6 +231,9 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
             data = await store.get(entry.key)
             check_bytes(data, entry, manifest.chunk_size_bytes, store.uri)
             await store.put(entry.path, data)
+        if await read_claim(store) != manifest.attempt:
+            # A later save has taken the id over since: its manifest must not be covered by ours.
+            raise already_committed(location, "that replaced this one", Tier.SHARED)
         await store.put(MANIFEST, manifest.encode())
         log.info("committed %s on the shared tier (attempt %s)", location.uri, manifest.attempt)
     if current is not None and current.attempt != manifest.attempt:

@@ -24,14 +24,16 @@ from ..errors import (
     ObjectNotFoundError,
     TierckptError,
 )
-from ..layout import PENDING_DIR, Location, local_dir, part, pending
+from ..layout import PENDING_DIR, PRIVATE_DIR, Location, local_dir, part, pending
 from ..manifest import Manifest
 from ..stores import open_store
 from ..stores.base import Store
+from ..stores.local import make_dirs
 from ..telemetry import logger
 from ..types import Progress, ProgressListener
 from . import commit
 from .journal import READY, Entry, Journal
+from .lock import lock_async
 from .transfer import send
 
 log = logger("drain")
@@ -116,13 +118,17 @@ class Drainer:
 
     async def _drain(self, entry: Entry, patient: bool) -> str:
         deadline = time.monotonic() + (self.settings.commit_timeout_seconds if patient else 0.0)
-        if await asyncio.to_thread(self._is_replaced, entry):
-            await self._forget(entry)
-            return "superseded"
-        await self.send_files(entry)
-        self.awaiting.add(entry.token)
         try:
+            if await asyncio.to_thread(self._is_replaced, entry):
+                return await self._forget(entry)
+            await self.send_files(entry)
+            self.awaiting.add(entry.token)
             return await self._await_commit(entry, deadline, patient)
+        except TierckptError as error:
+            # A save that replaces this one may pull its files away at any of these steps: then that is the answer.
+            if error.retryable or not await asyncio.to_thread(self._is_replaced, entry):
+                raise
+            return await self._forget(entry)
         finally:
             self.awaiting.discard(entry.token)
 
@@ -144,11 +150,13 @@ class Drainer:
             pause = min(pause * 1.5, POLL_SECONDS_MAX)
 
     def _is_replaced(self, entry: Entry) -> bool:
-        """True when no commit on this node can name this entry's files any more, so that draining them serves nobody.
+        """True when no commit of this node can name this entry's files any more, so that draining them serves nobody.
 
-        The coordinator's entry stands in the journal a moment before its local commit. A crash in that moment, or a
-        later save to the same id, leaves an entry that the local manifest does not name. On other ranks only a local
-        manifest without their token tells; where the coordinator is on another node there is none, and we go on.
+        The coordinator's entry stands in the journal a moment before its local commit: a crash in that moment, or a
+        later save to the same id, leaves an entry whose attempt the local manifest does not name. Another rank does
+        not know its attempt. It knows it was replaced when a local manifest does not name it and its files are gone,
+        because only the commit that replaces them removes files. No clock is compared: the manifest may come from
+        another node.
         """
         directory = self.directory(entry.location)
         local = commit.read_local_manifest(directory)
@@ -156,18 +164,25 @@ class Drainer:
             return local is None or not _is_commit_of(local, entry)
         if local is None or _is_commit_of(local, entry):
             return False
-        return local.created_unix_seconds >= entry.created_unix_seconds
+        return not all((directory / file.key).exists() for file in entry.files)
 
-    async def _forget(self, entry: Entry) -> None:
-        """Remove what a replaced entry left on both tiers. Its names are its own, so nothing else can refer to them."""
-        log.info("%s: attempt %s was replaced before it was drained", entry.uri, entry.token)
+    async def _forget(self, entry: Entry) -> str:
+        """Put away what a replaced entry left. Returns ``superseded``, or ``committed`` if it was that before.
+
+        Objects on the shared tier are removed only while nobody there refers to them: once a pending manifest names
+        them, somebody may be committing it, and the save that replaces it removes them after its own commit.
+        """
         store, directory = self.store(entry.location), self.directory(entry.location)
+        current = await commit.read_shared_manifest(store)
+        if current is not None and _is_commit_of(current, entry):
+            return "committed"
+        log.info("%s: attempt %s was replaced before it was drained", entry.uri, entry.token)
         await asyncio.to_thread(commit.remove_local_files, directory, list(entry.files))
-        for file in entry.files:
-            await store.delete(file.key)
-        await store.delete(part(entry.token))
-        if entry.manifest is not None:
-            await store.delete(pending(entry.manifest.attempt))
+        if entry.is_fragment or await self._pending_manifest(entry, store) is None:
+            await store.delete(part(entry.token))
+            for file in entry.files:
+                await store.delete(file.key)
+        return "superseded"
 
     async def send_files(self, entry: Entry) -> None:
         """Put this rank's files on the shared tier, then its part record (and the manifest-to-be, if it has one)."""
@@ -199,7 +214,21 @@ class Drainer:
         await store.put(part(entry.token), b"{}")
 
     async def try_commit(self, entry: Entry) -> str | None:
-        """Commit if all parts are there. Returns ``committed``, ``superseded``, or None when some part is missing."""
+        """Commit if all parts are there. Returns ``committed``, ``superseded``, or None when some part is missing.
+
+        One mover of a node at a time, so that of two attempts at one id on this node the newer one is last.
+        """
+        if await asyncio.to_thread(self._was_seen_committed, entry):
+            return "committed"
+        directory = self.directory(entry.location)
+        lock = directory / PRIVATE_DIR / "commit.lock"
+        await asyncio.to_thread(make_dirs, lock.parent)
+        async with lock_async(lock, self.settings.commit_timeout_seconds, f"the commit of {entry.uri}"):
+            if await asyncio.to_thread(self._is_replaced, entry):
+                return await self._forget(entry)
+            return await self._try_commit(entry)
+
+    async def _try_commit(self, entry: Entry) -> str | None:
         store = self.store(entry.location)
         current = await commit.read_shared_manifest(store)
         if current is not None and _is_commit_of(current, entry):
@@ -208,7 +237,9 @@ class Drainer:
             await self._after_commit(entry, current)
             return "committed"
         manifest = await self._manifest(entry, store)
-        if manifest is None or not await self._all_parts(manifest, entry, store):
+        if manifest is None:
+            return await self._if_part_is_gone(entry, store)
+        if not await self._all_parts(manifest, entry, store):
             return None
         try:
             await commit.commit_shared(store, entry.location, manifest)
@@ -219,12 +250,37 @@ class Drainer:
         await self._after_commit(entry, manifest)
         return "committed"
 
+    async def _if_part_is_gone(self, entry: Entry, store: Store) -> str | None:
+        """Our part record is removed by the commit of our attempt, or by one that replaced it: tell which."""
+        try:
+            await store.head(part(entry.token))
+        except ObjectNotFoundError:
+            # The manifest was put before the part was removed, so reading it now, after, cannot miss it.
+            current = await commit.read_shared_manifest(store)
+            if current is None:
+                return None
+            if not _is_commit_of(current, entry):
+                return "superseded"
+            await self._after_commit(entry, current)
+            return "committed"
+        return None
+
+    def _was_seen_committed(self, entry: Entry) -> bool:
+        """True when another mover of this node has committed this entry's checkpoint: no request is needed to know."""
+        directory = self.directory(entry.location)
+        local = commit.read_local_manifest(directory)
+        return local is not None and _is_commit_of(local, entry) and commit.is_drained(directory, local.attempt)
+
     async def _manifest(self, entry: Entry, store: Store) -> Manifest | None:
         """The manifest of the whole checkpoint this entry belongs to, None while nobody can know it."""
         if entry.is_fragment:
             return await self._merged(entry, store)
         if entry.manifest is not None:
             return entry.manifest
+        return await self._pending_manifest(entry, store)
+
+    async def _pending_manifest(self, entry: Entry, store: Store) -> Manifest | None:
+        """The manifest-to-be on the shared tier that names this entry's files, if the coordinator has left one."""
         async for info in store.list(PENDING_DIR):
             try:
                 candidate = manifests.decode(await store.get(info.key), where=info.key)
