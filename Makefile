@@ -1,6 +1,6 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
-.PHONY: help test azurite check lint types layers demo bench bench-digest clean
+.PHONY: help test azurite check lint types layers demo compat-frameworks bench bench-digest clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -44,6 +44,10 @@ check: lint types layers test ## what CI runs: lint, types, layers, tests
 
 demo: $(STAMP) ## train, kill, lose the node, resume from S3, export, prefetch, generate
 	$(BIN)/python examples/demo/run.py
+
+compat-frameworks: $(STAMP) ## install Accelerate and Lightning, kill and resume training drivers built on them
+	$(BIN)/python -m pip install --quiet -c constraints.txt accelerate lightning
+	$(BIN)/python -m pytest tests/compat/test_frameworks.py
 
 bench: $(STAMP) ## print the tables of bench/README.md
 	@for table in bench/*.py; do echo "== $$table"; $(BIN)/python $$table || exit 1; done
