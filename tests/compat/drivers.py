@@ -8,6 +8,7 @@ in full precision. The model has dropout and the data is shuffled, so a resume t
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -93,8 +94,16 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def main(framework: str, run_uri: str, steps: int, log: Path) -> None:
-    torch.manual_seed(0)
     runner = FRAMEWORKS[framework]()
+    run(runner, run_uri, steps, log)
+    del runner
+    gc.collect()  # DDP's reducer must not outlive the group: freeing it last can deadlock on the interpreter lock
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(runner: Framework, run_uri: str, steps: int, log: Path) -> None:
+    torch.manual_seed(0)
     data = TensorDataset(torch.randn(64, 9), torch.randn(64, 1))
     loader = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
     net = nn.Sequential(nn.Linear(9, 17), nn.ReLU(), nn.Dropout(0.3), nn.Linear(17, 1))
@@ -128,8 +137,6 @@ def main(framework: str, run_uri: str, steps: int, log: Path) -> None:
     if pending is not None:
         pending.result()
     note(log, digest=digest(bare, optimizer))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -69,7 +69,7 @@ def start(command: list[str], output: Path, env: Mapping[str, str]) -> subproces
         return subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1", **env},
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
@@ -85,6 +85,7 @@ def finish(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_secon
             if any(process.poll() for process in processes):
                 break
             if time.monotonic() > deadline:
+                dump_stacks(processes)
                 raise AssertionError(f"still running after {timeout_seconds:g} s\n{_output(folder)}")
             time.sleep(0.05)
     finally:
@@ -92,6 +93,14 @@ def finish(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_secon
     codes = [process.returncode for process in processes]
     if any(codes):
         raise AssertionError(f"exit codes by rank: {codes}\n{_output(folder)}")
+
+
+def dump_stacks(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End each with SIGABRT, on which Python prints where every thread stands: a hang must say where it hangs."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGABRT)
+    time.sleep(2)
 
 
 def kill(processes: list[subprocess.Popen[bytes]]) -> None:
