@@ -110,15 +110,7 @@ def test_the_writer_is_what_dcp_expects() -> None:
         assert not kind.validate_checkpoint_id("")
 
 
-NEEDS_PINNED_MEMORY = pytest.mark.xfail(
-    not torch.accelerator.is_available(),
-    raises=RuntimeError,
-    strict=True,
-    reason="DCP pins the cache, as in FileSystemWriter",
-)
-
-
-@pytest.mark.parametrize("cached", [False, pytest.param(True, marks=NEEDS_PINNED_MEMORY)])
+@pytest.mark.parametrize("cached", [False, True])
 def test_a_writer_that_caches_its_staging_saves_each_step(cached: bool, file_uri: str) -> None:
     writer = tierckpt.TierStorageWriter(f"{file_uri}/step-0", cache_staged_state_dict=cached)
     for step in (1, 2, 3):

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed._state_dict_utils import _create_cpu_state_dict
 from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
     _OverlappingCpuLoader,
@@ -239,6 +240,8 @@ class TierStorageWriter(Mount, StorageWriter, BlockingAsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         refuse_meta_tensors(state_dict)
+        if self.cache_staged_state_dict and self.state_dict_cache is None and not torch.cuda.is_available():
+            self.state_dict_cache = _create_cpu_state_dict(state_dict)  # DCP would pin it, which needs a device
         return BlockingAsyncStager.stage(self, state_dict)
 
     # --- one save -----------------------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
         if await read_claim(store) != manifest.attempt:
             # A later save has taken the id over since: its manifest must not be covered by ours.
             raise already_committed(location, "that replaced this one", Tier.SHARED)
-        await store.put(MANIFEST, manifest.encode())
+        await _put_manifest(store, location, manifest, is_first=current is None)
         log.info("committed %s on the shared tier (attempt %s)", location.uri, manifest.attempt)
     if current is not None and current.attempt != manifest.attempt:
         for entry in stale_files(current, manifest):
@@ -244,6 +244,16 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
     await store.delete(pending(manifest.attempt))
     for token in manifest.tokens:
         await store.delete(part(token))
+
+
+async def _put_manifest(store: Store, location: Location, manifest: Manifest, *, is_first: bool) -> None:
+    """Put the manifest; where none stood, only if none stands now: a save that overtook us must not be covered."""
+    try:
+        await store.put(MANIFEST, manifest.encode(), if_absent=is_first)
+    except PreconditionFailedError:
+        standing = await read_shared_manifest(store)
+        if standing is None or standing.attempt != manifest.attempt:
+            raise already_committed(location, standing.attempt if standing else "unknown", Tier.SHARED) from None
 
 
 async def _remove_replaced(store: Store, manifest: Manifest) -> None:
