@@ -35,5 +35,5 @@ def test_waiting_has_a_deadline(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with try_lock(path) as held:
         assert held
-        with pytest.raises(OperationTimeoutError, match="0.1 s"), lock(path, 0.1, "the thing"):
+        with pytest.raises(OperationTimeoutError, match=r"0\.1 s"), lock(path, 0.1, "the thing"):
             pytest.fail("two holders")
