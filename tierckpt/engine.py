@@ -361,9 +361,6 @@ class Engine:
 
     # --- reading -----------------------------------------------------------------------------------------------
 
-    async def get(self, location: Location, key: str) -> bytes:
-        return await self.store(location).get(key)
-
     async def get_range(self, location: Location, key: str, byte_range: ByteRange) -> Buffer:
         return await self.store(location).get_range(key, byte_range)
 

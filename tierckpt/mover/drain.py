@@ -20,7 +20,6 @@ from ..config import Settings
 from ..errors import (
     AlreadyCommittedError,
     CommitAbandonedError,
-    IntegrityError,
     ObjectNotFoundError,
     TierckptError,
 )
@@ -34,7 +33,7 @@ from ..types import Progress, ProgressListener
 from . import commit
 from .journal import READY, Entry, Journal
 from .lock import lock_async
-from .transfer import send
+from .transfer import cause_of, send
 
 log = logger("drain")
 
@@ -203,7 +202,7 @@ class Drainer:
                 for file in entry.files:
                     group.create_task(move(file))
         except BaseExceptionGroup as errors:
-            raise _cause(errors) from None
+            raise cause_of(errors) from None
         if entry.manifest is not None and entry.manifest.tokens <= {entry.token} and not entry.is_fragment:
             return  # one rank wrote everything: nobody to leave a record for
         if entry.is_fragment:
@@ -339,17 +338,3 @@ class Drainer:
 def _is_commit_of(manifest: Manifest, entry: Entry) -> bool:
     """True when ``manifest`` commits ``entry``. A coordinator that wrote no shard knows it by the attempt."""
     return entry.token in manifest.tokens or (entry.manifest is not None and entry.manifest.attempt == manifest.attempt)
-
-
-def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to report of several: damage first, then what cannot be retried, then the rest."""
-    flat = list(_flatten(errors))
-    return next((e for e in flat if isinstance(e, IntegrityError)), None) or next(
-        (e for e in flat if isinstance(e, TierckptError) and not e.retryable), flat[0]
-    )
-
-
-def _flatten(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _flatten(inner)]
-    return [error]

@@ -93,7 +93,7 @@ async def fetch(
             await settled(asyncio.to_thread(_publish, file, temporary, path))
         except BaseException as error:
             temporary.unlink(missing_ok=True)
-            raise _first(error) from None
+            raise cause_of(error) from None
         finally:
             os.close(file)
 
@@ -114,12 +114,19 @@ def corrupt(entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> 
     )
 
 
-def _first(error: BaseException) -> BaseException:
-    """Unwrap a task group's error: the first of ours in it is the cause, the rest were cancelled for it."""
-    while isinstance(error, BaseExceptionGroup):
-        ours = error.subgroup(TierckptError)
-        error = (ours or error).exceptions[0]
-    return error
+def cause_of(error: BaseException) -> BaseException:
+    """The error to report of a task group: damage first, then what no retry mends, then any; itself if single."""
+    flat = _flatten(error)
+    ours = [one for one in flat if isinstance(one, TierckptError)]
+    damage = [one for one in ours if isinstance(one, IntegrityError)]
+    final = [one for one in ours if not one.retryable]
+    return next(iter([*damage, *final, *ours, *flat]))
+
+
+def _flatten(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _flatten(inner)]
+    return [error]
 
 
 def open_file(path: Path) -> int:
