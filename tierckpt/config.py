@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ByteSize, Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from .errors import ConfigError
 
 MiB = 1 << 20
 GiB = 1 << 30
+BLOCK_BYTES = 4096
+
+StagingPolicy: TypeAlias = Literal["wait", "skip", "drop_oldest_unflushed"]
+NumaNode: TypeAlias = Annotated[int, Field(ge=0, lt=1024)]
 
 
 def _default_local_root() -> Path:
@@ -36,8 +46,34 @@ class Settings(BaseSettings):
     shard_size_bytes_max: ByteSize = Field(default=ByteSize(GiB), gt=0)
     """A shard is closed when the next item would pass this. The shard is the unit of retry, so it stays small."""
 
-    chunk_size_bytes: ByteSize = Field(default=ByteSize(8 * MiB), ge=4096)
-    """Bytes covered by one digest, and moved by one request."""
+    chunk_size_bytes: ByteSize = ByteSize(8 * MiB)
+    """Bytes covered by one digest, and moved by one request. A multiple of 4096, so that O_DIRECT can write a chunk."""
+
+    split_replicated: bool = True
+    """Ranks that hold the same bytes write a part of them each. False: one of them writes all. One copy either way."""
+
+    staging_bytes_max: ByteSize | None = Field(default=None, gt=0)
+    """Host memory the arena of one process may take, all slots together. None: what the node has free, and no more."""
+
+    checkpoints_in_flight_max: int = Field(default=2, ge=1)
+    """Checkpoints staged and not yet flushed. Each keeps a slot of the arena until it is on the local tier."""
+
+    staging_policy: StagingPolicy = "wait"
+    """What a save does when no slot is free. ``wait``: block until one is. ``skip``: leave this checkpoint out.
+    ``drop_oldest_unflushed``: give up the oldest one whose flush has not begun. Never: take more memory."""
+
+    staging_timeout_seconds: float = Field(default=600.0, gt=0)
+    """How long a save waits for a slot before it raises."""
+
+    staging_numa_nodes: Annotated[tuple[NumaNode, ...], NoDecode] = ()
+    """NUMA nodes the arena takes memory from, in this order: DRAM first, then a CXL node. In the environment "0,2".
+    Empty: where the kernel puts it."""
+
+    flush_threads_max: int = Field(default=8, ge=1, le=256)
+    """Most threads that write one process's shards. What the disk likes is measured; this only bounds it."""
+
+    flush_nice: int = Field(default=10, ge=0, le=19)
+    """How far the flush steps back from training: the nice value of its threads. 0 is no lower than the trainer."""
 
     concurrency: int = Field(default=4, ge=1, le=256)
     """Files in flight per mover. Each holds a few chunks, so this bounds the mover's memory."""
@@ -64,6 +100,28 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
+
+    @field_validator("chunk_size_bytes")
+    @classmethod
+    def _whole_blocks(cls, value: ByteSize) -> ByteSize:
+        valid = max(1, -(-value // BLOCK_BYTES)) * BLOCK_BYTES
+        if value != valid:
+            raise ValueError(
+                f"{int(value)} is not a positive multiple of {BLOCK_BYTES} (the block of O_DIRECT); the next is {valid}"
+            )
+        return value
+
+    @field_validator("staging_numa_nodes", mode="before")
+    @classmethod
+    def _node_list(cls, value: Any) -> Any:
+        return value.replace(",", " ").split() if isinstance(value, str) else value
+
+    @field_validator("staging_numa_nodes")
+    @classmethod
+    def _each_node_once(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("a node is named twice")
+        return value
 
     @classmethod
     def settings_customise_sources(

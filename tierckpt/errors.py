@@ -17,6 +17,7 @@
     │   ├── UncommittedCheckpointError                exit 4   files are there, the commit is not
     │   ├── AlreadyCommittedError (FileExistsError)            another save owns this id
     │   ├── CommitAbandonedError                               some rank never finished its part
+    │   ├── CheckpointSkippedError                    exit 7   staging is full and the policy says skip
     │   └── StateMismatchError (ValueError)                    the state dict does not fit the checkpoint
     ├── PartialTransferError                          exit 3   some files arrived, some did not: .failures
     └── OperationTimeoutError (TimeoutError)          exit 7   a deadline passed; the message says what was awaited
@@ -124,6 +125,11 @@ class AlreadyCommittedError(CheckpointError, FileExistsError):
 
 class CommitAbandonedError(CheckpointError):
     pass
+
+
+class CheckpointSkippedError(CheckpointError):
+    exit_code = 7
+    retryable = True
 
 
 class StateMismatchError(CheckpointError, ValueError):

@@ -22,12 +22,12 @@ def state_of(rank: int, value: float) -> dict[str, Any]:
 
 def _fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
-        import tierckpt.dcp.shard as shard
+        from tierckpt.mover import flush
 
         def full(*_: Any, **__: Any) -> None:
             raise CapacityError("no room (seeded)", tier="local")
 
-        shard.ShardWriter.finish = full  # type: ignore[method-assign,assignment]
+        flush._File.finish = full  # type: ignore[method-assign,assignment]
 
 
 def dcp_save_with_a_failing_rank(uri: str, failing: int) -> dict[str, Any]:
@@ -74,12 +74,12 @@ def checkpointer_with_a_killed_rank(uri: str, killed: int, results: str) -> None
     checkpointer.save(1, state_of(rank, 1.0))
     checkpointer.wait()
     if rank == killed:
-        import tierckpt.dcp.shard as shard
+        from tierckpt.mover import flush
 
         def die(*_: Any, **__: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        shard.ShardWriter.finish = die  # type: ignore[method-assign,assignment]
+        flush._File.finish = die  # type: ignore[method-assign,assignment]
     begun = time.monotonic()
     checkpointer.save(2, state_of(rank, 2.0))
     try:

@@ -341,19 +341,19 @@ def test_options_that_cannot_work_are_refused(options: dict[str, object], file_u
 
 def test_an_error_in_any_writing_thread_fails_the_save(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock DCP loses it: with several threads it returns as if all was well."""
-    from tierckpt.dcp.shard import ShardWriter
+    from tierckpt.mover.flush import _File
 
-    real, calls = ShardWriter.finish, []
+    real, calls = _File.finish, []
 
-    def failing(self: ShardWriter, *, durable: bool) -> object:
+    def failing(self: _File, durable: bool) -> None:
         calls.append(self)
         if len(calls) == 3:
             raise CapacityError("no room (seeded)", tier="local")
-        return real(self, durable=durable)
+        real(self, durable)
 
-    monkeypatch.setattr(ShardWriter, "finish", failing)
+    monkeypatch.setattr(_File, "finish", failing)
     with pytest.raises(CapacityError):
-        save(f"{file_uri}/step-1", {f"w{index}": torch.ones(100) for index in range(4)}, thread_count=4)
+        save(f"{file_uri}/step-1", {f"w{index}": torch.ones(100) for index in range(4)}, shard_size_bytes_max=512)
     assert len(calls) >= 3
     assert tierckpt.latest(file_uri) is None
 

@@ -137,7 +137,7 @@ def test_of_saves_that_race_for_one_id_exactly_one_wins(node: str, shared_uri: s
 
 SAVER = (
     "import sys, torch, torch.distributed.checkpoint as dcp, tierckpt, os, signal\n"
-    "import tierckpt.dcp.shard as shard, tierckpt.mover.commit as commit, tierckpt.dcp.writer as writer\n"
+    "import tierckpt.mover.flush as flush, tierckpt.mover.commit as commit, tierckpt.dcp.writer as writer\n"
     "uri, point = sys.argv[1:]\n"
     "def die(*a, **k): os.kill(os.getpid(), signal.SIGKILL)\n"
     "def after(real):\n"
@@ -146,7 +146,7 @@ SAVER = (
     "    return call\n"
     "points = {\n"
     "  'before shards': lambda: setattr(writer.TierStorageWriter, '_write_shards', die),\n"
-    "  'in a shard': lambda: setattr(shard.ShardWriter, '_flush_chunk', die),\n"
+    "  'in a shard': lambda: setattr(flush._File, 'write', die),\n"
     "  'before the commit': lambda: setattr(commit, 'commit_local', die),\n"
     "  'between metadata and manifest': lambda: setattr(commit, '_publish', half),\n"
     "  'after the commit': lambda: setattr(commit, 'commit_local', after(commit.commit_local)),\n"

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from blake3 import blake3
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,6 +97,7 @@ def test_impossible_sizes_are_refused(size: object) -> None:  # M1
         ("chunk_size_bytes", "8"),
         ("world_size", 0),
         ("attempt", "../x"),
+        ("attempt", "a1\n"),
         ("attempt", 5),
         ("replaces", ["a/b"]),
         ("replaces", None),
@@ -129,6 +130,23 @@ def test_missing_digests_are_refused() -> None:
         manifests.decode(resealed(lambda body: body["files"][0]["digests"].pop()))
 
 
+@pytest.mark.parametrize(
+    "digest", ["", "0" * 31, "0" * 33, "0" * 64, "A" * 32, "g" * 32, "0" * 32 + "\n", "0x" + "0" * 30, 0, None]
+)
+def test_what_is_no_digest_is_refused(digest: object) -> None:  # M1
+    with pytest.raises(ManifestError, match="digest"):
+        manifests.decode(resealed(lambda body: body["files"][0]["digests"].__setitem__(0, digest)))
+
+
+def test_a_manifest_with_another_digest_is_refused_by_name() -> None:
+    """Sealed with that other algorithm, so the name must be read before the digest is."""
+    body = {**json.loads(checkpoint().encode()), "digest": "blake3", "self_digest": "0" * 64}
+    with pytest.raises(ManifestError, match=r"version 1 with digest 'blake3' .* digest 'xxh3-128'") as caught:
+        manifests.decode(json.dumps(body).encode(), where="s3://b/run/step-1")
+    assert "s3://b/run/step-1" in str(caught.value)
+    assert "release that wrote it" in (caught.value.hint or "")
+
+
 def test_deep_nesting_is_refused_not_a_crash() -> None:
     with pytest.raises(ManifestError):
         manifests.decode(b"[" * 200_000)
@@ -140,13 +158,27 @@ def test_noise_is_refused(data: bytes) -> None:
         manifests.decode(data)
 
 
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", "99aa06d3014798d86001c324468d497f"),
+        (bytes(range(256)) * 16, "03916578969f7a66eb4b7c3707879151"),
+        (bytes(range(256)) * 4097, "3898db5d5b4a87468b544a01c6d30e1c"),
+    ],
+)
+def test_the_digest_is_xxh3_128_of_seed_0_in_canonical_form(data: bytes, expected: str) -> None:
+    """Fixed values: a manifest written today must still be believed after any change of library or machine."""
+    assert digest_of(data) == digest_of(memoryview(data)) == digest_of(bytearray(data)) == expected
+    assert expected == f"{xxhash.xxh3_128_intdigest(data, seed=0):032x}"
+
+
 @given(st.lists(st.binary(max_size=9000), max_size=12))
 def test_a_stream_has_the_digests_of_its_chunks_however_it_is_cut(pieces: list[bytes]) -> None:
     whole = b"".join(pieces)
     digester = Digester(CHUNK)
     for piece in pieces:
         digester.update(piece)
-    expected = tuple(blake3(whole[start : start + CHUNK]).hexdigest() for start in range(0, len(whole), CHUNK))
+    expected = tuple(xxhash.xxh3_128_hexdigest(whole[start : start + CHUNK]) for start in range(0, len(whole), CHUNK))
     assert digester.finish() == expected
     assert digester.size_bytes == len(whole)
 

@@ -133,11 +133,69 @@ def test_settings_come_from_arguments_then_environment_then_file(
 
 
 @pytest.mark.parametrize(
-    "bad", [{"concurrency": 0}, {"chunk_size_bytes": "much"}, {"colour": "red"}, {"drain": "perhaps"}]
+    "bad",
+    [
+        {"concurrency": 0},
+        {"chunk_size_bytes": "much"},
+        {"colour": "red"},
+        {"drain": "perhaps"},
+        {"staging_bytes_max": 0},
+        {"checkpoints_in_flight_max": 0},
+        {"staging_policy": "grow"},
+        {"staging_timeout_seconds": 0},
+        {"staging_numa_nodes": "0,zero"},
+        {"staging_numa_nodes": [-1]},
+        {"staging_numa_nodes": (2, 2)},
+        {"flush_threads_max": 0},
+        {"flush_nice": 20},
+        {"flush_nice": -1},
+    ],
 )
 def test_settings_that_cannot_work_are_named(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         Settings.load(**bad)
+
+
+@pytest.mark.parametrize(("size", "next_valid"), [("10KB", 12288), (4097, 8192), (8191, 8192), (1, 4096), (0, 4096)])
+def test_a_chunk_that_o_direct_cannot_write_is_refused_and_the_next_size_named(size: object, next_valid: int) -> None:
+    with pytest.raises(ConfigError, match=rf"chunk_size_bytes: .*multiple of 4096.*{next_valid}\. "):
+        Settings.load(chunk_size_bytes=size)
+    assert Settings.load(chunk_size_bytes=next_valid).chunk_size_bytes == next_valid
+
+
+@pytest.mark.parametrize(("text", "nodes"), [("0,2", (0, 2)), (" 2, 0 ", (2, 0)), ("1", (1,)), ("", ())])
+def test_numa_nodes_keep_their_order_however_they_are_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, nodes: tuple[int, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Settings.load(staging_numa_nodes=list(nodes)).staging_numa_nodes == nodes
+    Path("tierckpt.toml").write_text(f"staging_numa_nodes = {list(nodes)}\n")
+    assert Settings.load().staging_numa_nodes == nodes
+    monkeypatch.setenv("TIERCKPT_STAGING_NUMA_NODES", text)
+    assert Settings.load().staging_numa_nodes == nodes
+    assert Settings.load(Settings.load(), drain=False).staging_numa_nodes == nodes
+
+
+def test_staging_and_flush_settings_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "STAGING_BYTES_MAX": "6GiB",
+        "CHECKPOINTS_IN_FLIGHT_MAX": "3",
+        "STAGING_POLICY": "drop_oldest_unflushed",
+        "STAGING_TIMEOUT_SECONDS": "1.5",
+        "FLUSH_THREADS_MAX": "2",
+        "FLUSH_NICE": "0",
+        "SPLIT_REPLICATED": "false",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(f"TIERCKPT_{name}", value)
+    expected = (6 << 30, 3, "drop_oldest_unflushed", 1.5, 2, 0, False)
+    settings = Settings.load()
+    assert tuple(getattr(settings, name.lower()) for name in given) == expected
+
+
+def test_every_setting_is_in_the_readme() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert [name for name in Settings.model_fields if f"| `{name}` |" not in readme] == []
 
 
 def test_a_process_without_torch_ends_in_order() -> None:

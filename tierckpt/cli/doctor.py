@@ -18,6 +18,7 @@ from typing import Annotated
 
 import typer
 
+from ..arena import pages
 from ..config import GiB, Settings
 from ..engine import Engine
 from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError, TierckptError
@@ -37,7 +38,6 @@ FSYNC_SECONDS_WARN = 0.1
 FSYNC_ROUNDS = 5
 BLOCK_BYTES = 4096
 NOT_NODE_LOCAL = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs")
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 OptionalUri = Annotated[
     str | None, typer.Argument(metavar="[URI]", help="Also test this place: a small object is put, read and removed.")
@@ -173,17 +173,11 @@ def _journal(settings: Settings) -> Check:
 
 
 def _huge_pages() -> Iterator[Check]:
-    for name in ("enabled", "shmem_enabled"):
-        try:
-            words = (HUGE_PAGES / name).read_text().split()
-        except OSError:
-            yield Check(f"huge pages ({name})", OK, "not known to this kernel")
-            continue
-        chosen = next((word.strip("[]") for word in words if word.startswith("[")), "unknown")
-        slow = name == "enabled" and chosen == "never"
-        yield Check(
-            f"huge pages ({name})", WARN if slow else OK, f"{chosen}: O_DIRECT is slower without" if slow else chosen
-        )
+    found = pages.advice()
+    if not found:
+        yield Check("huge pages", OK, "for private and for shared staging memory")
+    for sentence in found:
+        yield Check("huge pages", WARN, sentence)
 
 
 # --- shared storage ---------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class ShardWriter(io.RawIOBase):
     O_DIRECT where the file system takes it (a fifth of the CPU of buffered writes), buffered with a log line where not.
     After an error the file is useless and the caller removes it; an fsync that failed is never tried again.
 
-    Cost: one copy into the buffer, one pass of BLAKE3; memory: one chunk.
+    Cost: one copy into the buffer, one pass of the digest; memory: one chunk.
     """
 
     def __init__(self, path: Path, chunk_size_bytes: int) -> None:

@@ -1,32 +1,296 @@
-"""TierStager: staging buffers that are kept and reused, for ``dcp.async_save(async_stager=...)``."""
+"""TierStager: one copy of a state dict, device to arena, straight into the layout that the files will have.
+
+In ``lazy`` mode not even that copy is waited for: it overlaps the next forward and backward pass, and the optimizer's
+step waits only if it is not done (DataStates-LLM, HPDC'24). What may change before that step is copied at once: every
+tensor that is neither a parameter nor a state of the optimizers given.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from .writer import refuse_meta_tensors
+from ..arena.memory import Memory
+from ..arena.pinning import pin
+from ..arena.slots import Lease, arena_for
+from ..config import Settings
+from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError
+from ..telemetry import logger
+from . import image, wire
+from .copying import Copies
+
+log = logger("stage")
+
+Mode = Literal["eager", "lazy"]
+Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 
 
-class TierStager(DefaultStager):
-    """Copies a state dict to host memory it owns, once, and reuses that memory for the next save.
+class TierStager:
+    """An ``AsyncStager``: copies a state dict to staging memory that is used again for the next checkpoint.
 
-    ``stage`` returns when the copy is complete: training may change the tensors at once. The copy lives until the next
-    ``stage``, so finish writing one save before staging the next. Pinned where there is CUDA.
+    ``stage`` returns when the copy is complete: training may change the tensors at once. With ``mode="lazy"`` it
+    returns at once, and a step of any of ``optimizers`` waits for what is not copied yet. The copy is valid until it
+    has been saved, or until nothing refers to it.
+
+    Args:
+        mode: "eager" or "lazy".
+        optimizers: for lazy mode. Their parameters and state are what changes in ``step`` and only there; all else in
+            the state dict is copied before ``stage`` returns.
+        shared: staging memory that another process can map, for ``AsyncCheckpointerType.PROCESS``.
+        settings: a ``Settings``; ``overrides`` are single fields of it (``checkpoints_in_flight_max=3``).
+
+    Raises (from ``stage``):
+        StateMismatchError: a tensor on the meta device. CapacityError: staging memory cannot be had, or is full under
+        the policy "skip". OperationTimeoutError: all of it is in use (policy "wait").
 
     Cost: one copy of the state; the first call also pays for the memory. Not thread-safe.
     """
 
-    def __init__(self) -> None:
-        cuda = torch.cuda.is_available()
-        super().__init__(
-            StagingOptions(
-                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-            )
-        )
+    _synchronize_after_execute = False
 
-    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    def __init__(
+        self,
+        *,
+        mode: Mode = "eager",
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        shared: bool = False,
+        settings: Settings | None = None,
+        **overrides: Any,
+    ) -> None:
+        if mode not in ("eager", "lazy"):
+            raise ConfigError(f"mode is {mode!r}", hint='Write "eager" or "lazy"')
+        self.settings = Settings.load(settings, **overrides)
+        self.mode: Mode = mode
+        self._shared = shared
+        self._optimizers = tuple(optimizers)
+        if mode == "lazy" and not self._optimizers:
+            raise ConfigError(
+                "lazy staging needs optimizers=[...]: their step is what has to wait for the copies",
+                hint='TierStager(mode="lazy", optimizers=[optimizer])',
+            )
+        self._fences = [optimizer.register_step_pre_hook(self._wait_before_step) for optimizer in self._optimizers]
+        self._pending: Copies | None = None
+
+    # --- contract of AsyncStager --------------------------------------------------------------------------------
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any], **_: Any) -> Any:
+        """Return the staged state dict; in lazy mode a Future of it that is done when the copies are."""
         refuse_meta_tensors(state_dict)
-        return super().stage(state_dict, **kwargs)  # type: ignore[return-value]
+        self.synchronize_staging()
+        staged, copies = self._stage(state_dict)
+        if self.mode == "eager":
+            copies.run()
+            return staged
+        may_wait = self._changed_by_step()
+        copies.run_now(lambda tensor: _storage_id(tensor) not in may_wait)
+        self._pending = copies
+        future: Future[Any] = Future()
+        copies.run_in_background(lambda error: _settle(future, staged, error))
+        return future
+
+    def synchronize_staging(self) -> None:
+        """Return when the copies of the last ``stage`` are done. Raises what went wrong with them."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.wait(self.settings.staging_timeout_seconds)
+
+    def close(self) -> None:
+        """Wait for copies under way and let go of the optimizers. The memory stays with the process's arena."""
+        self.synchronize_staging()
+        for fence in self._fences:
+            fence.remove()
+        self._fences.clear()
+
+    def _wait_before_step(self, *_: Any) -> None:
+        self.synchronize_staging()
+
+    def _changed_by_step(self) -> set[int]:
+        """Storages that change in an optimizer's step and nowhere else."""
+        found = set()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                found |= {_storage_id(parameter) for parameter in group["params"]}
+            for state in optimizer.state.values():
+                found |= {_storage_id(value) for value in state.values() if isinstance(value, torch.Tensor)}
+        return found
+
+    # --- staging ------------------------------------------------------------------------------------------------
+
+    def _stage(self, state_dict: dict[str, Any]) -> tuple[Any, Copies]:
+        walk = _Walk()
+        rebuild = walk.visit(state_dict)
+        frames = [wire.frame(leaf.dtype, tuple(leaf.shape)) for leaf in walk.leaves]
+        shards = image.arrange(
+            frames,
+            shard_bytes_max=self.settings.shard_size_bytes_max,
+            unit=image.unit_bytes(self.settings.chunk_size_bytes),
+        )
+        offsets, size_bytes = _in_arena(frames, shards)
+        targets = self._targets(walk.leaves, offsets, size_bytes)
+        return rebuild(targets), Copies(targets, walk.leaves)
+
+    def _targets(self, leaves: Sequence[torch.Tensor], offsets: Sequence[int], size_bytes: int) -> list[torch.Tensor]:
+        if not size_bytes:
+            return [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves]
+        lease = self._lease(size_bytes)
+        pin(lease.memory)
+        base = _base(lease, size_bytes)
+        by_dtype: dict[torch.dtype, torch.Tensor] = {}
+        targets = []
+        for leaf, offset in zip(leaves, offsets, strict=True):
+            dtype = leaf.dtype
+            typed = by_dtype.get(dtype)
+            if typed is None:
+                typed = by_dtype[dtype] = base[: size_bytes - size_bytes % dtype.itemsize].view(dtype)
+            strides = leaf.stride() if leaf.is_contiguous() else _contiguous_strides(leaf.shape)
+            targets.append(typed.as_strided(leaf.shape, strides, offset // dtype.itemsize))
+        return targets
+
+    def _lease(self, size_bytes: int) -> Lease:
+        lease = arena_for(self.settings, shared=self._shared).lease(size_bytes)
+        if lease is None:
+            raise CheckpointSkippedError(
+                "every staging slot is still taken by a checkpoint that is being written",
+                hint="Expected now and then with the staging_policy 'skip'; nothing was staged, training goes on",
+            )
+        return lease
+
+
+class _Walk:
+    """Takes a state dict apart into the tensors to copy, and knows how to put it together around their copies."""
+
+    def __init__(self) -> None:
+        self.leaves: list[torch.Tensor] = []
+        self._others = StateDictStager()
+
+    def visit(self, value: Any) -> Rebuild:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if kind in (dict, OrderedDict):
+            parts = [(key, self.visit(item)) for key, item in value.items()]
+            return lambda targets: kind((key, part(targets)) for key, part in parts)
+        if kind in (list, tuple):
+            items = [self.visit(item) for item in value]
+            return lambda targets: kind(item(targets) for item in items)
+        if kind not in (int, float, str, bool, bytes, type(None)):
+            value = self._copied(value)
+        return lambda targets: value
+
+    def _tensor(self, value: torch.Tensor) -> Rebuild:
+        plain = value.detach() if isinstance(value, torch.nn.Parameter) or type(value) is torch.Tensor else value
+        if isinstance(plain, DTensor) and wire.is_plain(plain.to_local().detach()):
+            local = plain.to_local().detach()
+            index = self._leaf(local)
+            return lambda targets: _distributed(targets[index], plain)
+        if not wire.is_plain(plain):
+            copied = self._copied(value)
+            return lambda targets: copied
+        index = self._leaf(plain)
+        return lambda targets: targets[index]
+
+    def _leaf(self, tensor: torch.Tensor) -> int:
+        self.leaves.append(tensor)
+        return len(self.leaves) - 1
+
+    def _copied(self, value: Any) -> Any:
+        """Anything else: a copy in ordinary memory, tensors inside it moved to the CPU."""
+        return self._others.stage({"": value})[""]
+
+
+def _distributed(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor around staged memory.
+
+    Made around an empty tensor first: a wrapper over one with a storage offset claims memory that its own storage does
+    not have, and crashes the process that unpickles it.
+    """
+    made = cast(Any, DTensor)(torch.empty(local.shape, dtype=local.dtype), like._spec, requires_grad=False)
+    made._local_tensor = local
+    return cast(DTensor, made)
+
+
+def _in_arena(frames: Sequence[wire.Frame], shards: Sequence[Sequence[image.Placed]]) -> tuple[list[int], int]:
+    """Where each frame's data goes in one piece of memory that holds the images of all shards, and the size of that."""
+    offsets = [0] * len(frames)
+    start = 0
+    for shard in shards:
+        end = start
+        for index, offset in shard:
+            offsets[index] = start + offset + len(frames[index].head)
+            end = start + offset + frames[index].total_bytes
+        start = -(-end // image.BLOCK_BYTES) * image.BLOCK_BYTES
+    return offsets, start
+
+
+def _base(lease: Lease, size_bytes: int) -> torch.Tensor:
+    """The leased memory as one tensor of bytes; the lease is free again when no view of it is left."""
+    if lease.memory.fd is None:
+        base = torch.frombuffer(lease.memory.view[:size_bytes], dtype=torch.uint8)
+        storage: Any = StorageWeakRef(base.untyped_storage())  # type: ignore[no-untyped-call]
+        lease.in_use = lambda: not storage.expired()
+        lease.storage = base.untyped_storage()._cdata
+        return base
+    # Another process can map only a storage that torch made of the descriptor. It maps the memory once more, so it is
+    # kept as long as the memory, and the views of this lease are counted instead.
+    shared = _shared_storages.get(lease.memory)
+    if shared is None:
+        shared = cast(Any, torch.UntypedStorage)._new_shared_fd_cpu(os.dup(lease.memory.fd), lease.memory.size_bytes)
+        _shared_storages[lease.memory] = shared
+    base = torch.empty(0, dtype=torch.uint8).set_(shared)[:size_bytes]
+    unused = torch._C._storage_Use_Count(shared._cdata)
+    lease.in_use = lambda: torch._C._storage_Use_Count(shared._cdata) > unused
+    return base
+
+
+_shared_storages: WeakKeyDictionary[Memory, torch.UntypedStorage] = WeakKeyDictionary()
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _settle(future: Future[Any], value: Any, error: BaseException | None) -> None:
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)
+
+
+def refuse_meta_tensors(state_dict: dict[str, Any], prefix: str = "") -> None:
+    """Raise StateMismatchError for the first tensor on the meta device: it has no bytes to save."""
+    for key, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise meta_tensor(f"{prefix}{key}")
+        if isinstance(value, dict):
+            refuse_meta_tensors(value, f"{prefix}{key}.")
+
+
+def meta_tensor(name: str) -> StateMismatchError:
+    return StateMismatchError(
+        f"{name} is on the meta device and has no bytes to save",
+        hint="Materialise the module first (to_empty and initialise, or load a checkpoint)",
+        tensor=name,
+    )

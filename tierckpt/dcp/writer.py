@@ -18,42 +18,40 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed._state_dict_utils import _create_cpu_state_dict
 from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
-    _OverlappingCpuLoader,
-    _SerialCpuLoader,
-    _split_by_size_and_type,
     _StorageInfo,
     _StoragePrefix,
     _StorageWriterTransforms,
-    _write_item,
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ..arena.slots import Lease, bounce_for
 from ..config import Settings
-from ..errors import CheckpointError, ConfigError, OperationTimeoutError, StateMismatchError, TierckptError
+from ..errors import CheckpointError, ConfigError, OperationTimeoutError, TierckptError
 from ..layout import METADATA, SHARD_SUFFIX, Location, attempt_metadata, local_dir, rank_metadata, shard_name
 from ..manifest import FileEntry, Manifest, chunk_count, digest_of
 from ..mover import commit, retention
 from ..mover.disk import check_local_root
+from ..mover.flush import Flushed, Shard, flush, round_up, segment_bytes
 from ..mover.journal import READY, WRITING, Entry, Journal
+from ..mover.tuner import tuner_for
 from ..stores.local import fsync_dir, make_dirs
 from ..telemetry import logger
+from . import records, split
 from .mount import Mount
-from .shard import ShardWriter
+from .records import ShardPlan
+from .stager import TierStager
+from .streamed import write_streamed
 
 log = logger("save")
 
@@ -68,6 +66,8 @@ class TierWriteResult(WriteResult):
     """DCP's result for one item; the first of each rank also carries that rank's shards to the coordinator."""
 
     files: tuple[FileEntry, ...] = ()
+    parts: tuple[split.Part, ...] = ()
+    """Which of the items are parts of what other ranks hold too; the metadata must name them."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class _Save:
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
-class TierStorageWriter(Mount, StorageWriter, BlockingAsyncStager):
+class TierStorageWriter(Mount, StorageWriter):
     """Saves DCP checkpoints to node-local SSD and drains them to ``uri`` in the background.
 
     When ``dcp.save`` returns the checkpoint is committed on the local tier: files and directories are fsynced, digests
@@ -92,9 +92,8 @@ class TierStorageWriter(Mount, StorageWriter, BlockingAsyncStager):
         settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``, ``drain=False``).
         single_file_per_rank: False writes one shard per item.
         sync_files: False skips fsync of shards: faster, and a power cut may lose the checkpoint on the local tier.
-        thread_count: threads writing shards; an error in any of them fails the save.
-        per_thread_copy_ahead: bytes copied from the device ahead of writing (one thread only, as in DCP).
-        cache_staged_state_dict: keep the staging buffers of ``async_save`` for the next save.
+        thread_count, per_thread_copy_ahead, cache_staged_state_dict: taken because DCP's writer takes them; threads
+            are chosen by measurement (``flush_threads_max`` bounds them), and staging memory is always kept.
         overwrite: False refuses an id that holds a checkpoint already.
         serialization_format: only TORCH_SAVE; for safetensors use ``tierckpt export``.
 
@@ -118,7 +117,6 @@ class TierStorageWriter(Mount, StorageWriter, BlockingAsyncStager):
         settings: Settings | None = None,
         **overrides: Any,
     ) -> None:
-        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         if serialization_format != SerializationFormat.TORCH_SAVE:
             raise ConfigError(
                 "serialization_format must be TORCH_SAVE: DCP's own reader cannot load a safetensors checkpoint",
@@ -131,6 +129,7 @@ class TierStorageWriter(Mount, StorageWriter, BlockingAsyncStager):
         self.sync_files = sync_files
         self.thread_count = thread_count
         self.per_thread_copy_ahead = per_thread_copy_ahead
+        self.cache_staged_state_dict = cache_staged_state_dict
         self.overwrite = overwrite
         self.transforms = _StorageWriterTransforms(_extensions)
         self.save_id = str(uuid.uuid4())
@@ -141,6 +140,7 @@ class TierStorageWriter(Mount, StorageWriter, BlockingAsyncStager):
         self._save: _Save | None = None
         self._holds_back = False
         self._busy = threading.Lock()
+        self._stager: TierStager | None = None
         self._point_to(uri if uri is not None else path)
 
     # --- contract of StorageWriter ------------------------------------------------------------------------------
@@ -170,13 +170,15 @@ class TierStorageWriter(Mount, StorageWriter, BlockingAsyncStager):
             location, overwrite = self.location, self.overwrite
             self._replaces = self._client.run(lambda e: e.attempts_to_replace(location, overwrite=overwrite))
         if not self.use_collectives:
-            plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
+            return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
+        if self.settings.split_replicated and _world_size() > 1:
+            return split.put_aside(plan)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return [
             dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_")) if plan.storage_data is None else plan
-            for rank, plan in enumerate(plans)
+            for rank, plan in enumerate(split.share_out(plans))
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -198,8 +200,9 @@ class TierStorageWriter(Mount, StorageWriter, BlockingAsyncStager):
         if not self.is_coordinator and not self._holds_back:
             self._hand_over(save)
         if results:
+            parts = tuple(item.part for item in plan.items if isinstance(item, split.PartItem))
             first = results[0]
-            results[0] = TierWriteResult(first.index, first.size_in_bytes, first.storage_data, files)
+            results[0] = TierWriteResult(first.index, first.size_in_bytes, first.storage_data, files, parts)
         future.set_result(results)
         return future
 
@@ -238,11 +241,23 @@ class TierStorageWriter(Mount, StorageWriter, BlockingAsyncStager):
 
     # --- staging ------------------------------------------------------------------------------------------------
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        refuse_meta_tensors(state_dict)
-        if self.cache_staged_state_dict and self.state_dict_cache is None and not torch.cuda.is_available():
-            self.state_dict_cache = _create_cpu_state_dict(state_dict)  # DCP would pin it, which needs a device
-        return BlockingAsyncStager.stage(self, state_dict)
+    _synchronize_after_execute = False
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        """Copy ``state_dict`` to the process's arena, as ``TierStager`` does: ``dcp.async_save`` calls this."""
+        if self._stager is None:
+            self._stager = TierStager(settings=self.settings)
+        return self._stager.stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: ``stage`` returns when the copy is complete."""
+
+    def close(self) -> None:
+        """Nothing to release: staging memory belongs to the process."""
 
     # --- one save -----------------------------------------------------------------------------------------------
 
@@ -261,84 +276,65 @@ class TierStorageWriter(Mount, StorageWriter, BlockingAsyncStager):
         self, plan: SavePlan, planner: SavePlanner, save: _Save
     ) -> tuple[list[WriteResult], tuple[FileEntry, ...]]:
         prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{self.rank}_"
-        retention.make_room(self.settings.local_root, sum(map(_item_bytes, plan.items)), save.directory)
-        jobs = [
-            (save.directory / shard_name(prefix, index, save.entry.token), items)
-            for index, items in enumerate(self._split(plan.items))
+        items, streamed = (plan.items, []) if not self.transforms.extensions else ([], list(plan.items))
+        sources = records.resolve(items, planner)
+        streamed += sources.others
+        with _held(sources.leases):
+            plans = records.lay_out(
+                sources,
+                shard_bytes_max=self.settings.shard_size_bytes_max,
+                chunk_size_bytes=self.settings.chunk_size_bytes,
+                one_file=self.single_file_per_rank,
+            )
+            shards = [
+                Shard(save.directory / shard_name(prefix, index, save.entry.token), shard.records, shard.image)
+                for index, shard in enumerate(plans)
+            ]
+            size_bytes = sum(shard.size_bytes for shard in shards) + sum(map(_item_bytes, streamed))
+            retention.make_room(self.settings.local_root, size_bytes, save.directory)
+            flushed = self._flush(shards, save)
+        results = [
+            result for shard, file in zip(plans, shards, strict=True) for result in _results(shard, file.path.name)
         ]
-        if len(jobs) > 1 and self.thread_count > 1:
-            with ThreadPoolExecutor(self.thread_count, thread_name_prefix="tierckpt-flush") as pool:
-                futures = [
-                    pool.submit(self._write_shard, shard, items, planner, save.entry.token) for shard, items in jobs
-                ]
-                done = [future.result() for future in futures]  # the error of any thread is the error of the save
-        else:
-            done = [self._write_shard(shard, items, planner, save.entry.token) for shard, items in jobs]
+        if streamed:
+            path = save.directory / shard_name(prefix, len(shards), save.entry.token)
+            more, file = write_streamed(
+                self.transforms, path, streamed, planner, self.settings, durable=self.sync_files
+            )
+            results, flushed = results + more, [*flushed, file]
         if self.sync_files:
             fsync_dir(save.directory)
-        return [result for results, _ in done for result in results], tuple(entry for _, entry in done)
+        token = save.entry.token
+        return results, tuple(FileEntry(f.path.name, f.size_bytes, f.digests, self.rank, token) for f in flushed)
 
-    def _split(self, items: list[WriteItem]) -> list[list[WriteItem]]:
-        """Items of each shard: by thread as DCP does, then cut where a shard would pass its cap."""
-        if not self.single_file_per_rank:
-            return [[item] for item in items]
-        shards: list[list[WriteItem]] = []
-        for bucket in _split_by_size_and_type(self.thread_count, list(items)):
-            size_bytes = 0
-            shard: list[WriteItem] = []
-            for item in bucket:
-                if shard and size_bytes + _item_bytes(item) > self.settings.shard_size_bytes_max:
-                    shards.append(shard)
-                    size_bytes, shard = 0, []
-                shard.append(item)
-                size_bytes += _item_bytes(item)
-            if shard:
-                shards.append(shard)
-        return shards
-
-    def _write_shard(
-        self, path: Path, items: list[WriteItem], planner: SavePlanner, token: str
-    ) -> tuple[list[WriteResult], FileEntry]:
-        with ShardWriter(path, int(self.settings.chunk_size_bytes)) as stream:
-            try:
-                results = self._write_items(stream, items, planner)
-                return results, stream.entry(self.rank, token, durable=self.sync_files)
-            except BaseException as error:
-                if stream.error is not None and stream.error is not error:
-                    raise stream.error from error
-                raise
-
-    def _write_items(self, stream: ShardWriter, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        results = []
-        loader = self._loader(planner)
-        for item in items:
-            if item.type == WriteItemType.BYTE_IO:
-                results.append(self._write_item(stream, planner.resolve_data(item), item))
-            else:
-                loader.add(_item_bytes(item), item)
-        loader.start_loading()
-        results += [self._write_item(stream, tensor, item) for tensor, item in loader.values()]
-        return results
-
-    def _write_item(self, stream: ShardWriter, data: Any, item: Any) -> WriteResult:
-        return _write_item(self.transforms, stream, data, item, stream.path.name, SerializationFormat.TORCH_SAVE)
-
-    def _loader(self, planner: SavePlanner) -> Any:
-        def resolve(item: WriteItem) -> torch.Tensor:
-            tensor = cast(torch.Tensor, planner.resolve_data(item))
-            if tensor.is_meta:
-                raise _meta_tensor(item.index.fqn)
-            return tensor
-
-        if self.thread_count == 1 and self.per_thread_copy_ahead > 0 and torch.cuda.is_available():
-            return _OverlappingCpuLoader(resolve, inflight_threshhold=self.per_thread_copy_ahead)
-        return _SerialCpuLoader(resolve)
+    def _flush(self, shards: list[Shard], save: _Save) -> list[Flushed]:
+        """Write the shards with what threads the disk likes, and note how fast it was."""
+        settings, size_bytes = self.settings, sum(shard.size_bytes for shard in shards)
+        if not shards:
+            return []
+        tuner = tuner_for(save.directory, settings.flush_threads_max)
+        shape = tuner.choose(size_bytes)
+        segment = segment_bytes(settings.chunk_size_bytes, shape.size_bytes)
+        slot_bytes = min(segment, round_up(max(max(shard.size_bytes for shard in shards), 1)))
+        timeout = settings.commit_timeout_seconds
+        with bounce_for(settings).take(shape.threads, slot_bytes, timeout) as slots:
+            begun = time.monotonic()
+            flushed = flush(
+                shards,
+                slots=slots,
+                shape=shape,
+                chunk_size_bytes=settings.chunk_size_bytes,
+                durable=self.sync_files,
+                nice=0 if threading.current_thread() is threading.main_thread() else settings.flush_nice,
+                timeout_seconds=timeout,
+            )
+            tuner.learn(shape, size_bytes, time.monotonic() - begun)
+        return flushed
 
     def _encode_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> bytes:
         metadata.version = DCP_VERSION
-        metadata.storage_data = {
-            result.index: _StorageInfo(**vars(result.storage_data)) for rank in results for result in rank
-        }
+        split.amend(metadata, [part for rank in results for result in rank for part in getattr(result, "parts", ())])
+        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         metadata.storage_meta = self.storage_meta()
         return pickle.dumps(metadata)
 
@@ -452,10 +448,10 @@ class TierStorageWriter(Mount, StorageWriter, BlockingAsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles for process-based async saves: everything but a save in progress."""
-        return {key: value for key, value in self.__dict__.items() if key not in {"_save", "_busy"}}
+        return {key: value for key, value in self.__dict__.items() if key not in {"_save", "_busy", "_stager"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _save=None, _busy=threading.Lock())
+        self.__dict__.update(state, _save=None, _busy=threading.Lock(), _stager=None)
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
@@ -480,21 +476,31 @@ def refuse_overlap(location: Location, local_root: Path) -> None:
         )
 
 
-def refuse_meta_tensors(state_dict: dict[str, Any], prefix: str = "") -> None:
-    """Raise StateMismatchError for the first tensor on the meta device: it has no bytes to save."""
-    for key, value in state_dict.items():
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            raise _meta_tensor(f"{prefix}{key}")
-        if isinstance(value, dict):
-            refuse_meta_tensors(value, f"{prefix}{key}.")
+@contextlib.contextmanager
+def _held(leases: set[Lease]) -> Iterator[None]:
+    """Keep the staging memory of a save while its shards are written; after that another checkpoint may have it."""
+    begun: list[Lease] = []
+    written = False
+    try:
+        for lease in leases:
+            lease.begin_flush()
+            begun.append(lease)
+        yield
+        written = True
+    finally:
+        for lease in begun:
+            lease.end_flush(written=written)
 
 
-def _meta_tensor(name: str) -> StateMismatchError:
-    return StateMismatchError(
-        f"{name} is on the meta device and has no bytes to save",
-        hint="Materialise the module first (to_empty and initialise, or load a checkpoint)",
-        tensor=name,
-    )
+def _results(shard: ShardPlan, name: str) -> list[WriteResult]:
+    return [
+        WriteResult(
+            index=source.item.index,
+            size_in_bytes=record.end - record.offset,
+            storage_data=_StorageInfo(name, record.offset, record.end - record.offset),
+        )
+        for source, record in zip(shard.sources, shard.records, strict=True)
+    ]
 
 
 def _metadata_entry(data: bytes, chunk_size_bytes: int, rank: int, attempt: str, alone: bool) -> FileEntry:

@@ -1,0 +1,734 @@
+"""Staging memory: what a mapping guarantees, for every kind this machine has, and what is said when there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import mmap
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tierckpt.arena import capacity, numa, pages, pinning
+from tierckpt.arena import memory as memory_module
+from tierckpt.arena.memory import HUGE_PAGE_BYTES, Kind, Memory
+from tierckpt.errors import CapacityError, ConfigError
+
+MiB, GiB = 1 << 20, 1 << 30
+
+
+def missing() -> dict[Kind, str]:
+    """The kinds that an administrator must provide and this machine has not, with what it says about that."""
+    said = {}
+    for kind in (Kind.HUGETLB, Kind.HUGE_TMPFS):
+        try:
+            Memory.allocate(64 * MiB, kind=kind).close()
+        except CapacityError as error:
+            said[kind] = str(error)
+    return said
+
+
+MISSING = missing()
+SHARED = [kind for kind in (Kind.HUGETLB, Kind.HUGE_TMPFS, Kind.SHM) if kind not in MISSING]
+
+
+@pytest.fixture(params=[Kind.PRIVATE, *SHARED], ids=str)
+def memory(request: pytest.FixtureRequest) -> Iterator[Memory]:
+    with Memory.allocate(16 * MiB, kind=request.param) as made:
+        yield made
+
+
+@pytest.fixture(params=SHARED, ids=str)
+def shared(request: pytest.FixtureRequest) -> Iterator[Memory]:
+    with Memory.allocate(16 * MiB, kind=request.param) as made:
+        yield made
+
+
+@pytest.mark.parametrize("kind", [Kind.HUGETLB, Kind.HUGE_TMPFS], ids=str)
+def test_every_kind_is_here_to_be_tested(kind: Kind) -> None:
+    if kind in MISSING:
+        pytest.skip(f"nothing below is tested with {kind} memory: {MISSING[kind]}")
+
+
+def run_python(code: str, *arguments: str, before: tuple[str, ...] = (), fds: tuple[int, ...] = ()) -> str:
+    command = [*before, sys.executable, "-c", textwrap.dedent(code), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, pass_fds=fds)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def in_child(action: Callable[[], object]) -> int:
+    """Run ``action`` in a forked child. Returns 0 if it returned true, less if a signal ended it."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            code = 0 if action() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def minor_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def meminfo(field: str) -> int:
+    return capacity.meminfo_bytes(Path("/proc/meminfo"))[field]
+
+
+def rollup(field: str) -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# --- every kind -------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_aligned_zeroed_and_all_there(memory: Memory) -> None:
+    assert memory.address % HUGE_PAGE_BYTES == 0
+    assert memory.size_bytes == len(memory.view) == 16 * MiB
+    assert ctypes.addressof(ctypes.c_char.from_buffer(memory.view)) == memory.address
+    assert bytes(memory.view) == bytes(16 * MiB)
+    memory.view[-3:] = b"end"
+    assert ctypes.string_at(memory.address + memory.size_bytes - 3, 3) == b"end"
+
+
+def test_later_use_takes_no_page_faults(memory: Memory) -> None:
+    before = minor_faults()
+    ctypes.memset(memory.address, 0xA5, memory.size_bytes)
+    assert minor_faults() - before < 8  # 4096 if the pages were not there
+
+
+def test_sizes_are_rounded_up_to_huge_pages() -> None:
+    with Memory.allocate(1) as one, Memory.allocate(2 * MiB + 1, shared=True) as more:
+        assert (one.size_bytes, more.size_bytes) == (2 * MiB, 4 * MiB)
+
+
+def test_unless_told_private_memory_is_private_and_shared_memory_is_not() -> None:
+    with Memory.allocate(2 * MiB) as private, Memory.allocate(2 * MiB, shared=True) as shared:
+        assert (private.kind, private.fd, private.name) == (Kind.PRIVATE, None, None)
+        assert shared.kind in SHARED
+        assert shared.name == f"/proc/{os.getpid()}/fd/{shared.fd}"
+
+
+def test_huge_is_what_the_kernel_did_not_what_was_asked(memory: Memory) -> None:
+    if memory.kind in (Kind.HUGETLB, Kind.HUGE_TMPFS):
+        assert memory.huge
+    if memory.kind is Kind.PRIVATE and not pages.private_is_huge():
+        assert not memory.huge
+    if memory.kind is Kind.SHM and not pages.memory_files_are_huge():
+        assert not memory.huge
+    assert memory.huge == (pages.huge_bytes(memory.address, memory.size_bytes) >= 0.9 * memory.size_bytes)
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(mmap.MADV_HUGEPAGE, True), (mmap.MADV_NOHUGEPAGE, False)])
+def test_the_measure_of_huge_pages_agrees_with_the_total_of_the_process(asked: int, expected: bool) -> None:
+    if expected and not pages.private_is_huge():
+        pytest.skip("this kernel gives private memory no huge pages")
+    size_bytes = 32 * MiB
+    before = rollup("AnonHugePages")
+    with mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
+        mapped.madvise(asked)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        ctypes.memset(address, 1, len(mapped))
+        counted = pages.huge_bytes(address, len(mapped))
+        assert (counted >= size_bytes) == expected
+        assert counted == rollup("AnonHugePages") - before
+
+
+# --- closing ----------------------------------------------------------------------------------------------------
+
+
+def test_close_gives_everything_back_at_once() -> None:
+    resident, open_before = rollup("Rss"), descriptors()
+    for _ in range(5):
+        for kind in (Kind.PRIVATE, Kind.SHM):
+            made = Memory.allocate(64 * MiB, kind=kind)
+            made.close()
+            made.close()
+            assert made.fd is None
+            with pytest.raises(ValueError, match="released"):
+                made.view[0]
+    assert rollup("Rss") - resident < 16 * MiB
+    assert descriptors() == open_before
+
+
+def test_views_outlive_close_and_free_the_memory_with_the_last_one(memory: Memory) -> None:
+    part, name = memory.view[4096:8192], memory.name
+    part[:3] = b"abc"
+    resident = rollup("Rss") + rollup("Private_Hugetlb")
+    memory.close()
+    assert part[:3] == b"abc"
+    part[:3] = b"def"
+    if name is not None:
+        with pytest.raises(ConfigError):
+            Memory.open(name)
+    del part
+    assert resident - rollup("Rss") - rollup("Private_Hugetlb") > 12 * MiB
+
+
+def test_tensors_outlive_close() -> None:
+    torch = pytest.importorskip("torch")
+    made = Memory.allocate(4 * MiB, kind=Kind.SHM)
+    tensor = torch.frombuffer(made.view[: 2 * MiB], dtype=torch.uint8)
+    made.close()
+    gc.collect()
+    tensor.fill_(7)  # a crash if close had unmapped: torch keeps the view, but exports no buffer of it
+    assert int(tensor.sum()) == 7 * 2 * MiB
+
+
+def test_what_nobody_closed_is_closed_with_its_last_reference() -> None:
+    open_before = descriptors()
+    made = Memory.allocate(2 * MiB, kind=Kind.SHM)
+    assert descriptors() == open_before + 1
+    del made
+    assert descriptors() == open_before
+
+
+# --- other processes --------------------------------------------------------------------------------------------
+
+OPEN = """
+    import sys
+    from tierckpt.arena.memory import Memory
+    with Memory.open(sys.argv[1]) as memory:
+        print(memory.kind, memory.size_bytes, bytes(memory.view[:5]).decode(), memory.huge)
+        memory.view[-5:] = b"there"
+"""
+
+
+def test_another_process_opens_it_by_name(shared: Memory) -> None:
+    shared.view[:5] = b"hello"
+    assert shared.name is not None
+    assert run_python(OPEN, shared.name) == f"{shared.kind} {16 * MiB} hello {shared.huge}"
+    assert shared.view[-5:] == b"there"
+
+
+def test_another_process_gets_it_over_a_socket(shared: Memory) -> None:
+    code = """
+        import socket, sys
+        from tierckpt.arena.memory import Kind, Memory
+        with socket.socket(fileno=int(sys.argv[1])) as end:
+            _, [fd], _, _ = socket.recv_fds(end, 1, 1)
+        with Memory.from_fd(fd, Kind(sys.argv[2])) as memory:
+            memory.view[:5] = b"hello"
+    """
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert shared.fd is not None
+        socket.send_fds(ours, [b"x"], [shared.fd])
+        run_python(code, str(theirs.fileno()), str(shared.kind), fds=(theirs.fileno(),))
+    assert shared.view[:5] == b"hello"
+
+
+def test_memory_outlives_its_owner_where_another_process_has_it_open() -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOLD), str(4 * MiB)], stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    name = owner.stdout.readline().strip()
+    with Memory.open(name) as ours:
+        owner.kill()
+        owner.wait()
+        assert ours.view[:4] == b"held"
+        with pytest.raises(ConfigError, match="Its owner has ended"):
+            Memory.open(name)
+
+
+def test_the_size_is_sealed(shared: Memory) -> None:
+    if shared.kind is Kind.HUGE_TMPFS:
+        return  # a file in a tmpfs cannot be sealed; nobody but this user can reach it
+    assert shared.fd is not None
+    for size_bytes in (0, 2 * MiB, GiB):
+        with pytest.raises(PermissionError):
+            os.ftruncate(shared.fd, size_bytes)
+
+
+def test_what_is_not_an_arena_is_refused(tmp_path: Path, shared: Memory) -> None:
+    other = tmp_path / "file"
+    other.write_bytes(bytes(2 * MiB))
+    open_before = descriptors()
+    with other.open("r+b") as file:
+        for name in (f"/proc/{os.getpid()}/fd/{file.fileno()}", f"/proc/{os.getpid()}/fd/999", str(other), ""):
+            with pytest.raises(ConfigError):
+                Memory.open(name)
+        with pytest.raises(ConfigError):
+            Memory.from_fd(file.fileno(), Kind.SHM)
+    assert shared.fd is not None
+    wrong = Kind.SHM if shared.kind is not Kind.SHM else Kind.HUGETLB
+    for kind in (wrong, Kind.PRIVATE):
+        with pytest.raises(ConfigError):
+            Memory.from_fd(shared.fd, kind)
+    assert descriptors() == open_before
+
+
+# --- fork -------------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_of_a_private_owner_sees_zeros_and_cannot_harm_it() -> None:
+    with Memory.allocate(64 * MiB, kind=Kind.PRIVATE) as ours:
+        ctypes.memset(ours.address, 0x5A, ours.size_bytes)
+
+        def child() -> bool:
+            ours.view[:4] = b"mine"
+            clean = bytes(ours.view[4:MiB]) == bytes(MiB - 4)
+            ours.close()
+            with Memory.allocate(64 * MiB) as other:  # may land where the closed one was
+                other.view[-1] = 1
+            return clean
+
+        assert in_child(child) == 0
+        assert bytes(ours.view) == b"\x5a" * ours.size_bytes
+
+
+def test_fork_neither_copies_private_memory_nor_makes_the_parent_fault() -> None:
+    with Memory.allocate(64 * MiB, kind=Kind.PRIVATE) as ours:
+        ours.view[:] = b"\x5a" * ours.size_bytes
+        anonymous_bytes = rollup("Anonymous")
+        wait, go = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(wait, 1)  # a DataLoader worker: alive, and holding whatever fork gave it
+            os._exit(0 if rollup("Anonymous") < anonymous_bytes - 48 * MiB else 1)
+        before = minor_faults()
+        ctypes.memset(ours.address, 0xA5, ours.size_bytes)
+        faults = minor_faults() - before
+        os.write(go, b"x")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        os.close(go)
+        os.close(wait)
+        assert faults < 32 + 8  # 32 huge or 16384 small pages would have been copied on write
+
+
+def test_a_forked_child_shares_shared_memory(shared: Memory) -> None:
+    shared.view[:4] = b"ours"
+
+    def child() -> bool:
+        seen = shared.view[:4] == b"ours"
+        shared.view[:5] = b"child"
+        shared.close()
+        return seen
+
+    before = minor_faults()
+    assert in_child(child) == 0
+    assert shared.view[:5] == b"child"
+    ctypes.memset(shared.address, 0, shared.size_bytes)
+    assert minor_faults() - before < 2048  # the fork itself; 4096 more if the memory had become copy-on-write
+    assert shared.name is not None
+    Memory.open(shared.name).close()
+
+
+# --- nothing leaks ----------------------------------------------------------------------------------------------
+
+HOLD = """
+    import sys, time
+    from tierckpt.arena.memory import Kind, Memory
+    memory = Memory.allocate(int(sys.argv[1]), kind=Kind.SHM)
+    memory.view[:4] = b"held"
+    print(memory.name, flush=True)
+    time.sleep(120)
+"""
+
+
+def test_nothing_is_left_of_a_killed_owner() -> None:
+    before = meminfo("Shmem")
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOLD), str(256 * MiB)], stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    owner.stdout.readline()
+    assert meminfo("Shmem") - before > 192 * MiB  # other processes take and give some meanwhile
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    assert within(5, lambda: meminfo("Shmem") - before < 64 * MiB)
+
+
+IN_A_MOUNT_OF_OURS = (
+    *("unshare", "--user", "--map-root-user", "--mount", "sh", "-c"),
+    'mount -t tmpfs -o huge=always,size=128m t "$0" && exec "$@"',
+)
+
+
+def test_a_tmpfs_with_huge_pages_is_found_used_and_left_empty(tmp_path: Path) -> None:
+    """Runs this file again, with huge-tmpfs memory, where such a tmpfs is mounted for us alone."""
+    if Kind.HUGE_TMPFS not in MISSING:
+        return  # there is one already, and every test above has used it
+    before = (*IN_A_MOUNT_OF_OURS, str(tmp_path))
+    probe = subprocess.run([*before, "true"], capture_output=True, text=True, timeout=30)
+    if probe.returncode != 0:
+        pytest.skip(f"no mount of our own here: {probe.stderr.strip()}")
+    code = """
+        import os, sys
+        from tierckpt.arena.memory import Kind, Memory
+        with Memory.allocate(64 << 20, kind=Kind.HUGE_TMPFS) as memory:
+            print(memory.huge, os.statvfs(sys.argv[1]).f_bavail, os.listdir(sys.argv[1]))
+        try:
+            Memory.allocate(130 << 20, kind=Kind.HUGE_TMPFS)
+        except OSError as error:
+            print(type(error).__name__, f"{sys.argv[1]}: 128 MiB free" in str(error))
+    """
+    said = run_python(code, str(tmp_path), before=before).splitlines()
+    assert said == [f"True {64 * MiB // mmap.PAGESIZE} []", "CapacityError True"]
+    selected = [__file__, "-k", "huge-tmpfs and not found"]
+    again = [*before, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selected]
+    done = subprocess.run(again, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+    assert "SKIPPED" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- no room ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Kind.PRIVATE, Kind.SHM, None])
+def test_more_than_there_is_is_refused_before_anything_is_taken(kind: Kind | None) -> None:
+    before = minor_faults()
+    with pytest.raises(CapacityError, match="Use a smaller arena") as caught:
+        Memory.allocate(meminfo("MemTotal"), kind=kind, shared=kind is None)
+    assert caught.value.context["asked_bytes"] >= meminfo("MemTotal")
+    assert 0 < caught.value.context["free_bytes"] < meminfo("MemTotal")
+    assert minor_faults() - before < 4096
+
+
+def test_a_pool_too_small_names_the_setting() -> None:
+    size_bytes = pages.huge_pool().usable_bytes + 2 * MiB
+    with pytest.raises(CapacityError, match="nr_overcommit_hugepages=") as caught:
+        Memory.allocate(size_bytes, kind=Kind.HUGETLB)
+    assert caught.value.context["asked_bytes"] == size_bytes
+
+
+def test_an_address_space_limit_is_an_error_of_ours() -> None:
+    code = """
+        import resource
+        from tierckpt.arena.memory import Memory
+        from tierckpt.errors import CapacityError
+        resource.setrlimit(resource.RLIMIT_AS, (512 << 20, 512 << 20))
+        try:
+            Memory.allocate(600 << 20)
+        except CapacityError as error:
+            print("ulimit -v" in str(error), "600 MiB" in str(error))
+    """
+    assert run_python(code) == "True True"
+
+
+def test_memory_that_goes_while_it_is_being_filled_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when all ranks of a node allocate at once: each saw enough, together they have not."""
+    before, calls = meminfo("Shmem"), []
+
+    def tight(piece_bytes: int, *, asked_bytes: int, root: Path = Path("/")) -> None:
+        calls.append(piece_bytes)
+        if len(calls) > 3:
+            raise CapacityError("no room", asked_bytes=asked_bytes)
+
+    monkeypatch.setattr(capacity, "require", tight)
+    open_before = descriptors()
+    with pytest.raises(CapacityError):
+        Memory.allocate(512 * MiB, kind=Kind.SHM)
+    assert descriptors() == open_before
+    assert within(5, lambda: meminfo("Shmem") - before < 64 * MiB)
+    assert max(calls[1:]) < 512 * MiB
+
+
+def test_a_kernel_without_populate_gets_its_pages_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(memory_module, "_populate", lambda start, size_bytes: errno.EINVAL)
+    for kind in (Kind.PRIVATE, Kind.SHM):
+        with Memory.allocate(16 * MiB, kind=kind) as made:
+            before = minor_faults()
+            ctypes.memset(made.address, 1, made.size_bytes)
+            assert minor_faults() - before < 8
+            if made.name is not None:
+                with Memory.open(made.name) as again:
+                    assert again.view[-1] == 1  # opening does not write
+
+
+def test_a_refused_mapping_leaves_the_neighbours_alone() -> None:
+    """A fixed mapping that the kernel refuses leaves a hole; who maps there meanwhile must not lose it later."""
+    refused, kept = [], []
+    for _ in range(20):
+        with pytest.raises(CapacityError) as caught:
+            Memory.allocate(pages.huge_pool().usable_bytes + 16 * MiB, kind=Kind.HUGETLB)
+        refused.append(caught)  # the traceback holds the refused object
+        kept.append(Memory.allocate(2 * MiB))
+    refused.clear()
+    gc.collect()
+    for made in kept:
+        made.view[0] = made.view[-1] = 1  # a crash if it went with its refused neighbour
+        made.close()
+
+
+def test_sizes_and_kinds_that_cannot_be() -> None:
+    for size_bytes in (0, -1):
+        with pytest.raises(ConfigError):
+            Memory.allocate(size_bytes)
+    with pytest.raises(ConfigError):
+        Memory.allocate(2 * MiB, kind=Kind.PRIVATE, shared=True)
+
+
+# --- what limits memory -----------------------------------------------------------------------------------------
+
+
+def machine(root: Path, files: dict[str, object]) -> Path:
+    """A directory that looks like / to whoever reads the kernel's files there."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return root
+
+
+ROOMY = {"proc/meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\nHugePages_Total: 0"}
+V2 = "25 24 0:23 {inner} /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
+V1 = "35 31 0:32 {inner} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+
+
+def free_in_gib(root: Path) -> list[float]:
+    return [limit.free_bytes / GiB for limit in capacity.limits(root)]
+
+
+def test_the_machine_limits_memory(tmp_path: Path) -> None:
+    machine(tmp_path, ROOMY)
+    assert free_in_gib(tmp_path) == [60]
+    capacity.require(59 * GiB, asked_bytes=59 * GiB, root=tmp_path)
+    with pytest.raises(CapacityError, match="61440 MiB of 65536 MiB of memory are free"):
+        capacity.require(60 * GiB, asked_bytes=60 * GiB, root=tmp_path)  # the last GiB is for everybody else
+
+
+def test_a_version_2_group_and_each_above_it_limit_memory_and_page_cache_is_free(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/slurm/job/step",
+        "proc/self/mountinfo": V2.format(inner="/"),
+        "sys/fs/cgroup/slurm/memory.max": "max",
+        "sys/fs/cgroup/slurm/job/memory.max": 8 * GiB,
+        "sys/fs/cgroup/slurm/job/memory.current": 7 * GiB,
+        "sys/fs/cgroup/slurm/job/memory.stat": f"anon 5\ninactive_file {2 * GiB}\nactive_file {GiB}",
+        "sys/fs/cgroup/slurm/job/step/memory.max": 32 * GiB,
+        "sys/fs/cgroup/slurm/job/step/memory.current": 2 * GiB,
+    }
+    machine(tmp_path, ROOMY | files)
+    assert free_in_gib(tmp_path) == [60, 30, 4]
+    with pytest.raises(CapacityError, match="job are free") as caught:
+        capacity.require(4 * GiB, asked_bytes=5 * GiB, root=tmp_path)
+    assert "raise the memory limit" in str(caught.value)
+    assert caught.value.context == {"asked_bytes": 5 * GiB, "free_bytes": 4 * GiB}
+
+
+def test_a_version_1_group_limits_memory(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "8:pids:/other\n4:cpu,memory:/job\n0::/",
+        "proc/self/mountinfo": V1.format(inner="/") + "\n36 31 0:33 / /sys/fs/cgroup/pids rw - cgroup cgroup rw,pids",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": 9223372036854771712,
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": GiB,
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": 3 * GiB,
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": 2 * GiB,
+        "sys/fs/cgroup/memory/job/memory.stat": f"inactive_file 1\ntotal_inactive_file {GiB}",
+    }
+    assert free_in_gib(machine(tmp_path, ROOMY | files)) == [60, 2]
+
+
+@pytest.mark.parametrize("own", ["/docker/abc", "/"])
+def test_a_container_sees_its_own_group_at_the_mount_point(tmp_path: Path, own: str) -> None:
+    files = {
+        "proc/self/cgroup": f"4:memory:{own}",
+        "proc/self/mountinfo": V1.format(inner="/docker/abc" if own != "/" else "/"),
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": 4 * GiB,
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": GiB,
+    }
+    assert free_in_gib(machine(tmp_path, ROOMY | files)) == [60, 3]
+
+
+def test_what_cannot_be_read_does_not_limit(tmp_path: Path) -> None:
+    assert capacity.limits(tmp_path) == []
+    capacity.require(GiB, asked_bytes=GiB, root=tmp_path)
+
+
+# --- NUMA -------------------------------------------------------------------------------------------------------
+
+
+def test_pages_lie_on_the_node_asked_for(memory: Memory) -> None:
+    node = numa.existing_nodes()[-1]
+    with Memory.allocate(16 * MiB, kind=memory.kind, numa_nodes=[node]) as on:
+        assert numa.placement(on.address, on.size_bytes) == {node: 16 * MiB}
+        assert sum(numa.placement(memory.address, memory.size_bytes).values()) == 16 * MiB
+
+
+def test_a_node_that_is_not_there_names_those_that_are() -> None:
+    there = ", ".join(map(str, numa.existing_nodes()))
+    with pytest.raises(ConfigError, match=f"no NUMA node 999 .* The nodes of this machine: {there}$"):
+        Memory.allocate(2 * MiB, numa_nodes=[numa.existing_nodes()[0], 999])
+    with pytest.raises(ConfigError, match="named twice"):
+        Memory.allocate(2 * MiB, numa_nodes=[numa.existing_nodes()[0]] * 2)
+
+
+def test_nodes_are_filled_in_the_order_given() -> None:
+    free = {2: 10 * MiB + 5, 0: 0, 1: 100 * MiB}
+    assert numa.plan(4 * MiB, free, HUGE_PAGE_BYTES) == [(2, 4 * MiB)]
+    assert numa.plan(64 * MiB, free, HUGE_PAGE_BYTES) == [(2, 10 * MiB), (1, 54 * MiB)]
+    with pytest.raises(CapacityError, match=r"node 2: 10 MiB, node 0: 0 MiB, node 1: 100 MiB free"):
+        numa.plan(112 * MiB, free, HUGE_PAGE_BYTES)
+
+
+def test_what_a_node_has_free(tmp_path: Path) -> None:
+    node = "sys/devices/system/node/node3"
+    files = {
+        "sys/devices/system/node/has_memory": "0,2-3",
+        f"{node}/meminfo": f"Node 3 MemTotal: {64 << 20} kB\nNode 3 MemFree: {8 << 20} kB\n"
+        f"Node 3 Active(file): {9 << 20} kB\nNode 3 Inactive(file): {4 << 20} kB",
+        f"{node}/hugepages/hugepages-2048kB/free_hugepages": 512,
+    }
+    machine(tmp_path, files)
+    assert numa.existing_nodes(tmp_path) == [0, 2, 3]
+    assert numa.free_bytes([3], root=tmp_path) == {3: 11 * GiB}  # less the GiB that is everybody's
+    assert numa.free_bytes([3], huge_pool=True, root=tmp_path) == {3: GiB}
+
+
+# --- advice -----------------------------------------------------------------------------------------------------
+
+THP = "sys/kernel/mm/transparent_hugepage"
+POOL = "sys/kernel/mm/hugepages/hugepages-2048kB"
+USUAL = {
+    f"{THP}/enabled": "always [madvise] never",
+    f"{THP}/shmem_enabled": "always within_size advise [never] deny force",
+}
+
+
+def test_the_usual_kernel_is_told_three_ways_to_share_huge_pages(tmp_path: Path) -> None:
+    (sentence,) = pages.advice(root=machine(tmp_path, USUAL))
+    assert f"echo advise > {tmp_path / THP}/shmem_enabled" in sentence
+    assert "sysctl -w vm.nr_overcommit_hugepages=512" in sentence
+    assert "mount -t tmpfs -o huge=advise" in sentence
+    assert "O_DIRECT from 4 KiB pages takes 2 to 3 times as long" in sentence
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {f"{THP}/shmem_enabled": "always within_size [advise] never deny force"},
+        {f"{THP}/hugepages-2048kB/shmem_enabled": "always inherit within_size [advise] never"},
+        {f"{POOL}/free_hugepages": 600, f"{POOL}/resv_hugepages": 80},
+        {f"{POOL}/free_hugepages": 0, f"{POOL}/nr_overcommit_hugepages": 512, f"{POOL}/surplus_hugepages": 0},
+        {"proc/self/mounts": "tierckpt /here tmpfs rw,huge=advise,size=9g 0 0", "here/x": ""},
+    ],
+    ids=["advise", "advise for this size", "pool", "growing pool", "tmpfs"],
+)
+def test_any_one_of_them_is_enough(tmp_path: Path, files: dict[str, object]) -> None:
+    assert pages.advice(1 << 20 if "here/x" in files else GiB, root=machine(tmp_path, USUAL | files)) == []
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {f"{THP}/shmem_enabled": "always within_size advise never [deny] force"},
+        {
+            f"{THP}/shmem_enabled": "always within_size [advise] never deny force",
+            f"{THP}/hugepages-2048kB/shmem_enabled": "always inherit within_size advise [never]",
+        },
+        {f"{POOL}/free_hugepages": 600, f"{POOL}/resv_hugepages": 100},
+        {"proc/self/mounts": "tmpfs /here tmpfs rw,size=9g 0 0", "here/x": ""},
+        {"proc/self/mounts": "tmpfs /here tmpfs rw,huge=never 0 0", "here/x": ""},
+    ],
+    ids=["denied", "never for this size", "pool too small", "plain tmpfs", "tmpfs with huge=never"],
+)
+def test_and_these_are_not(tmp_path: Path, files: dict[str, object]) -> None:
+    assert len(pages.advice(root=machine(tmp_path, USUAL | files))) == 1
+
+
+def test_private_memory_without_huge_pages_is_told_too(tmp_path: Path) -> None:
+    files = {f"{THP}/enabled": "always madvise [never]", f"{THP}/shmem_enabled": "[always] never"}
+    (sentence,) = pages.advice(root=machine(tmp_path, files))
+    assert sentence.endswith(f"echo madvise > {tmp_path / THP}/enabled")
+
+
+# --- pinning ----------------------------------------------------------------------------------------------------
+
+
+class Runtime:
+    """CUDA's two calls, and what they were called with."""
+
+    def __init__(self, answer: int = 0) -> None:
+        self.answer = answer
+        self.calls: list[tuple[object, ...]] = []
+
+    def cudaHostRegister(self, *arguments: object) -> int:
+        self.calls.append(("register", *arguments))
+        return self.answer
+
+    def cudaHostUnregister(self, *arguments: object) -> int:
+        self.calls.append(("unregister", *arguments))
+        return self.answer
+
+
+def test_memory_is_pinned_once_and_unpinned_before_it_goes(monkeypatch: pytest.MonkeyPatch, memory: Memory) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(pinning, "_runtime", lambda: runtime)
+    address = memory.address
+    assert pinning.pin(memory)
+    assert pinning.pin(memory)
+    assert in_child(lambda: memory.close() is None and len(runtime.calls) == 1) == 0  # CUDA is the parent's
+    memory.close()
+    assert runtime.calls == [("register", address, 16 * MiB, 1), ("unregister", address)]
+    assert not pinning.unpin(memory)
+
+
+def test_memory_that_cuda_refuses_works_unpinned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, memory: Memory
+) -> None:
+    forgotten: list[bool] = []
+    monkeypatch.setattr(pinning, "_runtime", lambda: Runtime(answer=2))
+    monkeypatch.setattr(pinning, "_forget_error", lambda: forgotten.append(True))
+    assert not pinning.pin(memory)
+    assert "CUDA error 2" in caplog.text
+    assert forgotten == [True]
+    memory.view[:2] = b"ok"
+
+
+def test_without_cuda_there_is_nothing_to_pin(memory: Memory) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        assert pinning.pin(memory)
+        assert pinning.unpin(memory)
+        return
+    assert not pinning.pin(memory)
+    assert not pinning.unpin(memory)
+
+
+def test_the_arena_does_not_import_torch() -> None:
+    code = "import sys, tierckpt.arena.pinning as p; m = p.Memory.allocate(1); print(p.pin(m), 'torch' in sys.modules)"
+    assert run_python(code) == "False False"
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------
+
+
+def test_doctor_passes_the_advice_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tierckpt.cli import doctor
+
+    monkeypatch.setattr(pages, "advice", lambda: ["turn this", "or that"])
+    found = [(check.name, check.status, check.detail) for check in doctor._huge_pages()]
+    assert found == [("huge pages", "warn", "turn this"), ("huge pages", "warn", "or that")]
+    monkeypatch.setattr(pages, "advice", list)
+    assert [check.status for check in doctor._huge_pages()] == ["ok"]

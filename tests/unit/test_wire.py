@@ -1,0 +1,82 @@
+"""The bytes of an item: what torch.load and any zip reader make of them (invariants W1 to W3 of dcp/wire.py)."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+import pytest
+import torch
+from zlib_ng import zlib_ng
+
+from tierckpt.dcp import wire
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+]
+SHAPES = [(), (1,), (0,), (3, 0, 2), (2, 3), (7, 5, 3), (1, 255, 1), (256,), (2, 2, 2, 2), (70_000,), (1,) * 20]
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+def item(tensor: torch.Tensor) -> bytes:
+    frame = wire.frame(tensor.dtype, tuple(tensor.shape))
+    raw = raw_bytes(tensor)
+    return frame.head + raw + frame.tail_with(zlib_ng.crc32(raw))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_load_gives_the_tensor_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.rand(shape) * 5).to(dtype)
+    data = item(tensor)
+    loaded = torch.load(io.BytesIO(data), weights_only=True)
+    assert loaded.dtype == dtype and loaded.shape == tensor.shape and loaded.is_contiguous()
+    assert raw_bytes(loaded) == raw_bytes(tensor)
+    assert len(data) == wire.frame(dtype, shape).total_bytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_a_valid_archive_and_its_crc_is_the_one_of_the_data(dtype: torch.dtype) -> None:
+    data = item((torch.rand(33, 3) * 5).to(dtype))
+    assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None
+    damaged = bytearray(data)
+    damaged[len(wire.frame(dtype, (33, 3)).head) + 5] ^= 1
+    assert zipfile.ZipFile(io.BytesIO(bytes(damaged))).testzip() == "archive/data/0"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_data_is_aligned_within_the_archive(dtype: torch.dtype) -> None:
+    assert len(wire.frame(dtype, (33, 3)).head) % wire.ALIGNMENT_BYTES == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_archive_names_its_records_as_torch_does(dtype: torch.dtype) -> None:
+    stock = io.BytesIO()
+    torch.save(torch.zeros(3, 3).to(dtype), stock)
+    ours = zipfile.ZipFile(io.BytesIO(item(torch.zeros(3, 3).to(dtype)))).namelist()
+    assert set(ours) <= set(zipfile.ZipFile(stock).namelist())
+
+
+def test_sizes_that_need_zip64_are_framed_by_torch() -> None:
+    frame = wire.frame(torch.uint8, (5 << 30,))
+    assert frame.size_bytes == 5 << 30
+    assert b"PK\x06\x06" in frame.tail, "the zip64 end of central directory"
+    first, second = frame.crc_at
+    tail = frame.tail_with(0x01020304)
+    assert tail[first : first + 4] == tail[second : second + 4] == b"\x04\x03\x02\x01"
+
+
+def test_a_frame_is_made_once() -> None:
+    assert wire.frame(torch.float32, (12, 12)) is wire.frame(torch.float32, (12, 12))
+
+
+def test_plain_means_that_the_raw_bytes_say_everything() -> None:
+    assert wire.is_plain(torch.ones(2))
+    assert not wire.is_plain(torch.nn.Parameter(torch.ones(2)))
+    assert not wire.is_plain(torch.ones(2, 2).to_sparse())
+    assert not wire.is_plain(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))

@@ -1,0 +1,1 @@
+"""Reusable staging memory: huge pages where the kernel has them, bounded, shared where another process must see it."""

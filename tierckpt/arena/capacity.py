@@ -1,0 +1,148 @@
+"""How much memory this process may still take before the kernel starts to kill.
+
+Two kinds of limit are read: the machine (``MemAvailable``), and every memory cgroup above this process, version 1 or 2,
+as a container or a Slurm job sets it. Memory files (memfd, tmpfs) are charged to both like private memory. Page cache
+counts as free in both: the kernel drops it before it kills.
+
+Each limit keeps a margin for everybody else. The numbers are a photograph: two processes may see the same free bytes,
+so whoever fills a large buffer asks again for every piece (``memory.py`` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CapacityError
+
+ROOT = Path("/")
+MARGIN_BYTES_MAX = 1 << 30
+_UNLIMITED_BYTES = 1 << 60  # version 1 writes the largest page count for "no limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One thing that bounds memory: its name, its size, what is free of it, and what raises it."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    remedy: str
+
+    @property
+    def usable_bytes(self) -> int:
+        return max(0, self.free_bytes - margin_bytes(self.total_bytes))
+
+
+def margin_bytes(total_bytes: int) -> int:
+    """Return what is left to others: one twentieth, at most 1 GiB."""
+    return min(MARGIN_BYTES_MAX, total_bytes // 20)
+
+
+def limits(root: Path = ROOT) -> list[Limit]:
+    """Return every limit that can be read, the machine first. What cannot be read does not limit."""
+    return [*_machine(root), *_cgroups(root)]
+
+
+def require(piece_bytes: int, *, asked_bytes: int, root: Path = ROOT) -> None:
+    """Return if ``piece_bytes`` more fit under every limit.
+
+    Raises:
+        CapacityError: they do not; it says how much was asked for in all, what is free, and what to change.
+    """
+    tight = [limit for limit in limits(root) if limit.usable_bytes < piece_bytes]
+    if not tight:
+        return
+    limit = min(tight, key=lambda limit: limit.usable_bytes)
+    kept_bytes = margin_bytes(limit.total_bytes)
+    raise CapacityError(
+        f"no room for {mebibytes(asked_bytes)} of staging memory: {mebibytes(limit.free_bytes)} of "
+        f"{mebibytes(limit.total_bytes)} of {limit.name} are free, {mebibytes(kept_bytes)} must stay so",
+        hint=f"Use a smaller arena, or {limit.remedy}",
+        asked_bytes=asked_bytes,
+        free_bytes=limit.free_bytes,
+    )
+
+
+def mebibytes(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):.0f} MiB"
+
+
+def meminfo_bytes(path: Path) -> dict[str, int]:
+    """Return the fields of /proc/meminfo, or of a node's own, that are sizes. Empty if it cannot be read."""
+    fields: dict[str, int] = {}
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(":")
+        words = value.split()
+        if len(words) == 2 and words[0].isdigit():
+            fields[name.split()[-1]] = int(words[0]) * 1024
+    return fields
+
+
+def _machine(root: Path) -> Iterator[Limit]:
+    fields = meminfo_bytes(root / "proc/meminfo")
+    if "MemAvailable" in fields and "MemTotal" in fields:
+        yield Limit("memory", fields["MemTotal"], fields["MemAvailable"], "end other processes on this node")
+
+
+def _cgroups(root: Path) -> Iterator[Limit]:
+    for directory, version in _memory_groups(root):
+        if version == 2:
+            limit, used = _number(directory / "memory.max"), _number(directory / "memory.current")
+            cache = _fields(directory / "memory.stat", "inactive_file", "active_file")
+        else:
+            limit = _number(directory / "memory.limit_in_bytes")
+            used = _number(directory / "memory.usage_in_bytes")
+            cache = _fields(directory / "memory.stat", "total_inactive_file", "total_active_file")
+        if limit is None or used is None or limit >= _UNLIMITED_BYTES:
+            continue
+        remedy = "raise the memory limit of this container or job"
+        yield Limit(f"the limit of cgroup {directory}", limit, max(0, limit - used + min(used, cache)), remedy)
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the memory cgroup of this process and each one above it: a limit anywhere on the way counts."""
+    paths = _own_paths(root)
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.partition(" ")
+        version = (
+            2 if kind == "cgroup2" else 1 if kind == "cgroup" and "memory" in options.split()[-1].split(",") else 0
+        )
+        if not version or version not in paths:
+            continue
+        inner, mount = left.split()[3], root / left.split()[4].replace("\\040", " ").lstrip("/")
+        # In a container the mount may show only the own part of the tree, under a path that names all of it.
+        own = paths[version]
+        own = own[len(inner.rstrip("/")) :] if own == inner or own.startswith(inner.rstrip("/") + "/") else ""
+        directory = mount / own.strip("/")
+        yield from ((above, version) for above in (directory, *directory.parents) if above.is_relative_to(mount))
+
+
+def _own_paths(root: Path) -> dict[int, str]:
+    paths: dict[int, str] = {}
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            paths[2] = path
+        elif "memory" in controllers.split(","):
+            paths[1] = path
+    return paths
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _fields(path: Path, *names: str) -> int:
+    pairs = (line.split() for line in _read(path).splitlines())
+    return sum(int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in names)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

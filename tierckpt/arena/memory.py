@@ -1,0 +1,399 @@
+"""One mapping of staging memory: filled with pages once, then reused. Four kinds, one owner.
+
+    PRIVATE      anonymous, transparent huge pages; seen by this process and its threads only
+    HUGETLB      a memory file out of the pool of huge pages (vm.nr_hugepages)
+    HUGE_TMPFS   an unnamed file in a tmpfs that is mounted with huge=
+    SHM          a memory file; huge pages only where shmem_enabled allows, 4 KiB pages everywhere else
+
+Nothing here has a name in a file system, so nothing is left behind: however a process ends, the kernel frees the pages
+with the last mapping and the last descriptor. The three shared kinds are opened by other processes of the same user
+through ``/proc/PID/fd/N``, or by descriptor over a Unix socket.
+
+A mapping is made in two steps: a stretch of addresses is reserved as an ordinary ``mmap`` object, 2 MiB longer than
+needed, and the memory is put at the first 2 MiB boundary in it. So a huge page can back every part, and Python owns the
+addresses: they are given back when the last view is gone, never under a reader's feet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import errno
+import fcntl
+import mmap
+import os
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ..errors import CapacityError, ConfigError
+from ..telemetry import logger
+from . import capacity, numa, pages
+
+log = logger("arena")
+
+HUGE_PAGE_BYTES = pages.HUGE_PAGE_BYTES
+PREFAULT_PIECE_BYTES = 64 << 20
+PREFAULT_THREADS = 2
+
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MADV_HUGEPAGE, _MADV_WIPEONFORK, _MADV_POPULATE_WRITE = 14, 18, 23
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_HUGETLB, _MFD_NOEXEC_SEAL, _MFD_HUGE_2MB = 0x1, 0x2, 0x4, 0x8, 21 << 26
+_F_ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing
+_FAILED = ctypes.c_void_p(-1).value
+_NAME = re.compile(r"/proc/(\d+)/fd/(\d+)")
+
+_RELEASED = memoryview(b"")
+_RELEASED.release()
+_abandoned: list[mmap.mmap | None] = []
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Kind(enum.StrEnum):
+    """What backs a mapping."""
+
+    PRIVATE = "private"
+    HUGETLB = "hugetlb"
+    HUGE_TMPFS = "huge-tmpfs"
+    SHM = "shm"
+
+
+class Memory:
+    """A stretch of memory whose pages are there from the start, 2 MiB aligned, zero-filled. ``close`` releases it.
+
+    After ``fork`` the child of a PRIVATE owner sees zeros and takes no memory; shared kinds stay shared. Either way the
+    parent's pages are never copied nor made copy-on-write.
+
+    Attributes:
+        address: Where it starts.
+        size_bytes: What was asked for, rounded up to 2 MiB.
+        kind: What backs it.
+        fd: The descriptor of a shared kind; None for PRIVATE, and after ``close``.
+        view: All of it, writable.
+        huge: Measured, not assumed: huge pages back at least nine tenths of it.
+    """
+
+    address: int
+    size_bytes: int
+    kind: Kind
+    fd: int | None
+    view: memoryview
+    huge: bool
+
+    def __init__(self, size_bytes: int, kind: Kind, fd: int | None) -> None:
+        """Map, without pages yet. Use ``allocate``, ``open`` or ``from_fd``; this owns ``fd`` from here on."""
+        self.size_bytes, self.kind, self.fd, self.huge = size_bytes, kind, fd, False
+        self._map: mmap.mmap | None = None
+        self._before_close: list[Callable[[], object]] = []
+        try:
+            self._map_pages()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def allocate(
+        cls, size_bytes: int, *, kind: Kind | None = None, shared: bool = False, numa_nodes: Sequence[int] = ()
+    ) -> Memory:
+        """Return new memory that later use can neither fault in nor fail on.
+
+        Args:
+            size_bytes: Rounded up to a multiple of 2 MiB.
+            kind: Exactly this kind, or an error. None chooses: PRIVATE, or for ``shared`` the first of HUGETLB,
+                HUGE_TMPFS and SHM that has room.
+            shared: Other processes must be able to open it.
+            numa_nodes: Fill these nodes in this order, front to back. Empty: wherever the kernel likes.
+
+        Raises:
+            CapacityError: it does not fit; raised before the kernel kills anything, and nothing stays allocated.
+            ConfigError: a size, kind or node that cannot be.
+
+        Cost: every page is zeroed, about 0.1 s per GiB of huge pages and 0.3 s per GiB of 4 KiB pages.
+        """
+        if size_bytes <= 0:
+            raise ConfigError(f"an arena of {size_bytes} bytes cannot be", hint="Ask for at least one byte")
+        if kind is Kind.PRIVATE and shared:
+            raise ConfigError("private memory cannot be shared", hint="Leave out kind=, or use Kind.SHM")
+        numa.check_nodes(numa_nodes)
+        size_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        kinds = [kind] if kind is not None else _shared_kinds(size_bytes) if shared else [Kind.PRIVATE]
+        for candidate in kinds[:-1]:
+            try:
+                return cls._allocate(size_bytes, candidate, numa_nodes)
+            except CapacityError as error:
+                log.info("no %s memory for the arena, trying the next kind: %s", candidate, error)
+        return cls._allocate(size_bytes, kinds[-1], numa_nodes)
+
+    @classmethod
+    def _allocate(cls, size_bytes: int, kind: Kind, numa_nodes: Sequence[int]) -> Memory:
+        from_pool = min(size_bytes, pages.huge_pool().free_bytes) if kind is Kind.HUGETLB else 0
+        capacity.require(size_bytes - from_pool, asked_bytes=size_bytes)
+        memory = cls(size_bytes, kind, _create(kind, size_bytes))
+        try:
+            if numa_nodes:
+                free = numa.free_bytes(numa_nodes, huge_pool=kind is Kind.HUGETLB)
+                numa.prefer(memory.address, numa.plan(size_bytes, free, HUGE_PAGE_BYTES))
+            memory._prefault(fresh=True)
+        except BaseException:
+            memory.close()
+            raise
+        return memory
+
+    @classmethod
+    def open(cls, name: str) -> Memory:
+        """Return the shared memory that another process of this user calls ``name``.
+
+        Raises:
+            ConfigError: there is none by this name: its owner has ended or closed it, or the name was never one.
+        """
+        if _NAME.fullmatch(name) is None:
+            raise ConfigError(f"{name!r} does not name an arena", hint="Use Memory.name of the process that owns it")
+        try:
+            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            hint = "Its owner has ended, or belongs to another user; descriptors can also be passed over a socket"
+            raise ConfigError(f"arena {name} cannot be opened: {error.strerror}", hint=hint) from error
+        return cls._adopt(fd, _kind_of(fd))
+
+    @classmethod
+    def from_fd(cls, fd: int, kind: Kind) -> Memory:
+        """Return the shared memory behind ``fd``, received from another process. ``fd`` stays the caller's.
+
+        Raises:
+            ConfigError: it is not a memory file of that kind.
+        """
+        return cls._adopt(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), kind)
+
+    @classmethod
+    def _adopt(cls, fd: int, kind: Kind | None) -> Memory:
+        size_bytes = os.fstat(fd).st_size
+        if kind is None or size_bytes == 0 or size_bytes % HUGE_PAGE_BYTES or _kind_of(fd) is not kind:
+            what = _target_of(fd)
+            os.close(fd)
+            hint = "Its owner may have ended and its number been given to another process"
+            raise ConfigError(f"{what} is not {'an' if kind is None else f'a {kind}'} arena", hint=hint)
+        memory = cls(size_bytes, kind, fd)
+        try:
+            memory._prefault(fresh=False)
+        except BaseException:
+            memory.close()
+            raise
+        return memory
+
+    @property
+    def name(self) -> str | None:
+        """What another process of this user passes to ``open`` while this one lives; None for PRIVATE."""
+        return None if self.fd is None else f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    def before_close(self, action: Callable[[], object]) -> None:
+        """Have ``action`` run when this is closed, while the memory is still mapped. Last added runs first."""
+        self._before_close.append(action)
+
+    def close(self) -> None:
+        """Release the memory. Closing twice is fine.
+
+        The descriptor is closed now, so that nobody can open the memory any more. What others still hold of ``view``
+        (slices, arrays, tensors) stays valid, and the pages are freed with the last of it: here, if there is none.
+        Any later use of ``view`` itself is a ValueError.
+        """
+        while self._before_close:
+            self._before_close.pop()()
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+        # Dropped, not unmapped: some holders (torch.frombuffer) keep a reference to the view without exporting it, and
+        # an explicit unmap would then succeed and leave them pointing at nothing.
+        self.view, self._map = _RELEASED, None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_before_close"):
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<Memory {self.kind} {self.size_bytes} bytes at {self.address:#x}{', huge' if self.huge else ''}>"
+
+    def _map_pages(self) -> None:
+        reserved_bytes = self.size_bytes + HUGE_PAGE_BYTES
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if self.fd is None else _MAP_NORESERVE)
+        try:
+            reserved = mmap.mmap(-1, reserved_bytes, flags=flags)
+        except (OSError, OverflowError) as error:
+            raise _no_memory(self.size_bytes, self.kind, getattr(error, "errno", None) or errno.ENOMEM) from error
+        start = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
+        self.address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        offset = self.address - start
+        self._map, self.view = reserved, memoryview(reserved)[offset : offset + self.size_bytes]
+        if self.fd is not None:
+            self._map_file(self.fd)
+        else:
+            # Fork must not make these pages copy-on-write: the parent would fault on, and copy, each page it writes to
+            # afterwards, and a direct read in flight could land in the child's copy instead of ours. WIPEONFORK gives
+            # the child zero pages it may touch, and none until it does. DONTFORK would leave a hole in the child, where
+            # the kernel may put a mapping of the child's own that this object's death there would then unmap.
+            # A kernel without it (before 4.14) copies on write: slower after a fork, never wrong for writes to disk.
+            self._advise(_MADV_WIPEONFORK)
+        if self.kind is not Kind.HUGETLB:
+            self._advise(_MADV_HUGEPAGE)
+
+    def _map_file(self, fd: int) -> None:
+        """Put the file in place of the reserved addresses.
+
+        A fixed mapping that fails may leave a hole where it should have been, and whatever another thread maps there
+        would go with the reservation. So the mapping is tried elsewhere first: what can refuse it (the pool of huge
+        pages above all, which then holds the pages for this file) refuses it there. Should the fixed one fail all the
+        same, the reservation is never given back: it costs addresses, not memory.
+        """
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        elsewhere = _libc.mmap(None, self.size_bytes, access, mmap.MAP_SHARED, fd, 0)
+        if elsewhere == _FAILED:
+            raise _no_memory(self.size_bytes, self.kind, ctypes.get_errno())
+        _libc.munmap(elsewhere, self.size_bytes)
+        if _libc.mmap(self.address, self.size_bytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _FAILED:
+            code = ctypes.get_errno()
+            _abandoned.append(self._map)
+            raise _no_memory(self.size_bytes, self.kind, code)
+
+    def _advise(self, advice: int) -> None:
+        if _libc.madvise(self.address, self.size_bytes, advice) != 0:
+            log.debug("madvise(%d) on %s memory: %s", advice, self.kind, os.strerror(ctypes.get_errno()))
+
+    def _prefault(self, *, fresh: bool) -> None:
+        """Put every page in place, then measure what kind they are. ``fresh``: nobody else uses the memory yet."""
+        asked_bytes = self.size_bytes if fresh and self.kind is not Kind.HUGETLB else 0
+        pieces = range(self.address, self.address + self.size_bytes, PREFAULT_PIECE_BYTES)
+
+        def fill(start: int) -> None:
+            size_bytes = min(PREFAULT_PIECE_BYTES, self.address + self.size_bytes - start)
+            if asked_bytes:  # again for each piece: the ranks of a node allocate at the same time
+                capacity.require(size_bytes, asked_bytes=asked_bytes)
+            code = _populate(start, size_bytes)
+            if code in (errno.EINVAL, errno.ENOSYS):
+                self._touch(start, size_bytes, fresh=fresh)
+            elif code:
+                raise _no_memory(self.size_bytes, self.kind, code)
+
+        with ThreadPoolExecutor(PREFAULT_THREADS, "tierckpt-prefault") as pool:
+            for _ in pool.map(fill, pieces):
+                pass
+        self.huge = pages.huge_bytes(self.address, self.size_bytes) >= 0.9 * self.size_bytes
+
+    def _touch(self, start: int, size_bytes: int, *, fresh: bool) -> None:
+        """Fill in pages on a kernel before 5.14, which cannot do it by advice."""
+        if not fresh:
+            return  # somebody's bytes are in there: the pages come with the first use
+        if self.fd is not None:
+            try:  # a page that cannot be had is an error here, and a SIGBUS when it is touched
+                os.posix_fallocate(self.fd, start - self.address, size_bytes)
+            except OSError as error:
+                raise _no_memory(self.size_bytes, self.kind, error.errno or errno.ENOMEM) from error
+        ctypes.memset(start, 0, size_bytes)
+
+
+def _shared_kinds(size_bytes: int) -> list[Kind]:
+    """Return the shared kinds to try, best first. SHM, which needs nothing but memory, is always the last."""
+    kinds = []
+    if pages.huge_pool().usable_bytes >= size_bytes:
+        kinds.append(Kind.HUGETLB)
+    if any(mount.free_bytes >= size_bytes for mount in pages.huge_mounts()):
+        kinds.append(Kind.HUGE_TMPFS)
+    return [*kinds, Kind.SHM]
+
+
+def _create(kind: Kind, size_bytes: int) -> int | None:
+    """Return a new, unnamed memory file of ``size_bytes``; None for PRIVATE."""
+    if kind is Kind.PRIVATE:
+        return None
+    mount = _roomiest_mount(size_bytes) if kind is Kind.HUGE_TMPFS else None
+    try:
+        fd = _memory_file(kind) if mount is None else os.open(mount, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _no_memory(size_bytes, kind, error.errno or errno.ENOMEM) from error
+    try:
+        os.ftruncate(fd, size_bytes)
+        if mount is None:
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)  # nobody can truncate it under us: that would be a SIGBUS
+    except OSError as error:
+        os.close(fd)
+        raise _no_memory(size_bytes, kind, error.errno or errno.ENOMEM) from error
+    return fd
+
+
+def _memory_file(kind: Kind) -> int:
+    flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING | (_MFD_HUGETLB | _MFD_HUGE_2MB if kind is Kind.HUGETLB else 0)
+    try:
+        return os.memfd_create(f"tierckpt-{kind}", flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create(f"tierckpt-{kind}", flags)  # a kernel before 6.3
+
+
+def _roomiest_mount(size_bytes: int) -> Path:
+    mounts = pages.huge_mounts()
+    best = max(mounts, key=lambda mount: mount.free_bytes, default=None)
+    if best is None or best.free_bytes < size_bytes:
+        room = "; ".join(f"{mount.path}: {capacity.mebibytes(mount.free_bytes)} free" for mount in mounts)
+        raise CapacityError(
+            f"no tmpfs with huge pages has room for {capacity.mebibytes(size_bytes)} ({room or 'none is mounted'})",
+            hint=f"Mount one: {pages.MOUNT_COMMAND}",
+            asked_bytes=size_bytes,
+        )
+    return best.path
+
+
+def _target_of(fd: int) -> str:
+    return str(Path(f"/proc/self/fd/{fd}").readlink()).removesuffix(" (deleted)")
+
+
+def _kind_of(fd: int) -> Kind | None:
+    """Return what is behind a descriptor of ours: the kernel keeps the name that ``_memory_file`` gave it."""
+    target = _target_of(fd)
+    for kind in (Kind.HUGETLB, Kind.SHM):
+        if target == f"/memfd:tierckpt-{kind}":
+            return kind
+    path = Path(target)
+    if path.name.startswith("#") and any(path.parent.is_relative_to(mount.path) for mount in pages.huge_mounts()):
+        return Kind.HUGE_TMPFS
+    return None
+
+
+def _populate(start: int, size_bytes: int) -> int:
+    """Have the kernel fill in all pages, without the GIL. Returns 0 or the errno."""
+    while _libc.madvise(start, size_bytes, _MADV_POPULATE_WRITE) != 0:
+        code = ctypes.get_errno()
+        if code not in (errno.EINTR, errno.EAGAIN):
+            return code
+    return 0
+
+
+def _no_memory(size_bytes: int, kind: Kind, code: int) -> CapacityError:
+    reason = os.strerror(code)
+    if kind is Kind.HUGETLB:
+        pool = pages.huge_pool()
+        detail = f"{capacity.mebibytes(pool.usable_bytes)} of the pool of huge pages are free"
+        hint = pages.pool_command(size_bytes)
+    else:
+        free = min((limit.usable_bytes for limit in capacity.limits()), default=0)
+        detail = f"{capacity.mebibytes(free)} may still be taken"
+        hint = "Check `ulimit -v`, vm.overcommit_memory and the memory limit of this container, or use a smaller arena"
+    return CapacityError(
+        f"no {kind} memory of {capacity.mebibytes(size_bytes)} for the arena: {reason}; {detail}",
+        hint=hint,
+        asked_bytes=size_bytes,
+    )

@@ -1,0 +1,90 @@
+"""Page-locking staging memory for the GPU, so that copies from the device run by themselves. The only torch in here.
+
+Pinning makes copies faster and asynchronous; nothing depends on it. Where it cannot be had, staging works unpinned.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any
+
+from ..telemetry import logger
+from .memory import Memory
+
+log = logger("arena")
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of this process
+_pinned: dict[int, int] = {}  # address to the process that pinned it
+
+
+def pin(memory: Memory) -> bool:
+    """Register all of ``memory`` with CUDA. It is undone by ``unpin`` or when the memory is closed.
+
+    Returns:
+        Whether it is pinned now. False where torch or CUDA is missing, or CUDA refuses (logged): use it unpinned.
+    """
+    if _is_pinned(memory):
+        return True
+    runtime = _runtime()
+    if runtime is None:
+        return False
+    if not _call("cudaHostRegister", lambda: runtime.cudaHostRegister(memory.address, memory.size_bytes, _PORTABLE)):
+        _forget_error()
+        return False
+    _pinned[memory.address] = os.getpid()
+    memory.before_close(functools.partial(_unregister, memory.address))
+    return True
+
+
+def unpin(memory: Memory) -> bool:
+    """Undo ``pin``. Copies to or from the memory must have finished.
+
+    Returns:
+        Whether it was pinned by this process and is not any more.
+    """
+    return _unregister(memory.address)
+
+
+def _unregister(address: int) -> bool:
+    if _pinned.pop(address, None) != os.getpid():
+        return False  # not pinned; or in a forked child, where the registration is the parent's
+    runtime = _runtime()
+    return runtime is not None and _call("cudaHostUnregister", lambda: runtime.cudaHostUnregister(address))
+
+
+def _is_pinned(memory: Memory) -> bool:
+    return _pinned.get(memory.address) == os.getpid()
+
+
+def _runtime() -> Any:
+    """Return torch's CUDA runtime, or None. A process that has not imported torch has nothing on a GPU to copy."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return None
+    try:
+        return torch.cuda.cudart()
+    except Exception as error:  # a driver that is there but does not work
+        log.warning("staging memory stays unpinned: %s", error)
+        return None
+
+
+def _forget_error() -> None:
+    """Take back the error that CUDA keeps of a failed call: the trainer's next kernel would report it as its own."""
+    torch = sys.modules["torch"]
+    try:
+        torch.ones(1, device="cuda")
+    except RuntimeError:
+        pass  # this was the error, reported here, where it does no harm
+
+
+def _call(what: str, function: Any) -> bool:
+    try:
+        result = int(function())
+    except Exception as error:
+        log.warning("%s failed, staging memory stays as it is: %s", what, error)
+        return False
+    if result != 0:
+        log.warning("%s failed with CUDA error %d, staging memory stays as it is", what, result)
+    return result == 0

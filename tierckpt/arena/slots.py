@@ -1,0 +1,354 @@
+"""The arena: host memory that staged checkpoints live in until they are on the SSD, and that the next ones use again.
+
+A slot holds one checkpoint of one rank. There are at most ``slots_max`` of them and they never take more than
+``size_bytes_max`` together; both bounds hold whatever is asked (P7). A slot is made when it is first needed, grows only
+when the state has grown, and is used again for as long as the process lives: after the first saves nothing is allocated
+and nothing is faulted in.
+
+Life of a lease:  free -> staged (a state dict refers to it) -> flushing -> written -> free
+A written lease may be taken for the next checkpoint even while somebody still holds its tensors, because its bytes
+are on the SSD; a staged one only under the policy ``drop_oldest_unflushed`` (PCcheck, ASPLOS'25: newest first).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ..config import Settings
+from ..errors import CapacityError, CommitAbandonedError, OperationTimeoutError
+from ..telemetry import logger
+from .memory import Memory
+
+log = logger("arena")
+
+POLL_SECONDS = 0.002
+MiB = 1 << 20
+
+
+class Policy(StrEnum):
+    """What staging does when every slot is taken."""
+
+    WAIT = "wait"
+    SKIP = "skip"
+    DROP_OLDEST_UNFLUSHED = "drop_oldest_unflushed"
+
+
+class State(StrEnum):
+    STAGED = "staged"
+    FLUSHING = "flushing"
+    WRITTEN = "written"
+    DROPPED = "dropped"
+
+
+@dataclass(eq=False)
+class Lease:
+    """One checkpoint's hold on a slot. ``memory`` is the slot's; only the first ``size_bytes`` are the checkpoint's."""
+
+    memory: Memory
+    size_bytes: int
+    number: int
+    state: State = State.STAGED
+    in_use: Callable[[], bool] = lambda: True
+    """False when no tensor refers to the memory any more. Set by whoever made tensors of it."""
+    storage: int = 0
+    """Identity of the storage those tensors share, so that stale ones are told from the present ones; 0 for unknown."""
+    _writers: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def covers(self, address: int) -> bool:
+        return 0 <= address - self.memory.address < self.size_bytes
+
+    def begin_flush(self) -> None:
+        """Hold the memory while it is written.
+
+        Raises:
+            CommitAbandonedError: a newer checkpoint has taken the slot (``drop_oldest_unflushed``), or took it after
+                this one was written: what lies there now is another checkpoint.
+        """
+        with self._lock:
+            if self.state is State.DROPPED:
+                raise CommitAbandonedError(
+                    "the staged copy has given its place to a newer checkpoint",
+                    hint="Raise checkpoints_in_flight_max, save less often, or use the staging_policy 'wait'",
+                )
+            self._writers += 1
+            self.state = State.FLUSHING
+
+    def end_flush(self, *, written: bool) -> None:
+        with self._lock:
+            self._writers -= 1
+            if not self._writers:
+                self.state = State.WRITTEN if written else State.STAGED
+
+    def try_reclaim(self, *, drop: bool = False) -> bool:
+        """Take the memory back if nobody can need it any more (or, with ``drop``, if it was only staged)."""
+        with self._lock:
+            if self.state is State.FLUSHING:
+                return False
+            if self.state is State.STAGED and not drop and self.in_use():
+                return False
+            self.state = State.DROPPED
+            return True
+
+
+class Arena:
+    """Slots of one process. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        slots_max: int = 2,
+        size_bytes_max: int | None = None,
+        policy: Policy = Policy.WAIT,
+        timeout_seconds: float = 600.0,
+        shared: bool = False,
+        numa_nodes: Sequence[int] = (),
+    ) -> None:
+        self.slots_max = slots_max
+        self.size_bytes_max = size_bytes_max
+        self.policy = policy
+        self.timeout_seconds = timeout_seconds
+        self.shared = shared
+        self.numa_nodes = tuple(numa_nodes)
+        self.allocations = 0
+        """Slots made so far: does not move once a job runs steadily."""
+        self._free: list[Memory] = []
+        self._leases: list[Lease] = []
+        self._count = 0
+        self._lock = threading.Lock()
+
+    @property
+    def size_bytes(self) -> int:
+        """What all slots take."""
+        with self._lock:
+            return self._size_bytes()
+
+    def _size_bytes(self) -> int:
+        return sum(memory.size_bytes for memory in self._free) + sum(lease.memory.size_bytes for lease in self._leases)
+
+    def lease(self, size_bytes: int) -> Lease | None:
+        """Return memory for one staged checkpoint; None when all slots are taken and the policy is ``skip``.
+
+        Raises:
+            CapacityError: the slot cannot be had: ``size_bytes_max``, or the node has not got the memory.
+            OperationTimeoutError: no slot came free within ``timeout_seconds``.
+        """
+        deadline = time.monotonic() + self.timeout_seconds
+        while True:
+            with self._lock:
+                lease = self._take(size_bytes, drop=False)
+                if lease is None and self.policy is Policy.DROP_OLDEST_UNFLUSHED:
+                    lease = self._take(size_bytes, drop=True)
+            if lease is not None:
+                return lease
+            if self.policy is Policy.SKIP:
+                return None
+            if time.monotonic() > deadline:
+                raise OperationTimeoutError(
+                    f"all {self.slots_max} staging slots are still taken: {self._describe()}",
+                    hint="A save hangs, or staged copies are kept and not saved; or raise checkpoints_in_flight_max",
+                    waited_seconds=self.timeout_seconds,
+                )
+            time.sleep(POLL_SECONDS)
+
+    def find(self, address: int) -> Lease | None:
+        """The lease that has ``address`` in its memory, None for memory that is not ours."""
+        for lease in tuple(self._leases):
+            if lease.covers(address):
+                return lease
+        return None
+
+    def close(self) -> None:
+        """Release every slot that nothing refers to. Those still in use go with their last tensor."""
+        with self._lock:
+            for lease in self._leases:
+                self._free.append(lease.memory)
+            self._leases.clear()
+            for memory in self._free:
+                memory.close()
+            self._free.clear()
+
+    def _take(self, size_bytes: int, *, drop: bool) -> Lease | None:
+        self._reclaim(drop=drop)
+        memory = self._fitting(size_bytes)
+        if memory is None:
+            if len(self._leases) >= self.slots_max:
+                return None
+            memory = self._allocate(size_bytes)
+        self._count += 1
+        lease = Lease(memory, size_bytes, self._count)
+        self._leases.append(lease)
+        return lease
+
+    def _reclaim(self, *, drop: bool) -> None:
+        """Free all that is unused; if that is not enough, the oldest that may be taken all the same."""
+        for lease in tuple(self._leases):
+            if not lease.in_use() and lease.try_reclaim():
+                self._give_back(lease)
+        if self._free or len(self._leases) < self.slots_max:
+            return
+        for lease in tuple(self._leases):  # oldest first: what is safe on the SSD though somebody still refers to it
+            if lease.state is State.WRITTEN and lease.try_reclaim():
+                self._give_back(lease)
+                return
+        for lease in tuple(self._leases) if drop else ():
+            if lease.state is State.STAGED and lease.try_reclaim(drop=True):
+                log.warning("checkpoint %d was not flushed in time; a newer one takes its place", lease.number)
+                self._give_back(lease)
+                return
+
+    def _give_back(self, lease: Lease) -> None:
+        self._leases.remove(lease)
+        self._free.append(lease.memory)
+
+    def _fitting(self, size_bytes: int) -> Memory | None:
+        fitting = [memory for memory in self._free if memory.size_bytes >= size_bytes]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda memory: memory.size_bytes)
+        self._free.remove(best)
+        return best
+
+    def _allocate(self, size_bytes: int) -> Memory:
+        """A new slot. Free ones that are too small make room for it: the state has grown."""
+        for memory in self._free:
+            memory.close()
+        self._free.clear()
+        used = self._size_bytes()
+        if self.size_bytes_max is not None and used + size_bytes > self.size_bytes_max:
+            raise CapacityError(
+                f"staging needs {size_bytes} bytes more and staging_bytes_max is {self.size_bytes_max} ({used} in use)",
+                hint="Raise staging_bytes_max, or lower checkpoints_in_flight_max",
+            )
+        memory = Memory.allocate(size_bytes, shared=self.shared, numa_nodes=self.numa_nodes)
+        self.allocations += 1
+        log.info("staging slot of %d MiB (%s, huge pages: %s)", memory.size_bytes // MiB, memory.kind, memory.huge)
+        return memory
+
+    def _describe(self) -> str:
+        return ", ".join(f"checkpoint {lease.number} is {lease.state}" for lease in self._leases)
+
+
+class Bounce:
+    """A few small pieces of huge-page memory in which the bytes of a write come together when they lie apart.
+
+    At most ``count_max`` of them exist; they are handed from flush to flush. Thread-safe.
+    """
+
+    def __init__(self, count_max: int) -> None:
+        self.count_max = count_max
+        self._free: list[Memory] = []
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def take(self, count: int, size_bytes: int, timeout_seconds: float) -> Iterator[list[Memory]]:
+        """Yield up to ``count`` pieces of ``size_bytes``: as many as there are, but one at least.
+
+        Raises:
+            OperationTimeoutError: other flushes have kept all of them for ``timeout_seconds``.
+        """
+        taken = self._take(count, size_bytes, timeout_seconds)
+        try:
+            yield taken
+        finally:
+            with self._changed:
+                self._taken -= len(taken)
+                self._free += taken
+                self._changed.notify_all()
+
+    def _take(self, count: int, size_bytes: int, timeout_seconds: float) -> list[Memory]:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._taken < self.count_max, timeout_seconds):
+                raise OperationTimeoutError(
+                    f"all {self.count_max} write buffers are in use by other saves",
+                    hint="Look for a hung disk",
+                    waited_seconds=timeout_seconds,
+                )
+            count = min(count, self.count_max - self._taken)
+            fitting = [memory for memory in self._free if memory.size_bytes >= size_bytes][:count]
+            for memory in self._free if len(fitting) < count else ():
+                if memory.size_bytes < size_bytes:
+                    memory.close()
+            self._free = [memory for memory in self._free if memory not in fitting and memory.size_bytes >= size_bytes]
+            self._taken += count
+        try:
+            while len(fitting) < count:
+                fitting.append(Memory.allocate(size_bytes))
+        except BaseException:
+            with self._changed:
+                self._taken -= count
+                self._free += fitting
+                self._changed.notify_all()
+            raise
+        return fitting
+
+
+_shared: dict[tuple[object, ...], Arena] = {}
+_bounces: dict[int, Bounce] = {}
+_shared_lock = threading.Lock()
+
+
+def arena_for(settings: Settings, *, shared: bool = False) -> Arena:
+    """The process's arena for these settings: writers come and go, their staging memory stays."""
+    key = (
+        shared,
+        settings.checkpoints_in_flight_max,
+        settings.staging_bytes_max,
+        settings.staging_policy,
+        settings.staging_timeout_seconds,
+        tuple(settings.staging_numa_nodes),
+    )
+    with _shared_lock:
+        if key not in _shared:
+            _shared[key] = Arena(
+                slots_max=settings.checkpoints_in_flight_max,
+                size_bytes_max=settings.staging_bytes_max,
+                policy=Policy(settings.staging_policy),
+                timeout_seconds=settings.staging_timeout_seconds,
+                shared=shared,
+                numa_nodes=settings.staging_numa_nodes,
+            )
+        return _shared[key]
+
+
+def bounce_for(settings: Settings) -> Bounce:
+    """The process's write buffers."""
+    count = settings.flush_threads_max
+    with _shared_lock:
+        return _bounces.setdefault(count, Bounce(count))
+
+
+def find(address: int) -> Lease | None:
+    """The lease of any arena of this process that covers ``address``."""
+    for arena in tuple(_shared.values()):
+        lease = arena.find(address)
+        if lease is not None:
+            return lease
+    return None
+
+
+def close_arenas() -> None:
+    """Release all staging memory of this process that nothing refers to."""
+    with _shared_lock:
+        for arena in _shared.values():
+            arena.close()
+        _shared.clear()
+        _bounces.clear()
+
+
+def _start_anew() -> None:
+    """In a forked child: the parent's leases are not ours (its memory reads as zeros here), nor are its locks."""
+    global _shared_lock
+    _shared_lock = threading.Lock()
+    _shared.clear()
+    _bounces.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)

@@ -1,0 +1,394 @@
+"""Replicated state is written once, by everyone: who writes which rows.
+
+DCP's planner leaves each replicated tensor to one rank, so that a data-parallel job writes at the speed of one disk
+queue and the largest tensor sets the pace. Here every rank that holds a tensor may write a part of it (FastPersist,
+arXiv 2406.13768): bytes are levelled over the ranks, counting what each has to write alone. A part is an ordinary DCP
+chunk, so stock readers see a tensor that was saved in pieces. Pure functions over plans; no I/O, no collectives.
+
+    every rank      prepare_local_plan    put_aside: what I hold, before the planner's dedup
+    coordinator     prepare_global_plan   share_out: who writes what
+    every rank      write_data            resolve: the tensor of an item or of a part
+    coordinator     finish                amend: the metadata names the parts that were written
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
+
+from ..errors import CheckpointError
+
+MiB = 1 << 20
+PART_BYTES_MIN = 4 * MiB
+
+ITEM_BYTES = 4096
+"""What an item costs besides its data, for levelling: its header, its alignment, the work of writing it."""
+
+ROWS_PER_SHARE = 64
+"""A row above this fraction of a rank's share cannot be levelled by rounding; such rows are dealt out one by one."""
+
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """``SavePlan.storage_data`` on its way to the coordinator: the items of a rank before the planner's dedup."""
+
+    items: tuple[WriteItem, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the coordinator must know of a written part: which box of the global tensor it is, and of which chunk."""
+
+    fqn: str
+    whole: Box
+    box: Box
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartItem(WriteItem):
+    """Some rows of an item that several ranks hold; contiguous, because ``dim`` is its first dimension above 1.
+
+    ``index`` and ``tensor_data.chunk`` are those of the part in the global tensor. The planner knows only ``whole``:
+    use ``resolve``, which narrows.
+    """
+
+    whole: WriteItem
+    dim: int
+    start: int
+    length: int
+
+    @property
+    def part(self) -> Part:
+        """The record for ``amend``."""
+        return Part(self.index.fqn, _box(self.whole), _box(self))
+
+
+def put_aside(plan: SavePlan) -> SavePlan:
+    """Return ``plan`` with its items also in ``storage_data``, where dedup leaves them alone. Costs no copy."""
+    return dataclasses.replace(plan, storage_data=Held(tuple(plan.items)))
+
+
+def share_out(plans: list[SavePlan], part_bytes_min: int = PART_BYTES_MIN) -> list[SavePlan]:
+    """``spread`` by what ``put_aside`` has put aside, and drop that from the plans.
+
+    Plans that DCP's own plan cache keeps are not spread: on a later save that cache replaces the plans of some ranks
+    and not of others, which would mix the parts of two assignments. (TierSavePlanner replaces all or none.)
+    """
+    held = [plan.storage_data.items if isinstance(plan.storage_data, Held) else () for plan in plans]
+    if not _cached_by_stock(plans):
+        plans = spread(plans, held, part_bytes_min)
+    return [
+        dataclasses.replace(plan, storage_data=None) if isinstance(plan.storage_data, Held) else plan for plan in plans
+    ]
+
+
+def spread(
+    plans: list[SavePlan], held: Sequence[Iterable[WriteItem]], part_bytes_min: int = PART_BYTES_MIN
+) -> list[SavePlan]:
+    """Level the bytes of ``plans`` over the ranks that hold them; every item is still written exactly once.
+
+    Guaranteed: a rank is given only what it holds, with the chunk and dtype of the item that the planner chose; items
+    of other planners' making, items in several plans and items that no other rank holds stay where they are; the same
+    plans give the same result, in any process. Shares are equal up to one row per rank, or up to ``part_bytes_min``
+    where a share would be smaller than that. Tensors below ``part_bytes_min`` and objects stay whole.
+
+    Args:
+        plans: one per rank, after the planner's dedup. Left as they are; so is the result's ``storage_data``.
+        held: one per rank: its items before dedup.
+        part_bytes_min: smaller tensors are not cut, and no rank is asked for less of the cut ones.
+
+    Cost: linear in the items held by all ranks together, about a microsecond each.
+    """
+    if len(plans) < 2 or not all(plan.usable for plan in plans):
+        return plans
+    groups = _groups(plans, held)
+    if not groups:
+        return plans
+    loads = [0] * len(plans)
+    given: list[list[WriteItem]] = [[] for _ in plans]
+    shared = {item.index for items in groups.values() for item in items}
+    for rank, plan in enumerate(plans):
+        given[rank] = [item for item in plan.items if item.index not in shared]
+        loads[rank] = sum(map(_weight, given[rank]))
+    # Those who have the least choice first: then the level of each group is the best there is, if groups nest.
+    for ranks, items in sorted(groups.items(), key=lambda group: len(group[0])):
+        _deal(items, ranks, loads, given, max(part_bytes_min, 1))
+    return [dataclasses.replace(plan, items=items) for plan, items in zip(plans, given, strict=True)]
+
+
+def resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    """Return the tensor of ``item`` as ``planner`` knows it; for a part, its rows. No copy."""
+    if isinstance(item, PartItem):
+        whole = cast(torch.Tensor, planner.resolve_data(item.whole))
+        return whole.narrow(item.dim, item.start, item.length)
+    return cast(torch.Tensor, planner.resolve_data(item))
+
+
+def amend(metadata: Metadata, parts: Iterable[Part]) -> None:
+    """Put the chunks of ``parts`` in place of those that they cover. Again, or in any order: the same result.
+
+    Feed it what the ranks have written, not what they were asked to write. Entries are replaced, not changed: a
+    shallow copy of ``state_dict_metadata`` shields the original.
+
+    Raises:
+        CheckpointError: the parts of a chunk leave a gap or overlap; ``metadata`` is as it was.
+    """
+    tiles: dict[str, dict[Box, set[Box]]] = defaultdict(lambda: defaultdict(set))
+    for part in parts:
+        tiles[part.fqn][part.whole].add(part.box)
+    amended = {fqn: _amended(metadata, fqn, wholes) for fqn, wholes in tiles.items()}
+    metadata.state_dict_metadata.update(amended)
+
+
+# --- who holds what -----------------------------------------------------------------------------------------------
+
+
+def _groups(plans: list[SavePlan], held: Sequence[Iterable[WriteItem]]) -> dict[tuple[int, ...], list[WriteItem]]:
+    """Items of the plans that several ranks hold, by these ranks, in the order of the plans.
+
+    An index in more than one plan is none of them: whoever planned that wants it written twice.
+    """
+    places: dict[MetadataIndex, list[Any]] = {}  # [item, its rank if that is one, the ranks that hold it]
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            again = item.index in places or isinstance(item, PartItem)
+            places[item.index] = [item, None if again else rank, []]
+    for rank, items in enumerate(held):
+        for item in items:
+            known = places.get(item.index)
+            if known is not None and _same(known[0], item) and rank not in known[2][-1:]:
+                known[2].append(rank)
+    groups: dict[tuple[int, ...], list[WriteItem]] = defaultdict(list)
+    for item, owner, ranks in places.values():
+        if len(ranks) > 1 and owner in ranks:
+            groups[tuple(ranks)].append(item)
+    return groups
+
+
+def _same(item: WriteItem, other: WriteItem) -> bool:
+    """True when both stand for the same data. The index alone is too little: ranks may disagree on dtype or size."""
+    if item.type != other.type:
+        return False
+    data, others = item.tensor_data, other.tensor_data
+    if data is None or others is None:
+        return data is others
+    return (
+        data.chunk.sizes == others.chunk.sizes
+        and data.properties.dtype == others.properties.dtype
+        and data.size == others.size
+    )
+
+
+def _cached_by_stock(plans: list[SavePlan]) -> bool:
+    """True when DCP's ``enable_plan_caching`` keeps one of these very plans."""
+    caches = getattr(SavePlanner, "_cached_global_plan", {}).values()
+    ours = set(map(id, plans))
+    return any(id(plan) in ours for cached in caches for plan in cached)
+
+
+# --- who writes what ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Cut:
+    """An item and how fine it can be cut."""
+
+    item: WriteItem
+    rows: int
+    row_bytes: int
+    dim: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    def rows_of(self, start: int, length: int) -> WriteItem:
+        """Return the item of ``length`` rows from ``start``: the whole one when these are all."""
+        if length == self.rows:
+            return self.item
+        data = cast(TensorWriteData, self.item.tensor_data)
+        offsets, sizes = list(data.chunk.offsets), list(data.chunk.sizes)
+        offsets[self.dim] += start
+        sizes[self.dim] = length
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        return PartItem(
+            index=MetadataIndex(self.item.index.fqn, chunk.offsets),
+            type=self.item.type,
+            tensor_data=TensorWriteData(chunk=chunk, properties=data.properties, size=data.size),
+            whole=self.item,
+            dim=self.dim,
+            start=start,
+            length=length,
+        )
+
+
+def _deal(
+    items: list[WriteItem], ranks: tuple[int, ...], loads: list[int], given: list[list[WriteItem]], part_bytes_min: int
+) -> None:
+    """Share ``items`` among ``ranks``: first what is coarse, the largest first, then level out with what is fine."""
+    cuts = [_cut(item, part_bytes_min) for item in items]
+    share_bytes = sum(cut.size_bytes for cut in cuts) // len(ranks)
+    coarse_bytes = max(part_bytes_min, share_bytes // ROWS_PER_SHARE)
+    fine = [cut for cut in cuts if cut.rows > 1 and cut.row_bytes <= coarse_bytes]
+    coarse = [cut for cut in cuts if cut.rows == 1 or cut.row_bytes > coarse_bytes]
+    coarse.sort(key=lambda cut: -cut.row_bytes)
+    _deal_rows(coarse, ranks, loads, given)
+    _level(fine, ranks, loads, given, part_bytes_min)
+
+
+def _deal_rows(cuts: list[_Cut], ranks: tuple[int, ...], loads: list[int], given: list[list[WriteItem]]) -> None:
+    """Each row to the rank that has least; then the rows of each rank are moved together, so that they are one part."""
+    heap = [(loads[rank], rank) for rank in ranks]
+    heapq.heapify(heap)
+    for cut in cuts:
+        rows: dict[int, int] = defaultdict(int)
+        for _ in range(cut.rows):
+            load, rank = heap[0]
+            rows[rank] += 1
+            loads[rank] = load + cut.row_bytes
+            heapq.heapreplace(heap, (loads[rank], rank))
+        start = 0
+        for rank in sorted(rows):
+            given[rank].append(cut.rows_of(start, rows[rank]))
+            start += rows[rank]
+
+
+def _level(
+    cuts: list[_Cut], ranks: tuple[int, ...], loads: list[int], given: list[list[WriteItem]], part_bytes_min: int
+) -> None:
+    """Lay the items end to end and cut where the share of a rank ends, at the nearest row: the fewest parts possible.
+
+    The wrap-around rule of McNaughton (1959). A border is computed from the start, so rounding does not add up.
+    """
+    shares = _shares(sum(cut.size_bytes for cut in cuts), ranks, loads, part_bytes_min)
+    taker, position = 0, 0
+    for cut in cuts:
+        start = 0
+        while start < cut.rows:
+            rank, border = shares[taker]
+            end = min(max(_nearest(border - position, cut.row_bytes), start), cut.rows)
+            if taker == len(shares) - 1:
+                end = cut.rows
+            if end > start:
+                given[rank].append(cut.rows_of(start, end - start))
+                loads[rank] += (end - start) * cut.row_bytes
+            if end < cut.rows:
+                taker += 1
+            start = end
+        position += cut.size_bytes
+
+
+def _shares(total_bytes: int, ranks: tuple[int, ...], loads: list[int], part_bytes_min: int) -> list[tuple[int, int]]:
+    """Return, in the order of ranks, who takes part and where its share of ``total_bytes`` ends.
+
+    Water filling: the least loaded ranks are filled to one level. Another rank joins while its share is worth a part.
+    """
+    order = sorted(ranks, key=lambda rank: (loads[rank], rank))
+    count, filled = 1, total_bytes + loads[order[0]]
+    while count < len(order):
+        load = loads[order[count]]
+        if (filled + load) // (count + 1) - load < part_bytes_min:
+            break
+        count, filled = count + 1, filled + load
+    shares, below = [], 0
+    for number, rank in enumerate(sorted(order[:count]), start=1):
+        below += loads[rank]
+        shares.append((rank, filled * number // count - below))
+    return shares
+
+
+def _cut(item: WriteItem, part_bytes_min: int) -> _Cut:
+    """How fine ``item`` can be cut: by rows of its first dimension above 1, if it is large enough for that."""
+    data = item.tensor_data
+    if data is not None and _size_bytes(data) >= part_bytes_min and _can_narrow(data):
+        for dim, rows in enumerate(data.chunk.sizes):
+            if rows > 1:
+                return _Cut(item, rows, _size_bytes(data) // rows, dim)
+    return _Cut(item, 1, _weight(item), 0)
+
+
+def _can_narrow(data: TensorWriteData) -> bool:
+    """Sparse and quantized tensors stay whole; so does what is empty."""
+    return (
+        data.chunk.sizes.numel() > 0
+        and data.properties.layout == torch.strided
+        and data.properties.dtype not in _QUANTIZED
+    )
+
+
+def _weight(item: WriteItem) -> int:
+    """Bytes of an item, for levelling. Nobody knows yet how large an object is, and the smallest is not free."""
+    return ITEM_BYTES if item.tensor_data is None else max(_size_bytes(item.tensor_data), ITEM_BYTES)
+
+
+def _size_bytes(data: TensorWriteData) -> int:
+    """Bytes of the chunk; DCP's own ``tensor_storage_size`` counts the global tensor for every shard of it."""
+    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _nearest(position: int, step: int) -> int:
+    return (2 * position + step) // (2 * step)
+
+
+# --- metadata -----------------------------------------------------------------------------------------------------
+
+
+def _amended(metadata: Metadata, fqn: str, wholes: dict[Box, set[Box]]) -> TensorStorageMetadata:
+    entry = metadata.state_dict_metadata.get(fqn)
+    if not isinstance(entry, TensorStorageMetadata):
+        raise CheckpointError(f"parts of {fqn} were written, but the metadata has no such tensor", tensor=fqn)
+    for whole, boxes in wholes.items():
+        if not _tiles(boxes, whole):
+            raise CheckpointError(
+                f"the parts of {fqn} that were written do not make up its chunk at {whole[0]}",
+                hint="The ranks have used plans of different saves; this one was not committed",
+                tensor=fqn,
+            )
+    fresh = set(itertools.chain.from_iterable(wholes.values()))
+    kept = {
+        box
+        for box in ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
+        if box not in wholes and box not in fresh and not any(_inside(box, whole) for whole in wholes)
+    }
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in sorted(kept | fresh)]
+    return dataclasses.replace(entry, chunks=chunks)
+
+
+def _tiles(boxes: set[Box], whole: Box) -> bool:
+    """True when ``boxes`` lie end to end along one dimension and fill ``whole``."""
+    dim = next((dim for dim, size in enumerate(whole[1]) if any(sizes[dim] != size for _, sizes in boxes)), None)
+    if dim is None:
+        return boxes == {whole}
+    expected = whole[0][dim]
+    for offsets, sizes in sorted(boxes):
+        across = [(offsets[i], sizes[i]) == (whole[0][i], whole[1][i]) for i in range(len(sizes)) if i != dim]
+        if offsets[dim] != expected or not all(across):
+            return False
+        expected += sizes[dim]
+    return expected == whole[0][dim] + whole[1][dim]
+
+
+def _inside(box: Box, whole: Box) -> bool:
+    return all(
+        start <= offset and offset + size <= start + length
+        for offset, size, start, length in zip(*box, *whole, strict=True)
+    )
+
+
+def _box(item: WriteItem) -> Box:
+    chunk = cast(TensorWriteData, item.tensor_data).chunk
+    return tuple(chunk.offsets), tuple(chunk.sizes)

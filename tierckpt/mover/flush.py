@@ -1,0 +1,473 @@
+"""Flush: memory to node-local SSD, durable, with digests and CRCs taken on the same pass.
+
+A shard is an ordered list of records (head, raw data somewhere in memory, tail). Its file is cut in segments of one or
+more chunks. Workers take segments in file order; each one
+
+    1. brings the segment's bytes together: in place where the arena already holds the image of the file, otherwise in
+       a slot of huge pages that the worker owns;
+    2. computes the CRC-32 of the data in it, and fills the tails that are now known;
+    3. digests each chunk;
+    4. writes the whole segment with one O_DIRECT write.
+
+The processor's cache still holds the bytes of step 1 in steps 2 and 3. Nothing else is allocated, whatever the size.
+
+Invariants (tests cite them):
+    F1  The digests are of the bytes that were handed to the kernel, padding excluded.
+    F2  A tail waits only for segments that come earlier in the same file, and those are taken first: no deadlock.
+    F3  After any error the shard is useless: the error is raised, nothing is tried again on the same file. A failed
+        fsync in particular may have dropped the pages it could not write (Rebello et al., ATC'20).
+    F4  When ``flush`` returns, every shard's bytes are durable if ``durable``; its directory is the caller's to fsync.
+
+Works in the process that owns the data or in another that has mapped the same memory: addresses count from ``base``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zlib_ng import zlib_ng
+
+from ..arena.memory import Memory
+from ..errors import OperationTimeoutError, TierckptError
+from ..manifest import digest_of
+from ..stores.local import translate_os_error
+from ..telemetry import logger
+from ..types import Tier
+from . import priority
+from .tuner import IoShape
+
+log = logger("flush")
+
+BLOCK_BYTES = 4096
+DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EPERM}
+_ZEROS = bytes(64 * 1024)
+
+
+def round_up(value: int, to: int = BLOCK_BYTES) -> int:
+    return -(-value // to) * to
+
+
+Fetch = Callable[[int, int, int], None]
+"""``fetch(target_address, start, count)``: put ``count`` bytes of the data, from ``start`` on, at an address."""
+
+
+class Record:
+    """One item of a shard: ``head``, ``size_bytes`` of data at ``address``, and a tail made from the data's CRC."""
+
+    __slots__ = (
+        "address",
+        "crcs",
+        "fetch",
+        "frame",
+        "head",
+        "known_bytes",
+        "offset",
+        "owner",
+        "size_bytes",
+        "tail_bytes",
+    )
+
+    def __init__(
+        self, offset: int, head: Any, frame: Any = None, address: int = 0, owner: Any = None, fetch: Fetch | None = None
+    ) -> None:
+        self.offset = offset
+        """Of the head, in the file."""
+        self.head = head
+        self.frame = frame
+        """Has ``tail_with(crc)``, ``tail`` and ``size_bytes``; None when the head is all there is."""
+        self.address = address
+        self.owner = owner
+        """Keeps the data alive until it is written."""
+        self.fetch = fetch
+        """Brings data that has no address in this process (on a device, or strewn over memory); None to copy it."""
+        self.size_bytes: int = frame.size_bytes if frame is not None else 0
+        self.tail_bytes: int = len(frame.tail) if frame is not None else 0
+        self.known_bytes = 0
+        self.crcs: dict[int, tuple[int, int]] = {}
+
+    @property
+    def data_offset(self) -> int:
+        return self.offset + len(self.head)
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.head) + self.size_bytes + self.tail_bytes
+
+    def crc(self) -> int:
+        """The CRC-32 of the whole data, from those of its parts in order."""
+        value = 0
+        for _, (crc, size_bytes) in sorted(self.crcs.items()):
+            value = zlib_ng.crc32_combine(value, crc, size_bytes)
+        return value
+
+
+@dataclass(slots=True)
+class Image:
+    """Memory that already holds a shard's data where the file will have it: offset 0 of the file is at ``address``."""
+
+    memory: Memory
+    address: int
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class Shard:
+    """A file to be written. Records are in order of their offsets and do not overlap."""
+
+    path: Path
+    records: Sequence[Record]
+    image: Image | None = None
+    size_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size_bytes = self.records[-1].end if self.records else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What a shard has become."""
+
+    path: Path
+    size_bytes: int
+    digests: tuple[str, ...]
+
+
+def flush(
+    shards: Sequence[Shard],
+    *,
+    slots: Sequence[Memory],
+    shape: IoShape,
+    chunk_size_bytes: int,
+    durable: bool = True,
+    base: int = 0,
+    nice: int = 0,
+    timeout_seconds: float = 1800.0,
+) -> list[Flushed]:
+    """Write ``shards``, each under a name that does not exist yet. Returns size and chunk digests, in order.
+
+    The caller's thread is one of the workers, unless ``nice`` asks for a low priority, which only threads of our own
+    get. ``slots`` must hold a segment each, one for every thread of ``shape``.
+
+    Raises:
+        CapacityError: the disk is full (found by fallocate before the first byte, where the file system has it).
+        TierckptError: any other error of any worker, by the first shard that had one (F3). Files are left as they are.
+        OperationTimeoutError: a worker has not ended within ``timeout_seconds``.
+    Cost: one pass over data in cache for CRC and digest, one copy more where there is no image; memory: the slots.
+    """
+    job = _Job(shards, slots, shape, chunk_size_bytes, durable, base, time.monotonic() + timeout_seconds)
+    try:
+        job.run(nice)
+    finally:
+        job.close()
+    return [
+        Flushed(file.shard.path, file.shard.size_bytes, tuple(file.digests[index] for index in sorted(file.digests)))
+        for file in job.files
+    ]
+
+
+class _File:
+    """One shard being written: its descriptor, and how many segments are still to come."""
+
+    def __init__(self, shard: Shard, segment_bytes: int) -> None:
+        self.shard = shard
+        self.digests: dict[int, str] = {}
+        self.segments = -(-shard.size_bytes // segment_bytes)
+        self.left = self.segments
+        self.direct = True
+        self.fd = -1
+
+    def open(self) -> None:
+        try:
+            self._open()
+        except OSError as error:
+            raise translate_os_error(error, self.shard.path, Tier.LOCAL) from error
+        self._reserve()
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        path = self.shard.path
+        try:
+            self.fd = os.open(path, flags | os.O_DIRECT, 0o644)
+        except OSError as error:
+            if error.errno not in DIRECT_REFUSED:
+                raise
+            path.unlink(missing_ok=True)
+            log.info("%s: no O_DIRECT here (%s), writing through the page cache", path.parent, error.strerror)
+            self.fd = os.open(path, flags, 0o644)
+            self.direct = False
+
+    def _reserve(self) -> None:
+        """Take the blocks now: a full disk is found before the first write, and the extents come out long.
+
+        The system call, not posix_fallocate: glibc writes into every block where the file system does not know how.
+        """
+        if not self.shard.size_bytes:
+            return
+        size = ctypes.c_longlong(round_up(self.shard.size_bytes))
+        if _libc.fallocate(self.fd, 0, ctypes.c_longlong(0), size) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in _NO_FALLOCATE:
+            raise translate_os_error(OSError(code, os.strerror(code)), self.shard.path, Tier.LOCAL)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write all of ``view``. A short write goes on from the last whole block, which O_DIRECT demands."""
+        end = offset + len(view)
+        while view:
+            count = os.pwrite(self.fd, view, offset)
+            if count < len(view):
+                count -= count % BLOCK_BYTES
+                if count <= 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            view, offset = view[count:], offset + count
+        if offset != end:
+            raise OSError(errno.EIO, "wrote another number of bytes than asked")
+
+    def finish(self, durable: bool) -> None:
+        if round_up(self.shard.size_bytes) != self.shard.size_bytes:
+            os.ftruncate(self.fd, self.shard.size_bytes)
+        if durable:
+            os.fsync(self.fd)
+
+
+class _Job:
+    """The workers of one call of ``flush`` and what they share."""
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        slots: Sequence[Memory],
+        shape: IoShape,
+        chunk_size_bytes: int,
+        durable: bool,
+        base: int,
+        deadline: float,
+    ) -> None:
+        self.chunk_size_bytes = chunk_size_bytes
+        self.segment_bytes = segment_bytes(chunk_size_bytes, shape.size_bytes)
+        self.files = [_File(shard, self.segment_bytes) for shard in shards]
+        self.slots = slots
+        self.threads = shape.threads
+        self.durable = durable
+        self.base = base
+        self.deadline = deadline
+        self.changed = threading.Condition()
+        self.failure: BaseException | None = None
+        self._queue = self._segments()
+
+    def _segments(self) -> Iterator[tuple[_File, int]]:
+        for file in self.files:
+            for index in range(file.segments):
+                yield file, index * self.segment_bytes
+
+    def run(self, nice: int) -> None:
+        for file in self.files:
+            file.open()
+            if not file.segments:
+                self._finish(file)
+        count = min(self.threads, len(self.slots), max(1, sum(file.segments for file in self.files)))
+        threads = [
+            threading.Thread(target=self._work, args=(slot, nice), name="tierckpt-flush", daemon=True)
+            for slot in self.slots[0 if nice else 1 : count]
+        ]
+        for thread in threads:
+            thread.start()
+        if not nice:
+            self._work(self.slots[0], 0)
+        for thread in threads:
+            thread.join(max(0.0, self.deadline - time.monotonic()))
+            if thread.is_alive():
+                self._fail(self._late("a write to end"))
+                # The thread hangs in the kernel and still uses its slot and its file: neither may be used again.
+                raise self._late("a write to end")
+        if self.failure is not None:
+            raise self.failure
+
+    def _work(self, slot: Memory, nice: int) -> None:
+        try:
+            if nice:
+                priority.lower_this_thread(nice)
+            while True:
+                with self.changed:
+                    taken = next(self._queue, None) if self.failure is None else None
+                if taken is None:
+                    return
+                self._segment(*taken, slot)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def _segment(self, file: _File, start: int, slot: Memory) -> None:
+        end = min(start + self.segment_bytes, file.shard.size_bytes)
+        padded = round_up(end)
+        records = _overlapping(file.shard.records, start, end)
+        place = _Place(slot.view, slot.address, start, padded)
+        if file.shard.image is not None and self._is_in_place(file.shard.image, records, start, padded):
+            image = file.shard.image
+            position = image.address + start - image.memory.address
+            place = _Place(
+                image.memory.view[position : position + padded - start], image.address + start, start, padded
+            )
+        self._gather(records, place)
+        for index, offset in enumerate(range(start, end, self.chunk_size_bytes), start // self.chunk_size_bytes):
+            file.digests[index] = digest_of(place.bytes(offset, min(offset + self.chunk_size_bytes, end)))
+        try:
+            file.write(place.bytes(start, padded if file.direct else end), start)
+            with self.changed:
+                file.left -= 1
+                last = not file.left
+            if last:
+                self._finish(file)
+        except OSError as error:
+            if isinstance(error, TierckptError):
+                raise
+            raise translate_os_error(error, file.shard.path, Tier.LOCAL) from error
+
+    def _finish(self, file: _File) -> None:
+        try:
+            file.finish(self.durable)
+        except OSError as error:
+            raise translate_os_error(error, file.shard.path, Tier.LOCAL) from error
+
+    def _is_in_place(self, image: Image, records: Sequence[Record], start: int, padded: int) -> bool:
+        return padded <= image.size_bytes and all(
+            not record.size_bytes
+            or (record.fetch is None and self.base + record.address == image.address + record.data_offset)
+            for record in records
+        )
+
+    def _gather(self, records: Sequence[Record], place: _Place) -> None:
+        """Bring the bytes of a segment together, tails last: theirs may be the CRC of a part another worker has."""
+        cursor = place.start
+        tails = []
+        view, start = place.view, place.start
+        for record in records:
+            offset = record.offset
+            if offset > cursor:
+                place.zero(cursor, offset)
+            data, cursor = offset + len(record.head), record.end
+            if offset >= start and cursor <= place.end and record.frame is not None:
+                # The whole item lies in this segment: by far the most frequent case when there are many small ones.
+                view[offset - start : data - start] = record.head
+                tail = data + record.size_bytes
+                self._bring(record, place.address + data - start, 0, record.size_bytes)
+                crc = zlib_ng.crc32(view[data - start : tail - start])
+                view[tail - start : cursor - start] = record.frame.tail_with(crc)
+                continue
+            place.put(record.head, offset)
+            self._put_data(record, place)
+            if record.tail_bytes and cursor > place.start and cursor - record.tail_bytes < place.end:
+                tails.append(record)
+            cursor = min(cursor, place.end)
+        if cursor < place.end:
+            place.zero(cursor, place.end)
+        for record in tails:
+            place.put(record.frame.tail_with(self._crc_of(record)), record.end - record.tail_bytes)
+
+    def _put_data(self, record: Record, place: _Place) -> None:
+        """Copy the part of the data that lies in this segment, unless it is there, and note its CRC."""
+        first = max(record.data_offset, place.start)
+        last = min(record.data_offset + record.size_bytes, place.end)
+        if first >= last:
+            return
+        self._bring(record, place.address + first - place.start, first - record.data_offset, last - first)
+        crc = zlib_ng.crc32(place.bytes(first, last))
+        with self.changed:
+            record.crcs[first] = (crc, last - first)
+            record.known_bytes += last - first
+            self.changed.notify_all()
+
+    def _bring(self, record: Record, target: int, start: int, count: int) -> None:
+        if record.fetch is not None:
+            record.fetch(target, start, count)
+            return
+        source = self.base + record.address + start
+        if source != target:
+            ctypes.memmove(target, source, count)
+
+    def _crc_of(self, record: Record) -> int:
+        with self.changed:
+            while record.known_bytes < record.size_bytes:
+                if self.failure is not None:
+                    raise self.failure
+                if not self.changed.wait(max(0.0, self.deadline - time.monotonic())):
+                    raise self._late("the CRC of an item")
+        return record.crc()
+
+    def _late(self, what: str) -> OperationTimeoutError:
+        where = self.files[0].shard.path.parent if self.files else ""
+        return OperationTimeoutError(
+            f"waited for {what} under {where}", hint="Look for a hung disk; the previous checkpoint is whole"
+        )
+
+    def close(self) -> None:
+        for file in self.files:
+            if file.fd >= 0:
+                os.close(file.fd)
+                file.fd = -1
+
+
+class _Place:
+    """Where a segment's bytes come together: ``view`` begins at file offset ``start`` and memory ``address``."""
+
+    __slots__ = ("address", "end", "start", "view")
+
+    def __init__(self, view: memoryview, address: int, start: int, end: int) -> None:
+        self.view, self.address, self.start, self.end = view, address, start, end
+
+    def bytes(self, start: int, end: int) -> memoryview:
+        return self.view[start - self.start : end - self.start]
+
+    def put(self, data: Any, offset: int) -> None:
+        """Put what of ``data`` (which begins at file ``offset``) lies in this segment."""
+        first, last = max(offset, self.start), min(offset + len(data), self.end)
+        if first < last:
+            self.view[first - self.start : last - self.start] = data[first - offset : last - offset]
+
+    def zero(self, start: int, end: int) -> None:
+        """No stale memory reaches a file."""
+        while start < end:
+            count = min(end - start, len(_ZEROS))
+            self.view[start - self.start : start - self.start + count] = _ZEROS[:count]
+            start += count
+
+
+def segment_bytes(chunk_size_bytes: int, io_size_bytes: int) -> int:
+    """The size of one write: as many whole chunks as make about ``io_size_bytes``."""
+    return chunk_size_bytes * max(1, round(io_size_bytes / chunk_size_bytes))
+
+
+def _overlapping(records: Sequence[Record], start: int, end: int) -> Sequence[Record]:
+    """The records with a byte in [start, end), by bisection: records are in order."""
+    low, high = 0, len(records)
+    while low < high:
+        middle = (low + high) // 2
+        if records[middle].end <= start:
+            low = middle + 1
+        else:
+            high = middle
+    first, high = low, len(records)
+    while low < high:
+        middle = (low + high) // 2
+        if records[middle].offset < end:
+            low = middle + 1
+        else:
+            high = middle
+    return records[first:low]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
