@@ -4,8 +4,9 @@ Two kinds of limit are read: the machine (``MemAvailable``), and every memory cg
 as a container or a Slurm job sets it. Memory files (memfd, tmpfs) are charged to both like private memory. Page cache
 counts as free in both: the kernel drops it before it kills.
 
-Each limit keeps a margin for everybody else. The numbers are a photograph: two processes may see the same free bytes,
-so whoever fills a large buffer asks again for every piece (``memory.py`` does).
+Each limit keeps a margin for everybody else. The numbers are a photograph: all ranks of a node allocate at the same
+time and see the same free bytes. So a large buffer is filled in pieces, asking again before each, and no piece takes
+more than a small part of what is left (``piece_bytes``): many processes at once meet the error, not the limit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from ..errors import CapacityError
 
 ROOT = Path("/")
 MARGIN_BYTES_MAX = 1 << 30
+_PIECE_BYTES_MAX = 64 << 20
+_PIECE_BYTES_MIN = 2 << 20
+_SHARERS = 32  # processes, times threads each, that may fill memory at once without passing a limit together
 _UNLIMITED_BYTES = 1 << 60  # version 1 writes the largest page count for "no limit"
 
 
@@ -45,13 +49,13 @@ def limits(root: Path = ROOT) -> list[Limit]:
     return [*_machine(root), *_cgroups(root)]
 
 
-def require(piece_bytes: int, *, asked_bytes: int, root: Path = ROOT) -> None:
-    """Return if ``piece_bytes`` more fit under every limit.
+def require(more_bytes: int, *, asked_bytes: int, root: Path = ROOT) -> None:
+    """Return if ``more_bytes`` fit under every limit.
 
     Raises:
         CapacityError: they do not; it says how much was asked for in all, what is free, and what to change.
     """
-    tight = [limit for limit in limits(root) if limit.usable_bytes < piece_bytes]
+    tight = [limit for limit in limits(root) if limit.usable_bytes < more_bytes]
     if not tight:
         return
     limit = min(tight, key=lambda limit: limit.usable_bytes)
@@ -63,6 +67,19 @@ def require(piece_bytes: int, *, asked_bytes: int, root: Path = ROOT) -> None:
         asked_bytes=asked_bytes,
         free_bytes=limit.free_bytes,
     )
+
+
+def piece_bytes(*, asked_bytes: int, root: Path = ROOT) -> int:
+    """Return how much of a buffer of ``asked_bytes`` to fill before asking again.
+
+    Raises:
+        CapacityError: nothing is left.
+    """
+    usable_bytes = min((limit.usable_bytes for limit in limits(root)), default=_PIECE_BYTES_MAX * _SHARERS)
+    if usable_bytes < _PIECE_BYTES_MIN:
+        require(_PIECE_BYTES_MIN, asked_bytes=asked_bytes, root=root)
+    share_bytes = usable_bytes // _SHARERS // _PIECE_BYTES_MIN * _PIECE_BYTES_MIN
+    return max(_PIECE_BYTES_MIN, min(_PIECE_BYTES_MAX, share_bytes))
 
 
 def mebibytes(size_bytes: int) -> str:

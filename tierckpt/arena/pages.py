@@ -134,7 +134,7 @@ def advice(shared_bytes: int = 1 << 30, root: Path = ROOT) -> list[str]:
     Args:
         shared_bytes: The size that shared staging memory will have.
     """
-    why = "O_DIRECT from 4 KiB pages takes 2 to 3 times as long as from huge pages"
+    why = "O_DIRECT from 4 KiB pages takes up to 3 times as long as from huge pages"
     said = []
     thp = root / _THP
     if chosen(thp / "enabled") and not private_is_huge(root):

@@ -21,14 +21,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ..config import Settings
-from ..errors import CapacityError, CommitAbandonedError, OperationTimeoutError
+from ..errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
 from ..telemetry import logger
-from .memory import Memory
+from .memory import HUGE_PAGE_BYTES, Memory
 
 log = logger("arena")
 
 POLL_SECONDS = 0.002
 MiB = 1 << 20
+
+
+def round_up(size_bytes: int) -> int:
+    """What a slot of ``size_bytes`` takes."""
+    return -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
 class Policy(StrEnum):
@@ -58,6 +63,8 @@ class Lease:
     """False when no tensor refers to the memory any more. Set by whoever made tensors of it."""
     storage: int = 0
     """Identity of the storage those tensors share, so that stale ones are told from the present ones; 0 for unknown."""
+    tensors: int | None = None
+    """How many tensors with data were put there; None for unknown. Set by whoever made them."""
     _writers: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -68,12 +75,12 @@ class Lease:
         """Hold the memory while it is written.
 
         Raises:
-            CommitAbandonedError: a newer checkpoint has taken the slot (``drop_oldest_unflushed``), or took it after
+            CheckpointSkippedError: a newer checkpoint has taken the slot (``drop_oldest_unflushed``), or took it after
                 this one was written: what lies there now is another checkpoint.
         """
         with self._lock:
             if self.state is State.DROPPED:
-                raise CommitAbandonedError(
+                raise CheckpointSkippedError(
                     "the staged copy has given its place to a newer checkpoint",
                     hint="Raise checkpoints_in_flight_max, save less often, or use the staging_policy 'wait'",
                 )
@@ -136,9 +143,15 @@ class Arena:
         """Return memory for one staged checkpoint; None when all slots are taken and the policy is ``skip``.
 
         Raises:
-            CapacityError: the slot cannot be had: ``size_bytes_max``, or the node has not got the memory.
+            CapacityError: the slot can never be had: above ``size_bytes_max``, or the node has not got the memory.
             OperationTimeoutError: no slot came free within ``timeout_seconds``.
         """
+        size_bytes_kept = round_up(size_bytes)
+        if self.size_bytes_max is not None and size_bytes_kept > self.size_bytes_max:
+            raise CapacityError(
+                f"staging needs {size_bytes_kept} bytes and staging_bytes_max is {self.size_bytes_max}",
+                hint="Raise staging_bytes_max, or use dcp.save, which stages nothing",
+            )
         deadline = time.monotonic() + self.timeout_seconds
         while True:
             with self._lock:
@@ -151,8 +164,9 @@ class Arena:
                 return None
             if time.monotonic() > deadline:
                 raise OperationTimeoutError(
-                    f"all {self.slots_max} staging slots are still taken: {self._describe()}",
-                    hint="A save hangs, or staged copies are kept and not saved; or raise checkpoints_in_flight_max",
+                    f"staging is full ({self._bounds()}): {self._describe()}",
+                    hint="A save hangs, or staged copies are kept and not saved; or raise checkpoints_in_flight_max "
+                    "or staging_bytes_max",
                     waited_seconds=self.timeout_seconds,
                 )
             time.sleep(POLL_SECONDS)
@@ -175,10 +189,10 @@ class Arena:
             self._free.clear()
 
     def _take(self, size_bytes: int, *, drop: bool) -> Lease | None:
-        self._reclaim(drop=drop)
+        self._reclaim(size_bytes, drop=drop)
         memory = self._fitting(size_bytes)
         if memory is None:
-            if len(self._leases) >= self.slots_max:
+            if not self._has_room(size_bytes):
                 return None
             memory = self._allocate(size_bytes)
         self._count += 1
@@ -186,22 +200,32 @@ class Arena:
         self._leases.append(lease)
         return lease
 
-    def _reclaim(self, *, drop: bool) -> None:
-        """Free all that is unused; if that is not enough, the oldest that may be taken all the same."""
+    def _reclaim(self, size_bytes: int, *, drop: bool) -> None:
+        """Free all that is unused; while that is not enough, the oldest that may be taken all the same."""
         for lease in tuple(self._leases):
             if not lease.in_use() and lease.try_reclaim():
                 self._give_back(lease)
-        if self._free or len(self._leases) < self.slots_max:
-            return
         for lease in tuple(self._leases):  # oldest first: what is safe on the SSD though somebody still refers to it
+            if self._can_give(size_bytes):
+                return
             if lease.state is State.WRITTEN and lease.try_reclaim():
                 self._give_back(lease)
-                return
         for lease in tuple(self._leases) if drop else ():
+            if self._can_give(size_bytes):
+                return
             if lease.state is State.STAGED and lease.try_reclaim(drop=True):
                 log.warning("checkpoint %d was not flushed in time; a newer one takes its place", lease.number)
                 self._give_back(lease)
-                return
+
+    def _can_give(self, size_bytes: int) -> bool:
+        return any(memory.size_bytes >= size_bytes for memory in self._free) or self._has_room(size_bytes)
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """True when a new slot keeps both bounds; free slots do not count, they make room for it."""
+        leased_bytes = sum(lease.memory.size_bytes for lease in self._leases)
+        return len(self._leases) < self.slots_max and (
+            self.size_bytes_max is None or leased_bytes + round_up(size_bytes) <= self.size_bytes_max
+        )
 
     def _give_back(self, lease: Lease) -> None:
         self._leases.remove(lease)
@@ -220,16 +244,14 @@ class Arena:
         for memory in self._free:
             memory.close()
         self._free.clear()
-        used = self._size_bytes()
-        if self.size_bytes_max is not None and used + size_bytes > self.size_bytes_max:
-            raise CapacityError(
-                f"staging needs {size_bytes} bytes more and staging_bytes_max is {self.size_bytes_max} ({used} in use)",
-                hint="Raise staging_bytes_max, or lower checkpoints_in_flight_max",
-            )
         memory = Memory.allocate(size_bytes, shared=self.shared, numa_nodes=self.numa_nodes)
         self.allocations += 1
         log.info("staging slot of %d MiB (%s, huge pages: %s)", memory.size_bytes // MiB, memory.kind, memory.huge)
         return memory
+
+    def _bounds(self) -> str:
+        bytes_max = "" if self.size_bytes_max is None else f", {self.size_bytes_max} bytes"
+        return f"{self.slots_max} slots{bytes_max}"
 
     def _describe(self) -> str:
         return ", ".join(f"checkpoint {lease.number} is {lease.state}" for lease in self._leases)
@@ -255,12 +277,16 @@ class Bounce:
             OperationTimeoutError: other flushes have kept all of them for ``timeout_seconds``.
         """
         taken = self._take(count, size_bytes, timeout_seconds)
+        usable = taken
         try:
             yield taken
+        except (OperationTimeoutError, KeyboardInterrupt):
+            usable = []  # a thread that hangs may still use them: they go with it, and others are made
+            raise
         finally:
             with self._changed:
                 self._taken -= len(taken)
-                self._free += taken
+                self._free += usable
                 self._changed.notify_all()
 
     def _take(self, count: int, size_bytes: int, timeout_seconds: float) -> list[Memory]:

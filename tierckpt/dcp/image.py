@@ -1,8 +1,9 @@
 """Where each item of a shard goes: the image of the file, the same whether it is staged in the arena or gathered later.
 
-Large items come last, with their raw data on a multiple of 4096 in the file, so that O_DIRECT writes it from where it
-was staged and reads it to where it belongs. Small items come first, packed, and none of them crosses the end of a
-segment, so that each segment of them is made by one worker alone.
+Small items come first, packed, and none of them crosses the end of a segment, so that each segment of them is made by
+one worker alone. Large items follow, with their raw data on a multiple of 4096 in the file, so that O_DIRECT writes it
+from where it was staged and reads it to where it belongs. Items without data come at the very end: torch gives them no
+address, so nobody could tell their place among staged ones.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ def arrange(frames: Sequence[Frame], *, shard_bytes_max: int, unit: int) -> list
 
 
 def _in_file_order(frames: Sequence[Frame]) -> Iterable[int]:
-    yield from (index for index, frame in enumerate(frames) if frame.size_bytes < LARGE_BYTES)
+    yield from (index for index, frame in enumerate(frames) if 0 < frame.size_bytes < LARGE_BYTES)
     yield from (index for index, frame in enumerate(frames) if frame.size_bytes >= LARGE_BYTES)
+    yield from (index for index, frame in enumerate(frames) if not frame.size_bytes)
 
 
 def _next(position: int, frame: Frame, unit: int) -> int:

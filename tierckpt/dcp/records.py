@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -14,9 +15,9 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from ..arena import slots
 from ..arena.slots import Lease
 from ..errors import StateMismatchError
-from ..mover.flush import Fetch, Image, Record, round_up
+from ..mover.flush import BLOCK_BYTES, Fetch, Image, Record, round_up
 from . import image, split, wire
-from .stager import meta_tensor
+from .stager import StagedItems, meta_tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +47,7 @@ class Sources:
         return {source.lease for source in self.tensors if source.lease is not None}
 
 
-def resolve(items: Iterable[WriteItem], planner: SavePlanner) -> Sources:
+def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> Sources:
     """Ask the planner for each item's data. Copies nothing; data on a device stays there until it is written.
 
     Raises:
@@ -63,7 +64,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner) -> Sources:
             found.others.append(item)
             continue
         frame = wire.frame(tensor.dtype, tuple(tensor.shape))
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        if frame.size_bytes and not _lies_ready(tensor):
             found.tensors.append(Source(item, frame, fetch=_Gathered(tensor).fetch, owner=tensor))
             continue
         address = tensor.data_ptr()
@@ -79,11 +80,17 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner) -> Sources:
     return found
 
 
-def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
-    tensor = split.resolve(planner, item).detach()
+def _tensor(item: WriteItem, planner: SavePlanner | StagedItems) -> torch.Tensor:
+    tensor = planner.tensor(item) if isinstance(planner, StagedItems) else split.resolve(planner, item)
+    tensor = tensor.detach()
     if tensor.is_meta:
         raise meta_tensor(item.index.fqn)
     return tensor
+
+
+def _lies_ready(tensor: torch.Tensor) -> bool:
+    """True when the bytes to write are in host memory in one piece."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 @dataclass(slots=True)
@@ -100,7 +107,7 @@ def lay_out(sources: Sources, *, shard_bytes_max: int, chunk_size_bytes: int, on
     where nothing was left out the arena already is the image of the files."""
     tensors = sorted(sources.tensors, key=lambda source: source.address if source.lease is not None else 1 << 64)
     if not one_file:
-        return [_shard([(source, 0)]) for source in (*tensors, *sources.objects)]
+        return [_shard([(source, 0)]) for source in (*tensors, *sources.objects)]  # the arena has them close together
     frames = [cast(wire.Frame, source.frame) for source in tensors]
     unit = image.unit_bytes(chunk_size_bytes)
     placed = [
@@ -115,7 +122,9 @@ def lay_out(sources: Sources, *, shard_bytes_max: int, chunk_size_bytes: int, on
         offset = round_up(position, wire.ALIGNMENT_BYTES)
         placed[-1].append((source, offset))
         position = offset + len(source.data)
-    return [_shard(shard) for shard in placed]
+    plans = [_shard(shard) for shard in placed]
+    _write_in_place(plans)
+    return plans
 
 
 def _end(shard: Sequence[tuple[Source, int]]) -> int:
@@ -130,8 +139,24 @@ def _shard(placed: Sequence[tuple[Source, int]]) -> ShardPlan:
         else Record(offset, source.data)
         for source, offset in placed
     ]
-    sources = [source for source, _ in placed]
-    return ShardPlan(sources, records, _image(sources, records))
+    return ShardPlan([source for source, _ in placed], records)
+
+
+def _write_in_place(plans: Sequence[ShardPlan]) -> None:
+    """Note which staged images can be written from where they lie: all of them, or none.
+
+    Heads, tails and padding are filled in between the data of an image. Nothing else may lie there: neither a tensor
+    that another shard still has to read, nor one that was staged and is not part of this save.
+    """
+    written = Counter(source.lease for plan in plans for source in plan.sources if source.lease is not None)
+    if any(lease.tensors not in (None, count) for lease, count in written.items()):
+        return
+    images = [_image(plan.sources, plan.records) for plan in plans]
+    for plan, image_ in zip(plans, images, strict=True):
+        if image_ is None and any(source.lease is not None for source in plan.sources):
+            return
+    for plan, image_ in zip(plans, images, strict=True):
+        plan.image = image_
 
 
 def _image(sources: Sequence[Source], records: Sequence[Record]) -> Image | None:
@@ -148,6 +173,8 @@ def _image(sources: Sequence[Source], records: Sequence[Record]) -> Image | None
     for source, record in staged:
         if source.lease is not lease or (record.size_bytes and record.address - record.data_offset != address):
             return None
+    if address % BLOCK_BYTES:  # O_DIRECT takes no other
+        return None
     if not lease.memory.address <= address or address + size_bytes > lease.memory.address + lease.size_bytes:
         return None
     return Image(lease.memory, address, size_bytes)

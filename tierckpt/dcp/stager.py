@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -25,7 +27,7 @@ from ..arena.slots import Lease, arena_for
 from ..config import Settings
 from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError
 from ..telemetry import logger
-from . import image, wire
+from . import image, split, wire
 from .copying import Copies
 
 log = logger("stage")
@@ -44,7 +46,7 @@ class TierStager:
     Args:
         mode: "eager" or "lazy".
         optimizers: for lazy mode. Their parameters and state are what changes in ``step`` and only there; all else in
-            the state dict is copied before ``stage`` returns.
+            the state dict is copied before ``stage`` returns. Without any, that is everything.
         shared: staging memory that another process can map, for ``AsyncCheckpointerType.PROCESS``.
         settings: a ``Settings``; ``overrides`` are single fields of it (``checkpoints_in_flight_max=3``).
 
@@ -71,14 +73,10 @@ class TierStager:
         self.settings = Settings.load(settings, **overrides)
         self.mode: Mode = mode
         self._shared = shared
-        self._optimizers = tuple(optimizers)
-        if mode == "lazy" and not self._optimizers:
-            raise ConfigError(
-                "lazy staging needs optimizers=[...]: their step is what has to wait for the copies",
-                hint='TierStager(mode="lazy", optimizers=[optimizer])',
-            )
-        self._fences = [optimizer.register_step_pre_hook(self._wait_before_step) for optimizer in self._optimizers]
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self._fences: list[Any] = []
         self._pending: Copies | None = None
+        self.watch(optimizers)
 
     # --- contract of AsyncStager --------------------------------------------------------------------------------
 
@@ -91,15 +89,52 @@ class TierStager:
         refuse_meta_tensors(state_dict)
         self.synchronize_staging()
         staged, copies = self._stage(state_dict)
+        ready = self._copy(copies)
+        if self.mode == "eager":
+            return staged
+        future: Future[Any] = Future()
+        ready.add_done_callback(lambda done: _settle(future, staged, done.exception()))
+        return future
+
+    def stage_items(self, items: Sequence[WriteItem], planner: SavePlanner) -> StagedItems:
+        """Copy what ``items`` ask for and nothing else: for those who have the final plan before they stage.
+
+        Objects are serialised now, on the caller's thread. In lazy mode ``StagedItems.wait`` is for the copies.
+        """
+        self.synchronize_staging()
+        staged = StagedItems()
+        tensors = []
+        for item in items:
+            if item.type is WriteItemType.BYTE_IO:
+                staged.data[item.index] = planner.resolve_data(item)
+            else:
+                tensors.append((item, split.resolve(planner, item).detach()))
+        refuse_meta_tensors({item.index.fqn: tensor for item, tensor in tensors})
+        copied, copies = self._stage([tensor for _, tensor in tensors])
+        for (item, _), tensor in zip(tensors, copied, strict=True):
+            staged.data[item.index] = tensor
+        staged.copied = self._copy(copies)
+        return staged
+
+    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Have the step of these optimizers too wait for lazy copies."""
+        known = set(map(id, self._optimizers))
+        new = tuple(optimizer for optimizer in optimizers if id(optimizer) not in known)
+        self._optimizers += new
+        self._fences += [optimizer.register_step_pre_hook(self._wait_before_step) for optimizer in new]
+
+    def _copy(self, copies: Copies) -> Future[None]:
+        """Make the copies, or in lazy mode those that cannot wait; the future is done when all are."""
+        done: Future[None] = Future()
         if self.mode == "eager":
             copies.run()
-            return staged
+            done.set_result(None)
+            return done
         may_wait = self._changed_by_step()
         copies.run_now(lambda tensor: _storage_id(tensor) not in may_wait)
         self._pending = copies
-        future: Future[Any] = Future()
-        copies.run_in_background(lambda error: _settle(future, staged, error))
-        return future
+        copies.run_in_background(lambda error: _settle(done, None, error))
+        return done
 
     def synchronize_staging(self) -> None:
         """Return when the copies of the last ``stage`` are done. Raises what went wrong with them."""
@@ -129,9 +164,9 @@ class TierStager:
 
     # --- staging ------------------------------------------------------------------------------------------------
 
-    def _stage(self, state_dict: dict[str, Any]) -> tuple[Any, Copies]:
+    def _stage(self, state: Any) -> tuple[Any, Copies]:
         walk = _Walk()
-        rebuild = walk.visit(state_dict)
+        rebuild = walk.visit(state)
         frames = [wire.frame(leaf.dtype, tuple(leaf.shape)) for leaf in walk.leaves]
         shards = image.arrange(
             frames,
@@ -167,6 +202,24 @@ class TierStager:
                 hint="Expected now and then with the staging_policy 'skip'; nothing was staged, training goes on",
             )
         return lease
+
+
+class StagedItems:
+    """Stands in for the planner when a save is written: knows the staged data of each item, parts included."""
+
+    def __init__(self) -> None:
+        self.data: dict[MetadataIndex, Any] = {}
+        self.copied: Future[None] = Future()
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        return self.data[item.index]
+
+    def tensor(self, item: WriteItem) -> torch.Tensor:
+        return cast(torch.Tensor, self.data[item.index])
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Return when all copies are made. Raises what went wrong with them."""
+        self.copied.result(timeout_seconds)
 
 
 class _Walk:

@@ -14,13 +14,14 @@ from ..config import Settings
 from ..mover.flush import Flushed
 from . import split
 from .shard import ShardWriter
+from .stager import StagedItems
 
 
 def write_streamed(
     transforms: _StorageWriterTransforms,
     path: Path,
     items: Sequence[WriteItem],
-    planner: SavePlanner,
+    planner: SavePlanner | StagedItems,
     settings: Settings,
     *,
     durable: bool,
@@ -43,10 +44,11 @@ def write_streamed(
     return results, Flushed(path, size_bytes, digests)
 
 
-def _data(item: WriteItem, planner: SavePlanner) -> Any:
+def _data(item: WriteItem, planner: SavePlanner | StagedItems) -> Any:
     if item.type is WriteItemType.BYTE_IO:
         return planner.resolve_data(item)
-    tensor = split.resolve(planner, item).detach()
+    tensor = planner.tensor(item) if isinstance(planner, StagedItems) else split.resolve(planner, item)
+    tensor = tensor.detach()
     if tensor.device.type != "cpu":
         return tensor.cpu()
     # torch.save writes the whole storage of a view.

@@ -50,7 +50,7 @@ from ..telemetry import logger
 from . import records, split
 from .mount import Mount
 from .records import ShardPlan
-from .stager import TierStager
+from .stager import StagedItems, TierStager
 from .streamed import write_streamed
 
 log = logger("save")
@@ -181,11 +181,11 @@ class TierStorageWriter(Mount, StorageWriter):
             for rank, plan in enumerate(split.share_out(plans))
         ]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Future[list[WriteResult]]:
         with self._working():
             return self._write_data(plan, planner)
 
-    def _write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def _write_data(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
         if not plan.items and not self.is_coordinator:
             future.set_result([])
@@ -273,7 +273,7 @@ class TierStorageWriter(Mount, StorageWriter):
         return self._save
 
     def _write_shards(
-        self, plan: SavePlan, planner: SavePlanner, save: _Save
+        self, plan: SavePlan, planner: SavePlanner | StagedItems, save: _Save
     ) -> tuple[list[WriteResult], tuple[FileEntry, ...]]:
         prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{self.rank}_"
         items, streamed = (plan.items, []) if not self.transforms.extensions else ([], list(plan.items))

@@ -224,10 +224,10 @@ class _File:
         end = offset + len(view)
         while view:
             count = os.pwrite(self.fd, view, offset)
-            if count < len(view):
+            if self.direct and count < len(view):
                 count -= count % BLOCK_BYTES
-                if count <= 0:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if count <= 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             view, offset = view[count:], offset + count
         if offset != end:
             raise OSError(errno.EIO, "wrote another number of bytes than asked")
@@ -262,6 +262,7 @@ class _Job:
         self.deadline = deadline
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
+        self.workers: list[threading.Thread] = []
         self._queue = self._segments()
 
     def _segments(self) -> Iterator[tuple[_File, int]]:
@@ -279,18 +280,30 @@ class _Job:
             threading.Thread(target=self._work, args=(slot, nice), name="tierckpt-flush", daemon=True)
             for slot in self.slots[0 if nice else 1 : count]
         ]
-        for thread in threads:
-            thread.start()
-        if not nice:
-            self._work(self.slots[0], 0)
-        for thread in threads:
-            thread.join(max(0.0, self.deadline - time.monotonic()))
-            if thread.is_alive():
-                self._fail(self._late("a write to end"))
-                # The thread hangs in the kernel and still uses its slot and its file: neither may be used again.
-                raise self._late("a write to end")
+        try:
+            for thread in threads:
+                thread.start()
+                self.workers.append(thread)
+            if not nice:
+                self._work(self.slots[0], 0)
+            self._join()
+        except BaseException as error:
+            # An interrupt, or a thread that cannot be had. The slots are the caller's again when this returns, so the
+            # workers end first: each finishes the segment it has and takes no other.
+            self._fail(error)
+            self._join()
+            raise
         if self.failure is not None:
             raise self.failure
+
+    def _join(self) -> None:
+        for worker in self.workers:
+            worker.join(max(0.0, self.deadline - time.monotonic()))
+            if worker.is_alive():
+                # It hangs in the kernel and still uses its slot and its file: neither may be used again.
+                late = self._late("a write to end")
+                self._fail(late)
+                raise late
 
     def _work(self, slot: Memory, nice: int) -> None:
         try:
@@ -414,6 +427,8 @@ class _Job:
         )
 
     def close(self) -> None:
+        if any(worker.is_alive() for worker in self.workers):
+            return  # its next write would go to whatever file got the number of the one closed here
         for file in self.files:
             if file.fd >= 0:
                 os.close(file.fd)

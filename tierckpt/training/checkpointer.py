@@ -1,10 +1,12 @@
 """Checkpointer: the whole of tierckpt for a training loop in ten lines.
 
 One save, with several ranks:
-    on the caller's thread   stage (copy to host memory), plan (DCP's planner, collectives), then return
+    on the caller's thread   plan (collectives; next to nothing when the structure is as before), stage what the plan
+                             wants of this rank (copy to host memory), then return
     in the background        write shards; exchange results through the rendezvous store (no collective);
                              the coordinator commits on the local tier; every rank learns the outcome
     in the mover             drain, shared commit, retention
+Saves are written one after another; up to ``checkpoints_in_flight_max`` of them are staged and not yet written.
 """
 
 from __future__ import annotations
@@ -14,15 +16,18 @@ import pickle
 import time
 import uuid
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -30,11 +35,13 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..client import Client, get_client
 from ..config import Settings
+from ..dcp.planner import TierSavePlanner
 from ..dcp.reader import TierStorageReader
-from ..dcp.stager import TierStager
-from ..dcp.writer import TierStorageWriter
+from ..dcp.stager import Mode, StagedItems, TierStager
+from ..dcp.writer import TierStorageWriter, refuse_overlap
 from ..errors import (
     CheckpointError,
+    CheckpointSkippedError,
     CommitAbandonedError,
     ConfigError,
     OperationTimeoutError,
@@ -49,6 +56,10 @@ from . import state as states
 log = logger("checkpointer")
 
 T = TypeVar("T")
+
+PROMPT_SECONDS = 0.02
+EXTRA_SECONDS = 60.0
+"""What a save may take beyond its own deadline for the other ranks."""
 
 
 @dataclass
@@ -67,15 +78,18 @@ class SaveRecord:
 class Checkpointer:
     """Saves and restores the state of a training job under ``uri``, as ``uri/step-N``.
 
-    ``save`` blocks only while the state is copied to host memory; an error of a save is raised by the next ``save``,
-    ``wait`` or ``close``. Works in one process without torch.distributed, and on every rank of a job under torchrun:
-    all ranks must then make the same calls in the same order.
+    ``save`` blocks only while the state is copied to host memory (with ``staging="lazy"`` not even that long); an error
+    of a save is raised by the next ``save``, ``wait`` or ``close``. Works in one process without torch.distributed, and
+    on every rank of a job under torchrun: all ranks must then make the same calls in the same order.
 
     Args:
         uri: directory or key prefix of the run.
         keep_last: checkpoints to keep; an int for both tiers, or ``{"local": 2, "shared": 10}``. None keeps all.
             The newest is never removed, nor a local copy that is not on the shared tier yet.
         overwrite: a step that exists already is replaced (default), or refused.
+        staging: "eager" copies the state before ``save`` returns. "lazy" lets the copies of parameters and optimizer
+            state overlap the next forward and backward pass; ``step`` of an optimizer in ``state`` waits for them.
+            Nothing else may change these tensors before that step.
         timeout_seconds: how long a save waits for the other ranks before it fails on all of them.
         settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``, ``drain=False``).
 
@@ -90,6 +104,7 @@ class Checkpointer:
         *,
         keep_last: int | Mapping[str, int] | None = None,
         overwrite: bool = True,
+        staging: Mode = "eager",
         timeout_seconds: float = 600.0,
         settings: Settings | None = None,
         **overrides: Any,
@@ -100,13 +115,12 @@ class Checkpointer:
         self.stats: list[SaveRecord] = []
         self.restore_seconds: float | None = None
         self._keep = _keep_last(keep_last)
-        self._writer = TierStorageWriter(
-            self.location.child(step_name(0)).uri, settings=self.settings, overwrite=overwrite
-        )
-        self._writer.hold_back()
-        self._stager = TierStager()
+        self._overwrite = overwrite
+        refuse_overlap(self.location, self.settings.local_root)
+        self._stager = TierStager(mode=staging, settings=self.settings)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-save")
-        self._running: Future[None] | None = None
+        self._running: deque[tuple[SaveRecord, Future[None]]] = deque()
+        self._reported: set[str] = set()
         self._started: dict[str, float] = {}
         self._job = _agree_on_name()
         self._saves = 0
@@ -117,18 +131,23 @@ class Checkpointer:
     def save(self, step: int, state: Mapping[str, Any]) -> Future[None]:
         """Save ``state`` as ``step``. Returns when it is copied; the future is done when it is committed locally.
 
+        When ``checkpoints_in_flight_max`` saves are not yet written, ``staging_policy`` decides: wait for the oldest,
+        skip this one (on all ranks; the record's ``error`` and the future say so), or drop the oldest not begun.
+
         Raises:
-            TierckptError: the previous save failed, or this one cannot start (StateMismatchError, ...).
-        Cost: one copy of the state; waits first for the previous save to be on the local tier.
+            TierckptError: an earlier save failed, or this one cannot start (StateMismatchError, ...).
+        Cost: one copy of the state that this rank writes; planning, when the structure has changed.
         """
         self._check_open()
         begun = time.monotonic()
-        self._finish_running()
         record = SaveRecord(step, self.location.child(step_name(step)).uri)
+        if self._has_no_room(record.uri):
+            return self._skip(record)
+        writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=self._overwrite)
+        writer.hold_back()
         with _unwrapped():
-            staged = self._stager.stage(states.collect(state))
-            self._writer.reset(record.uri)
-            plan, planner, metadata = self._plan(staged)
+            plan, planner, metadata = self._plan(states.collect(state), writer)
+        staged, failure = self._stage(plan, planner, state)
         self.stats.append(record)
         self._started[record.uri] = begun
         self._saves += 1
@@ -136,58 +155,118 @@ class Checkpointer:
         exchange = _Exchange(
             f"{name}/{self._saves}", f"{name}/{self._saves - 1}" if self._saves > 1 else "", self.timeout_seconds
         )
-        self._running = self._pool.submit(self._write, plan, planner, metadata, record, exchange, begun)
+        job = _Job(writer, plan, staged, metadata, record, exchange, begun)
+        future = self._pool.submit(self._write, job)
+        self._running.append((record, future))
+        if failure is not None:
+            self._reported.add(record.uri)
+            raise failure
         record.blocked_seconds = time.monotonic() - begun
-        return self._running
+        return future
 
-    def _plan(self, staged: dict[str, Any]) -> tuple[SavePlan, DefaultSavePlanner, Metadata | None]:
+    def _stage(
+        self, plan: SavePlan, planner: TierSavePlanner, state: Mapping[str, Any]
+    ) -> tuple[StagedItems, BaseException | None]:
+        """Stage what the plan wants of this rank. An error goes the way of the save too: every rank must hear it."""
+        try:
+            self._stager.watch(value for value in state.values() if isinstance(value, torch.optim.Optimizer))
+            return self._stager.stage_items(plan.items, planner), None
+        except BaseException as error:
+            staged = StagedItems()
+            staged.copied.set_exception(error)
+            return staged, error
+
+    def _has_no_room(self, uri: str) -> bool:
+        """Wait until this save may begin; True when the policy is to leave it out. The same answer on every rank.
+
+        Errors of earlier saves are raised while planning, where all ranks meet, and not here, where they do not.
+        """
+        if self._running:
+            # A save that fails at once (a full disk) is told now, and not one checkpoint later.
+            futures.wait([self._running[-1][1]], PROMPT_SECONDS)
+        if any(record.uri == uri for record, _ in self._running):
+            self._wait_until_fewer_than(1)  # what it replaces must be known when it is planned
+        if self.settings.staging_policy == "skip":
+            return any(_all_gather(len(self._unfinished()) >= self.settings.checkpoints_in_flight_max))
+        if self.settings.staging_policy == "wait":
+            self._wait_until_fewer_than(self.settings.checkpoints_in_flight_max)
+        return False
+
+    def _unfinished(self) -> list[tuple[SaveRecord, Future[None]]]:
+        return [(record, future) for record, future in self._running if not future.done()]
+
+    def _wait_until_fewer_than(self, count: int) -> None:
+        while len(unfinished := self._unfinished()) >= count:
+            record, oldest = unfinished[0]
+            if not futures.wait([oldest], self.timeout_seconds + EXTRA_SECONDS).done:
+                raise self._not_ended(record)
+
+    def _skip(self, record: SaveRecord) -> Future[None]:
+        error = CheckpointSkippedError(
+            f"step {record.step} was left out: {self.settings.checkpoints_in_flight_max} saves are still being written",
+            hint="Expected now and then with the staging_policy 'skip'; save less often if it is frequent",
+            checkpoint=record.uri,
+        )
+        log.warning("%s", error)
+        record.error = f"{type(error).__name__}: {error}"
+        self.stats.append(record)
+        skipped: Future[None] = Future()
+        skipped.set_exception(error)
+        return skipped
+
+    def _plan(
+        self, state: dict[str, Any], writer: TierStorageWriter
+    ) -> tuple[SavePlan, TierSavePlanner, Metadata | None]:
         """DCP's planning, on the caller's thread: the only collectives of a save."""
-        planner = DefaultSavePlanner()
+        planner = TierSavePlanner()
         ranks = _DistWrapper(None, _is_distributed(), 0)
         metadata: Metadata | None = None
 
         def local_step() -> SavePlan:
-            self._raise_drain_failure()  # here, so that all ranks raise it and none is left in the collective
-            planner.set_up_planner(staged, self._writer.storage_meta(), ranks.is_coordinator)
-            self._writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
-            return self._writer.prepare_local_plan(planner.create_local_plan())
+            self._raise_failures()  # here, so that all ranks raise it and none is left in the collective
+            planner.set_up_planner(state, writer.storage_meta(), ranks.is_coordinator)
+            writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
+            return writer.prepare_local_plan(planner.create_local_plan())
 
         def global_step(plans: list[SavePlan]) -> list[SavePlan]:
             nonlocal metadata
             plans, metadata = planner.create_global_plan(plans)
-            return self._writer.prepare_global_plan(plans)
+            return writer.prepare_global_plan(plans)
 
-        plan = ranks.reduce_scatter("plan", local_step, global_step)
+        try:
+            plan = ranks.reduce_scatter("plan", local_step, global_step)
+        except CheckpointException as error:
+            self._note_reported(error)
+            raise
         return planner.finish_plan(plan), planner, metadata
 
-    def _write(
-        self,
-        plan: SavePlan,
-        planner: DefaultSavePlanner,
-        metadata: Metadata | None,
-        record: SaveRecord,
-        exchange: _Exchange,
-        begun: float,
-    ) -> None:
+    def _write(self, job: _Job) -> None:
+        record = job.record
+
         def write() -> list[Any]:
-            future = self._writer.write_data(plan, planner)
+            job.staged.wait(self.settings.staging_timeout_seconds)
+            future = job.writer.write_data(job.plan, job.staged)
             future.wait()
             return future.value()
 
         def commit(results: list[list[Any]]) -> int:
-            if metadata is None:
+            if job.metadata is None:
                 raise RuntimeError("only the coordinator commits")
-            self._writer.finish(metadata, results)
+            job.writer.finish(job.metadata, results)
             return sum(file.size_bytes for rank in results for item in rank for file in getattr(item, "files", ()))
 
         try:
-            record.size_bytes = exchange.gather_then(write, commit)
-            self._writer.hand_over()
+            record.size_bytes = job.exchange.gather_then(write, commit)
+            job.writer.hand_over()
         except BaseException as error:
             record.error = f"{type(error).__name__}: {error}"
-            self._writer.reset()
+            if isinstance(error, TierckptError):
+                error.context.setdefault("checkpoint", record.uri)
+            job.writer.reset()
             raise
-        record.local_commit_seconds = time.monotonic() - begun
+        finally:
+            job.let_go()
+        record.local_commit_seconds = time.monotonic() - job.begun
         self._prune()
 
     def wait(self, tier: str = "shared", timeout_seconds: float | None = None) -> None:
@@ -222,24 +301,61 @@ class Checkpointer:
                 record.shared_commit_seconds = seen - self._started[record.uri]
 
     def _finish_running(self) -> None:
-        if self._running is None:
-            return
-        running, self._running = self._running, None
+        """Wait for every save that is under way. Raises the first error among them; the others are logged."""
+        first: BaseException | None = None
+        while self._running:
+            try:
+                self._finish_oldest()
+            except BaseException as error:
+                if first is not None:
+                    log.error("another save failed too: %s", error)
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _finish_oldest(self) -> None:
+        record, running = self._running[0]
         try:
-            running.result(timeout=self.timeout_seconds + 60.0)
+            running.result(timeout=self.timeout_seconds + EXTRA_SECONDS)
+        except CheckpointSkippedError as error:
+            log.warning("%s", error)  # the declared policy, not a failure
         except TimeoutError as error:
             if isinstance(error, TierckptError):
-                raise
-            raise OperationTimeoutError(
-                f"the save to {self._writer.path} has not ended",
-                hint="Look for a hung disk",
-                waited_seconds=self.timeout_seconds,
-            ) from error
+                self._raise_once(record, error)
+                return
+            raise self._not_ended(record) from error
+        except BaseException as error:
+            self._raise_once(record, error)
+        finally:
+            if running.done():
+                self._running.popleft()
 
-    def _raise_drain_failure(self) -> None:
+    def _not_ended(self, record: SaveRecord) -> OperationTimeoutError:
+        return OperationTimeoutError(
+            f"the save to {record.uri} has not ended",
+            hint="Look for a hung disk",
+            waited_seconds=self.timeout_seconds,
+        )
+
+    def _raise_once(self, record: SaveRecord, error: BaseException) -> None:
+        """Raise the error of a save, unless another rank's knowledge of it has already made a call here raise it."""
+        if record.uri in self._reported:
+            self._reported.discard(record.uri)
+            return
+        raise error
+
+    def _raise_failures(self) -> None:
+        """Raise what has gone wrong since the last call, in saves that have ended and in drains."""
+        while self._running and self._running[0][1].done():
+            self._finish_oldest()
         uris = {record.uri for record in self.stats}
         for failure in self._client.engine.take_failures(uris):
             raise failure
+
+    def _note_reported(self, error: CheckpointException) -> None:
+        """Remember which saves in flight here an error of any rank was about: it is raised once on each rank."""
+        told = {getattr(cause, "context", {}).get("checkpoint") for cause, _ in error.failures.values()}
+        self._reported |= {record.uri for record, _ in self._running} & told
 
     def _prune(self) -> None:
         """Retention, on the coordinator (shared tier) and one rank of each node (local tier). Never fails a save."""
@@ -332,6 +448,7 @@ class Checkpointer:
             log.error("the last save failed too: %s", failure)
         self._closed = True
         self._pool.shutdown(wait=False)
+        self._stager.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -340,6 +457,24 @@ class Checkpointer:
     @property
     def _client(self) -> Client:
         return get_client(self.settings)
+
+
+@dataclass
+class _Job:
+    """One save on its way from staging memory to the local tier."""
+
+    writer: TierStorageWriter
+    plan: SavePlan
+    staged: StagedItems
+    metadata: Metadata | None
+    record: SaveRecord
+    exchange: _Exchange
+    begun: float
+
+    def let_go(self) -> None:
+        """Drop the staged copies: their memory is free for the next checkpoint, whoever keeps the future of this."""
+        self.staged = StagedItems()
+        self.metadata = None
 
 
 class _Exchange:
@@ -358,8 +493,6 @@ class _Exchange:
         if not _is_distributed():
             return then([work()])
         store, rank, world = _store(), dist.get_rank(), dist.get_world_size()
-        if rank == 0 and self.previous_key:
-            store.delete_key(f"{self.previous_key}/verdict")  # every rank has read it: all have begun this save
         try:
             outcome: Any = ("ok", work())
         except BaseException as error:
@@ -382,6 +515,8 @@ class _Exchange:
             outcomes = [
                 self._get(store, f"{self.key}/{rank}", f"rank {rank} to write its shards") for rank in range(world)
             ]
+            if self.previous_key:
+                store.delete_key(f"{self.previous_key}/verdict")  # every rank has read it: all are done with this one
             _raise_if_failed(outcomes)
             return "ok", then([value for _, value in outcomes])
         except BaseException as error:
@@ -404,6 +539,8 @@ def _raise_if_failed(outcomes: list[Any]) -> None:
     failed = {rank: value for rank, (kind, value) in enumerate(outcomes) if kind == "error"}
     if failed:
         rank, cause = next(iter(failed.items()))
+        if all(isinstance(error, CheckpointSkippedError) for error in failed.values()):
+            raise cause
         raise CommitAbandonedError(
             f"{len(failed)} of {len(outcomes)} ranks could not write their shards; the first says: {cause}",
             hint="Nothing was committed; the previous checkpoint is whole",
