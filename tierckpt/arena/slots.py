@@ -171,12 +171,8 @@ class Arena:
                 )
             time.sleep(POLL_SECONDS)
 
-    def find(self, address: int) -> Lease | None:
-        """The lease that has ``address`` in its memory, None for memory that is not ours."""
-        for lease in tuple(self._leases):
-            if lease.covers(address):
-                return lease
-        return None
+    def leases(self) -> tuple[Lease, ...]:
+        return tuple(self._leases)
 
     def close(self) -> None:
         """Release every slot that nothing refers to. Those still in use go with their last tensor."""
@@ -351,13 +347,9 @@ def bounce_for(settings: Settings) -> Bounce:
         return _bounces.setdefault(count, Bounce(count))
 
 
-def find(address: int) -> Lease | None:
-    """The lease of any arena of this process that covers ``address``."""
-    for arena in tuple(_shared.values()):
-        lease = arena.find(address)
-        if lease is not None:
-            return lease
-    return None
+def leases() -> list[Lease]:
+    """All leases of this process."""
+    return [lease for arena in tuple(_shared.values()) for lease in arena.leases()]
 
 
 def close_arenas() -> None:

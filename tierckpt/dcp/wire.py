@@ -77,6 +77,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     Cost: 0.1 us when known, about 10 us when not, 100 us for dtypes and sizes that torch must be asked about. Never
     touches or allocates memory of the tensor's size.
     """
+    shape = tuple(shape)
     size_bytes = dtype.itemsize
     for length in shape:
         size_bytes *= length

@@ -29,11 +29,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import memmove
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zlib_ng import zlib_ng
+from zlib_ng.zlib_ng import crc32, crc32_combine
 
 from ..arena.memory import Memory
 from ..errors import OperationTimeoutError, TierckptError
@@ -64,20 +65,20 @@ class Record:
     """One item of a shard: ``head``, ``size_bytes`` of data at ``address``, and a tail made from the data's CRC."""
 
     __slots__ = (
-        "address",
-        "crcs",
-        "fetch",
-        "frame",
-        "head",
-        "known_bytes",
-        "offset",
-        "owner",
-        "size_bytes",
-        "tail_bytes",
+        *("address", "crcs", "fetch", "frame", "head", "head_bytes", "item", "known_bytes", "lease", "offset", "owner"),
+        *("size_bytes", "tail_bytes", "total_bytes"),
     )
 
     def __init__(
-        self, offset: int, head: Any, frame: Any = None, address: int = 0, owner: Any = None, fetch: Fetch | None = None
+        self,
+        offset: int,
+        head: Any,
+        frame: Any = None,
+        address: int = 0,
+        owner: Any = None,
+        fetch: Fetch | None = None,
+        item: Any = None,
+        lease: Any = None,
     ) -> None:
         self.offset = offset
         """Of the head, in the file."""
@@ -89,24 +90,39 @@ class Record:
         """Keeps the data alive until it is written."""
         self.fetch = fetch
         """Brings data that has no address in this process (on a device, or strewn over memory); None to copy it."""
-        self.size_bytes: int = frame.size_bytes if frame is not None else 0
-        self.tail_bytes: int = len(frame.tail) if frame is not None else 0
+        self.item = item
+        """What the caller knows the record by."""
+        self.lease = lease
+        """Of the arena, where the data is staged; None elsewhere."""
+        self.head_bytes = len(head)
+        self.size_bytes: int = 0
+        self.tail_bytes: int = 0
+        if frame is not None:
+            self.size_bytes, self.tail_bytes = frame.size_bytes, len(frame.tail)
+        self.total_bytes = self.head_bytes + self.size_bytes + self.tail_bytes
         self.known_bytes = 0
-        self.crcs: dict[int, tuple[int, int]] = {}
+        self.crcs: dict[int, tuple[int, int]] | None = None
 
     @property
     def data_offset(self) -> int:
-        return self.offset + len(self.head)
+        return self.offset + self.head_bytes
 
     @property
     def end(self) -> int:
-        return self.offset + len(self.head) + self.size_bytes + self.tail_bytes
+        return self.offset + self.total_bytes
+
+    def know(self, offset: int, size_bytes: int, crc: int) -> None:
+        """Note the CRC-32 of a part of the data."""
+        if self.crcs is None:
+            self.crcs = {}
+        self.crcs[offset] = (crc, size_bytes)
+        self.known_bytes += size_bytes
 
     def crc(self) -> int:
         """The CRC-32 of the whole data, from those of its parts in order."""
         value = 0
-        for _, (crc, size_bytes) in sorted(self.crcs.items()):
-            value = zlib_ng.crc32_combine(value, crc, size_bytes)
+        for _, (crc, size_bytes) in sorted((self.crcs or {}).items()):
+            value = crc32_combine(value, crc, size_bytes)
         return value
 
 
@@ -366,19 +382,20 @@ class _Job:
         """Bring the bytes of a segment together, tails last: theirs may be the CRC of a part another worker has."""
         cursor = place.start
         tails = []
-        view, start = place.view, place.start
+        view, start, shift = place.view, place.start, place.address - place.start
         for record in records:
             offset = record.offset
             if offset > cursor:
                 place.zero(cursor, offset)
-            data, cursor = offset + len(record.head), record.end
-            if offset >= start and cursor <= place.end and record.frame is not None:
+            cursor = offset + record.total_bytes
+            frame = record.frame
+            if offset >= start and cursor <= place.end and frame is not None:
                 # The whole item lies in this segment: by far the most frequent case when there are many small ones.
-                view[offset - start : data - start] = record.head
+                data = offset + record.head_bytes
                 tail = data + record.size_bytes
-                self._bring(record, place.address + data - start, 0, record.size_bytes)
-                crc = zlib_ng.crc32(view[data - start : tail - start])
-                view[tail - start : cursor - start] = record.frame.tail_with(crc)
+                view[offset - start : data - start] = record.head
+                self._bring(record, shift + data, 0, record.size_bytes)
+                view[tail - start : cursor - start] = frame.tail_with(crc32(view[data - start : tail - start]))
                 continue
             place.put(record.head, offset)
             self._put_data(record, place)
@@ -397,10 +414,9 @@ class _Job:
         if first >= last:
             return
         self._bring(record, place.address + first - place.start, first - record.data_offset, last - first)
-        crc = zlib_ng.crc32(place.bytes(first, last))
+        crc = crc32(place.bytes(first, last))
         with self.changed:
-            record.crcs[first] = (crc, last - first)
-            record.known_bytes += last - first
+            record.know(first, last - first, crc)
             self.changed.notify_all()
 
     def _bring(self, record: Record, target: int, start: int, count: int) -> None:
@@ -409,7 +425,7 @@ class _Job:
             return
         source = self.base + record.address + start
         if source != target:
-            ctypes.memmove(target, source, count)
+            memmove(target, source, count)
 
     def _crc_of(self, record: Record) -> int:
         with self.changed:
