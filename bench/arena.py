@@ -4,9 +4,11 @@
 
 Each row writes the same bytes to a new file: fallocate, O_DIRECT in pieces of 16 MiB from two threads, fsync. The rows
 differ only in the memory the bytes come from. They take turns, each round beginning with another one, so that a disk
-that gets slower gets slower for all; the first round is not counted. Two controls have 4 KiB pages by order. "bounced"
-copies each piece from shared memory of 4 KiB pages into a private buffer of huge pages first and writes that. "run" is
-how many KiB lie side by side in physical memory on average: what a disk really sees of 4 KiB pages (root only).
+that gets slower gets slower for all; the first round is not counted. Two controls have 4 KiB pages by order, touched in
+random order: the worst case, which luck cannot improve. "bounced" copies each piece from such shared memory into a
+private buffer of huge pages first and writes that. "run" is how many KiB lie side by side in physical memory on
+average: what a disk really sees of 4 KiB pages (told to root only).
+
 Kinds this machine does not have are named, with the command that provides them; nothing is changed by this program.
 Prints a table and writes bench/out/arena.json.
 """
@@ -22,6 +24,7 @@ import mmap
 import os
 import platform
 import queue
+import random
 import resource
 import statistics
 import struct
@@ -110,7 +113,7 @@ def bounced(source: memoryview, slots: list[Memory]) -> Pass:
 
 
 def of_small_pages(size_bytes: int, *, shared: bool) -> memoryview:
-    """A control: memory that has huge pages forbidden."""
+    """A control: memory that has huge pages forbidden, its pages scattered as on a node that has run for months."""
     fd = os.memfd_create("bench") if shared else -1
     try:
         if shared:
@@ -120,7 +123,11 @@ def of_small_pages(size_bytes: int, *, shared: bool) -> memoryview:
         if shared:
             os.close(fd)
     mapped.madvise(MADV_NOHUGEPAGE)
-    return memoryview(mapped)
+    view, order = memoryview(mapped), list(range(0, size_bytes, mmap.PAGESIZE))
+    random.shuffle(order)  # the kernel hands out neighbours to whoever asks in a row
+    for offset in order:
+        view[offset] = 1
+    return view
 
 
 def physical_run_kib(view: memoryview) -> float | None:
@@ -128,7 +135,8 @@ def physical_run_kib(view: memoryview) -> float | None:
     address, count = ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view) // mmap.PAGESIZE
     with Path("/proc/self/pagemap").open("rb") as file:
         file.seek(address // mmap.PAGESIZE * 8)
-        frames = [entry & ((1 << 55) - 1) for entry in struct.unpack(f"{count}Q", file.read(count * 8))]
+        entries: tuple[int, ...] = struct.unpack(f"{count}Q", file.read(count * 8))
+    frames = [entry & ((1 << 55) - 1) for entry in entries]
     if not any(frames):
         return None  # the kernel shows frames to root only
     jumps = sum(after != before + 1 for before, after in itertools.pairwise(frames))
@@ -152,8 +160,8 @@ def candidates(size_bytes: int, block: bytes, stack: contextlib.ExitStack) -> li
             continue
         found.append((row(f"{kind}", memory.huge, memory.view), straight(memory.view, 2)))
     private, shm = of_small_pages(size_bytes, shared=False), of_small_pages(size_bytes, shared=True)
-    found.append((row("private, 4 KiB pages (control)", False, private), straight(private, 2)))
-    found.append((row("shm, 4 KiB pages (control)", False, shm), straight(shm, 2)))
+    found.append((row("private, scattered 4 KiB pages (control)", False, private), straight(private, 2)))
+    found.append((row("shm, scattered 4 KiB pages (control)", False, shm), straight(shm, 2)))
     for count in (2, 3):
         slots = [stack.enter_context(Memory.allocate(PIECE_BYTES)) for _ in range(count)]
         name = f"the same shm, bounced through private slots, {count} threads"
@@ -193,8 +201,8 @@ def print_table(rows: list[Row], size_bytes: int) -> None:
         cpu_seconds = statistics.median(row.cpu_seconds) * (1 << 30) / size_bytes
         print(
             f"| {row.name} | {'yes' if row.huge else 'no'} "
-            f"| {'-' if row.run_kib is None else f'{row.run_kib:.0f} KiB'} | {row.bytes_per_second(size_bytes) / 1e9:.2f} "
-            f"| {slowest:.2f} to {fastest:.2f} | {cpu_seconds:.3f} "
+            f"| {'-' if row.run_kib is None else f'{row.run_kib:.0f} KiB'} "
+            f"| {row.bytes_per_second(size_bytes) / 1e9:.2f} | {slowest:.2f} to {fastest:.2f} | {cpu_seconds:.3f} "
             f"| {statistics.median(row.wall_seconds) / reference:.2f}x |"
         )
 

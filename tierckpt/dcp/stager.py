@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
@@ -28,12 +28,12 @@ from ..config import Settings
 from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError
 from ..telemetry import logger
 from . import image, split, wire
+from .collection import no_collection
 from .copying import Copies
 
 log = logger("stage")
 
 Mode = Literal["eager", "lazy"]
-Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 
 
 class TierStager:
@@ -165,8 +165,11 @@ class TierStager:
     # --- staging ------------------------------------------------------------------------------------------------
 
     def _stage(self, state: Any) -> tuple[Any, Copies]:
-        walk = _Walk()
-        rebuild = walk.visit(state)
+        with no_collection():
+            return self._staged(state)
+
+    def _staged(self, state: Any) -> tuple[Any, Copies]:
+        walk = _Walk(state)
         frames = [wire.frame(leaf.dtype, tuple(leaf.shape)) for leaf in walk.leaves]
         shards = image.arrange(
             frames,
@@ -175,7 +178,7 @@ class TierStager:
         )
         offsets, size_bytes = _in_arena(frames, shards)
         targets = self._targets(walk.leaves, offsets, size_bytes)
-        return rebuild(targets), Copies(targets, walk.leaves)
+        return walk.rebuild(targets), Copies(targets, walk.leaves)
 
     def _targets(self, leaves: Sequence[torch.Tensor], offsets: Sequence[int], size_bytes: int) -> list[torch.Tensor]:
         if not size_bytes:
@@ -223,45 +226,60 @@ class StagedItems:
 
 
 class _Walk:
-    """Takes a state dict apart into the tensors to copy, and knows how to put it together around their copies."""
+    """Takes a state dict apart into the tensors to copy, and puts it together again around their copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: Any) -> None:
         self.leaves: list[torch.Tensor] = []
+        self._places: list[tuple[Any, Any, DTensor | None]] = []
+        self._tuples: list[tuple[Any, Any]] = []
         self._others = StateDictStager()
+        self._root: list[Any] = [None]
+        self._visit(self._root, 0, state)
 
-    def visit(self, value: Any) -> Rebuild:
+    def rebuild(self, targets: Sequence[torch.Tensor]) -> Any:
+        """The state dict with ``targets`` in place of the leaves. Once."""
+        for (container, key, like), target in zip(self._places, targets, strict=True):
+            container[key] = target if like is None else _distributed(target, like)
+        for container, key in self._tuples:  # inner ones first: they were noted first
+            container[key] = tuple(container[key])
+        return self._root[0]
+
+    def _visit(self, container: Any, key: Any, value: Any) -> None:
         kind = type(value)
         if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if kind in (dict, OrderedDict):
-            parts = [(key, self.visit(item)) for key, item in value.items()]
-            return lambda targets: kind((key, part(targets)) for key, part in parts)
-        if kind in (list, tuple):
-            items = [self.visit(item) for item in value]
-            return lambda targets: kind(item(targets) for item in items)
-        if kind not in (int, float, str, bool, bytes, type(None)):
-            value = self._copied(value)
-        return lambda targets: value
+            self._tensor(container, key, value)
+        elif kind in (dict, OrderedDict):
+            made = container[key] = dict.fromkeys(value) if kind is dict else OrderedDict.fromkeys(value)
+            for name, item in value.items():
+                self._visit(made, name, item)
+        elif kind in (list, tuple):
+            parts = container[key] = [None] * len(value)
+            for index, item in enumerate(value):
+                self._visit(parts, index, item)
+            if kind is tuple:
+                self._tuples.append((container, key))
+        else:
+            container[key] = value if kind in _IMMUTABLE else self._copied(value)
 
-    def _tensor(self, value: torch.Tensor) -> Rebuild:
-        plain = value.detach() if isinstance(value, torch.nn.Parameter) or type(value) is torch.Tensor else value
-        if isinstance(plain, DTensor) and wire.is_plain(plain.to_local().detach()):
-            local = plain.to_local().detach()
-            index = self._leaf(local)
-            return lambda targets: _distributed(targets[index], plain)
-        if not wire.is_plain(plain):
-            copied = self._copied(value)
-            return lambda targets: copied
-        index = self._leaf(plain)
-        return lambda targets: targets[index]
-
-    def _leaf(self, tensor: torch.Tensor) -> int:
-        self.leaves.append(tensor)
-        return len(self.leaves) - 1
+    def _tensor(self, container: Any, key: Any, value: torch.Tensor) -> None:
+        like = None
+        plain = value
+        if isinstance(value, DTensor):
+            like, plain = value, value.to_local()
+        if plain.requires_grad or type(plain) is torch.nn.Parameter:
+            plain = plain.detach()
+        if wire.is_plain(plain):
+            self.leaves.append(plain)
+            self._places.append((container, key, like))
+        else:
+            container[key] = self._copied(value)
 
     def _copied(self, value: Any) -> Any:
         """Anything else: a copy in ordinary memory, tensors inside it moved to the CPU."""
         return self._others.stage({"": value})[""]
+
+
+_IMMUTABLE = frozenset({int, float, complex, str, bool, bytes, type(None)})
 
 
 def _distributed(local: torch.Tensor, like: DTensor) -> DTensor:

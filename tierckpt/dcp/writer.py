@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import os
 import pickle
 import secrets
@@ -49,6 +48,7 @@ from ..mover.tuner import tuner_for
 from ..stores.local import fsync_dir, make_dirs
 from ..telemetry import logger
 from . import records, split
+from .collection import no_collection
 from .mount import Mount
 from .records import ShardPlan
 from .stager import StagedItems, TierStager
@@ -278,7 +278,7 @@ class TierStorageWriter(Mount, StorageWriter):
     ) -> tuple[list[WriteResult], tuple[FileEntry, ...]]:
         prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{self.rank}_"
         items, streamed = (plan.items, []) if not self.transforms.extensions else ([], list(plan.items))
-        with _no_collection():
+        with no_collection():
             sources = records.resolve(items, planner)
             streamed += sources.others
             plans = records.lay_out(
@@ -295,7 +295,7 @@ class TierStorageWriter(Mount, StorageWriter):
             size_bytes = sum(shard.size_bytes for shard in shards) + sum(map(_item_bytes, streamed))
             retention.make_room(self.settings.local_root, size_bytes, save.directory)
             flushed = self._flush(shards, save)
-        with _no_collection():
+        with no_collection():
             results = [
                 result for shard, file in zip(plans, shards, strict=True) for result in _results(shard, file.path.name)
             ]
@@ -493,21 +493,6 @@ def _held(leases: set[Lease]) -> Iterator[None]:
     finally:
         for lease in begun:
             lease.end_flush(written=written)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """No cyclic garbage collection in here: with many items it would look at every object of the job, several times.
-
-    Nothing in here makes cycles. Two threads at once at worst collect a little earlier.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _results(shard: ShardPlan, name: str) -> list[WriteResult]:

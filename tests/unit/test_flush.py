@@ -1,0 +1,610 @@
+"""What a flush leaves on the disk, whatever the shapes: the file, its digests and CRCs (invariants F1 to F4)."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.services import REPOSITORY
+from tests.unit.flush_elsewhere import Frame
+from tierckpt.arena.memory import Memory
+from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError
+from tierckpt.manifest import digest_of
+from tierckpt.mover import flush as flush_module
+from tierckpt.mover import priority
+from tierckpt.mover.flush import Flushed, Image, Record, Shard, flush, round_up, segment_bytes
+from tierckpt.mover.tuner import IoShape
+
+KiB, MiB = 1 << 10, 1 << 20
+THREADS_MAX = 8
+STALE = 0xAB
+
+
+@dataclass(frozen=True)
+class Item:
+    """One record to be: where its head goes, and its bytes. ``tail_bytes`` None: a head and nothing else."""
+
+    offset: int
+    head: bytes
+    data: bytes = b""
+    tail_bytes: int | None = None
+    fetched: bool = False
+
+    @property
+    def frame(self) -> Frame | None:
+        return None if self.tail_bytes is None else Frame(bytes(self.tail_bytes), len(self.data))
+
+    @property
+    def whole(self) -> bytes:
+        """The naive way to make the item."""
+        return self.head + self.data + (self.frame.tail_with(zlib.crc32(self.data)) if self.frame else b"")
+
+
+def items_of(shapes: list[tuple[int, int, int, int | None, bool]], seed: int = 0) -> list[Item]:
+    """Items after one another. A shape: gap before it, bytes of head, of data, of tail (None: no frame), fetched?"""
+    generator, items, position = random.Random(seed), [], 0
+    for gap, head, data, tail, fetched in shapes:
+        size = 0 if tail is None else data
+        item = Item(position + gap, generator.randbytes(head), generator.randbytes(size), tail, fetched)
+        items.append(item)
+        position = item.offset + len(item.whole)
+    return items
+
+
+def reference(items: list[Item]) -> bytes:
+    """What the file must hold: every item at its offset, zeros between them."""
+    content = bytearray(items[-1].offset + len(items[-1].whole) if items else 0)
+    for item in items:
+        content[item.offset : item.offset + len(item.whole)] = item.whole
+    return bytes(content)
+
+
+@pytest.fixture(scope="module")
+def slots() -> Iterator[list[Memory]]:
+    memories = [Memory.allocate(2 * MiB) for _ in range(THREADS_MAX)]
+    yield memories
+    for memory in memories:
+        memory.close()
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Memory]:
+    with Memory.allocate(2 * MiB) as memory:
+        yield memory
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("flush")
+
+
+def records_of(items: list[Item]) -> list[Record]:
+    """Each item's data in a buffer of its own, or behind a fetch."""
+    records = []
+    for item in items:
+        buffer = ctypes.create_string_buffer(item.data, max(len(item.data), 1))
+        address = ctypes.addressof(buffer)
+
+        def fetch(target: int, start: int, count: int, address: int = address) -> None:
+            ctypes.memmove(target, address + start, count)
+
+        if item.fetched:
+            records.append(Record(item.offset, item.head, item.frame, owner=buffer, fetch=fetch))
+        else:
+            records.append(Record(item.offset, item.head, item.frame, address, owner=buffer))
+    return records
+
+
+def staged_in(arena: Memory, items: list[Item], at: int = 0) -> tuple[list[Record], Image]:
+    """Each item's data where the file will have it, in memory that is stale everywhere else."""
+    size_bytes = round_up(len(reference(items)))
+    arena.view[at : at + size_bytes] = bytes([STALE]) * size_bytes
+    records = []
+    for item in items:
+        start = at + item.offset + len(item.head)
+        arena.view[start : start + len(item.data)] = item.data
+        records.append(Record(item.offset, item.head, item.frame, arena.address + start))
+    return records, Image(arena, arena.address + at, size_bytes)
+
+
+def run(
+    path: Path, records: list[Record], slots: list[Memory], *, image: Image | None = None, **options: Any
+) -> Flushed:
+    options = {"shape": IoShape(3, 8 * KiB), "chunk_size_bytes": 4096, "durable": False, **options}
+    for slot in slots:
+        slot.view[: 256 * KiB] = bytes([STALE]) * (256 * KiB)
+    (flushed,) = flush([Shard(path, records, image)], slots=slots, **options)
+    return flushed
+
+
+def check(flushed: Flushed, items: list[Item], chunk_size_bytes: int) -> None:
+    """The file is the reference, to the byte, and the digests are those of its chunks."""
+    content, expected = flushed.path.read_bytes(), reference(items)
+    assert len(content) == len(expected) == flushed.size_bytes
+    assert content == expected
+    chunks = [content[at : at + chunk_size_bytes] for at in range(0, len(content), chunk_size_bytes)]
+    assert list(flushed.digests) == [digest_of(chunk) for chunk in chunks]
+
+
+def flush_and_check(
+    directory: Path,
+    slots: list[Memory],
+    arena: Memory | None,
+    items: list[Item],
+    *,
+    threads: int = 3,
+    chunk_size_bytes: int = 4096,
+    chunks: int = 2,
+) -> None:
+    path = directory / "shard"
+    path.unlink(missing_ok=True)
+    options = {"shape": IoShape(threads, chunks * chunk_size_bytes), "chunk_size_bytes": chunk_size_bytes}
+    if arena is None:
+        flushed = run(path, records_of(items), slots, **options)
+    else:
+        records, image = staged_in(arena, items)
+        flushed = run(path, records, slots, image=image, **options)
+    check(flushed, items, chunk_size_bytes)
+
+
+# --- the file, for any records ------------------------------------------------------------------------------------
+
+SIZES = st.one_of(st.integers(0, 70), st.integers(0, 9000), st.sampled_from([4095, 4096, 4097, 8192, 20_000, 50_000]))
+SHAPES = st.tuples(
+    st.sampled_from([0, 0, 1, 63, 64, 4095, 4096, 9001]),
+    st.sampled_from([0, 1, 64, 448, 4096, 5000]),
+    SIZES,
+    st.one_of(st.none(), st.sampled_from([8, 90, 337, 4097])),
+    st.booleans(),
+)
+CASES = st.fixed_dictionaries(
+    {
+        "items": st.lists(SHAPES, max_size=14).map(items_of),
+        "threads": st.integers(1, THREADS_MAX),
+        "chunk_size_bytes": st.sampled_from([4096, 8192]),
+        "chunks": st.integers(1, 4),
+    }
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(case=CASES, in_place=st.booleans())
+def test_the_file_is_what_a_naive_writer_would_have_made(
+    directory: Path, slots: list[Memory], arena: Memory, case: dict[str, Any], in_place: bool
+) -> None:
+    items = case.pop("items")
+    if in_place:
+        items = [replace(item, fetched=False) for item in items]
+    flush_and_check(directory, slots, arena if in_place else None, items, **case)
+
+
+def some_cases() -> Iterator[tuple[list[Item], bool]]:
+    generator = random.Random(5)
+    for _ in range(12):
+        shapes = [
+            (generator.choice([0, 100]), 448, generator.choice([0, 300, 3000, 20_000]), 337, False)
+            for _ in range(generator.randrange(3, 12))
+        ]
+        yield items_of(shapes), generator.random() < 0.5
+
+
+_overlapping = flush_module._overlapping
+
+SEEDED: dict[str, tuple[str, Callable[..., Any]]] = {
+    "gaps are left as they were": ("_Place.zero", lambda self, start, end: None),
+    "a CRC of some of the parts": ("Record.crc", lambda self: max(self.crcs.items())[1][0]),
+    "the size is not cut": ("_File.finish", lambda self, durable: None),
+    "digests of something else": ("digest_of", lambda data: digest_of(bytes(len(data)))),
+    "an item is overlooked": ("_overlapping", lambda records, start, end: _overlapping(records, start, end)[1:]),
+    "data that is not brought": ("_Job._bring", lambda self, record, target, start, count: None),
+}
+
+
+@pytest.mark.parametrize("bug", SEEDED)
+def test_the_comparison_finds_seeded_bugs(
+    bug: str, directory: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above."""
+    name, wrong = SEEDED[bug]
+    monkeypatch.setattr(f"tierckpt.mover.flush.{name}", wrong)
+    found = 0
+    for items, in_place in some_cases():
+        try:
+            flush_and_check(directory, slots, arena if in_place else None, items)
+        except AssertionError:
+            found += 1
+    assert found
+
+
+def test_bytes_in_place_are_written_from_where_they_lie(
+    directory: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the data itself is left alone: only what lies between it is filled in."""
+    written: list[int] = []
+    real = os.pwrite
+
+    def spy(fd: int, view: memoryview, offset: int) -> int:
+        written.append(ctypes.addressof(ctypes.c_char.from_buffer(view)))
+        return real(fd, view, offset)
+
+    monkeypatch.setattr(os, "pwrite", spy)
+    items = items_of([(3648, 448, 100_000, 337, False), (0, 448, 50_000, 337, False)])
+    flush_and_check(directory, slots, arena, items)
+    assert written
+    assert all(arena.address <= address < arena.address + arena.size_bytes for address in written)
+    for item in items:
+        start = item.offset + len(item.head)
+        assert arena.view[start : start + len(item.data)] == item.data
+
+
+def test_only_the_segment_that_does_not_fit_the_image_is_copied(
+    directory: Path, slots: list[Memory], arena: Memory
+) -> None:
+    """Objects follow the tensors: the file is longer than what was staged."""
+    tensor, *_ = items = items_of([(0, 448, 60_000, 337, False), (0, 9000, 0, None, False)])
+    records, image = staged_in(arena, [tensor])
+    records.append(Record(items[1].offset, items[1].head))
+    path = directory / "longer"
+    check(run(path, records, slots, image=image), items, 4096)
+
+
+@pytest.mark.parametrize("threads", range(1, THREADS_MAX + 1))
+def test_a_tail_waits_only_for_what_is_taken_before_it(directory: Path, slots: list[Memory], threads: int) -> None:
+    """F2: an item over many segments whose first part comes last, with any number of workers."""
+    (item,) = items_of([(0, 448, 200_000, 337, False)])
+    buffer = ctypes.create_string_buffer(item.data, len(item.data))
+
+    def slow_at_first(target: int, start: int, count: int) -> None:
+        if start == 0:
+            time.sleep(0.1)
+        ctypes.memmove(target, ctypes.addressof(buffer) + start, count)
+
+    path = directory / f"late-{threads}"
+    record = Record(0, item.head, item.frame, owner=buffer, fetch=slow_at_first)
+    check(run(path, [record], slots, shape=IoShape(threads, 8 * KiB), timeout_seconds=20), [item], 4096)
+
+
+def test_several_shards_come_back_in_order(directory: Path, slots: list[Memory]) -> None:
+    shards = {directory / f"shard-{n}": items_of([(0, 448, 700 * n, 337, False)] * n, seed=n) for n in range(7)}
+    flushed = flush(
+        [Shard(path, records_of(items)) for path, items in shards.items()],
+        slots=slots,
+        shape=IoShape(4, 4096),
+        chunk_size_bytes=4096,
+        durable=False,
+    )
+    assert [one.path for one in flushed] == list(shards)
+    for one, items in zip(flushed, shards.values(), strict=True):
+        check(one, items, 4096)
+    assert flushed[0].digests == () and flushed[0].path.read_bytes() == b""
+
+
+def test_a_segment_is_as_many_whole_chunks_as_make_one_write() -> None:
+    assert segment_bytes(8 * MiB, 16 * MiB) == 16 * MiB
+    assert segment_bytes(64 * MiB, 16 * MiB) == 64 * MiB
+    assert segment_bytes(3 * MiB, 8 * MiB) == 9 * MiB
+
+
+# --- durability, and what file systems refuse ---------------------------------------------------------------------
+
+
+class Calls:
+    """The calls a flush makes, in order, as (call, file name). ``fail`` decides by call and number what goes wrong."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[str, str]] = []
+        self.fired = 0
+        self.fail: Callable[[str, int], OSError | int | None] = lambda call, number: None
+        self._real = {name: getattr(os, name) for name in ("pwrite", "fsync", "ftruncate")}
+        self._lock = threading.Lock()
+        for name in self._real:
+            monkeypatch.setattr(os, name, lambda fd, *rest, name=name: self._call(name, fd, *rest))
+
+    def _call(self, name: str, fd: int, *rest: Any) -> Any:
+        with self._lock:
+            self.made.append((name, Path(os.readlink(f"/proc/self/fd/{fd}")).name))  # noqa: PTH115
+            fault = self.fail(name, self.count(name))
+            self.fired += fault is not None
+        if isinstance(fault, OSError):
+            raise fault
+        if fault is not None:
+            rest = (rest[0][:fault], rest[1])
+            if not fault:
+                return 0
+        return self._real[name](fd, *rest)
+
+    def count(self, name: str) -> int:
+        return sum(made == name for made, _ in self.made)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+def plain_items(count: int = 5) -> list[Item]:
+    return items_of([(0, 448, 9000, 337, False)] * count)
+
+
+def test_every_file_is_fsynced_once_after_its_last_write(tmp_path: Path, slots: list[Memory], calls: Calls) -> None:
+    """F4."""
+    shards = [Shard(tmp_path / f"shard-{n}", records_of(plain_items())) for n in range(3)]
+    flush(shards, slots=slots, shape=IoShape(4, 4096), chunk_size_bytes=4096)
+    for shard in shards:
+        of_file = [call for call, name in calls.made if name == shard.path.name]
+        assert of_file[-2:] == ["ftruncate", "fsync"] and of_file.count("fsync") == 1
+
+
+def test_not_durable_means_no_fsync(tmp_path: Path, slots: list[Memory], calls: Calls) -> None:
+    run(tmp_path / "shard", records_of(plain_items()), slots, durable=False)
+    assert calls.count("pwrite") and not calls.count("fsync")
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts file systems: ``mounted("ramfs")``, or ``mounted("ext4", "-O", "^extent", size_bytes=...)``."""
+    made: list[Path] = []
+
+    def mount(kind: str, *options: str, size_bytes: int = 0) -> Path:
+        place = tmp_path / f"mount-{len(made)}"
+        place.mkdir()
+        if kind == "ext4":
+            image = tmp_path / f"disk-{len(made)}"
+            with image.open("wb") as file:
+                file.truncate(size_bytes)
+            subprocess.run([f"/usr/sbin/mkfs.{kind}", "-q", "-m", "0", *options, image], check=True)
+            subprocess.run(["mount", "-o", "loop", image, place], check=True)
+        else:
+            size = ["-o", f"size={size_bytes}"] if size_bytes else []
+            subprocess.run(["mount", "-t", kind, *size, kind, place], check=True)
+        made.append(place)
+        return place
+
+    yield mount
+    for place in made:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_without_o_direct_it_goes_through_the_page_cache_and_says_so(
+    mounted: Callable[..., Path], slots: list[Memory], caplog: pytest.LogCaptureFixture
+) -> None:
+    """ramfs knows neither O_DIRECT nor fallocate."""
+    place, items = mounted("ramfs"), plain_items()
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.open(place / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
+    with caplog.at_level(logging.INFO, "tierckpt.flush"):
+        check(run(place / "shard", records_of(items), slots, durable=True), items, 4096)
+    assert [record.getMessage() for record in caplog.records if "no O_DIRECT" in record.getMessage()]
+
+
+def test_direct_writes_without_fallocate(
+    mounted: Callable[..., Path], slots: list[Memory], caplog: pytest.LogCaptureFixture
+) -> None:
+    """ext4 without extents, as ext3 was: the file grows as it is written, by workers out of order."""
+    place, items = mounted("ext4", "-O", "^extent,^64bit", size_bytes=8 * MiB), plain_items(9)
+    with caplog.at_level(logging.INFO, "tierckpt.flush"):
+        check(run(place / "shard", records_of(items), slots, shape=IoShape(8, 4096)), items, 4096)
+    assert not caplog.records, "O_DIRECT was taken"
+
+
+def test_a_full_disk_is_found_before_the_first_write(
+    mounted: Callable[..., Path], slots: list[Memory], calls: Calls
+) -> None:
+    with pytest.raises(CapacityError, match="no room"):
+        run(mounted("tmpfs", size_bytes=64 * KiB) / "shard", records_of(plain_items(20)), slots)
+    assert calls.made == []
+
+
+def test_a_disk_that_fills_up_while_writing(mounted: Callable[..., Path], slots: list[Memory], calls: Calls) -> None:
+    """Without fallocate the write itself is the first to know."""
+    place = mounted("ext4", "-O", "^extent,^64bit,^has_journal", size_bytes=512 * KiB)
+    with pytest.raises(CapacityError, match="no room"):
+        run(place / "shard", records_of(plain_items(80)), slots, durable=True)
+    assert calls.count("pwrite") > 1 and not calls.count("fsync")
+
+
+def test_a_name_that_exists_is_left_alone(tmp_path: Path, slots: list[Memory]) -> None:
+    (tmp_path / "shard").write_bytes(b"somebody else's")
+    with pytest.raises(StoreError, match="exists"):
+        run(tmp_path / "shard", records_of(plain_items()), slots)
+    assert (tmp_path / "shard").read_bytes() == b"somebody else's"
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("number", [1, 2, 5, 12])
+def test_a_write_that_fails_is_the_end_of_it(
+    tmp_path: Path, slots: list[Memory], calls: Calls, number: int, threads: int
+) -> None:
+    """F3: nothing is written again, no other segment is taken, nothing is fsynced; no descriptor stays open."""
+    failed = OSError(errno.EIO, "Input/output error")
+    calls.fail = lambda call, count: failed if call == "pwrite" and count == number else None
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with pytest.raises(StoreError, match="Input/output error"):
+        run(tmp_path / "shard", records_of(plain_items(20)), slots, shape=IoShape(threads, 4096), durable=True)
+    assert calls.fired == 1
+    assert calls.count("pwrite") < number + threads, "each other worker ended the write it was in"
+    assert not calls.count("fsync")
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_a_failed_fsync_is_never_tried_again(tmp_path: Path, slots: list[Memory], calls: Calls) -> None:
+    calls.fail = lambda call, count: OSError(errno.EIO, "Input/output error") if call == "fsync" else None
+    with pytest.raises(StoreError, match="Input/output error"):
+        run(tmp_path / "shard", records_of(plain_items()), slots, durable=True)
+    assert calls.count("fsync") == calls.fired == 1
+    assert calls.made[-1][0] == "fsync", "and nothing is written after it"
+
+
+@pytest.mark.parametrize("taken_bytes", [4096, 4100, 8191, 12_288])
+def test_a_short_write_goes_on_where_the_kernel_stopped(
+    tmp_path: Path, slots: list[Memory], calls: Calls, taken_bytes: int
+) -> None:
+    """The kernel may take less than it is given; O_DIRECT goes on from a whole block."""
+    # A direct write of an odd length is refused, so the seeded kernel takes whole blocks and reports what it likes.
+    real = calls._real["pwrite"]
+    calls._real["pwrite"] = lambda fd, view, offset: min(taken_bytes, real(fd, view, offset))
+    items = plain_items(20)
+    check(run(tmp_path / "shard", records_of(items), slots, shape=IoShape(2, 16 * KiB)), items, 4096)
+    assert calls.count("pwrite") > len(reference(items)) // (16 * KiB) + 1
+
+
+@pytest.mark.parametrize("taken_bytes", [1000, 4095, 5000])
+def test_a_short_write_through_the_page_cache(
+    mounted: Callable[..., Path], slots: list[Memory], calls: Calls, taken_bytes: int
+) -> None:
+    items = plain_items()
+    calls.fail = lambda call, count: taken_bytes if call == "pwrite" else None
+    check(run(mounted("ramfs") / "shard", records_of(items), slots), items, 4096)
+    assert calls.fired > len(reference(items)) // (8 * KiB) + 1
+
+
+def test_a_write_that_gets_nowhere_is_a_full_disk(tmp_path: Path, slots: list[Memory], calls: Calls) -> None:
+    calls.fail = lambda call, count: 0 if call == "pwrite" and count == 3 else None
+    with pytest.raises(CapacityError):
+        run(tmp_path / "shard", records_of(plain_items(20)), slots)
+    assert calls.fired == 1
+
+
+def test_data_that_cannot_be_had(tmp_path: Path, slots: list[Memory]) -> None:
+    """Whatever a fetch raises reaches the caller, and workers that wait for its CRC end too."""
+    (item,) = items_of([(0, 448, 200_000, 337, False)])
+
+    def fetch(target: int, start: int, count: int) -> None:
+        if start == 0:
+            time.sleep(0.05)  # the others are waiting by now
+            raise RuntimeError("the device is gone")
+
+    with pytest.raises(RuntimeError, match="device is gone"):
+        run(tmp_path / "shard", [Record(0, item.head, item.frame, fetch=fetch)], slots, timeout_seconds=20)
+
+
+def alive() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "tierckpt-flush"]
+
+
+def test_waiting_has_a_deadline_and_what_hangs_keeps_its_file(tmp_path: Path, slots: list[Memory]) -> None:
+    """P7. A descriptor that is closed under a thread would make its next write go to another file."""
+    (item,) = items_of([(0, 448, 100_000, 337, False)])
+    release, before = threading.Event(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+    def fetch(target: int, start: int, count: int) -> None:
+        if start == 0:
+            release.wait(30)
+
+    begun = time.monotonic()
+    with pytest.raises(OperationTimeoutError, match="waited for"):
+        record = Record(0, item.head, item.frame, fetch=fetch)
+        run(tmp_path / "shard", [record], slots, nice=1, timeout_seconds=0.3)
+    assert time.monotonic() - begun < 5
+    assert len(os.listdir("/proc/self/fd")) == before + 1  # noqa: PTH208
+    release.set()
+    for thread in alive():
+        thread.join(10)
+    assert not alive()
+    os.close(max(int(name) for name in os.listdir("/proc/self/fd") if _names(name, tmp_path / "shard")))  # noqa: PTH208
+
+
+def _names(fd: str, path: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") == str(path)  # noqa: PTH115
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("nice", [0, 1], ids=["the caller writes", "the caller waits"])
+def test_no_worker_outlives_an_interrupt(tmp_path: Path, slots: list[Memory], calls: Calls, nice: int) -> None:
+    """Ctrl-C, then a last save: it gets the same slots, so nobody else may still be writing to them."""
+    items, real = plain_items(60), calls._real["pwrite"]
+
+    def slow(fd: int, view: memoryview, offset: int) -> int:
+        time.sleep(0.02)
+        return real(fd, view, offset)
+
+    calls._real["pwrite"] = slow
+    signal.setitimer(signal.ITIMER_REAL, 0.15)
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "shard", records_of(items), slots, shape=IoShape(3, 4096), nice=nice)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert not alive()
+    assert 0 < calls.count("pwrite") < len(reference(items)) // 4096
+
+
+# --- whose threads, whose memory ----------------------------------------------------------------------------------
+
+
+def test_a_low_priority_is_for_threads_of_its_own(
+    tmp_path: Path, slots: list[Memory], calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P8, and the caller's thread, which is the trainer's, stays as it was: a priority cannot be raised again."""
+    mine, seen = threading.get_native_id(), set()
+    real = calls._real["pwrite"]
+
+    def note(fd: int, view: memoryview, offset: int) -> int:
+        thread = threading.get_native_id()
+        seen.add((thread, os.getpriority(os.PRIO_PROCESS, thread), io_priority(thread)))
+        return real(fd, view, offset)
+
+    calls._real["pwrite"] = note
+    before = os.getpriority(os.PRIO_PROCESS, mine), io_priority(mine)
+    run(tmp_path / "shard", records_of(plain_items(20)), slots, nice=7)
+    assert seen and {(nice, io) for _, nice, io in seen} == {(before[0] + 7, priority._BEST_EFFORT_LOWEST)}
+    assert mine not in {thread for thread, _, _ in seen}
+    assert (os.getpriority(os.PRIO_PROCESS, mine), io_priority(mine)) == before
+
+
+def io_priority(thread: int) -> int:
+    return int(ctypes.CDLL(None).syscall({251: 252, 30: 31}[priority._IOPRIO_SET[os.uname().machine]], 1, thread))
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
+def test_another_process_can_run_it(tmp_path: Path, copied: bool) -> None:
+    """The agent opens the arena by name and writes shards it got as plain records, whose addresses count from there."""
+    items = items_of([(3648, 448, 100_000, 337, False), (0, 448, 30_001, 337, False), (7, 900, 0, None, False)])
+    with Memory.allocate(2 * MiB, shared=True) as memory:
+        records, image = staged_in(memory, items, at=512 * KiB)
+        for record in records:
+            record.address -= memory.address
+        job = {
+            "name": memory.name,
+            "path": tmp_path / "shard",
+            "records": records,
+            "image_at": None if copied else image.address - memory.address,
+            "image_bytes": image.size_bytes,
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.unit.flush_elsewhere"],
+            input=pickle.dumps(job),
+            capture_output=True,
+            timeout=60,
+            cwd=REPOSITORY,
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        flushed, has_torch, base = pickle.loads(done.stdout)
+        check(flushed, items, 4096)
+        assert base != memory.address, "it was mapped elsewhere, so that the addresses had to be moved"
+        assert not has_torch

@@ -1,0 +1,95 @@
+"""Where items go in a shard: for any items, nothing overlaps, large data is on blocks, small items stay in one unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierckpt.dcp import image, wire
+from tierckpt.dcp.image import BLOCK_BYTES, LARGE_BYTES, Placed, arrange, unit_bytes
+from tierckpt.dcp.wire import Frame, frame
+
+KiB, MiB = 1 << 10, 1 << 20
+
+SHAPES = st.one_of(
+    st.just((0,)),
+    st.just(()),
+    st.tuples(st.integers(1, 300)),
+    st.tuples(st.integers(1, 40), st.integers(1, 900)),
+    st.sampled_from([(LARGE_BYTES // 4,), (LARGE_BYTES // 4 - 1,), (LARGE_BYTES // 4 + 1,), (300_000,)]),
+)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.complex128, torch.uint16])
+FRAMES = st.lists(st.builds(frame, DTYPES, SHAPES), max_size=40)
+CAPS = st.sampled_from([1, 10_000, 100_000, 1 * MiB, 1 << 40])
+
+
+def place(frames: Sequence[Frame], cap: int, unit: int = 8 * MiB) -> list[list[Placed]]:
+    return arrange(frames, shard_bytes_max=cap, unit=unit)
+
+
+def end(frames: Sequence[Frame], placed: Placed) -> int:
+    return placed[1] + frames[placed[0]].total_bytes
+
+
+@settings(max_examples=200, deadline=None)
+@given(frames=FRAMES, cap=CAPS, unit=st.sampled_from([64 * KiB, 128 * KiB, 8 * MiB]))
+def test_every_arrangement_keeps_the_rules(frames: list[Frame], cap: int, unit: int) -> None:
+    shards = place(frames, cap, unit)
+    assert sorted(index for shard in shards for index, _ in shard) == list(range(len(frames))), "each item once"
+    for shard in shards:
+        assert shard, "no shard is empty"
+        for before, after in pairwise(shard):
+            assert end(frames, before) <= after[1], "in order, and nothing overlaps"
+        assert shard[0][1] >= 0
+        assert len(shard) == 1 or end(frames, shard[-1]) <= cap
+        for index, offset in shard:
+            item, data = frames[index], offset + len(frames[index].head)
+            if item.size_bytes >= LARGE_BYTES:
+                assert data % BLOCK_BYTES == 0, "large data begins on a block"
+            else:
+                assert data % wire.ALIGNMENT_BYTES == 0
+            if item.size_bytes < LARGE_BYTES and item.total_bytes <= unit:
+                assert offset // unit == (end(frames, (index, offset)) - 1) // unit, "a small item is in one unit"
+    assert place(frames, cap, unit) == shards, "the same frames give the same answer"
+
+
+@settings(max_examples=50, deadline=None)
+@given(frames=FRAMES, cap=CAPS)
+def test_the_arrangement_of_an_arrangement_is_itself(frames: list[Frame], cap: int) -> None:
+    """Staging arranges a state dict, writing arranges what was staged, in the order it lies in: nothing may move."""
+    shards = place(frames, cap)
+    in_order = [frames[index] for shard in shards for index, _ in shard]
+    again = place(in_order, cap)
+    assert [[offset for _, offset in shard] for shard in again] == [[offset for _, offset in shard] for shard in shards]
+
+
+def test_small_first_then_large_then_what_has_no_data() -> None:
+    frames = [frame(torch.uint8, (size,)) for size in (LARGE_BYTES, 0, 5, LARGE_BYTES - 1, 0, 1 * MiB)]
+    ((*placed,),) = place(frames, 1 << 40)
+    assert [index for index, _ in placed] == [2, 3, 0, 5, 1, 4]
+
+
+def test_a_shard_is_closed_before_it_grows_too_large() -> None:
+    frames = [frame(torch.uint8, (300_000,))] * 5
+    assert [len(shard) for shard in place(frames, 700_000)] == [2, 2, 1]
+    assert [len(shard) for shard in place(frames, 299_999)] == [1] * 5, "an item larger than the cap gets its own"
+
+
+def test_what_alignment_wastes_is_little() -> None:
+    small = [frame(torch.float32, (12,))] * 20_000
+    large = [frame(torch.uint8, (LARGE_BYTES,))] * 500
+    for frames, wasted in ((small, 0.08), (large, 0.07)):
+        ((*placed,),) = place(frames, 1 << 40)
+        assert end(frames, placed[-1]) <= (1 + wasted) * sum(item.total_bytes for item in frames)
+
+
+@pytest.mark.parametrize("chunk_size_bytes", [4096, 12_288, 1 * MiB, 3 * MiB, 8 * MiB, 64 * MiB])
+def test_a_unit_is_whole_chunks(chunk_size_bytes: int) -> None:
+    unit = unit_bytes(chunk_size_bytes)
+    assert unit % chunk_size_bytes == 0
+    assert unit >= min(chunk_size_bytes, image.SEGMENT_BYTES_MIN) and unit > LARGE_BYTES

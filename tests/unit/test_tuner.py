@@ -1,0 +1,99 @@
+"""What a device likes is found by what it did, and never trusted for good."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tierckpt.mover import tuner as tuner_module
+from tierckpt.mover.tuner import (
+    MEASURED_BYTES_MIN,
+    ONE_AT_A_TIME,
+    RETRY_EVERY,
+    SHAPES,
+    TRIES_MIN,
+    IoShape,
+    Tuner,
+    tuner_for,
+)
+
+BIG = MEASURED_BYTES_MIN * 4
+
+
+def drive(tuner: Tuner, rates: dict[IoShape, float], flushes: int) -> Counter[IoShape]:
+    """A device that writes as fast as ``rates`` say, in GB/s. Returns which shapes were used."""
+    used: Counter[IoShape] = Counter()
+    for _ in range(flushes):
+        shape = tuner.choose(BIG)
+        used[shape] += 1
+        tuner.learn(shape, BIG, BIG / (rates[shape] * 1e9))
+    return used
+
+
+def test_every_shape_is_tried_and_the_fastest_is_kept() -> None:
+    for best in SHAPES:
+        rates = {shape: 2.0 if shape == best else 1.0 for shape in SHAPES}
+        tuner = Tuner(SHAPES)
+        drive(tuner, rates, len(SHAPES) * TRIES_MIN)
+        used = drive(tuner, rates, 50)
+        assert used[best] >= 45
+
+
+def test_one_slow_flush_does_not_decide() -> None:
+    tuner, best = Tuner(SHAPES), SHAPES[1]
+    drive(tuner, {shape: 2.0 if shape == best else 1.0 for shape in SHAPES}, 20)
+    tuner.learn(best, BIG, 100.0)
+    assert tuner.choose(1) == best
+
+
+def test_a_device_that_changes_its_mind_is_followed() -> None:
+    tuner, before, after = Tuner(SHAPES), SHAPES[1], SHAPES[2]
+    drive(tuner, {shape: 2.0 if shape == before else 1.0 for shape in SHAPES}, 30)
+    changed = {shape: 2.0 if shape == after else 0.5 for shape in SHAPES}
+    drive(tuner, changed, RETRY_EVERY * (len(SHAPES) + 1) * 3)
+    assert drive(tuner, changed, 15)[after] >= 13
+
+
+def test_others_get_a_second_chance_now_and_then() -> None:
+    tuner = Tuner(SHAPES)
+    used = drive(tuner, {shape: 2.0 if shape == SHAPES[0] else 1.0 for shape in SHAPES}, RETRY_EVERY * 20)
+    assert all(used[shape] > TRIES_MIN for shape in SHAPES)
+    assert used[SHAPES[0]] > RETRY_EVERY * 20 * 0.8
+
+
+def test_small_flushes_teach_nothing_and_are_no_experiments() -> None:
+    tuner = Tuner(SHAPES)
+    for _ in range(50):
+        assert tuner.choose(MEASURED_BYTES_MIN - 1) == SHAPES[0]
+        tuner.learn(SHAPES[2], MEASURED_BYTES_MIN - 1, 1e-9)
+        tuner.learn(SHAPES[2], BIG, 0.0)
+    assert tuner.flushes == 0 and tuner.choose(1) == SHAPES[0]
+
+
+def test_the_setting_bounds_the_threads(tmp_path: Path) -> None:
+    for threads_max in (1, 2, 3, 4, 8, 100):
+        tuner = tuner_for(tmp_path, threads_max)
+        assert tuner.shapes
+        assert all(1 <= shape.threads <= threads_max for shape in tuner.shapes)
+    assert tuner_for(tmp_path, 8) is tuner_for(tmp_path / "..", 8), "one for each device"
+
+
+def test_a_disk_that_turns_is_also_tried_one_write_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner_module, "_tuners", {})
+    for turns, threads_max in ((True, 7), (False, 8)):
+        monkeypatch.setattr(tuner_module, "_turns", lambda device, turns=turns: turns)
+        assert (ONE_AT_A_TIME in tuner_for(tmp_path, threads_max).shapes) is turns
+
+
+def test_threads_may_share_it() -> None:
+    tuner = Tuner(SHAPES)
+    rates = {shape: 1.0 + index for index, shape in enumerate(SHAPES)}
+    threads = [threading.Thread(target=drive, args=(tuner, rates, 200)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert tuner.flushes == 800 and tuner.choose(1) == SHAPES[-1]
