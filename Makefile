@@ -1,6 +1,6 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
-.PHONY: help test azurite check lint types layers demo compat-frameworks bench bench-digest clean
+.PHONY: help test azurite check lint types layers demo compat-frameworks bench bench-arena bench-digest bench-plan bench-save clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -52,8 +52,17 @@ compat-frameworks: $(STAMP) ## install Accelerate and Lightning, kill and resume
 bench: $(STAMP) ## print the tables of bench/README.md
 	@for table in bench/*.py; do echo "== $$table"; $(BIN)/python $$table || exit 1; done
 
+bench-arena: $(STAMP) ## O_DIRECT from each kind of staging memory
+	$(BIN)/python bench/arena.py
+
 bench-digest: $(STAMP) ## measure the digest candidates
 	$(BIN)/python bench/digest.py
+
+bench-plan: $(STAMP) ## planning: 256 ranks x 2,000 tensors, and 50,000 tensors
+	$(BIN)/python bench/plan.py
+
+bench-save: $(STAMP) ## save: the disk's limit, stock PyTorch, tierckpt (25 minutes)
+	$(BIN)/python bench/save.py $(BENCH_ARGS)
 
 clean: ## remove what builds and tests leave, the environment included
 	rm -rf .venv .services .demo build dist bench/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
