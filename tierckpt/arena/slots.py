@@ -63,6 +63,8 @@ class Lease:
     """False when no tensor refers to the memory any more. Set by whoever made tensors of it."""
     storage: int = 0
     """Identity of the storage those tensors share, so that stale ones are told from the present ones; 0 for unknown."""
+    took_place: bool = False
+    """The memory is that of a checkpoint which was dropped for this one."""
     tensors: int | None = None
     """How many tensors with data were put there; None for unknown. Set by whoever made them."""
     _writers: int = 0
@@ -185,33 +187,40 @@ class Arena:
             self._free.clear()
 
     def _take(self, size_bytes: int, *, drop: bool) -> Lease | None:
-        self._reclaim(size_bytes, drop=drop)
+        took_place = self._reclaim(size_bytes, drop=drop)
         memory = self._fitting(size_bytes)
         if memory is None:
             if not self._has_room(size_bytes):
                 return None
             memory = self._allocate(size_bytes)
         self._count += 1
-        lease = Lease(memory, size_bytes, self._count)
+        lease = Lease(memory, size_bytes, self._count, took_place=took_place)
         self._leases.append(lease)
         return lease
 
-    def _reclaim(self, size_bytes: int, *, drop: bool) -> None:
-        """Free all that is unused; while that is not enough, the oldest that may be taken all the same."""
+    def _reclaim(self, size_bytes: int, *, drop: bool) -> bool:
+        """Free all that is unused; while that is not enough, the oldest that may be taken all the same.
+
+        Returns True when a checkpoint had to be dropped for it.
+        """
+        dropped = False
         for lease in tuple(self._leases):
             if not lease.in_use() and lease.try_reclaim():
                 self._give_back(lease)
         for lease in tuple(self._leases):  # oldest first: what is safe on the SSD though somebody still refers to it
             if self._can_give(size_bytes):
-                return
+                return False
             if lease.state is State.WRITTEN and lease.try_reclaim():
                 self._give_back(lease)
-        for lease in tuple(self._leases) if drop else ():
+        # Of shared memory nobody here knows what another process still reads: there the oldest is waited for.
+        for lease in tuple(self._leases) if drop and not self.shared else ():
             if self._can_give(size_bytes):
-                return
+                break
             if lease.state is State.STAGED and lease.try_reclaim(drop=True):
                 log.warning("checkpoint %d was not flushed in time; a newer one takes its place", lease.number)
                 self._give_back(lease)
+                dropped = True
+        return dropped
 
     def _can_give(self, size_bytes: int) -> bool:
         return any(memory.size_bytes >= size_bytes for memory in self._free) or self._has_room(size_bytes)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from ..arena import slots
 from ..arena.slots import Lease
-from ..errors import StateMismatchError
+from ..errors import CheckpointError, CheckpointSkippedError, StateMismatchError
 from ..mover.flush import BLOCK_BYTES, Image, Record, round_up
 from . import image, split, wire
 from .stager import StagedItems, meta_tensor
@@ -41,6 +41,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
 
     Raises:
         StateMismatchError: a tensor on the meta device, or a staged copy whose memory another checkpoint has by now.
+        CheckpointSkippedError: it has it because this one was dropped for it.
     """
     found = Sources()
     leases = slots.leases()
@@ -70,13 +71,23 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
         if leases and (lease is None or not lease.covers(address)):
             lease = next((lease for lease in leases if lease.covers(address)), None)
         if lease is not None and lease.storage and tensor.untyped_storage()._cdata != lease.storage:
-            raise StateMismatchError(
-                f"the staged copy of {item.index.fqn} is gone: its memory was given to a newer checkpoint",
-                hint="Save a staged state dict once, before the next ones are staged",
-                tensor=item.index.fqn,
-            )
+            raise _gone(item, lease)
         found.tensors.append(Record(0, frame.head, frame, address, tensor, None, item, lease))
     return found
+
+
+def _gone(item: WriteItem, lease: Lease) -> CheckpointError:
+    """The error for staged data whose memory is another checkpoint's by now."""
+    if lease.took_place:
+        return CheckpointSkippedError(
+            "the staged copy has given its place to a newer checkpoint",
+            hint="Raise checkpoints_in_flight_max, save less often, or use the staging_policy 'wait'",
+        )
+    return StateMismatchError(
+        f"the staged copy of {item.index.fqn} is gone: its memory was given to a newer checkpoint",
+        hint="Save a staged state dict once, before the next ones are staged",
+        tensor=item.index.fqn,
+    )
 
 
 def _looked_up(planner: SavePlanner | StagedItems) -> dict[str, Any]:

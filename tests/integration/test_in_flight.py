@@ -1,0 +1,189 @@
+"""Several checkpoints in flight: what the Checkpointer does when saves come faster than the disk takes them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.compat.worker import launch
+from tierckpt import Checkpointer
+from tierckpt.arena.slots import arena_for
+from tierckpt.errors import CapacityError, CheckpointSkippedError
+from tierckpt.mover import flush
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that takes nothing until the gate is open."""
+    opened, real = threading.Event(), flush._File.write
+
+    def slow(self: flush._File, view: memoryview, offset: int) -> None:
+        assert opened.wait(60), "the test has forgotten to open the gate"
+        real(self, view, offset)
+
+    monkeypatch.setattr(flush._File, "write", slow)
+    yield opened
+    opened.set()
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((100_000,), value)}
+
+
+def restored(uri: str, step: int | None = None) -> float:
+    target = state(0.0)
+    assert Checkpointer(uri).restore(target, step) is not None
+    assert target["w"].unique().numel() == 1
+    return float(target["w"][0].item())
+
+
+def test_a_save_does_not_wait_for_the_one_before(file_uri: str, gate: threading.Event) -> None:
+    with Checkpointer(file_uri, checkpoints_in_flight_max=2) as checkpointer:
+        begun = time.monotonic()
+        first, second = checkpointer.save(1, state(1.0)), checkpointer.save(2, state(2.0))
+        assert time.monotonic() - begun < 5
+        assert not first.done()
+        gate.set()
+        second.result(timeout=30)
+    assert (restored(file_uri, 1), restored(file_uri, 2)) == (1.0, 2.0)
+
+
+def test_when_all_slots_are_taken_it_waits_for_the_oldest(file_uri: str, gate: threading.Event) -> None:
+    with Checkpointer(file_uri, checkpoints_in_flight_max=1) as checkpointer:
+        first = checkpointer.save(1, state(1.0))
+        threading.Timer(0.5, gate.set).start()
+        begun = time.monotonic()
+        checkpointer.save(2, state(2.0))
+        assert time.monotonic() - begun > 0.4
+        assert first.done()
+    assert restored(file_uri) == 2.0
+
+
+def test_the_policy_skip_leaves_one_out_and_says_so(file_uri: str, gate: threading.Event) -> None:
+    options: dict[str, Any] = {"checkpoints_in_flight_max": 1, "staging_policy": "skip"}
+    with Checkpointer(file_uri, **options) as checkpointer:
+        checkpointer.save(1, state(1.0))
+        skipped = checkpointer.save(2, state(2.0))
+        assert isinstance(skipped.exception(timeout=0), CheckpointSkippedError)
+        assert "CheckpointSkippedError" in checkpointer.stats[1].error
+        gate.set()
+        checkpointer.wait("local")
+        checkpointer.save(3, state(3.0))
+    assert [record.step for record in checkpointer.stats if not record.error] == [1, 3]
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-3"
+    assert restored(file_uri) == 3.0
+
+
+def test_the_policy_drop_gives_the_slot_of_the_oldest_not_begun_to_the_newest(
+    file_uri: str, gate: threading.Event
+) -> None:
+    options: dict[str, Any] = {"checkpoints_in_flight_max": 2, "staging_policy": "drop_oldest_unflushed"}
+    checkpointer = Checkpointer(file_uri, **options)
+    futures = [checkpointer.save(step, state(float(step))) for step in (1, 2, 3)]
+    gate.set()
+    checkpointer.wait("local")  # what was dropped as declared is no failure
+    checkpointer.close()
+    assert [future.exception(timeout=30) is None for future in futures] == [True, False, True]
+    assert isinstance(futures[1].exception(), CheckpointSkippedError)
+    assert (restored(file_uri, 1), restored(file_uri)) == (1.0, 3.0)
+
+
+def test_one_id_twice_in_flight_ends_with_the_later_one(file_uri: str, gate: threading.Event) -> None:
+    threading.Timer(0.3, gate.set).start()
+    with Checkpointer(file_uri) as checkpointer:
+        checkpointer.save(1, state(1.0))
+        checkpointer.save(1, state(2.0))
+    assert restored(file_uri) == 2.0
+
+
+def test_a_save_that_fails_at_once_is_told_by_the_next(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = Checkpointer(file_uri)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise CapacityError("no room (seeded)")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(flush._File, "open", full)
+        checkpointer.save(1, state(1.0))
+        with pytest.raises(CapacityError, match="seeded") as caught:
+            checkpointer.save(2, state(2.0))
+    assert caught.value.context["checkpoint"] == f"{file_uri}/step-1"
+    checkpointer.save(3, state(3.0))  # said once
+    checkpointer.close()
+    assert restored(file_uri) == 3.0
+
+
+def test_training_may_change_the_state_while_it_is_written(file_uri: str, gate: threading.Event) -> None:
+    live = state(1.0)
+    with Checkpointer(file_uri) as checkpointer:
+        checkpointer.save(1, live)
+        live["w"].fill_(9.0)
+        gate.set()
+    assert restored(file_uri) == 1.0
+
+
+def test_lazy_staging_saves_what_was_there_before_the_step(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies are held up until the step: it must wait for them, and buffers must not have waited at all."""
+    from tierckpt.dcp import copying
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(32, 64)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    real, held_up = copying._copy_beside_training, threading.Event()
+
+    def slow(pairs: Any) -> None:
+        held_up.set()
+        time.sleep(0.3)
+        real(pairs)
+
+    monkeypatch.setattr(copying, "_copy_beside_training", slow)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with Checkpointer(file_uri, staging="lazy") as checkpointer:
+        checkpointer.save(1, {"model": model, "optimizer": optimizer})
+        assert held_up.wait(10)
+        step()
+    after = model.state_dict()
+    assert all(not torch.equal(before[key], after[key]) for key in ("0.weight", "1.weight", "1.running_mean"))
+    Checkpointer(file_uri).restore({"model": model, "optimizer": optimizer})
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def staged_bytes(uri: str, rows: int) -> list[dict[str, int]]:
+    """On every rank: save what all ranks hold, twice, and tell how much was staged and written."""
+    import torch.distributed as dist
+
+    replica = {"w": torch.arange(rows * 1024, dtype=torch.float32).reshape(rows, 1024), "step": 1}
+    checkpointer = Checkpointer(uri)
+    for step in (1, 2):
+        checkpointer.save(step, replica)
+        checkpointer.wait("local")
+    mine = {"staged": arena_for(checkpointer.settings).size_bytes, "written": checkpointer.stats[-1].size_bytes}
+    checkpointer.close()
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    target = {"w": torch.zeros(rows, 1024), "step": 0}
+    Checkpointer(uri).restore(target)
+    assert torch.equal(target["w"], replica["w"])
+    return told
+
+
+@pytest.mark.distributed
+def test_replicas_are_neither_staged_nor_written_more_than_once(file_uri: str, tmp_path: Path) -> None:
+    rows, whole = 8192, 8192 * 1024 * 4
+    told = launch("tests.integration.test_in_flight:staged_bytes", 2, uri=file_uri, rows=rows)
+    for rank in told:
+        assert rank["staged"] < 0.6 * whole
+        assert whole < rank["written"] < 1.1 * whole
