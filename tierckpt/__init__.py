@@ -18,6 +18,7 @@ _HOME = {
     "PerRank": ".training.state",
     "RngState": ".training.state",
     "Settings": ".config",
+    "TierSavePlanner": ".dcp.planner",
     "TierStager": ".dcp.stager",
     "TierStorageReader": ".dcp.reader",
     "TierStorageWriter": ".dcp.writer",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .client import prefetch as prefetch
     from .client import wait as wait
     from .config import Settings as Settings
+    from .dcp.planner import TierSavePlanner as TierSavePlanner
     from .dcp.reader import TierStorageReader as TierStorageReader
     from .dcp.stager import TierStager as TierStager
     from .dcp.writer import TierStorageWriter as TierStorageWriter

@@ -10,7 +10,7 @@ import random
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -41,10 +42,15 @@ State = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered() -> Iterator[None]:
-    planner_module.cache.clear()
-    yield
-    planner_module.cache.clear()
+def memory_of_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Nothing is remembered when a test begins. Call it to go on with what another rank, played here, remembers."""
+    memories = [planner_module._Cache() for _ in range(8)]
+
+    def act_as(rank: int) -> None:
+        monkeypatch.setattr(planner_module, "cache", memories[rank])
+
+    act_as(0)
+    return act_as
 
 
 # --- one rank ------------------------------------------------------------------------------------------------------
@@ -320,21 +326,39 @@ def test_planning_again_costs_less_than_a_tenth() -> None:
 # --- sharded tensors and several ranks, planned by one process -----------------------------------------------------
 
 
-def plan_as_ranks(world_size: int, planner_of: Callable[[int], SavePlanner], state_of: Callable[[int], State]) -> Any:
-    """Plan a save of ``world_size`` ranks: final plans, metadata, and which ranks planned in full."""
-    planners, locals_ = [], []
-    for rank in range(world_size):
-        with_group(rank, world_size)
-        try:
-            planner = planner_of(rank)
-            planner.set_up_planner(state_of(rank), None, rank == 0)
-            planners.append(planner)
-            locals_.append(pickle.loads(pickle.dumps(planner.create_local_plan())))
-        finally:
-            dist.destroy_process_group()
-    plans, metadata = planners[0].create_global_plan(locals_)
-    finals = [planner.finish_plan(ours) for planner, ours in zip(planners, plans, strict=True)]
-    return finals, metadata, [local.usable for local in locals_]
+class Ranks:
+    """Several ranks, one planner and one memory each, played one after the other."""
+
+    def __init__(self, count: int, act_as: Callable[[int], None]) -> None:
+        self.act_as = act_as
+        self.planners = [TierSavePlanner() for _ in range(count)]
+
+    def is_as_stock(self, state_of: Callable[[int], State]) -> list[bool]:
+        """Plan one save here and by stock: both must come to the same. Return which ranks planned in full."""
+        *ours, full = self._plan(self.planners, state_of)
+        *stock, _ = self._plan([DefaultSavePlanner() for _ in self.planners], state_of)
+        assert ours == stock
+        return full
+
+    def _plan(
+        self, planners: Sequence[SavePlanner], state_of: Callable[[int], State]
+    ) -> tuple[list[SavePlan], Metadata, list[bool]]:
+        locals_ = []
+        for rank, planner in enumerate(planners):
+            self.act_as(rank)
+            with_group(rank, len(planners))
+            try:
+                planner.set_up_planner(state_of(rank), None, rank == 0)
+                locals_.append(pickle.loads(pickle.dumps(planner.create_local_plan())))
+            finally:
+                dist.destroy_process_group()
+        self.act_as(0)
+        plans, metadata = planners[0].create_global_plan(locals_)
+        finals = []
+        for rank, (planner, ours) in enumerate(zip(planners, plans, strict=True)):
+            self.act_as(rank)
+            finals.append(planner.finish_plan(pickle.loads(pickle.dumps(ours))))
+        return finals, metadata, [local.usable for local in locals_]
 
 
 def with_group(rank: int, world_size: int) -> None:
@@ -351,8 +375,10 @@ def sharded_state(shape: tuple[int, int], placements: list[Placement], mesh_shap
     return {"t": DTensor.from_local(local, mesh, placements, run_check=False, **sizes), "note": torch.rand(3)}
 
 
-def test_plans_of_sharded_tensors_are_those_of_stock_whatever_their_placement() -> None:
-    planners = [TierSavePlanner() for _ in range(4)]
+def test_plans_of_sharded_tensors_are_those_of_stock_whatever_their_placement(
+    memory_of_rank: Callable[[int], None],
+) -> None:
+    ranks = Ranks(4, memory_of_rank)
     layouts: list[tuple[list[Placement], tuple[int, ...]]] = [
         ([Shard(0)], (4,)),
         ([Shard(1)], (4,)),
@@ -363,50 +389,55 @@ def test_plans_of_sharded_tensors_are_those_of_stock_whatever_their_placement() 
     ]
     for placements, mesh_shape in layouts:
         state_of = functools.partial(sharded_state, (8, 4), placements, mesh_shape)
-        for expected_full in (True, False):
-            finals, metadata, full = plan_as_ranks(4, planners.__getitem__, state_of)
-            assert (finals, metadata) == plan_as_ranks(4, lambda rank: DefaultSavePlanner(), state_of)[:2]
-            assert full == [expected_full] * 4, (placements, mesh_shape)
+        assert ranks.is_as_stock(state_of) == [True] * 4, (placements, mesh_shape)
+        assert ranks.is_as_stock(state_of) == [False] * 4, (placements, mesh_shape)
 
 
-def test_one_rank_that_changes_is_planned_anew_with_the_others_as_remembered() -> None:
-    planners = [TierSavePlanner() for _ in range(3)]
+def test_one_rank_that_changes_is_planned_anew_with_the_others_as_remembered(
+    memory_of_rank: Callable[[int], None],
+) -> None:
+    ranks = Ranks(3, memory_of_rank)
 
-    def state_of(sizes: tuple[int, ...]) -> Callable[[int], State]:
-        return lambda rank: {"everywhere": torch.rand(8, 8), f"own {rank}": torch.rand(sizes[rank])}
+    def full(*sizes: int) -> list[bool]:
+        return ranks.is_as_stock(lambda rank: {"both": torch.rand(8, 8), f"own {rank}": torch.rand(sizes[rank])})
 
-    seen = []
-    for sizes in [(1, 1, 1), (1, 1, 1), (1, 500, 1), (1, 500, 1), (9, 1, 1), (9, 1, 1), (1, 1, 1)]:
-        finals, metadata, full = plan_as_ranks(3, planners.__getitem__, state_of(sizes))
-        stock = plan_as_ranks(3, lambda rank: DefaultSavePlanner(), state_of(sizes))
-        assert (finals, metadata) == stock[:2]
-        seen.append(full)
-    assert seen[0] == [True, True, True]
-    assert seen[1] == seen[3] == seen[5] == [False] * 3
-    assert seen[2] == [False, True, False]
+    assert full(1, 1, 1) == [True, True, True]
+    assert full(1, 1, 1) == [False, False, False]
+    assert full(1, 500, 1) == [False, True, False]
+    assert full(1, 500, 1) == [False, False, False]
+    assert full(9, 1, 1) == [True, False, False]  # rank 1 remembers; the coordinator joins what it remembers with it
+    assert full(9, 1, 1) == [False, False, False]
+    assert full(1, 1, 1) == [False, False, False]
+    assert full(1, 1, 2) == [False, False, True]
 
 
-def test_a_rank_that_keeps_changing_leaves_the_memories_of_the_others_good() -> None:
+def test_a_rank_that_keeps_changing_leaves_the_memories_of_the_others_good(
+    memory_of_rank: Callable[[int], None],
+) -> None:
     """The coordinator forgets; no rank may refer to what it forgot."""
-    planners = [TierSavePlanner() for _ in range(2)]
-    for turn in range(12):
-        sizes = (1 + turn, 1 + turn % 2)
-        state_of = lambda rank, sizes=sizes: {"both": torch.rand(8), f"own {rank}": torch.rand(sizes[rank])}  # noqa: E731
-        finals, metadata, _ = plan_as_ranks(2, planners.__getitem__, state_of)
-        assert (finals, metadata) == plan_as_ranks(2, lambda rank: DefaultSavePlanner(), state_of)[:2]
+    ranks = Ranks(2, memory_of_rank)
+    seen = [
+        ranks.is_as_stock(lambda rank, sizes=(turn, turn // 5 % 2): {f"own {rank}": torch.rand(sizes[rank])})  # type: ignore[misc]
+        for turn in range(20)
+    ]
+    assert all(coordinator for coordinator, _ in seen)
+    assert [turn for turn, (_, other) in enumerate(seen) if other] == [0, 5, 10, 15]
 
 
-def test_a_coordinator_that_does_not_know_the_plan_says_so_and_the_next_save_plans_in_full() -> None:
+def test_a_coordinator_that_does_not_know_the_plan_says_so_and_the_next_save_plans_in_full(
+    memory_of_rank: Callable[[int], None],
+) -> None:
     state = base()
     planner = TierSavePlanner()
     plan(planner, state)
     planner.set_up_planner(state, None, True)
     ticket = planner.create_local_plan()
-    planner_module.cache.clear()  # another coordinator: of another process group
+    memory_of_rank(1)  # another coordinator: of another process group
     with pytest.raises(CheckpointError, match="does not have"):
         TierSavePlanner().create_global_plan([ticket])
     with pytest.raises(CheckpointError, match="does not have"):
         TierSavePlanner().create_global_plan([SavePlan([], usable=False)])
+    memory_of_rank(0)
     assert is_as_stock(planner, state)
 
 
@@ -617,6 +648,35 @@ def alone_and_together(folder: str) -> dict[str, bool]:
 def test_saving_alone_and_together_in_turn(tmp_path: Path) -> None:
     outcome = launch(f"{HERE}:alone_and_together", 2, folder=str(tmp_path / "shared"))
     assert len(outcome) == 6
+    assert all(outcome.values()), outcome
+
+
+def asynchronous_saves(folder: str, executor: str) -> dict[str, bool]:
+    """One planner for saves by a thread, or pickled for each save that another process makes."""
+    planner, outcome = TierSavePlanner(), {}
+    group = dist.new_group(backend="gloo")
+    for step, dtype in enumerate([torch.float32, torch.float32, torch.bfloat16]):
+        path, state = f"{folder}/step-{step}", state_of_rank(step, dtype, False)
+        dcp.async_save(
+            state,
+            storage_writer=tierckpt.TierStorageWriter(path),
+            planner=planner,
+            process_group=group,
+            async_checkpointer_type=AsyncCheckpointerType(executor),
+        ).result(timeout=WAIT_SECONDS)  # type: ignore[union-attr]
+        tierckpt.wait(path, tier="shared", timeout_seconds=WAIT_SECONDS)
+        dist.barrier()
+        target = blank(state)
+        dcp.load(target, storage_reader=dcp.FileSystemReader(path))
+        outcome[path] = same(plain(target), plain(state))
+    return outcome
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_asynchronous_saves(executor: str, tmp_path: Path) -> None:
+    outcome = launch(f"{HERE}:asynchronous_saves", 2, folder=str(tmp_path / "shared"), executor=executor)
+    assert len(outcome) == 3
     assert all(outcome.values()), outcome
 
 

@@ -63,19 +63,25 @@ class Copies:
         threading.Thread(target=work, name="tierckpt-stage", daemon=True).start()
 
     def wait(self, timeout_seconds: float) -> None:
-        """Return when the sources may change. Raises what went wrong with a copy.
+        """Return when the sources may change. Raises what went wrong with a copy, which is then lost.
 
         Copies on a device are not waited for by this thread: what it starts on the current stream from now on is.
         """
         if self._event is not None and not self._on_host:
             torch.cuda.current_stream().wait_event(self._event)
             return
-        if not self._done.wait(timeout_seconds):
-            raise OperationTimeoutError(
-                "the copies to staging memory have not ended",
-                hint="Look for a hung device",
-                waited_seconds=timeout_seconds,
-            )
+        try:
+            ended = self._done.wait(timeout_seconds)
+            if not ended:
+                raise OperationTimeoutError(
+                    "the copies to staging memory have not ended",
+                    hint="Look for a hung device; the checkpoint that was being staged is lost",
+                    waited_seconds=timeout_seconds,
+                )
+        except BaseException as error:
+            # Whoever waited goes on now and may change the sources under the copy: it must not become a checkpoint.
+            self._error = error
+            raise
         if self._error is not None:
             raise self._error
 

@@ -14,12 +14,15 @@ always of one making. DCP's ``enable_plan_caching`` does neither (and overlooks 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import operator
+import pickle
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +42,8 @@ MEMORIES_MAX = 4
 
 ITEMS_MAX = 1_000_000
 """Items of all ranks that a coordinator remembers, in generations before the newest."""
+
+CHUNK_TENSORS = 256
 
 _OBJECTS = frozenset({int, float, bool, complex, str, bytes, tuple, type(None)})
 """Types that are a leaf of their own whatever they hold; others are looked at."""
@@ -65,7 +70,7 @@ class _Outline:
     root: _Branch
     tensors: list[int]
     objects: list[int]
-    facts: list[Any]
+    facts: list[list[Any]]
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any], flat: Iterable[Any]) -> _Outline | None:
@@ -84,7 +89,7 @@ class _Outline:
             return None
         if not all(map(_is_object, (leaves[position] for position in objects))):
             return None
-        return cls(root, tensors, objects, _facts([leaves[position] for position in tensors]))
+        return cls(root, tensors, objects, list(map(_facts, _chunks([leaves[position] for position in tensors]))))
 
     def leaves_of(self, state_dict: Mapping[str, Any]) -> list[Any] | None:
         """Return the values of ``state_dict`` in the order of DCP's flattening; None when it looks any different."""
@@ -93,9 +98,12 @@ class _Outline:
             return None
         objects = [leaves[position] for position in self.objects]
         tensors = [leaves[position] for position in self.tensors]
-        if not all(map(_is_object, objects)) or list(map(type, tensors)) != self.facts[0]:
-            return None
-        return leaves if _facts(tensors) == self.facts else None
+        same = all(map(_is_object, objects)) and all(
+            # Types first: other facts can only be asked of tensors of the kind that was understood.
+            list(map(type, chunk)) == known[0] and _facts(chunk) == known
+            for chunk, known in zip(_chunks(tensors), self.facts, strict=True)
+        )
+        return leaves if same else None
 
 
 def _branch(value: Any) -> _Branch | None:
@@ -180,6 +188,11 @@ def _properties(tensors: list[torch.Tensor]) -> list[list[Any]]:
     ]
 
 
+def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Some hundred at a time: facts are dropped before the garbage collector counts them and looks at everything."""
+    return (tensors[start : start + CHUNK_TENSORS] for start in range(0, len(tensors), CHUNK_TENSORS))
+
+
 def _column(tensors: Iterable[torch.Tensor], name: str) -> list[Any]:
     return list(map(operator.attrgetter(name), tensors))
 
@@ -187,6 +200,37 @@ def _column(tensors: Iterable[torch.Tensor], name: str) -> list[Any]:
 def _are_same_objects(left: list[Any], right: Iterable[Any]) -> bool:
     others = list(right)
     return len(left) == len(others) and all(map(operator.is_, left, others))
+
+
+# --- plans on their way -------------------------------------------------------------------------------------------
+
+
+class _Parcel(SavePlan):
+    """A plan that is pickled and unpickled without the garbage collector.
+
+    A coordinator unpickles the plans of all ranks, millions of small objects, none of them garbage; at 256 ranks Python
+    would look through all of them a dozen times meanwhile, which takes several times as long as unpickling does.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        with _without_collection():
+            return _unpack, (pickle.dumps((self.items, self.storage_data, self.planner_data, self.usable)),)
+
+
+def _unpack(data: bytes) -> _Parcel:
+    with _without_collection():
+        return _Parcel(*pickle.loads(data))
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # --- what is remembered -------------------------------------------------------------------------------------------
@@ -262,16 +306,16 @@ class _Cache:
                 return memory, leaves
         return None
 
-    def keep(self, memory: _Memory, replaced: _Memory | None) -> None:
+    def keep(self, memory: _Memory, alive: frozenset[str], replaced: _Memory | None) -> None:
         """Put ``memory`` first, in place of ``replaced``; drop what its coordinator has forgotten."""
         with self._lock:
             if replaced is not None:
                 self._forget(replaced)
-            ticket = memory.ticket
+            coordinator = memory.ticket.coordinator
             kept = [
                 other
                 for other in self._memories
-                if other.ticket.coordinator != ticket.coordinator or other.ticket.generation in ticket.alive
+                if other.ticket.coordinator != coordinator or other.ticket.generation in alive
             ]
             self._memories = [memory, *kept][:MEMORIES_MAX]
 
@@ -305,11 +349,6 @@ class _Cache:
             self._generations[generation.name] = generation
             for name in self._generations.keys() - alive:
                 del self._generations[name]
-
-    def clear(self) -> None:
-        with self._lock:
-            self._memories.clear()
-            self._generations.clear()
 
     def _forget(self, memory: _Memory) -> None:
         self._memories = [other for other in self._memories if other is not memory]
@@ -399,14 +438,15 @@ class TierSavePlanner(DefaultSavePlanner):
             self.plan = turn.memory.local
             return self.plan
         if turn.memory is not None:
-            self.plan = SavePlan(
-                [], planner_data=dataclasses.replace(turn.memory.ticket, alive=frozenset()), usable=False
-            )
+            self.plan = SavePlan([], planner_data=turn.memory.ticket, usable=False)
             return self.plan
-        turn.local = super().create_local_plan()
-        if self._remembers and turn.original is not None:
+        if not self._remembers:
+            return super().create_local_plan()
+        turn.local = _Parcel(**vars(super().create_local_plan()))
+        if turn.original is not None:
             turn.outline = _Outline.of(turn.original, self.state_dict.values())
         turn.original = None
+        self.plan = turn.local
         return turn.local
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -418,7 +458,8 @@ class TierSavePlanner(DefaultSavePlanner):
             self.global_plan, self.metadata = all_plans, _copy(generation.metadata)
             return self.global_plan, self.metadata
         complete = [self._complete(plan) for plan in all_plans]
-        global_plan, metadata = super().create_global_plan(complete)
+        with _without_collection():
+            global_plan, metadata = super().create_global_plan(complete)
         generation = _Generation(
             secrets.token_hex(8),
             [dataclasses.replace(plan, storage_data=None) for plan in complete],
@@ -443,7 +484,7 @@ class TierSavePlanner(DefaultSavePlanner):
             # Of the final plan only the items are remembered: what the writer says, it has said again for this save.
             plan = dataclasses.replace(turn.memory.final, storage_data=new_plan.storage_data)
         else:
-            plan = dataclasses.replace(new_plan, planner_data=self.mappings)
+            plan = SavePlan(new_plan.items, new_plan.storage_data, self.mappings)
             self._remember(plan, ticket)
         self._turn = _Turn()
         return super().finish_plan(plan)
@@ -491,11 +532,13 @@ class TierSavePlanner(DefaultSavePlanner):
 
     def _remember(self, plan: SavePlan, ticket: _Ticket) -> None:
         turn, old = self._turn, self._turn.memory
+        alive, ticket = ticket.alive, dataclasses.replace(ticket, alive=frozenset())
         if old is not None:
-            cache.keep(dataclasses.replace(old, final=plan, ticket=ticket, in_use=False), old)
+            cache.keep(dataclasses.replace(old, final=plan, ticket=ticket, in_use=False), alive, old)
         elif turn.outline is not None and turn.local is not None:
             names = list(self.state_dict)
-            cache.keep(_Memory(turn.key, turn.outline, names, self.mappings, turn.local, plan, ticket), None)
+            memory = _Memory(turn.key, turn.outline, names, self.mappings, turn.local, plan, ticket)
+            cache.keep(memory, alive, None)
 
 
 def _generation_of(plans: list[SavePlan]) -> _Generation | None:

@@ -17,9 +17,9 @@ import dataclasses
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -120,9 +120,9 @@ def spread(
         return plans
     loads = [0] * len(plans)
     given: list[list[WriteItem]] = [[] for _ in plans]
-    shared = {item.index for items in groups.values() for item in items}
+    shared = {id(item) for items in groups.values() for item in items}
     for rank, plan in enumerate(plans):
-        given[rank] = [item for item in plan.items if item.index not in shared]
+        given[rank] = [item for item in plan.items if id(item) not in shared]
         loads[rank] = sum(map(_weight, given[rank]))
     # Those who have the least choice first: then the level of each group is the best there is, if groups nest.
     for ranks, items in sorted(groups.items(), key=lambda group: len(group[0])):
@@ -162,21 +162,35 @@ def _groups(plans: list[SavePlan], held: Sequence[Iterable[WriteItem]]) -> dict[
 
     An index in more than one plan is none of them: whoever planned that wants it written twice.
     """
-    places: dict[MetadataIndex, list[Any]] = {}  # [item, its rank if that is one, the ranks that hold it]
+    # Half a million items at 256 ranks: plain lists and integers, which the garbage collector need not look at.
+    items: list[WriteItem] = []
+    holders: list[int] = []  # by item, a bit for each rank that holds it
+    owners: list[int] = []
+    places: dict[MetadataIndex, int] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            again = item.index in places or isinstance(item, PartItem)
-            places[item.index] = [item, None if again else rank, []]
-    for rank, items in enumerate(held):
-        for item in items:
+            place = places.setdefault(item.index, len(items))
+            again = place < len(items)
+            if not again:
+                items.append(item)
+                holders.append(0)
+                owners.append(rank)
+            if again or isinstance(item, PartItem):
+                owners[place] = len(plans)  # no rank
+    for rank, of_rank in enumerate(held):
+        for item in of_rank:
             known = places.get(item.index)
-            if known is not None and _same(known[0], item) and rank not in known[2][-1:]:
-                known[2].append(rank)
-    groups: dict[tuple[int, ...], list[WriteItem]] = defaultdict(list)
-    for item, owner, ranks in places.values():
-        if len(ranks) > 1 and owner in ranks:
-            groups[tuple(ranks)].append(item)
-    return groups
+            if known is not None and _same(items[known], item):
+                holders[known] |= 1 << rank
+    groups: dict[int, list[WriteItem]] = defaultdict(list)
+    for item, ranks, owner in zip(items, holders, owners, strict=True):
+        if ranks.bit_count() > 1 and ranks >> owner & 1:
+            groups[ranks].append(item)
+    return {tuple(_bits(ranks)): group for ranks, group in groups.items()}
+
+
+def _bits(number: int) -> Iterator[int]:
+    return (place for place in range(number.bit_length()) if number >> place & 1)
 
 
 def _same(item: WriteItem, other: WriteItem) -> bool:
