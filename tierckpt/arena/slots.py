@@ -5,14 +5,16 @@ A slot holds one checkpoint of one rank. There are at most ``slots_max`` of them
 when the state has grown, and is used again for as long as the process lives: after the first saves nothing is allocated
 and nothing is faulted in.
 
-Life of a lease:  free -> staged (a state dict refers to it) -> flushing -> written -> free
-A written lease may be taken for the next checkpoint even while somebody still holds its tensors, because its bytes
-are on the SSD; a staged one only under the policy ``drop_oldest_unflushed`` (PCcheck, ASPLOS'25: newest first).
+Life of a lease:  free -> staged (a state dict refers to it) -> flushing -> written, or not -> free
+After its flush a lease may be taken for the next checkpoint even while somebody still holds its tensors: its bytes are
+on the SSD, or its save has failed (and the error, which refers to them, is kept); a staged one only under the policy
+``drop_oldest_unflushed`` (PCcheck, ASPLOS'25: newest first).
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -28,6 +30,7 @@ from .memory import HUGE_PAGE_BYTES, Memory
 log = logger("arena")
 
 POLL_SECONDS = 0.002
+COLLECT_SECONDS = 0.5
 MiB = 1 << 20
 
 
@@ -48,6 +51,7 @@ class State(StrEnum):
     STAGED = "staged"
     FLUSHING = "flushing"
     WRITTEN = "written"
+    FAILED = "not written"
     DROPPED = "dropped"
 
 
@@ -93,7 +97,7 @@ class Lease:
         with self._lock:
             self._writers -= 1
             if not self._writers:
-                self.state = State.WRITTEN if written else State.STAGED
+                self.state = State.WRITTEN if written else State.FAILED
 
     def try_reclaim(self, *, drop: bool = False) -> bool:
         """Take the memory back if nobody can need it any more (or, with ``drop``, if it was only staged)."""
@@ -154,7 +158,7 @@ class Arena:
                 f"staging needs {size_bytes_kept} bytes and staging_bytes_max is {self.size_bytes_max}",
                 hint="Raise staging_bytes_max, or use dcp.save, which stages nothing",
             )
-        deadline = time.monotonic() + self.timeout_seconds
+        begun, collected = time.monotonic(), False
         while True:
             with self._lock:
                 lease = self._take(size_bytes, drop=False)
@@ -164,13 +168,18 @@ class Arena:
                 return lease
             if self.policy is Policy.SKIP:
                 return None
-            if time.monotonic() > deadline:
+            waited_seconds = time.monotonic() - begun
+            if waited_seconds > self.timeout_seconds:
                 raise OperationTimeoutError(
                     f"staging is full ({self._bounds()}): {self._describe()}",
                     hint="A save hangs, or staged copies are kept and not saved; or raise checkpoints_in_flight_max "
                     "or staging_bytes_max",
                     waited_seconds=self.timeout_seconds,
                 )
+            if not collected and waited_seconds > min(COLLECT_SECONDS, self.timeout_seconds / 2):
+                # The error of a failed save may keep its tensors in a cycle, and who waits makes no garbage.
+                collected = True
+                gc.collect()
             time.sleep(POLL_SECONDS)
 
     def leases(self) -> tuple[Lease, ...]:
@@ -207,10 +216,11 @@ class Arena:
         for lease in tuple(self._leases):
             if not lease.in_use() and lease.try_reclaim():
                 self._give_back(lease)
-        for lease in tuple(self._leases):  # oldest first: what is safe on the SSD though somebody still refers to it
+        # Oldest first: what is safe on the SSD, or lost, though somebody still refers to it.
+        for lease in tuple(self._leases):
             if self._can_give(size_bytes):
                 return False
-            if lease.state is State.WRITTEN and lease.try_reclaim():
+            if lease.state in (State.WRITTEN, State.FAILED) and lease.try_reclaim():
                 self._give_back(lease)
         # Of shared memory nobody here knows what another process still reads: there the oldest is waited for.
         for lease in tuple(self._leases) if drop and not self.shared else ():

@@ -71,17 +71,15 @@ class Copies:
             torch.cuda.current_stream().wait_event(self._event)
             return
         try:
-            ended = self._done.wait(timeout_seconds)
-            if not ended:
-                raise OperationTimeoutError(
+            self._done.wait(timeout_seconds)
+        finally:
+            if not self._done.is_set():
+                # Whoever waited goes on and may change the sources under the copy: it must not become a checkpoint.
+                self._error = OperationTimeoutError(
                     "the copies to staging memory have not ended",
                     hint="Look for a hung device; the checkpoint that was being staged is lost",
                     waited_seconds=timeout_seconds,
                 )
-        except BaseException as error:
-            # Whoever waited goes on now and may change the sources under the copy: it must not become a checkpoint.
-            self._error = error
-            raise
         if self._error is not None:
             raise self._error
 

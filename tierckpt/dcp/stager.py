@@ -184,6 +184,7 @@ class TierStager:
         if not size_bytes:
             return [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves]
         lease = self._lease(size_bytes)
+        lease.tensors = sum(leaf.numel() > 0 for leaf in leaves)
         pin(lease.memory)
         base = _base(lease, size_bytes)
         by_dtype: dict[torch.dtype, torch.Tensor] = {}
@@ -321,8 +322,7 @@ def _base(lease: Lease, size_bytes: int) -> torch.Tensor:
         shared = cast(Any, torch.UntypedStorage)._new_shared_fd_cpu(os.dup(lease.memory.fd), lease.memory.size_bytes)
         _shared_storages[lease.memory] = shared
     base = torch.empty(0, dtype=torch.uint8).set_(shared)[:size_bytes]
-    unused = torch._C._storage_Use_Count(shared._cdata)
-    lease.in_use = lambda: torch._C._storage_Use_Count(shared._cdata) > unused
+    lease.in_use = lambda: torch._C._storage_Use_Count(shared._cdata) > 1
     return base
 
 

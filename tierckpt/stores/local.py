@@ -95,7 +95,7 @@ def fsync_dir(path: Path) -> None:
     except OSError as error:
         # Some network and FUSE filesystems have no fsync of a directory; their names are as durable as they get.
         if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}:
-            raise
+            raise translate_os_error(error, path, Tier.LOCAL) from error
     finally:
         os.close(file)
 

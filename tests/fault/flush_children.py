@@ -1,0 +1,315 @@
+"""Processes that save, fail and die, one after another. Run by test_flush_faults.py, which judges them.
+
+Imports torch once and forks a child for every act, before anything here has a thread: what dies is a real process,
+and costs a tenth of a second. ``python -m tests.fault.flush_children kills|traced FOLDER`` writes FOLDER/outcome.json.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+import tierckpt
+from tests.states import raises_ours, same
+from tierckpt.arena import capacity
+from tierckpt.dcp import copying
+from tierckpt.errors import TierckptError
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.mover import commit, flush, tuner
+from tierckpt.mover.tuner import IoShape
+
+KiB, MiB = 1 << 10, 1 << 20
+CHILD_SECONDS = 60
+
+
+# --- what the children do -----------------------------------------------------------------------------------------
+
+
+def state_of(step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {"w": torch.randn(150_000, generator=generator), "b": torch.randn(7, generator=generator), "step": step}
+
+
+def save(uri: str, step: int, way: str) -> str:
+    """Save ``step``. Returns the error's name, or nothing."""
+    writer = tierckpt.TierStorageWriter(f"{uri}/step-{step}", chunk_size_bytes=64 * KiB)
+    try:
+        with raises_ours():
+            if way == "sync":
+                dcp.save(state_of(step), storage_writer=writer, no_dist=True)
+            else:
+                stager = tierckpt.TierStager(shared=way == "shared")
+                dcp.async_save(state_of(step), storage_writer=writer, async_stager=stager, no_dist=True).result(30)
+    except TierckptError as error:
+        return type(error).__name__
+    return ""
+
+
+def examine(uri: str) -> dict[str, Any]:
+    """What a job finds that starts anew: which step is the newest, does it load by both readers, can it go on?"""
+    newest = tierckpt.latest(uri)
+    step = int(newest.rpartition("-")[2]) if newest else 0
+    loads = []
+    for reader in (tierckpt.TierStorageReader(newest), FileSystemReader(local_dir(root(), parse_uri(str(newest))))):
+        target = {"w": torch.zeros(150_000), "b": torch.zeros(7), "step": 0}
+        dcp.load(target, storage_reader=reader, no_dist=True)
+        loads.append(same(target, state_of(step)))
+    again = save(uri, 2, "sync")
+    tierckpt.wait(f"{uri}/step-2", timeout_seconds=20)
+    target = {"w": torch.zeros(150_000)}
+    dcp.load(target, storage_reader=tierckpt.TierStorageReader(f"{uri}/step-2"), no_dist=True)
+    left = [path.name for path in local_dir(root(), parse_uri(f"{uri}/step-2")).rglob("*.distcp")]
+    return {
+        "newest": step,
+        "loads": loads,
+        "again": again,
+        "again_loads": same(target["w"], state_of(2)["w"]),
+        "shards_left": len(left),
+        "journal_left": len([path for path in root().rglob("journal/*") if path.is_file()]),
+    }
+
+
+def root() -> Path:
+    return Path(os.environ["TIERCKPT_LOCAL_ROOT"])
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(module: Any, name: str) -> None:
+    setattr(module, name, die)
+
+
+def after(module: Any, name: str) -> None:
+    real = getattr(module, name)
+
+    @functools.wraps(real)
+    def wrapped(*arguments: Any, **options: Any) -> None:
+        real(*arguments, **options)
+        die()
+
+    setattr(module, name, wrapped)
+
+
+def in_write(number: int) -> None:
+    """Half of the n-th write reaches the disk."""
+    real, count = os.pwrite, iter(range(1, 1000))
+
+    def pwrite(fd: int, view: memoryview, offset: int) -> int:
+        if next(count) == number:
+            real(fd, view[: len(view) // 8192 * 4096], offset)
+            die()
+        return real(fd, view, offset)
+
+    os.pwrite = pwrite
+
+
+def in_half_of_the_copy() -> None:
+    real = copying._copy
+
+    def half(pairs: Any) -> None:
+        real(pairs[: len(pairs) // 2])
+        die()
+
+    copying._copy = half
+
+
+PHASES: dict[str, Callable[[], None]] = {
+    "while staging": in_half_of_the_copy,
+    "before the shard is opened": lambda: before(flush._File, "open"),
+    "after the shard is opened": lambda: after(flush._File, "open"),
+    "in the first write": lambda: in_write(1),
+    "in the fourth write": lambda: in_write(4),
+    "in the last write": lambda: in_write(10),
+    "before the fsync": lambda: before(flush._File, "finish"),
+    "after the fsync": lambda: after(flush._File, "finish"),
+    "before the metadata is kept": lambda: before(commit, "keep_metadata"),
+    "after the metadata is kept": lambda: after(commit, "keep_metadata"),
+    "before the commit": lambda: before(commit, "commit_local"),
+    "after the commit": lambda: after(commit, "commit_local"),
+}
+SEEDED = "after a commit of shards that were not written"
+
+
+def commit_too_early() -> None:
+    """The bug that all of this is there to find."""
+    flush._File.write = lambda *_: None  # type: ignore[method-assign]
+    after(commit, "commit_local")
+
+
+# --- who runs them ------------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A forked process that runs ``act`` when told to, and leaves what it returns in a file."""
+
+    def __init__(self, folder: Path, act: Callable[[], Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._answer = folder / "answer.json"
+        self._answer.unlink(missing_ok=True)
+        ready, self._go = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 70
+            try:
+                signal.alarm(CHILD_SECONDS)
+                torch.set_num_threads(1)
+                os.environ["TIERCKPT_LOCAL_ROOT"] = str(folder / "local")
+                os.read(ready, 1)
+                self._answer.write_text(json.dumps(act()))
+                code = 0
+            except BaseException as error:
+                self._answer.write_text(json.dumps({"error": repr(error)[:2000]}))
+            finally:
+                os._exit(code)
+        os.close(ready)
+
+    def go(self) -> None:
+        os.write(self._go, b"x")
+        os.close(self._go)
+
+    def end(self) -> tuple[int, Any]:
+        """Exit code (less than 0: the signal) and answer."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return code, json.loads(self._answer.read_text()) if self._answer.exists() else None
+
+
+def run(folder: Path, act: Callable[[], Any]) -> tuple[int, Any]:
+    child = Child(folder, act)
+    child.go()
+    return child.end()
+
+
+def kill(folder: Path, phase: str, way: str) -> dict[str, Any]:
+    """Save step 1, die in step 2, start anew."""
+    uri = str(folder / "shared")
+
+    def act() -> Any:
+        error = save(uri, 1, way)
+        tierckpt.wait(f"{uri}/step-1", timeout_seconds=20)
+        if phase:
+            {**PHASES, SEEDED: commit_too_early}[phase]()
+        return [error, save(uri, 2, way)]
+
+    code, saved = run(folder, act)
+    examined, found = run(folder, lambda: examine(uri))
+    return {"code": code, "saved": saved, "examined": examined, **(found or {})}
+
+
+def kills(folder: Path) -> dict[str, Any]:
+    tuner.SHAPES = (IoShape(1, 64 * KiB),)
+    outcome = {}
+    for number, (phase, way) in enumerate(
+        [("", "sync"), (SEEDED, "sync"), *((phase, way) for phase in PHASES for way in ("sync", "private", "shared"))]
+    ):
+        if not (phase == "while staging" and way == "sync"):
+            outcome[f"{phase} {way}".strip()] = kill(folder / str(number), phase, way)
+    return {"outcome": outcome, "memory": memory(folder / "memory")}
+
+
+def memory(folder: Path) -> list[int]:
+    """MiB of shared memory in use: before, while a child holds a staged checkpoint, and after it was killed."""
+    seen = [shmem_bytes()]
+
+    def act() -> None:
+        staged = tierckpt.TierStager(shared=True).stage({"w": torch.ones(64 * MiB)})
+        (folder / "staged").write_text("")
+        time.sleep(CHILD_SECONDS)
+        del staged
+
+    child = Child(folder, act)
+    child.go()
+    while not (folder / "staged").exists():
+        time.sleep(0.01)
+    seen.append(shmem_bytes())
+    os.kill(child.pid, signal.SIGKILL)
+    child.end()
+    deadline = time.monotonic() + 5
+    while shmem_bytes() > seen[0] + 64 * MiB and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [size // MiB for size in (*seen, shmem_bytes())]
+
+
+def shmem_bytes() -> int:
+    return capacity.meminfo_bytes(Path("/proc/meminfo"))["Shmem"]
+
+
+# --- with the kernel's own answers --------------------------------------------------------------------------------
+
+TRACED = {
+    "EIO on the 1st write": "pwrite64:error=EIO:when=1",
+    "EIO on the 5th write": "pwrite64:error=EIO:when=5",
+    "ENOSPC on the 2nd write": "pwrite64:error=ENOSPC:when=2",
+    "a 3rd write that writes nothing": "pwrite64:retval=0:when=3",
+    "EIO on every fsync": "fsync:error=EIO",
+    "EIO on the fsync of the shard": "fsync:error=EIO:when={shard}",
+    "ENOSPC from fallocate": "fallocate:error=ENOSPC",
+    "fallocate not supported": "fallocate:error=EOPNOTSUPP",
+    "EROFS when the shard is opened": "openat:error=EROFS:when={open}",
+    "killed in the 4th write": "pwrite64:signal=SIGKILL:when=4",
+    "killed in the fsync of the shard": "fsync:signal=SIGKILL:when={shard}",
+    "nothing": "pwrite64:error=EIO:when=60000",
+}
+
+
+def traced(folder: Path) -> dict[str, Any]:
+    """Each of TRACED, by strace, which makes the kernel answer as told to the process that saves."""
+    tuner.SHAPES = (IoShape(1, 64 * KiB),)
+    positions = {}
+    for call, name in (("fsync", "shard"), ("openat", "open")):
+        calls = trace(folder / f"count-{call}", f"{call}:delay_enter=1")["calls"]
+        positions[name] = 1 + next(number for number, line in enumerate(calls) if ".distcp" in line)
+    found = {}
+    for number, (name, injection) in enumerate(TRACED.items()):
+        found[name] = trace(folder / str(number), injection.format(**positions))
+    return found
+
+
+def trace(folder: Path, injection: str) -> dict[str, Any]:
+    uri, log = str(folder / "shared"), folder / "strace"
+    _, saved = run(folder, lambda: save(uri, 1, "sync"))
+    child = Child(folder, lambda: save(uri, 2, "sync"))
+    call = injection.partition(":")[0]
+    command = ["strace", "-y", "-o", str(log), "-e", f"trace={call},pwrite64,fsync", "-e", f"inject={injection}"]
+    tracer = subprocess.Popen([*command, "-p", str(child.pid)], stderr=subprocess.PIPE, text=True)
+    attached = tracer.stderr.readline() if tracer.stderr else ""
+    child.go()
+    code, answer = child.end()
+    tracer.wait(20)
+    lines = log.read_text().splitlines()
+    examined, seen = run(folder, lambda: examine(uri))
+    return {
+        "attached": attached,
+        "first": saved,
+        "code": code,
+        "error": answer,
+        "fired": sum("(INJECTED)" in line or "SIGKILL" in line for line in lines),
+        "calls": [line for line in lines if line.startswith(f"{call}(")],
+        "shard_calls": [line for line in lines if ".distcp" in line and line.startswith(("pwrite64(", "fsync("))],
+        "examined": examined,
+        **(seen or {}),
+    }
+
+
+def main() -> None:
+    os.environ["TIERCKPT_ALLOW_TMPFS"] = "true"
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    found = {"kills": kills, "traced": traced}[what](folder)
+    (folder / "outcome.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,432 @@
+"""TierStager in DCP's hands: what is staged is the state of that moment, whoever changes what afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.utils.data import DataLoader, Dataset
+
+import tierckpt
+from tests.compat.everything import blank, differences, everything
+from tests.services import REPOSITORY
+from tests.states import load, raises_ours, same, save
+from tierckpt.arena import slots
+from tierckpt.dcp import copying
+from tierckpt.errors import CheckpointSkippedError, ConfigError, OperationTimeoutError, StateMismatchError
+
+SLOW_SECONDS = 0.4
+
+
+@pytest.fixture(autouse=True)
+def empty_arena() -> Iterator[None]:
+    yield
+    slots.close_arenas()
+
+
+def start(uri: str, state: dict[str, Any], stager: Any, **options: Any) -> Any:
+    writer = tierckpt.TierStorageWriter(uri, **options)
+    return dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
+
+
+# --- the copy ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_copy_is_the_state_in_the_same_shape_and_nothing_of_it_is_shared(shared: bool) -> None:
+    state = everything(4)
+    staged = tierckpt.TierStager(shared=shared).stage(state)
+    assert differences(staged, everything(4)) == []
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(state) if tensor.numel()}
+    assert not addresses & {tensor.untyped_storage().data_ptr() for tensor in tensors_of(staged)}
+    state["big"].zero_()
+    state["objects"]["list"][2]["four"] = "changed"
+    state["objects"]["ordered"]["a"][0]["deep"]["er"].add("changed")
+    assert differences(staged, everything(4)) == []
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(item)
+
+
+def test_containers_come_back_as_they_were() -> None:
+    one, two = torch.ones(3), torch.full((2,), 2.0)
+    state = {"tuple": (one, (two, "x"), [one]), "ordered": OrderedDict(b=two, a=one), 3: {"int key": one}, "empty": {}}
+    staged = tierckpt.TierStager().stage(state)
+    assert type(staged["tuple"]) is tuple and type(staged["tuple"][1]) is tuple and type(staged["tuple"][2]) is list
+    assert type(staged["ordered"]) is OrderedDict and list(staged["ordered"]) == ["b", "a"]
+    assert staged["tuple"][1][1] == "x" and torch.equal(staged["tuple"][1][0], two)
+    assert torch.equal(staged[3]["int key"], one) and staged["empty"] == {}
+
+
+def test_a_meta_tensor_is_named() -> None:
+    with pytest.raises(StateMismatchError, match=r"model\.w"):
+        tierckpt.TierStager().stage({"model": {"w": torch.ones(3, device="meta")}})
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="later"):
+        tierckpt.TierStager(mode="later")  # type: ignore[arg-type]
+
+
+# --- slots, as seen from outside ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_memory_is_free_again_when_nothing_refers_to_the_copy(shared: bool) -> None:
+    """Not before: one view of one tensor keeps it. And not later: one slot is enough for any number of copies."""
+    stager = tierckpt.TierStager(shared=shared, checkpoints_in_flight_max=1, staging_timeout_seconds=0.1)
+    for _ in range(3):
+        staged = stager.stage({"w": torch.ones(100_000), "b": torch.ones(3)})
+        part = staged["w"][10:20]
+        del staged
+        with pytest.raises(OperationTimeoutError):
+            stager.stage({"w": torch.full((5,), 2.0)})
+        assert part.unique().tolist() == [1.0]
+        del part
+
+
+def test_skip_is_an_error_that_says_so(file_uri: str) -> None:
+    stager = tierckpt.TierStager(checkpoints_in_flight_max=1, staging_policy="skip")
+    kept = stager.stage({"w": torch.ones(100_000)})
+    with pytest.raises(CheckpointSkippedError, match="nothing was staged"):
+        start(f"{file_uri}/step-2", {"w": torch.ones(100_000)}, stager)
+    del kept
+    start(f"{file_uri}/step-3", {"w": torch.ones(100_000)}, stager).result(60)
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-3"
+
+
+def test_a_copy_whose_memory_went_to_newer_ones_cannot_be_saved_again(file_uri: str) -> None:
+    stager = tierckpt.TierStager()
+    old = stager.stage({"w": torch.full((50_000,), 1.0)})
+    save(f"{file_uri}/step-1", old)
+    newer = [stager.stage({"w": torch.full((50_000,), value)}) for value in (2.0, 3.0)]
+    with pytest.raises(StateMismatchError, match="is gone"):
+        save(f"{file_uri}/step-9", old)
+    for step, staged in enumerate(newer, 2):
+        save(f"{file_uri}/step-{step}", staged)
+        assert load(f"{file_uri}/step-{step}", staged)["w"].unique().tolist() == [float(step)]
+    assert load(f"{file_uri}/step-1", newer[0])["w"].unique().tolist() == [1.0]
+
+
+def test_a_dropped_copy_is_never_saved_with_the_bytes_of_a_newer_one(file_uri: str) -> None:
+    stager = tierckpt.TierStager(checkpoints_in_flight_max=1, staging_policy="drop_oldest_unflushed")
+    old = stager.stage({"w": torch.full((50_000,), 1.0)})
+    new = stager.stage({"w": torch.full((50_000,), 2.0)})
+    with pytest.raises((StateMismatchError, CheckpointSkippedError)):
+        save(f"{file_uri}/step-1", old)
+    save(f"{file_uri}/step-2", new)
+    assert load(f"{file_uri}/step-2", new)["w"].unique().tolist() == [2.0]
+
+
+def test_what_another_process_may_be_reading_is_not_dropped() -> None:
+    options = {"checkpoints_in_flight_max": 1, "staging_policy": "drop_oldest_unflushed"}
+    stager = tierckpt.TierStager(shared=True, staging_timeout_seconds=0.1, **options)
+    old = stager.stage({"w": torch.full((50_000,), 1.0)})
+    with pytest.raises(OperationTimeoutError, match="checkpoint 1 is staged"):
+        stager.stage({"w": torch.full((50_000,), 2.0)})
+    assert old["w"].unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_copy_that_is_being_written_is_not_dropped(
+    shared: bool, file_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    come, go, real = threading.Event(), threading.Event(), os.pwrite
+
+    def hangs(fd: int, data: Any, offset: int) -> int:
+        come.set()
+        go.wait(30)
+        return real(fd, data, offset)
+
+    options = {"checkpoints_in_flight_max": 1, "staging_policy": "drop_oldest_unflushed"}
+    stager = tierckpt.TierStager(shared=shared, staging_timeout_seconds=0.2, **options)
+    monkeypatch.setattr(os, "pwrite", hangs)
+    state = {"w": torch.full((500_000,), 1.0)}
+    try:
+        future = start(f"{file_uri}/step-1", state, stager)
+        assert come.wait(30)
+        with pytest.raises(OperationTimeoutError):
+            stager.stage({"w": torch.full((500_000,), 2.0)})
+    finally:
+        go.set()
+    future.result(60)
+    assert load(f"{file_uri}/step-1", state)["w"].unique().tolist() == [1.0]
+
+
+# --- lazy -------------------------------------------------------------------------------------------------------------
+
+
+class Job:
+    """A small model with parameters, buffers that change in forward, and an optimizer with state."""
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        torch.manual_seed(7)
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 1))
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1)  # type: ignore[call-arg]
+        self.train()
+
+    def forward_backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(16, 64)).sum().backward()
+
+    def train(self) -> None:
+        self.forward_backward()
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def copy(self) -> dict[str, Any]:
+        return tierckpt.TierStager().stage(self.state())  # type: ignore[no-any-return]
+
+
+def copies_take(seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Make the copies in the background slow. Returns a list of how many tensors each had to copy."""
+    counts, real = [], copying._copy_beside_training
+
+    def slow(pairs: Any) -> None:
+        counts.append(len(pairs))
+        for number, pair in enumerate(pairs):
+            if number == len(pairs) // 2:
+                time.sleep(seconds)
+            real([pair])
+
+    monkeypatch.setattr(copying, "_copy_beside_training", slow)
+    return counts
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_step_waits_for_the_copy_and_nothing_else_does(
+    optimizer: type[torch.optim.Optimizer], file_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(optimizer)
+    before, counts = job.copy(), copies_take(SLOW_SECONDS, monkeypatch)
+    stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
+    begun = time.monotonic()
+    response = start(f"{file_uri}/step-1", job.state(), stager)
+    job.forward_backward()
+    assert time.monotonic() - begun < SLOW_SECONDS * 0.8, "neither the save nor forward and backward wait"
+    assert not response.staging_completion.done()
+    job.optimizer.step()
+    assert time.monotonic() - begun >= SLOW_SECONDS * 0.9, "the step does"
+    response.upload_completion.result(60)
+    assert counts == [len(list(job.model.parameters())) * (4 if optimizer is torch.optim.AdamW else 1)]
+    assert differences(read(f"{file_uri}/step-1", before), before) == []
+    assert differences(job.copy(), before) != [], "the step and the forward pass changed nearly everything"
+
+
+def read(uri: str, like: dict[str, Any]) -> dict[str, Any]:
+    target: dict[str, Any] = blank(like)
+    with raises_ours():
+        dcp.load(target, storage_reader=tierckpt.TierStorageReader(uri), no_dist=True)
+    return target
+
+
+def test_without_the_fence_the_step_reaches_the_file(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    job = Job()
+    before, _ = job.copy(), copies_take(SLOW_SECONDS, monkeypatch)
+    monkeypatch.setattr(tierckpt.TierStager, "_wait_before_step", lambda *_: None)
+    stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
+    response = start(f"{file_uri}/step-1", job.state(), stager)
+    job.train()
+    response.upload_completion.result(60)
+    assert differences(read(f"{file_uri}/step-1", before), before) != []
+
+
+def test_buffers_that_change_in_forward_are_copied_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    copies_take(SLOW_SECONDS, monkeypatch)
+    mean = job.model[1].running_mean.clone()
+    staged = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer]).stage(job.state())
+    job.forward_backward()
+    assert not staged.done()
+    assert not torch.equal(job.model[1].running_mean, mean)
+    assert torch.equal(staged.result(30)["model"]["1.running_mean"], mean)
+
+
+def test_lazy_without_optimizers_copies_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = copies_take(SLOW_SECONDS, monkeypatch)
+    weight = torch.zeros(1000)
+    staged = tierckpt.TierStager(mode="lazy").stage({"w": weight})
+    weight.fill_(1.0)
+    assert staged.result(30)["w"].unique().tolist() == [0.0]
+    assert counts == [0]
+
+
+def test_a_copy_that_fails_is_raised_and_is_no_checkpoint(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer], staging_timeout_seconds=10)
+    start(f"{file_uri}/step-1", job.state(), stager).upload_completion.result(60)
+    with monkeypatch.context() as patch:
+
+        def fails(pairs: Any) -> None:
+            time.sleep(0.1)
+            raise RuntimeError("the copy failed (seeded)")
+
+        patch.setattr(copying, "_copy_beside_training", fails)
+        response = start(f"{file_uri}/step-2", job.state(), stager)
+        with pytest.raises(RuntimeError, match="seeded"):
+            job.optimizer.step()
+        with pytest.raises(RuntimeError, match="seeded"):
+            response.upload_completion.result(60)
+        with pytest.raises(RuntimeError, match="seeded"):
+            response.staging_completion.result(60)
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
+    job.train()
+    before = clone(job.state())
+    start(f"{file_uri}/step-3", job.state(), stager).upload_completion.result(60)
+    assert differences(read(f"{file_uri}/step-3", before), before) == []
+
+
+def test_who_stops_waiting_for_a_copy_makes_it_worthless(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step gives up after a deadline; training may go on and change the parameters under the copy."""
+    job = Job()
+    copies_take(1.0, monkeypatch)
+    stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer], staging_timeout_seconds=0.1)
+    response = start(f"{file_uri}/step-1", job.state(), stager)
+    with pytest.raises(OperationTimeoutError, match="copies to staging memory"):
+        job.optimizer.step()
+    job.optimizer.step()
+    with pytest.raises(OperationTimeoutError):
+        response.upload_completion.result(60)
+    assert tierckpt.latest(file_uri) is None
+
+
+def test_twenty_lazy_saves_in_a_row(file_uri: str) -> None:
+    """Without waiting for any: two slots, a step after each; every file holds the state of its moment."""
+    job, expected = Job(), []
+    stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
+    responses = []
+    for step in range(20):
+        expected.append(clone(job.state()))
+        responses.append(start(f"{file_uri}/step-{step}", job.state(), stager, drain=False))
+        job.train()
+    for response in responses:
+        response.upload_completion.result(60)
+    for step, state in enumerate(expected):
+        assert differences(read(f"{file_uri}/step-{step}", state), state) == []
+
+
+def clone(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return type(value)((key, clone(item)) for key, item in value.items())
+    return [clone(item) for item in value] if isinstance(value, list) else value
+
+
+def test_close_lets_go_of_the_optimizers() -> None:
+    job = Job()
+    hooks = len(job.optimizer._optimizer_step_pre_hooks)
+    stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
+    assert len(job.optimizer._optimizer_step_pre_hooks) == hooks + 1
+    stager.watch([job.optimizer])
+    assert len(job.optimizer._optimizer_step_pre_hooks) == hooks + 1, "one fence for each"
+    stager.close()
+    assert len(job.optimizer._optimizer_step_pre_hooks) == hooks
+
+
+# --- other processes --------------------------------------------------------------------------------------------------
+
+
+def test_process_mode(tmp_path: Path) -> None:
+    """AsyncCheckpointerType.PROCESS: the state crosses to another process, which writes it while training goes on."""
+    before = set(os.listdir("/dev/shm"))  # noqa: PTH208
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.process_save", str(tmp_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found) == 3 and not any(found.values()), found
+    left = {name for name in os.listdir("/dev/shm") if "tierckpt" in name} - before  # noqa: PTH208
+    assert not left
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((100,), float(index))
+
+
+def test_workers_that_fork_while_a_save_is_in_flight(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    come, go, real = threading.Event(), threading.Event(), os.pwrite
+
+    def hangs(fd: int, data: Any, offset: int) -> int:
+        come.set()
+        go.wait(30)
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", hangs)
+    state = {"w": torch.randn(700_000)}
+    try:
+        future = start(f"{file_uri}/step-1", state, tierckpt.TierStager())
+        assert come.wait(30)
+        loader = DataLoader(Numbers(), batch_size=8, num_workers=2, multiprocessing_context="fork")
+        total = sum(float(batch.sum()) for batch in loader)
+        assert total == 100 * sum(range(64))
+        assert not future.done()
+    finally:
+        go.set()
+    future.result(60)
+    assert same(load(f"{file_uri}/step-1", state), state)
+
+
+def test_a_forked_child_saves_too(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both at the same time, each from its own arena; the child's end takes nothing from the parent."""
+    come, go, real = threading.Event(), threading.Event(), os.pwrite
+
+    def hangs(fd: int, data: Any, offset: int) -> int:
+        come.set()
+        go.wait(30)
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", hangs)
+    state, other = {"w": torch.full((700_000,), 1.0)}, {"w": torch.full((700_000,), 2.0)}
+    stager = tierckpt.TierStager()
+    try:
+        future = start(f"{file_uri}/step-1", state, stager)
+        assert come.wait(30)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                signal.alarm(60)
+                os.pwrite = real
+                torch.set_num_threads(1)  # as a DataLoader worker does: OpenMP's threads stay with the parent
+                for step in (2, 3):
+                    start(f"{file_uri}/step-{step}", other, stager).result(30)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not future.done()
+    finally:
+        go.set()
+    future.result(60)
+    assert same(load(f"{file_uri}/step-1", state), state)
+    for step in (2, 3):
+        assert same(load(f"{file_uri}/step-{step}", other), other)

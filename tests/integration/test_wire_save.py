@@ -1,0 +1,365 @@
+"""What dcp.save and dcp.async_save leave on the SSD: stock FileSystemReader and ours read every kind of state back."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import resource
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+import tierckpt
+from tests.compat.everything import DTYPES, blank, differences, everything, random_bits
+from tests.states import raises_ours
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.manifest import digest_of
+from tierckpt.mover import flush as flush_module
+from tierckpt.mover.commit import read_local_manifest
+from tierckpt.mover.flush import Shard
+
+KiB, MiB = 1 << 10, 1 << 20
+
+Save = Callable[..., None]
+
+
+def save_at_once(uri: str, state: dict[str, Any], **options: Any) -> None:
+    with raises_ours():
+        dcp.save(state, storage_writer=tierckpt.TierStorageWriter(uri, **options), no_dist=True)
+
+
+def save_in_background(uri: str, state: dict[str, Any], **options: Any) -> None:
+    with raises_ours():
+        dcp.async_save(state, storage_writer=tierckpt.TierStorageWriter(uri, **options), no_dist=True).result(60)
+
+
+def save_staged_shared(uri: str, state: dict[str, Any], **options: Any) -> None:
+    writer, stager = tierckpt.TierStorageWriter(uri, **options), tierckpt.TierStager(shared=True)
+    with raises_ours():
+        dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True).result(60)
+
+
+@pytest.fixture(params=[save_at_once, save_in_background, save_staged_shared], ids=["sync", "async", "shared memory"])
+def save(request: pytest.FixtureRequest) -> Save:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def uri(file_uri: str) -> str:
+    return f"{file_uri}/step-1"
+
+
+def shards(local_root: Path, uri: str) -> list[Path]:
+    return sorted(local_dir(local_root, parse_uri(uri)).glob("*.distcp"))
+
+
+def read_back(uri: str, state: dict[str, Any]) -> list[str]:
+    """What differs after loading by each reader: the local tier through ours, the shared one through torch's."""
+    wrong = []
+    for reader in (tierckpt.TierStorageReader(uri), FileSystemReader(uri)):
+        target = blank(state)
+        with raises_ours():
+            dcp.load(target, storage_reader=reader, no_dist=True)
+        wrong += [f"{type(reader).__name__}: {difference}" for difference in differences(state, target)]
+    return wrong
+
+
+def check_files(local_root: Path, uri: str) -> None:
+    """The digests of the manifest are those of the files, and every tensor item is a valid archive."""
+    directory = local_dir(local_root, parse_uri(uri))
+    manifest = read_local_manifest(directory)
+    assert manifest is not None
+    for entry in manifest.files:
+        content = (directory / entry.path).read_bytes()
+        chunk = manifest.chunk_size_bytes
+        assert len(content) == entry.size_bytes
+        assert list(entry.digests) == [digest_of(content[at : at + chunk]) for at in range(0, len(content), chunk)]
+    metadata = FileSystemReader(directory).read_metadata()
+    for index, info in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], dcp.metadata.TensorStorageMetadata):
+            content = (directory / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                assert archive.testzip() is None, index
+
+
+# --- every kind of state ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"chunk_size_bytes": 4096},
+        {"chunk_size_bytes": 12 * KiB, "shard_size_bytes_max": 40 * KiB},
+        {"single_file_per_rank": False},
+        {"flush_threads_max": 1},
+    ],
+    ids=["defaults", "tiny chunks", "many shards", "a file per item", "one thread"],
+)
+def test_everything_comes_back_bit_for_bit(save: Save, options: dict[str, Any], uri: str, local_root: Path) -> None:
+    state = everything(1)
+    save(uri, state, **options)
+    assert read_back(uri, state) == []
+    check_files(local_root, uri)
+    count = len(shards(local_root, uri))
+    assert count > 3 if "shard_size_bytes_max" in options or "single_file_per_rank" in options else count <= 2
+
+
+def test_the_comparison_finds_one_wrong_bit(uri: str) -> None:
+    state = everything(1)
+    save_at_once(uri, state)
+    state["big"].view(torch.uint8).reshape(-1)[12345] ^= 1
+    assert len(read_back(uri, state)) == 2
+
+
+def test_two_passes_over_the_same_state_give_the_same_bytes(file_uri: str, local_root: Path) -> None:
+    """However a save gets its bytes (copied, or in place from the arena), the file is the same."""
+    state = {"small": torch.randn(300), "big": torch.randn(300_000), "odd": torch.randn(7, 77_777)}
+    for step, way in enumerate((save_at_once, save_in_background, save_staged_shared)):
+        way(f"{file_uri}/step-{step}", state, chunk_size_bytes=1 * MiB)
+    contents = [shards(local_root, f"{file_uri}/step-{step}")[0].read_bytes() for step in range(3)]
+    assert contents[0] == contents[1] == contents[2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_data_at_all_in_every_dtype_and_disguise(save: Save, dtype: torch.dtype, uri: str) -> None:
+    empty = torch.empty(0, 3, dtype=dtype)
+    state = {"empty": empty, "other": random_bits(dtype, 3)}
+    if dtype.is_complex:
+        state |= {"conjugate": empty.conj(), "negative": empty.conj().imag}
+    save(uri, state)
+    assert read_back(uri, state) == []
+
+
+def test_a_view_takes_nothing_else_of_its_storage_along(save: Save, uri: str, local_root: Path) -> None:
+    secret = torch.full((200_000,), 0x5EC2E7, dtype=torch.int32)
+    secret[5000:5010] = torch.arange(10, dtype=torch.int32)
+    state = {"view": secret[5000:5010], "rows": secret[5000:5010].reshape(2, 5).t()}
+    save(uri, state)
+    assert read_back(uri, state) == []
+    content = b"".join(path.read_bytes() for path in shards(local_root, uri))
+    assert len(content) < 8 * KiB
+    assert (0x5EC2E7).to_bytes(4, "little") not in content
+
+
+def test_gaps_hold_no_bytes_of_earlier_checkpoints(file_uri: str, local_root: Path) -> None:
+    """The arena is used again: between the items of a smaller state nothing of the larger one before is left."""
+    mark = b"\xde\xad\xbe\xef"
+    full = {"all": torch.frombuffer(bytearray(mark * (1 * MiB)), dtype=torch.uint8)}
+    for step in range(3):
+        save_in_background(f"{file_uri}/step-{step}", full)
+    sparse = {f"w{index}": torch.zeros(70_001, dtype=torch.uint8) for index in range(12)}
+    save_in_background(f"{file_uri}/step-9", sparse)
+    (path,) = shards(local_root, f"{file_uri}/step-9")
+    assert mark in shards(local_root, f"{file_uri}/step-2")[0].read_bytes()
+    assert mark not in path.read_bytes()
+
+
+def test_tied_weights_and_parameters(save: Save, uri: str) -> None:
+    weight = torch.nn.Parameter(torch.randn(400, 300))
+    state = {"embedding": weight, "head": weight, "grad_of_nothing": torch.randn(3, requires_grad=True)}
+    save(uri, state)
+    assert read_back(uri, {key: value.detach() for key, value in state.items()}) == []
+
+
+class Scaled(torch.Tensor):
+    """A tensor whose bytes do not say everything: torch.save keeps its class and its attributes."""
+
+    scale: float
+
+
+def test_a_subclass_that_torch_can_store(save: Save, uri: str) -> None:
+    """Like stock: the bits are there, in an item that torch.save wrote."""
+    scaled = torch.randn(50, 40).as_subclass(Scaled)
+    state: dict[str, Any] = {"scaled": scaled, "plain": torch.randn(100_000)}
+    save(uri, state)
+    target = blank({"scaled": scaled.as_subclass(torch.Tensor), "plain": state["plain"]})
+    with torch.serialization.safe_globals([Scaled]):
+        dcp.load(target, storage_reader=FileSystemReader(uri), no_dist=True)
+    assert torch.equal(target["scaled"], scaled.as_subclass(torch.Tensor))
+    assert torch.equal(target["plain"], state["plain"])
+
+
+def test_objects_larger_than_a_chunk(save: Save, uri: str, local_root: Path) -> None:
+    state = {"w": torch.randn(50_000), "blob": os.urandom(300_000), "more": list(range(50_000))}
+    save(uri, state, chunk_size_bytes=8 * KiB, shard_size_bytes_max=250 * KiB)
+    target: dict[str, Any] = {"w": torch.zeros(50_000), "blob": b"", "more": []}
+    dcp.load(target, storage_reader=FileSystemReader(uri), no_dist=True)
+    assert target["blob"] == state["blob"] and target["more"] == state["more"]
+    assert torch.equal(target["w"], state["w"])
+    check_files(local_root, uri)
+
+
+def test_items_are_where_the_metadata_says_and_large_data_is_on_blocks(uri: str, local_root: Path) -> None:
+    state = {"small": torch.randn(9), "big": torch.randn(40_000)}
+    save_at_once(uri, state)
+    (path,) = shards(local_root, uri)
+    infos = FileSystemReader(uri).read_metadata().storage_data
+    content = path.read_bytes()
+    assert content.index(state["big"].numpy().tobytes()) % 4096 == 0
+    for name in ("small", "big"):
+        info = infos[MetadataIndex(name, torch.Size([0]))]
+        assert content[info.offset : info.offset + 4] == b"PK\3\4"
+
+
+def test_a_state_with_nothing_in_it(save: Save, uri: str) -> None:
+    save(uri, {})
+    assert tierckpt.latest(uri) == uri
+
+
+# --- staged bytes belong to the arena -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Writes of shards wait for the second event; the first is set when one has come."""
+    come, go, real = threading.Event(), threading.Event(), os.pwrite
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        come.set()
+        if not go.wait(30):
+            raise TimeoutError("nobody let the disk go on")
+        return real(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        try:
+            yield come, go
+        finally:
+            go.set()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_changes_after_async_save_cannot_reach_the_file(
+    shared: bool, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = everything(2)
+    expected = everything(2)
+    writer, stager = tierckpt.TierStorageWriter(uri), tierckpt.TierStager(shared=shared)
+    with slow_disk(monkeypatch) as (come, go):
+        future = dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
+        for value in state["dtypes"].values():
+            value.view(torch.uint8).fill_(0)
+        state["big"].fill_(-1.0)
+        state["objects"]["list"].append("late")
+        assert come.wait(30)
+        state["big"].fill_(-2.0)
+        go.set()
+        future.result(60)
+    assert read_back(uri, expected) == []
+
+
+def test_a_second_checkpoint_is_staged_while_the_first_is_written(
+    file_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``checkpoints_in_flight_max=2``: the disk hangs, training goes on twice; the third stage is what waits."""
+    stager = tierckpt.TierStager(checkpoints_in_flight_max=2, staging_timeout_seconds=0.3)
+    values = torch.zeros(300_000)
+
+    def start(step: int) -> Any:
+        values.fill_(float(step))
+        writer = tierckpt.TierStorageWriter(f"{file_uri}/step-{step}", checkpoints_in_flight_max=2)
+        return dcp.async_save({"w": values}, storage_writer=writer, async_stager=stager, no_dist=True)
+
+    with slow_disk(monkeypatch) as (come, go):
+        first = start(1)
+        assert come.wait(30)
+        begun = time.monotonic()
+        second = start(2)
+        assert time.monotonic() - begun < 5, "it did not wait for the first"
+        assert not first.done() and not second.done()
+        with pytest.raises(tierckpt.errors.OperationTimeoutError, match="checkpoint 1 is flushing"):
+            start(3)
+        go.set()
+        first.result(60), second.result(60)
+    start(4).result(60)
+    for step in (1, 2, 4):
+        assert read_back(f"{file_uri}/step-{step}", {"w": torch.full((300_000,), float(step))}) == []
+
+
+def test_staged_memory_is_written_from_where_it_lies(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second copy in an async save where the arena has huge pages; an empty tensor among them changes nothing."""
+    seen: list[Shard] = []
+    real = flush_module.flush
+
+    def spy(shards: list[Shard], **options: Any) -> Any:
+        seen.extend(shards)
+        return real(shards, **options)
+
+    monkeypatch.setattr("tierckpt.dcp.writer.flush", spy)
+    state = {"a": torch.randn(5), "none": torch.empty(0), "b": torch.randn(50_000), "c": torch.randn(7), "n": 3}
+    stager = tierckpt.TierStager()
+    staged = stager.stage(state)
+    save_at_once(uri, staged)
+    image = seen[0].image
+    assert image is not None and image.memory.huge, "transparent huge pages are off on this machine"
+    assert read_back(uri, {key: value for key, value in state.items() if key != "n"} | {"n": 3}) == []
+
+
+def test_one_staged_copy_saved_in_two_parts(file_uri: str) -> None:
+    """Writing one part in place must not touch the other, which lies next to it."""
+    state = {
+        part: {f"{part}{index}": random_bits(torch.float32, 37) for index in range(5)} for part in ("model", "optim")
+    }
+    staged = tierckpt.TierStager().stage(state)
+    for part in state:
+        save_at_once(f"{file_uri}/{part}/step-1", staged[part])
+    for part, tensors in state.items():
+        assert read_back(f"{file_uri}/{part}/step-1", tensors) == []
+
+
+@pytest.mark.parametrize("cap", [4 * KiB, 40 * KiB, 1 << 30])
+def test_writer_and_stager_need_not_agree_on_shards(cap: int, uri: str) -> None:
+    state = {f"w{index}": random_bits(torch.float32, 37 + 1000 * index) for index in range(20)}
+    staged = tierckpt.TierStager(shard_size_bytes_max=100 * KiB).stage(state)
+    save_at_once(uri, staged, shard_size_bytes_max=cap)
+    assert read_back(uri, state) == []
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_stock_writer_saves_what_ours_staged(shared: bool, tmp_path: Path) -> None:
+    state = everything(3)
+    stager = tierckpt.TierStager(shared=shared)
+    for step in range(3):
+        writer = FileSystemWriter(tmp_path / f"step-{step}")
+        dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True).result(60)
+        target = blank(state)
+        dcp.load(target, storage_reader=FileSystemReader(tmp_path / f"step-{step}"), no_dist=True)
+        assert list(differences(state, target)) == []
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def minor_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@pytest.mark.parametrize("way", [save_at_once, save_in_background], ids=["sync", "async"])
+def test_fifty_saves_leave_memory_flat(way: Save, file_uri: str) -> None:
+    """Steady state: no slot is leaked (16 MiB each, of 4096 faults), nothing is faulted in anew."""
+    state = {f"w{index}": torch.randn(1 * MiB) for index in range(4)}
+    options = {"drain": False, "sync_files": False}
+    both_slots = [tierckpt.TierStager().stage(state) for _ in range(2)]
+    del both_slots
+    for _ in range(4):
+        way(f"{file_uri}/step-1", state, **options)
+    before, faults = rss_bytes(), minor_faults()
+    for _ in range(50):
+        way(f"{file_uri}/step-1", state, **options)
+    assert rss_bytes() - before < 12 * MiB
+    assert (minor_faults() - faults) / 50 < 1000
