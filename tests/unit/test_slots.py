@@ -126,8 +126,10 @@ def test_memory_in_a_flush_is_never_taken(drop: bool) -> None:
 
 
 def test_a_written_checkpoint_gives_its_place_though_somebody_still_has_its_tensors(arena: Arena) -> None:
-    """Its bytes are on the SSD. The oldest one goes first, and only when no place is left."""
-    first, second = written(leased(arena)), written(leased(arena))
+    """Its bytes are on the SSD. The oldest one goes first, and no slot is made while there is one."""
+    first, second = leased(arena), leased(arena)
+    written(first)
+    written(second)
     third = leased(arena)
     assert third.memory is first.memory
     assert (first.state, second.state) == (State.DROPPED, State.WRITTEN)
@@ -213,8 +215,8 @@ def test_a_slot_grows_only_with_the_state(arena: Arena) -> None:
 
 
 def test_fifty_cycles_allocate_nothing(arena: Arena) -> None:
-    for _ in range(2):
-        written(leased(arena, 8 * MiB))
+    for lease in (leased(arena, 8 * MiB), leased(arena, 8 * MiB)):
+        written(lease)
     made = arena.allocations
     addresses = set()
     for _ in range(50):

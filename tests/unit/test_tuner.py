@@ -6,12 +6,9 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
-from tierckpt.mover import tuner as tuner_module
 from tierckpt.mover.tuner import (
+    AS_GOOD,
     MEASURED_BYTES_MIN,
-    ONE_AT_A_TIME,
     RETRY_EVERY,
     SHAPES,
     TRIES_MIN,
@@ -81,11 +78,15 @@ def test_the_setting_bounds_the_threads(tmp_path: Path) -> None:
     assert tuner_for(tmp_path, 8) is tuner_for(tmp_path / "..", 8), "one for each device"
 
 
-def test_a_disk_that_turns_is_also_tried_one_write_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner_module, "_tuners", {})
-    for turns, threads_max in ((True, 7), (False, 8)):
-        monkeypatch.setattr(tuner_module, "_turns", lambda device, turns=turns: turns)
-        assert (ONE_AT_A_TIME in tuner_for(tmp_path, threads_max).shapes) is turns
+def test_of_shapes_that_are_as_good_the_cheapest_is_taken() -> None:
+    for loss, expected in ((AS_GOOD + 0.01, SHAPES[0]), (AS_GOOD - 0.01, SHAPES[-1])):
+        tuner = Tuner(SHAPES)
+        drive(tuner, {shape: 1.0 if shape == SHAPES[-1] else loss for shape in SHAPES}, len(SHAPES) * TRIES_MIN)
+        assert tuner.choose(1) == expected
+
+
+def test_no_more_writes_than_threads() -> None:
+    assert all(1 <= shape.writes_max <= shape.threads for shape in SHAPES)
 
 
 def test_threads_may_share_it() -> None:

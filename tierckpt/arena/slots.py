@@ -216,15 +216,16 @@ class Arena:
         for lease in tuple(self._leases):
             if not lease.in_use() and lease.try_reclaim():
                 self._give_back(lease)
-        # Oldest first: what is safe on the SSD, or lost, though somebody still refers to it.
+        # Oldest first: what is safe on the SSD, or lost, though somebody still refers to it. Before a new slot is made:
+        # a thread that has just ended a save lets go of its tensors a moment after it says so.
         for lease in tuple(self._leases):
-            if self._can_give(size_bytes):
+            if self._fits(size_bytes):
                 return False
             if lease.state in (State.WRITTEN, State.FAILED) and lease.try_reclaim():
                 self._give_back(lease)
         # Of shared memory nobody here knows what another process still reads: there the oldest is waited for.
         for lease in tuple(self._leases) if drop and not self.shared else ():
-            if self._can_give(size_bytes):
+            if self._fits(size_bytes) or self._has_room(size_bytes):
                 break
             if lease.state is State.STAGED and lease.try_reclaim(drop=True):
                 log.warning("checkpoint %d was not flushed in time; a newer one takes its place", lease.number)
@@ -232,8 +233,8 @@ class Arena:
                 dropped = True
         return dropped
 
-    def _can_give(self, size_bytes: int) -> bool:
-        return any(memory.size_bytes >= size_bytes for memory in self._free) or self._has_room(size_bytes)
+    def _fits(self, size_bytes: int) -> bool:
+        return any(memory.size_bytes >= size_bytes for memory in self._free)
 
     def _has_room(self, size_bytes: int) -> bool:
         """True when a new slot keeps both bounds; free slots do not count, they make room for it."""

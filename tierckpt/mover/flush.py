@@ -278,8 +278,9 @@ class _Job:
         self.deadline = deadline
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
-        self.workers: list[threading.Thread] = []
+        self.working = 0
         self._queue = self._segments()
+        self._writing = threading.BoundedSemaphore(shape.writes_max)
 
     def _segments(self) -> Iterator[tuple[_File, int]]:
         for file in self.files:
@@ -293,13 +294,12 @@ class _Job:
                 self._finish(file)
         count = min(self.threads, len(self.slots), max(1, sum(file.segments for file in self.files)))
         threads = [
-            threading.Thread(target=self._work, args=(slot, nice), name="tierckpt-flush", daemon=True)
+            threading.Thread(target=self._run, args=(slot, nice), name="tierckpt-flush", daemon=True)
             for slot in self.slots[0 if nice else 1 : count]
         ]
         try:
             for thread in threads:
-                thread.start()
-                self.workers.append(thread)
+                self._start(thread)
             if not nice:
                 self._work(self.slots[0], 0)
             self._join()
@@ -313,13 +313,38 @@ class _Job:
             raise self.failure
 
     def _join(self) -> None:
-        for worker in self.workers:
-            worker.join(max(0.0, self.deadline - time.monotonic()))
-            if worker.is_alive():
-                # It hangs in the kernel and still uses its slot and its file: neither may be used again.
-                late = self._late("a write to end")
-                self._fail(late)
-                raise late
+        """Wait until no worker touches a slot or a file any more.
+
+        Counted, because ``Thread.join`` takes a thread for ended when an interrupt hits it (CPython issue 89437).
+        """
+        with self.changed:
+            if self.changed.wait_for(lambda: not self.working, max(0.0, self.deadline - time.monotonic())):
+                return
+        # One hangs in the kernel and still uses its slot and its file: neither may be used again.
+        late = self._late("a write to end")
+        self._fail(late)
+        raise late
+
+    def _start(self, thread: threading.Thread) -> None:
+        with self.changed:
+            self.working += 1
+        try:
+            thread.start()
+        except BaseException:
+            if thread.ident is None:  # it never ran, so it cannot say that it has ended
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        with self.changed:
+            self.working -= 1
+            self.changed.notify_all()
+
+    def _run(self, slot: Memory, nice: int) -> None:
+        try:
+            self._work(slot, nice)
+        finally:
+            self._leave()
 
     def _work(self, slot: Memory, nice: int) -> None:
         try:
@@ -354,7 +379,7 @@ class _Job:
         for index, offset in enumerate(range(start, end, self.chunk_size_bytes), start // self.chunk_size_bytes):
             file.digests[index] = digest_of(place.bytes(offset, min(offset + self.chunk_size_bytes, end)))
         try:
-            file.write(place.bytes(start, padded if file.direct else end), start)
+            self._write(file, place.bytes(start, padded if file.direct else end), start)
             with self.changed:
                 file.left -= 1
                 last = not file.left
@@ -364,6 +389,15 @@ class _Job:
             if isinstance(error, TierckptError):
                 raise
             raise translate_os_error(error, file.shard.path, Tier.LOCAL) from error
+
+    def _write(self, file: _File, view: memoryview, start: int) -> None:
+        """Write one segment, when it is this thread's turn."""
+        if not self._writing.acquire(timeout=max(0.0, self.deadline - time.monotonic())):
+            raise self._late("another write to end")
+        try:
+            file.write(view, start)
+        finally:
+            self._writing.release()
 
     def _finish(self, file: _File) -> None:
         try:
@@ -443,7 +477,7 @@ class _Job:
         )
 
     def close(self) -> None:
-        if any(worker.is_alive() for worker in self.workers):
+        if self.working:
             return  # its next write would go to whatever file got the number of the one closed here
         for file in self.files:
             if file.fd >= 0:

@@ -1,13 +1,12 @@
 """What a device likes, found out while saving: how many writes at a time, and how large.
 
-Every flush that is large enough to tell is a measurement. The first ones try each shape once or twice, the rest use the
-best median, and now and then another shape gets a second chance, because devices and neighbours change. No test writes:
-the only bytes on the disk are checkpoints.
+Every flush that is large enough to tell is a measurement. The first ones try each shape twice, the rest use the
+cheapest of those that are as good as the best, and now and then another shape gets a second chance, because devices and
+neighbours change. No test writes: the only bytes on the disk are checkpoints.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import threading
 from collections import deque
@@ -24,15 +23,28 @@ RETRY_EVERY = 16
 
 @dataclass(frozen=True, slots=True)
 class IoShape:
-    """Writes at a time, and bytes of each."""
+    """Threads, how many of them may write at a time, and the bytes of one write.
+
+    A thread that does not write prepares its next segment: with one more thread than writes the disk never waits, and
+    no processor is taken from training for nothing.
+    """
 
     threads: int
     size_bytes: int
+    writes: int = 0
+
+    @property
+    def writes_max(self) -> int:
+        return self.writes or self.threads
 
 
-SHAPES = (IoShape(3, 16 * MiB), IoShape(2, 16 * MiB), IoShape(4, 8 * MiB), IoShape(8, 8 * MiB))
-ONE_AT_A_TIME = IoShape(1, 16 * MiB)
-"""Tried too where the kernel says that the disk turns (virtual ones say so too): several writers may make it seek."""
+SHAPES = (IoShape(2, 8 * MiB, 1), IoShape(3, 8 * MiB, 2), IoShape(4, 16 * MiB, 3), IoShape(8, 8 * MiB))
+"""From the cheapest to the dearest in processor time. Measured: docs/adr/0007-flush.md."""
+
+WRITE_BYTES_MAX = max(shape.size_bytes for shape in SHAPES)
+
+AS_GOOD = 0.95
+"""A shape as fast as this part of the fastest is as good: the difference is noise, and cheaper is better."""
 
 
 @dataclass
@@ -66,7 +78,9 @@ class Tuner:
     def _best(self) -> IoShape:
         if not self._rates:
             return self.shapes[0]
-        return max(self._rates, key=lambda shape: statistics.median(self._rates[shape]))
+        medians = {shape: statistics.median(rates) for shape, rates in self._rates.items()}
+        fastest = max(medians.values())
+        return next(shape for shape in self.shapes if medians.get(shape, 0.0) >= AS_GOOD * fastest)
 
 
 _tuners: dict[tuple[int, int], Tuner] = {}
@@ -79,18 +93,6 @@ def tuner_for(directory: Path, threads_max: int) -> Tuner:
     with _lock:
         key = (device, threads_max)
         if key not in _tuners:
-            shapes = (*SHAPES, ONE_AT_A_TIME) if _turns(device) else SHAPES
-            fitting = tuple(shape for shape in shapes if shape.threads <= threads_max)
-            _tuners[key] = Tuner(fitting or (IoShape(threads_max, 16 * MiB),))
+            fitting = tuple(shape for shape in SHAPES if shape.threads <= threads_max)
+            _tuners[key] = Tuner(fitting or (IoShape(threads_max, 8 * MiB),))
         return _tuners[key]
-
-
-def _turns(device: int) -> bool:
-    """True for a rotating disk. Partitions have no queue of their own: their disk's is one directory up."""
-    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    for queue in (block / "queue", block / ".." / "queue"):
-        try:
-            return (queue / "rotational").read_text().strip() == "1"
-        except OSError:
-            continue
-    return False
