@@ -72,6 +72,10 @@ class Settings(BaseSettings):
     flush_threads_max: int = Field(default=8, ge=1, le=256)
     """Most threads that write one process's shards. What the disk likes is measured; this only bounds it."""
 
+    flush_cpu_share: float = Field(default=0.04, gt=0, le=1)
+    """Of one processor, what a background flush may take while the node's processors are busy with other work. 1: all.
+    It never waits while they are not."""
+
     flush_nice: int = Field(default=10, ge=0, le=19)
     """How far the flush steps back from training: the nice value of its threads. 0 is no lower than the trainer."""
 

@@ -321,6 +321,7 @@ class TierStorageWriter(Mount, StorageWriter):
         segment = segment_bytes(settings.chunk_size_bytes, WRITE_BYTES_MAX)  # of any shape: slots serve them all
         slot_bytes = min(segment, round_up(max(max(shard.size_bytes for shard in shards), 1)))
         timeout = settings.commit_timeout_seconds
+        background = threading.current_thread() is not threading.main_thread()
         with bounce_for(settings).take(shape.threads, slot_bytes, timeout) as slots:
             begun = time.monotonic()
             flushed = flush(
@@ -329,7 +330,8 @@ class TierStorageWriter(Mount, StorageWriter):
                 shape=shape,
                 chunk_size_bytes=settings.chunk_size_bytes,
                 durable=self.sync_files,
-                nice=0 if threading.current_thread() is threading.main_thread() else settings.flush_nice,
+                nice=settings.flush_nice if background else 0,
+                cpu_share=settings.flush_cpu_share if background else 1.0,
                 timeout_seconds=timeout,
             )
             tuner.learn(shape, size_bytes, time.monotonic() - begun)

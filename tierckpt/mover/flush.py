@@ -43,6 +43,7 @@ from ..stores.local import translate_os_error
 from ..telemetry import logger
 from ..types import Tier
 from . import priority
+from .pace import Pace
 from .tuner import IoShape
 
 log = logger("flush")
@@ -166,12 +167,15 @@ def flush(
     durable: bool = True,
     base: int = 0,
     nice: int = 0,
+    cpu_share: float = 1.0,
     timeout_seconds: float = 1800.0,
 ) -> list[Flushed]:
     """Write ``shards``, each under a name that does not exist yet. Returns size and chunk digests, in order.
 
     The caller's thread is one of the workers, unless ``nice`` asks for a low priority, which only threads of our own
     get. ``slots`` must hold a segment each, one for every thread of ``shape``.
+
+    ``cpu_share`` below 1 makes workers rest while the node's processors are busy (``pace.py``).
 
     Raises:
         CapacityError: the disk is full (found by fallocate before the first byte, where the file system has it).
@@ -180,6 +184,7 @@ def flush(
     Cost: one pass over data in cache for CRC and digest, one copy more where there is no image; memory: the slots.
     """
     job = _Job(shards, slots, shape, chunk_size_bytes, durable, base, time.monotonic() + timeout_seconds)
+    job.pace = Pace(cpu_share if cpu_share == 1.0 else cpu_share / shape.threads)
     try:
         job.run(nice)
     finally:
@@ -279,6 +284,7 @@ class _Job:
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
         self.working = 0
+        self.pace = Pace(1.0)
         self._queue = self._segments()
         self._writing = threading.BoundedSemaphore(shape.writes_max)
 
@@ -355,7 +361,9 @@ class _Job:
                     taken = next(self._queue, None) if self.failure is None else None
                 if taken is None:
                     return
+                begun = time.thread_time()
                 self._segment(*taken, slot)
+                self.pace.rest_after(time.thread_time() - begun)
         except BaseException as error:
             self._fail(error)
 

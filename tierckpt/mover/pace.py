@@ -1,0 +1,72 @@
+"""Training comes first (P8): while the node's processors are busy, the flush takes a small share of one and no more.
+
+A low priority is not enough. It decides who runs when two threads want one processor, but not what two hardware
+threads of one core take from each other, nor the interpreter lock. What is left is to work less per second.
+
+Busy is judged twice: by this process's own processor time, which is exact within milliseconds, and by the node's, which
+the kernel counts in ticks of 10 ms. Neither counts a flush: ours is subtracted, that of other ranks is niced.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+STAT = Path("/proc/stat")
+BUSY_SHARE = 0.4
+"""Of the node's processor time, spent on work of normal priority."""
+OWN_WINDOW_SECONDS = 0.01
+NODE_WINDOW_SECONDS = 0.1
+REST_SECONDS_MAX = 0.5
+
+
+class Pace:
+    """Rests after work, so that the work takes ``share`` of the time while processors are busy. 1.0 never rests.
+
+    One for all threads of a flush.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self._processors = len(os.sched_getaffinity(0))
+        self._used_seconds = 0.0
+        self._own = (time.monotonic(), time.process_time(), 0.0)
+        self._node = (time.monotonic(), *_ticks())
+        self._own_busy = self._node_busy = False
+        self._lock = threading.Lock()
+
+    def rest_after(self, used_seconds: float) -> None:
+        """Sleep in proportion to the processor time just used, at most half a second."""
+        if self.share < 1.0 and self._busy(used_seconds):
+            time.sleep(min(used_seconds / self.share - used_seconds, REST_SECONDS_MAX))
+
+    def _busy(self, used_seconds: float) -> bool:
+        with self._lock:
+            self._used_seconds += used_seconds
+            now = time.monotonic()
+            if now - self._own[0] >= OWN_WINDOW_SECONDS:
+                then, process, used = self._own
+                self._own = (now, time.process_time(), self._used_seconds)
+                others = self._own[1] - process - (self._used_seconds - used)
+                self._own_busy = others / (now - then) / self._processors >= BUSY_SHARE
+            if now - self._node[0] >= NODE_WINDOW_SECONDS:
+                _, work, total = self._node
+                self._node = (now, *_ticks())
+                self._node_busy = self._node[1] - work >= BUSY_SHARE * max(1, self._node[2] - total)
+            return self._own_busy or self._node_busy
+
+
+def _ticks() -> tuple[int, int]:
+    """Processor time of normal priority, and of all kinds, since the start; zeros where the kernel does not say.
+
+    Source: proc(5): user, nice, system, idle, iowait, irq, softirq, steal.
+    """
+    try:
+        user, _, system, _, _, irq, softirq, *_ = fields = [
+            int(f) for f in STAT.read_text().split("\n", 1)[0].split()[1:9]
+        ]
+    except (OSError, ValueError):
+        return 0, 0
+    return user + system + irq + softirq, sum(fields)
