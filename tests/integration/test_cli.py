@@ -419,7 +419,9 @@ def test_restore_takes_good_local_copies_and_replaces_bad_ones(s3_uri: str, tmp_
     assert any(first.name in warning for warning in done.document["warnings"])
     assert done.document["local_bytes"] + done.document["shared_bytes"] == done.document["size_bytes"]
     assert done.document["local_bytes"] > 0
-    assert done.document["shared_bytes"] >= size_bytes + 16 * KIB  # the missing file and the bad chunk
+    assert (
+        done.document["shared_bytes"] > size_bytes
+    )  # the missing file and the bad chunk, which may be a short last one
     assert same(read_by_stock_pytorch(tmp_path / "out", state, tmp_path), state)
 
 

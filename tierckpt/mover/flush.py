@@ -284,6 +284,7 @@ class _Job:
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
         self.working = 0
+        self.threads_started: list[threading.Thread] = []
         self.pace = Pace(1.0)
         self._queue = self._segments()
         self._writing = threading.BoundedSemaphore(shape.writes_max)
@@ -324,8 +325,11 @@ class _Job:
         Counted, because ``Thread.join`` takes a thread for ended when an interrupt hits it (CPython issue 89437).
         """
         with self.changed:
-            if self.changed.wait_for(lambda: not self.working, max(0.0, self.deadline - time.monotonic())):
-                return
+            ended = self.changed.wait_for(lambda: not self.working, max(0.0, self.deadline - time.monotonic()))
+        if ended:
+            for thread in self.threads_started:  # they have only to return: none is left for the interpreter's end
+                thread.join(1.0)
+            return
         # One hangs in the kernel and still uses its slot and its file: neither may be used again.
         late = self._late("a write to end")
         self._fail(late)
@@ -336,6 +340,7 @@ class _Job:
             self.working += 1
         try:
             thread.start()
+            self.threads_started.append(thread)
         except BaseException:
             if thread.ident is None:  # it never ran, so it cannot say that it has ended
                 self._leave()

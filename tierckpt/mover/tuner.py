@@ -1,6 +1,6 @@
 """What a device likes, found out while saving: how many writes at a time, and how large.
 
-Every flush that is large enough to tell is a measurement. The first ones try each shape twice, the rest use the
+Every flush that is large enough to tell is a measurement. The first ones try each shape once, the rest use the
 cheapest of those that are as good as the best, and now and then another shape gets a second chance, because devices and
 neighbours change. No test writes: the only bytes on the disk are checkpoints.
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 MiB = 1 << 20
 
 MEASURED_BYTES_MIN = 64 * MiB
-TRIES_MIN = 2
+TRIES_MIN = 1
 TRIES_KEPT = 5
-RETRY_EVERY = 16
+RETRY_EVERY = 8
 
 
 @dataclass(frozen=True, slots=True)
