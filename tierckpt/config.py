@@ -20,6 +20,7 @@ from pydantic_settings import (
 
 from .errors import ConfigError
 
+KiB = 1 << 10
 MiB = 1 << 20
 GiB = 1 << 30
 BLOCK_BYTES = 4096
@@ -81,6 +82,35 @@ class Settings(BaseSettings):
 
     concurrency: int = Field(default=4, ge=1, le=256)
     """Files in flight per mover. Each holds a few chunks, so this bounds the mover's memory."""
+
+    drain_bytes_per_second: ByteSize | None = Field(default=None, gt=0)
+    """Most bytes per second that all drains of one mover together send. None: what the store takes."""
+
+    throughput_min_bytes_per_second: ByteSize = Field(default=ByteSize(16 * KiB), ge=0)
+    """A request that moves less than this over ``throughput_window_seconds`` is broken off and tried again. 0: never."""
+
+    throughput_window_seconds: float = Field(default=15.0, gt=0)
+    """The window over which the throughput of a request is judged."""
+
+    retry_share_max: float = Field(default=0.15, gt=0, le=1)
+    """Retries a mover may make, as a share of its requests that went well: an outage is not answered with a flood."""
+
+    local_bytes_max: ByteSize | None = Field(default=None, gt=0)
+    """Most bytes of checkpoints on the local tier. None: what the disk has, up to ``local_high_water``."""
+
+    local_high_water: float = Field(default=0.9, gt=0, le=1)
+    """Share of the local disk in use at which drained checkpoints are evicted, oldest first."""
+
+    local_full_policy: Literal["wait", "error"] = "wait"
+    """What a save does when the local tier is full and nothing there may be evicted yet: ``wait`` for a drain to end,
+    or raise ``CapacityError`` at once."""
+
+    local_full_timeout_seconds: float = Field(default=600.0, gt=0)
+    """How long a save waits for room before it raises ``CapacityError``."""
+
+    trust_pickle: bool = False
+    """Load items that only an unrestricted unpickler can read. It runs whatever code the checkpoint names: say True
+    only for one you wrote yourself."""
 
     commit_timeout_seconds: float = Field(default=1800.0, gt=0)
     """How long a mover waits for the other ranks' parts before it calls the checkpoint abandoned."""
