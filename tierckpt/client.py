@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .arena.slots import close_arenas
 from .config import Settings
 from .engine import Engine
 from .errors import ConfigError
@@ -172,12 +173,16 @@ def prefetch(
 
 
 def close_all() -> None:
-    """Stop every shared client of this process at once. What they were draining stays in the journal."""
+    """Stop every shared client of this process at once, and release staging memory that nothing refers to.
+
+    What the clients were draining stays in the journal.
+    """
     with _lock:
         clients = list(_clients.values())
         _clients.clear()
     for client in clients:
         client.close()
+    close_arenas()
 
 
 def _finish_all() -> None:

@@ -15,7 +15,7 @@ import tierckpt
 from tests.compat.worker import launch
 from tierckpt import Checkpointer
 from tierckpt.arena.slots import arena_for
-from tierckpt.errors import CapacityError, CheckpointSkippedError
+from tierckpt.errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
 from tierckpt.mover import flush
 
 
@@ -187,3 +187,20 @@ def test_replicas_are_neither_staged_nor_written_more_than_once(file_uri: str, t
     for rank in told:
         assert rank["staged"] < 0.6 * whole
         assert whole < rank["written"] < 1.1 * whole
+
+
+def test_a_save_that_hangs_is_waited_for_once_and_named(
+    file_uri: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither ``wait`` nor ``close`` waits without end, however many saves stand behind the one that hangs."""
+    monkeypatch.setattr("tierckpt.training.checkpointer.EXTRA_SECONDS", 0.0)
+    checkpointer = Checkpointer(file_uri, timeout_seconds=0.5, checkpoints_in_flight_max=2)
+    checkpointer.save(1, state(1.0))
+    checkpointer.save(2, state(2.0))
+    begun = time.monotonic()
+    with pytest.raises(OperationTimeoutError, match="step-1 has not ended"):
+        checkpointer.wait("local")
+    assert time.monotonic() - begun < 5
+    gate.set()
+    checkpointer.close()
+    assert restored(file_uri) == 2.0

@@ -31,6 +31,7 @@ from tierckpt.manifest import digest_of
 from tierckpt.mover import flush as flush_module
 from tierckpt.mover import priority
 from tierckpt.mover.flush import Flushed, Image, Record, Shard, flush, round_up, segment_bytes
+from tierckpt.mover.pace import Pace
 from tierckpt.mover.tuner import IoShape
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -253,6 +254,20 @@ def test_bytes_in_place_are_written_from_where_they_lie(
     for item in items:
         start = item.offset + len(item.head)
         assert arena.view[start : start + len(item.data)] == item.data
+
+
+def test_nobody_rests_after_the_last_segment(directory: Path, slots: list[Memory]) -> None:
+    """The commit waits for it, and there is nothing left to hold back."""
+    rests = []
+
+    class Spy(Pace):
+        def rest_after(self, used_seconds: float) -> None:
+            rests.append(used_seconds)
+
+    path = directory / "rested"
+    items = items_of([(0, 0, 5 * 8 * KiB, 0, False)])
+    run(path, records_of(items), slots, shape=IoShape(1, 8 * KiB), pace=Spy())
+    assert len(rests) == 4
 
 
 def test_only_the_segment_that_does_not_fit_the_image_is_copied(

@@ -87,3 +87,12 @@ def test_all_threads_of_a_flush_share_it(one_processor: None) -> None:
     for thread in threads:
         thread.join(10)
     assert steps._used_seconds == pytest.approx(0.04)
+
+
+def test_it_knows_whether_it_ever_rested(one_processor: None) -> None:
+    steps = Pace(0.1)
+    steps.rest_after(spin(0.03))
+    assert not steps.rested
+    spin(0.03)
+    steps.rest_after(0.001)
+    assert steps.rested

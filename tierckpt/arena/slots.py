@@ -34,9 +34,17 @@ COLLECT_SECONDS = 0.5
 MiB = 1 << 20
 
 
-def round_up(size_bytes: int) -> int:
+def whole_huge_pages(size_bytes: int) -> int:
     """What a slot of ``size_bytes`` takes."""
     return -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+
+def gave_its_place() -> CheckpointSkippedError:
+    """The error of a save whose staged copy was dropped for a newer checkpoint."""
+    return CheckpointSkippedError(
+        "the staged copy has given its place to a newer checkpoint",
+        hint="Raise checkpoints_in_flight_max, save less often, or use the staging_policy 'wait'",
+    )
 
 
 class Policy(StrEnum):
@@ -86,10 +94,7 @@ class Lease:
         """
         with self._lock:
             if self.state is State.DROPPED:
-                raise CheckpointSkippedError(
-                    "the staged copy has given its place to a newer checkpoint",
-                    hint="Raise checkpoints_in_flight_max, save less often, or use the staging_policy 'wait'",
-                )
+                raise gave_its_place()
             self._writers += 1
             self.state = State.FLUSHING
 
@@ -152,7 +157,7 @@ class Arena:
             CapacityError: the slot can never be had: above ``size_bytes_max``, or the node has not got the memory.
             OperationTimeoutError: no slot came free within ``timeout_seconds``.
         """
-        size_bytes_kept = round_up(size_bytes)
+        size_bytes_kept = whole_huge_pages(size_bytes)
         if self.size_bytes_max is not None and size_bytes_kept > self.size_bytes_max:
             raise CapacityError(
                 f"staging needs {size_bytes_kept} bytes and staging_bytes_max is {self.size_bytes_max}",
@@ -240,7 +245,7 @@ class Arena:
         """True when a new slot keeps both bounds; free slots do not count, they make room for it."""
         leased_bytes = sum(lease.memory.size_bytes for lease in self._leases)
         return len(self._leases) < self.slots_max and (
-            self.size_bytes_max is None or leased_bytes + round_up(size_bytes) <= self.size_bytes_max
+            self.size_bytes_max is None or leased_bytes + whole_huge_pages(size_bytes) <= self.size_bytes_max
         )
 
     def _give_back(self, lease: Lease) -> None:

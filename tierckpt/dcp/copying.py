@@ -21,7 +21,7 @@ class Copies:
         self._pairs: list[Pair] = list(zip(targets, sources, strict=True))
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self._event: Any = None
+        self._events: list[Any] = []
         self._on_host = False
 
     def run(self) -> None:
@@ -34,9 +34,9 @@ class Copies:
         now = [pair for pair in self._pairs if wanted(pair[1])]
         self._pairs = [pair for pair in self._pairs if not wanted(pair[1])] if len(now) < len(self._pairs) else []
         on_device = [pair for pair in now if pair[1].is_cuda]
-        event = _start_on_device(on_device)
+        events = _start_on_devices(on_device)
         _copy([pair for pair in now if not pair[1].is_cuda] if on_device else now)
-        if event is not None:
+        for event in events:
             event.synchronize()
 
     def run_in_background(self, done: Callable[[BaseException | None], None]) -> None:
@@ -48,13 +48,13 @@ class Copies:
         on_host = [pair for pair in self._pairs if not pair[1].is_cuda]
         self._pairs = []
         self._on_host = bool(on_host)
-        self._event = _start_on_device(on_device)
+        self._events = _start_on_devices(on_device)
 
         def work() -> None:
             try:
                 _copy_beside_training(on_host)
-                if self._event is not None:
-                    self._event.synchronize()
+                for event in self._events:
+                    event.synchronize()
             except BaseException as error:
                 self._error = error
             self._done.set()
@@ -65,10 +65,12 @@ class Copies:
     def wait(self, timeout_seconds: float) -> None:
         """Return when the sources may change. Raises what went wrong with a copy, which is then lost.
 
-        Copies on a device are not waited for by this thread: what it starts on the current stream from now on is.
+        Copies on a device are not waited for by this thread: what it starts on that device's current stream from now
+        on is.
         """
-        if self._event is not None and not self._on_host:
-            torch.cuda.current_stream().wait_event(self._event)
+        if self._events and not self._on_host:
+            for event in self._events:
+                torch.cuda.current_stream(event.device).wait_event(event)
             return
         try:
             self._done.wait(timeout_seconds)
@@ -101,12 +103,18 @@ def _copy_beside_training(pairs: Sequence[Pair]) -> None:
                 target.copy_(source)
 
 
-def _start_on_device(pairs: Sequence[Pair]) -> Any:
+def _start_on_devices(pairs: Sequence[Pair]) -> list[Any]:
+    """Start the copies from every device there is. Returns one event for each device."""
+    by_device: dict[torch.device, list[Pair]] = {}
+    for pair in pairs:
+        by_device.setdefault(pair[1].device, []).append(pair)
+    return [_start_on_device(device, group) for device, group in by_device.items()]
+
+
+def _start_on_device(device: torch.device, pairs: Sequence[Pair]) -> Any:
     """Queue copies on a stream of their own, after what the current stream has still to do. Returns their event."""
-    if not pairs:
-        return None
-    stream = _stream_of(pairs[0][1].device)
-    stream.wait_stream(torch.cuda.current_stream(pairs[0][1].device))
+    stream = _stream_of(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), torch.no_grad():
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs], non_blocking=True)
         for _, source in pairs:

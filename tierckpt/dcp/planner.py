@@ -14,9 +14,7 @@ always of one making. DCP's ``enable_plan_caching`` does neither (and overlooks 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import operator
 import pickle
 import secrets
@@ -35,6 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
+from .collection import no_collection
 from .split import Held
 
 MEMORIES_MAX = 4
@@ -213,24 +212,13 @@ class _Parcel(SavePlan):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        with _without_collection():
+        with no_collection():
             return _unpack, (pickle.dumps((self.items, self.storage_data, self.planner_data, self.usable)),)
 
 
 def _unpack(data: bytes) -> _Parcel:
-    with _without_collection():
+    with no_collection():
         return _Parcel(*pickle.loads(data))
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 # --- what is remembered -------------------------------------------------------------------------------------------
@@ -458,7 +446,7 @@ class TierSavePlanner(DefaultSavePlanner):
             self.global_plan, self.metadata = all_plans, _copy(generation.metadata)
             return self.global_plan, self.metadata
         complete = [self._complete(plan) for plan in all_plans]
-        with _without_collection():
+        with no_collection():
             global_plan, metadata = super().create_global_plan(complete)
         generation = _Generation(
             secrets.token_hex(8),

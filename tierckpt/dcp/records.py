@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from ..arena import slots
 from ..arena.slots import Lease
-from ..errors import CheckpointError, CheckpointSkippedError, StateMismatchError
+from ..errors import CheckpointError, StateMismatchError
 from ..mover.flush import BLOCK_BYTES, Image, Record, round_up
 from . import image, split, wire
 from .stager import StagedItems, meta_tensor
@@ -79,10 +79,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
 def _gone(item: WriteItem, lease: Lease) -> CheckpointError:
     """The error for staged data whose memory is another checkpoint's by now."""
     if lease.took_place:
-        return CheckpointSkippedError(
-            "the staged copy has given its place to a newer checkpoint",
-            hint="Raise checkpoints_in_flight_max, save less often, or use the staging_policy 'wait'",
-        )
+        return slots.gave_its_place()
     return StateMismatchError(
         f"the staged copy of {item.index.fqn} is gone: its memory was given to a newer checkpoint",
         hint="Save a staged state dict once, before the next ones are staged",
@@ -188,6 +185,12 @@ class _Gathered:
         self._flat: torch.Tensor | None = None
         self._left = tensor.numel() * tensor.itemsize
         self._lock = threading.Lock()
+        # The workers that fetch know nothing of this thread's stream: what it has still to do to the tensor is done
+        # first. An event records that without holding anybody up until the first fetch.
+        self._written: Any = None
+        if tensor.is_cuda:
+            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._written.record(torch.cuda.current_stream(tensor.device))
 
     def fetch(self, target: int, start: int, count: int) -> None:
         """Put ``count`` bytes from ``start`` on at ``target``.
@@ -196,6 +199,8 @@ class _Gathered:
         """
         with self._lock:
             if self._flat is None:
+                if self._written is not None:
+                    self._written.synchronize()
                 self._flat = self._tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
             flat = self._flat
         memory = (ctypes.c_char * count).from_address(target)

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from ..errors import TierckptError
-from ..manifest import FileEntry, digest_of
+from ..manifest import digest_of
 from ..stores.local import translate_os_error
 from ..telemetry import logger
 from ..types import Buffer, Tier
@@ -117,8 +117,3 @@ class ShardWriter(io.RawIOBase):
             self._buffer.close()
         except BufferError:
             pass  # an error on its way up still refers to a part of it: freed with the error
-
-    def entry(self, rank: int, token: str, *, durable: bool) -> FileEntry:
-        """Finish, and return the manifest entry of this shard."""
-        size, digests = self.finish(durable=durable)
-        return FileEntry(self.path.name, size, digests, rank, token)

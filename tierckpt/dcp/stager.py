@@ -26,12 +26,9 @@ from ..arena.pinning import pin
 from ..arena.slots import Lease, arena_for
 from ..config import Settings
 from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError
-from ..telemetry import logger
 from . import image, split, wire
 from .collection import no_collection
 from .copying import Copies
-
-log = logger("stage")
 
 Mode = Literal["eager", "lazy"]
 
@@ -51,8 +48,9 @@ class TierStager:
         settings: a ``Settings``; ``overrides`` are single fields of it (``checkpoints_in_flight_max=3``).
 
     Raises (from ``stage``):
-        StateMismatchError: a tensor on the meta device. CapacityError: staging memory cannot be had, or is full under
-        the policy "skip". OperationTimeoutError: all of it is in use (policy "wait").
+        StateMismatchError: a tensor on the meta device. CapacityError: staging memory cannot be had.
+        CheckpointSkippedError: all of it is in use (policy "skip"). OperationTimeoutError: still in use after
+        ``staging_timeout_seconds`` (policy "wait").
 
     Cost: one copy of the state; the first call also pays for the memory. Not thread-safe.
     """

@@ -44,6 +44,7 @@ from ..mover import commit, retention
 from ..mover.disk import check_local_root
 from ..mover.flush import Flushed, Shard, flush, round_up, segment_bytes
 from ..mover.journal import READY, WRITING, Entry, Journal
+from ..mover.pace import Pace
 from ..mover.tuner import WRITE_BYTES_MAX, tuner_for
 from ..stores.local import fsync_dir, make_dirs
 from ..telemetry import logger
@@ -322,6 +323,7 @@ class TierStorageWriter(Mount, StorageWriter):
         slot_bytes = min(segment, round_up(max(max(shard.size_bytes for shard in shards), 1)))
         timeout = settings.commit_timeout_seconds
         background = threading.current_thread() is not threading.main_thread()
+        pace = Pace(settings.flush_cpu_share, shape.threads) if background else Pace()
         with bounce_for(settings).take(shape.threads, slot_bytes, timeout) as slots:
             begun = time.monotonic()
             flushed = flush(
@@ -331,10 +333,11 @@ class TierStorageWriter(Mount, StorageWriter):
                 chunk_size_bytes=settings.chunk_size_bytes,
                 durable=self.sync_files,
                 nice=settings.flush_nice if background else 0,
-                cpu_share=settings.flush_cpu_share if background else 1.0,
+                pace=pace,
                 timeout_seconds=timeout,
             )
-            tuner.learn(shape, size_bytes, time.monotonic() - begun)
+            if not pace.rested and len(slots) == shape.threads:
+                tuner.learn(shape, size_bytes, time.monotonic() - begun)
         return flushed
 
     def _encode_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> bytes:

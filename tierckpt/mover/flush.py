@@ -28,6 +28,8 @@ import errno
 import os
 import threading
 import time
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import memmove
 from dataclasses import dataclass, field
@@ -167,7 +169,7 @@ def flush(
     durable: bool = True,
     base: int = 0,
     nice: int = 0,
-    cpu_share: float = 1.0,
+    pace: Pace | None = None,
     timeout_seconds: float = 1800.0,
 ) -> list[Flushed]:
     """Write ``shards``, each under a name that does not exist yet. Returns size and chunk digests, in order.
@@ -175,7 +177,7 @@ def flush(
     The caller's thread is one of the workers, unless ``nice`` asks for a low priority, which only threads of our own
     get. ``slots`` must hold a segment each, one for every thread of ``shape``.
 
-    ``cpu_share`` below 1 makes workers rest while the node's processors are busy (``pace.py``).
+    With a ``pace`` workers rest between segments while the node's processors are busy (``pace.py``).
 
     Raises:
         CapacityError: the disk is full (found by fallocate before the first byte, where the file system has it).
@@ -183,8 +185,8 @@ def flush(
         OperationTimeoutError: a worker has not ended within ``timeout_seconds``.
     Cost: one pass over data in cache for CRC and digest, one copy more where there is no image; memory: the slots.
     """
-    job = _Job(shards, slots, shape, chunk_size_bytes, durable, base, time.monotonic() + timeout_seconds)
-    job.pace = Pace(cpu_share if cpu_share == 1.0 else cpu_share / shape.threads)
+    deadline = time.monotonic() + timeout_seconds
+    job = _Job(shards, slots, shape, chunk_size_bytes, durable, base, pace or Pace(), deadline)
     try:
         job.run(nice)
     finally:
@@ -271,6 +273,7 @@ class _Job:
         chunk_size_bytes: int,
         durable: bool,
         base: int,
+        pace: Pace,
         deadline: float,
     ) -> None:
         self.chunk_size_bytes = chunk_size_bytes
@@ -285,8 +288,8 @@ class _Job:
         self.failure: BaseException | None = None
         self.working = 0
         self.threads_started: list[threading.Thread] = []
-        self.pace = Pace(1.0)
-        self._queue = self._segments()
+        self.pace = pace
+        self._queue = deque(self._segments())
         self._writing = threading.BoundedSemaphore(shape.writes_max)
 
     def _segments(self) -> Iterator[tuple[_File, int]]:
@@ -363,12 +366,13 @@ class _Job:
                 priority.lower_this_thread(nice)
             while True:
                 with self.changed:
-                    taken = next(self._queue, None) if self.failure is None else None
-                if taken is None:
-                    return
+                    if self.failure is not None or not self._queue:
+                        return
+                    taken = self._queue.popleft()
                 begun = time.thread_time()
                 self._segment(*taken, slot)
-                self.pace.rest_after(time.thread_time() - begun)
+                if self._queue:  # after the last segment the commit waits, and nothing is left to hold back
+                    self.pace.rest_after(time.thread_time() - begun)
         except BaseException as error:
             self._fail(error)
 
@@ -529,22 +533,9 @@ def segment_bytes(chunk_size_bytes: int, io_size_bytes: int) -> int:
 
 
 def _overlapping(records: Sequence[Record], start: int, end: int) -> Sequence[Record]:
-    """The records with a byte in [start, end), by bisection: records are in order."""
-    low, high = 0, len(records)
-    while low < high:
-        middle = (low + high) // 2
-        if records[middle].end <= start:
-            low = middle + 1
-        else:
-            high = middle
-    first, high = low, len(records)
-    while low < high:
-        middle = (low + high) // 2
-        if records[middle].offset < end:
-            low = middle + 1
-        else:
-            high = middle
-    return records[first:low]
+    """The records with a byte in [start, end): records are in order."""
+    first = bisect_right(records, start, key=lambda record: record.end)
+    return records[first : bisect_left(records, end, first, key=lambda record: record.offset)]
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -25,11 +25,15 @@ REST_SECONDS_MAX = 0.5
 class Pace:
     """Rests after work, so that the work takes ``share`` of the time while processors are busy. 1.0 never rests.
 
-    One for all threads of a flush.
+    One for all ``threads`` of a flush: each gets its part of the share.
     """
 
-    def __init__(self, share: float) -> None:
-        self.share = share
+    def __init__(self, share: float = 1.0, threads: int = 1) -> None:
+        self.share = share if share >= 1.0 else share / threads
+        self.rested = False
+        """Whether any thread ever rested: then the flush says nothing about how fast the device is."""
+        if self.share >= 1.0:
+            return
         self._processors = len(os.sched_getaffinity(0))
         self._used_seconds = 0.0
         self._own = (time.monotonic(), time.process_time(), 0.0)
@@ -40,6 +44,7 @@ class Pace:
     def rest_after(self, used_seconds: float) -> None:
         """Sleep in proportion to the processor time just used, at most half a second."""
         if self.share < 1.0 and self._busy(used_seconds):
+            self.rested = True
             time.sleep(min(used_seconds / self.share - used_seconds, REST_SECONDS_MAX))
 
     def _busy(self, used_seconds: float) -> bool:

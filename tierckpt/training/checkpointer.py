@@ -12,12 +12,10 @@ Saves are written one after another; up to ``checkpoints_in_flight_max`` of them
 from __future__ import annotations
 
 import os
-import pickle
 import time
-import uuid
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -42,7 +40,6 @@ from ..dcp.writer import TierStorageWriter, refuse_overlap
 from ..errors import (
     CheckpointError,
     CheckpointSkippedError,
-    CommitAbandonedError,
     ConfigError,
     OperationTimeoutError,
     TierckptError,
@@ -52,6 +49,7 @@ from ..stores.schemes import check_location
 from ..telemetry import logger
 from ..types import Tier
 from . import state as states
+from .exchange import Exchange, agree_on_name, all_gather, is_distributed
 
 log = logger("checkpointer")
 
@@ -122,7 +120,7 @@ class Checkpointer:
         self._running: deque[tuple[SaveRecord, Future[None]]] = deque()
         self._reported: set[str] = set()
         self._started: dict[str, float] = {}
-        self._job = _agree_on_name()
+        self._job = agree_on_name()
         self._saves = 0
         self._closed = False
 
@@ -152,7 +150,7 @@ class Checkpointer:
         self._started[record.uri] = begun
         self._saves += 1
         name = f"tierckpt/{self._job}"
-        exchange = _Exchange(
+        exchange = Exchange(
             f"{name}/{self._saves}", f"{name}/{self._saves - 1}" if self._saves > 1 else "", self.timeout_seconds
         )
         job = _Job(writer, plan, staged, metadata, record, exchange, begun)
@@ -187,7 +185,7 @@ class Checkpointer:
         if any(record.uri == uri for record, _ in self._running):
             self._wait_until_fewer_than(1)  # what it replaces must be known when it is planned
         if self.settings.staging_policy == "skip":
-            return any(_all_gather(len(self._unfinished()) >= self.settings.checkpoints_in_flight_max))
+            return any(all_gather(len(self._unfinished()) >= self.settings.checkpoints_in_flight_max))
         if self.settings.staging_policy == "wait":
             self._wait_until_fewer_than(self.settings.checkpoints_in_flight_max)
         return False
@@ -219,7 +217,7 @@ class Checkpointer:
     ) -> tuple[SavePlan, TierSavePlanner, Metadata | None]:
         """DCP's planning, on the caller's thread: the only collectives of a save."""
         planner = TierSavePlanner()
-        ranks = _DistWrapper(None, _is_distributed(), 0)
+        ranks = _DistWrapper(None, is_distributed(), 0)
         metadata: Metadata | None = None
 
         def local_step() -> SavePlan:
@@ -304,12 +302,15 @@ class Checkpointer:
         """Wait for every save that is under way. Raises the first error among them; the others are logged."""
         first: BaseException | None = None
         while self._running:
+            unfinished = len(self._running)
             try:
                 self._finish_oldest()
             except BaseException as error:
                 if first is not None:
                     log.error("another save failed too: %s", error)
                 first = first or error
+                if len(self._running) == unfinished:
+                    break  # it hangs, and those behind it wait for it: once is long enough to wait
         if first is not None:
             raise first
 
@@ -392,7 +393,7 @@ class Checkpointer:
             metadata = reader.read_metadata()
             target = states.load_target(state, metadata)
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is a fine number
-            load(target, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=not _is_distributed())
+            load(target, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=not is_distributed())
             states.put_back(state, target, metadata)
         self.restore_seconds = time.monotonic() - begun
         log.info("restored %s in %.2f s", uri, self.restore_seconds)
@@ -410,7 +411,7 @@ class Checkpointer:
             limit = step_max
             found = self._client.run(lambda engine: engine.latest(self.location, limit))  # noqa: B023
             attempt = found.manifest.attempt if found is not None and found.manifest is not None else ""
-            seen = _all_gather((found.step, attempt) if found is not None else None)
+            seen = all_gather((found.step, attempt) if found is not None else None)
             if any(item is None for item in seen):
                 return None
             if len(set(seen)) == 1:
@@ -468,100 +469,13 @@ class _Job:
     staged: StagedItems
     metadata: Metadata | None
     record: SaveRecord
-    exchange: _Exchange
+    exchange: Exchange
     begun: float
 
     def let_go(self) -> None:
         """Drop the staged copies: their memory is free for the next checkpoint, whoever keeps the future of this."""
         self.staged = StagedItems()
         self.metadata = None
-
-
-class _Exchange:
-    """One gather and one broadcast among ranks through the rendezvous store: no collective, so any thread may do it.
-
-    Every wait has the deadline; an error of any rank becomes an error of all.
-    """
-
-    def __init__(self, key: str, previous_key: str, timeout_seconds: float) -> None:
-        self.key = key
-        self.previous_key = previous_key
-        self.timeout_seconds = timeout_seconds
-
-    def gather_then(self, work: Callable[[], Any], then: Callable[[list[Any]], T]) -> T:
-        """Run ``work`` on every rank, ``then`` on rank 0 with all results; return its value everywhere."""
-        if not _is_distributed():
-            return then([work()])
-        store, rank, world = _store(), dist.get_rank(), dist.get_world_size()
-        try:
-            outcome: Any = ("ok", work())
-        except BaseException as error:
-            outcome = ("error", _portable(error))
-        store.set(f"{self.key}/{rank}", pickle.dumps(outcome))
-        if rank == 0:
-            verdict = self._decide(store, world, then)
-            store.set(f"{self.key}/verdict", pickle.dumps(verdict))
-        else:
-            verdict = self._get(store, f"{self.key}/verdict", "rank 0 to commit")
-        store.delete_key(f"{self.key}/{rank}")
-        if outcome[0] == "error":
-            raise outcome[1]
-        if verdict[0] == "error":
-            raise verdict[1]
-        return verdict[1]  # type: ignore[no-any-return]
-
-    def _decide(self, store: Any, world: int, then: Callable[[list[Any]], T]) -> tuple[str, Any]:
-        try:
-            outcomes = [
-                self._get(store, f"{self.key}/{rank}", f"rank {rank} to write its shards") for rank in range(world)
-            ]
-            if self.previous_key:
-                store.delete_key(f"{self.previous_key}/verdict")  # every rank has read it: all are done with this one
-            _raise_if_failed(outcomes)
-            return "ok", then([value for _, value in outcomes])
-        except BaseException as error:
-            return "error", _portable(error)
-
-    def _get(self, store: Any, key: str, what: str) -> Any:
-        deadline, pause = time.monotonic() + self.timeout_seconds, 0.002
-        while not store.check([key]):
-            if time.monotonic() > deadline:
-                raise OperationTimeoutError(
-                    f"waited {self.timeout_seconds:g} s for {what}",
-                    hint="That rank has died or hangs; nothing was committed and the previous checkpoint is whole",
-                )
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.1)
-        return pickle.loads(store.get(key))
-
-
-def _raise_if_failed(outcomes: list[Any]) -> None:
-    failed = {rank: value for rank, (kind, value) in enumerate(outcomes) if kind == "error"}
-    if failed:
-        rank, cause = next(iter(failed.items()))
-        if all(isinstance(error, CheckpointSkippedError) for error in failed.values()):
-            raise cause
-        raise CommitAbandonedError(
-            f"{len(failed)} of {len(outcomes)} ranks could not write their shards; the first says: {cause}",
-            hint="Nothing was committed; the previous checkpoint is whole",
-            rank=rank,
-        )
-
-
-def _portable(error: BaseException) -> BaseException:
-    """An error that pickles: ours do, others are told in words."""
-    if isinstance(error, TierckptError):
-        return error
-    return CommitAbandonedError(f"{type(error).__name__}: {error}")
-
-
-def _store() -> Any:
-    """A connection of our own to the job's rendezvous store, so that waiting on it blocks nobody else's use."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return store
 
 
 class _unwrapped:
@@ -586,22 +500,3 @@ def _keep_last(value: int | Mapping[str, int] | None) -> tuple[int | None, int |
         if tier not in {"local", "shared"} or not isinstance(count, int) or count < 1:
             raise ConfigError(f"keep_last has {tier}={count!r}", hint='Write keep_last=3 or {"local": 2, "shared": 10}')
     return kept.get("local"), kept.get("shared")
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _agree_on_name() -> str:
-    names = [uuid.uuid4().hex]
-    if _is_distributed():
-        dist.broadcast_object_list(names, src=0)
-    return names[0]
-
-
-def _all_gather(value: Any) -> list[Any]:
-    if not _is_distributed():
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered

@@ -1,0 +1,124 @@
+"""What the ranks of a job tell each other: results of a save through the rendezvous store, small facts by gathering.
+
+The store needs no collective, so that any thread may use it (P8); ``all_gather`` is one, for the caller's thread.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..errors import CheckpointSkippedError, CommitAbandonedError, OperationTimeoutError, TierckptError
+
+T = TypeVar("T")
+
+
+class Exchange:
+    """One gather and one broadcast among ranks through the rendezvous store: no collective, so any thread may do it.
+
+    Every wait has the deadline; an error of any rank becomes an error of all.
+    """
+
+    def __init__(self, key: str, previous_key: str, timeout_seconds: float) -> None:
+        self.key = key
+        self.previous_key = previous_key
+        self.timeout_seconds = timeout_seconds
+
+    def gather_then(self, work: Callable[[], Any], then: Callable[[list[Any]], T]) -> T:
+        """Run ``work`` on every rank, ``then`` on rank 0 with all results; return its value everywhere."""
+        if not is_distributed():
+            return then([work()])
+        store, rank, world = _store(), dist.get_rank(), dist.get_world_size()
+        try:
+            outcome: Any = ("ok", work())
+        except BaseException as error:
+            outcome = ("error", _portable(error))
+        store.set(f"{self.key}/{rank}", pickle.dumps(outcome))
+        if rank == 0:
+            verdict = self._decide(store, world, then)
+            store.set(f"{self.key}/verdict", pickle.dumps(verdict))
+        else:
+            verdict = self._get(store, f"{self.key}/verdict", "rank 0 to commit")
+        store.delete_key(f"{self.key}/{rank}")
+        if outcome[0] == "error":
+            raise outcome[1]
+        if verdict[0] == "error":
+            raise verdict[1]
+        return verdict[1]  # type: ignore[no-any-return]
+
+    def _decide(self, store: Any, world: int, then: Callable[[list[Any]], T]) -> tuple[str, Any]:
+        try:
+            outcomes = [
+                self._get(store, f"{self.key}/{rank}", f"rank {rank} to write its shards") for rank in range(world)
+            ]
+            if self.previous_key:
+                store.delete_key(f"{self.previous_key}/verdict")  # every rank has read it: all are done with this one
+            _raise_if_failed(outcomes)
+            return "ok", then([value for _, value in outcomes])
+        except BaseException as error:
+            return "error", _portable(error)
+
+    def _get(self, store: Any, key: str, what: str) -> Any:
+        deadline, pause = time.monotonic() + self.timeout_seconds, 0.002
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                raise OperationTimeoutError(
+                    f"waited {self.timeout_seconds:g} s for {what}",
+                    hint="That rank has died or hangs; nothing was committed and the previous checkpoint is whole",
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
+        return pickle.loads(store.get(key))
+
+
+def _raise_if_failed(outcomes: list[Any]) -> None:
+    failed = {rank: value for rank, (kind, value) in enumerate(outcomes) if kind == "error"}
+    if failed:
+        rank, cause = next(iter(failed.items()))
+        if all(isinstance(error, CheckpointSkippedError) for error in failed.values()):
+            raise cause
+        raise CommitAbandonedError(
+            f"{len(failed)} of {len(outcomes)} ranks could not write their shards; the first says: {cause}",
+            hint="Nothing was committed; the previous checkpoint is whole",
+            rank=rank,
+        )
+
+
+def _portable(error: BaseException) -> BaseException:
+    """An error that pickles: ours do, others are told in words."""
+    if isinstance(error, TierckptError):
+        return error
+    return CommitAbandonedError(f"{type(error).__name__}: {error}")
+
+
+def _store() -> Any:
+    """A connection of our own to the job's rendezvous store, so that waiting on it blocks nobody else's use."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def agree_on_name() -> str:
+    names = [uuid.uuid4().hex]
+    if is_distributed():
+        dist.broadcast_object_list(names, src=0)
+    return names[0]
+
+
+def all_gather(value: Any) -> list[Any]:
+    if not is_distributed():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
