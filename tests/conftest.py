@@ -39,6 +39,7 @@ def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
             monkeypatch.delenv(name)
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "local"))
     monkeypatch.setenv("TIERCKPT_ALLOW_TMPFS", "true")
+    monkeypatch.setenv("TIERCKPT_MOVER", "inline")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

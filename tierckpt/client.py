@@ -18,10 +18,12 @@ from typing import Any, TypeVar
 from .arena.slots import close_arenas
 from .config import Settings
 from .engine import Engine
-from .errors import ConfigError
+from .errors import ConfigError, TierckptError
 from .layout import parse_uri
+from .mover.contact import Contact, close_contacts, contact_for
+from .mover.journal import Entry
 from .stores.schemes import check_location
-from .telemetry import ignore_progress, logger
+from .telemetry import Tally, ignore_progress, listen, logger
 from .types import ProgressListener, Tier
 
 log = logger("client")
@@ -29,6 +31,8 @@ log = logger("client")
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_SECONDS = 10.0
+SETTLE_SECONDS = 300.0
+"""How long a process waits for the agent to bring what its predecessor had staged to the local tier."""
 
 
 class Client:
@@ -38,6 +42,8 @@ class Client:
         self.settings = settings
         self.engine = Engine(settings, listener)
         self._recovered = False
+        self._recovering = threading.Lock()
+        self._telling: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tierckpt", daemon=True)
         self._thread.start()
@@ -58,14 +64,47 @@ class Client:
             raise
 
     def submit(self, token: str) -> None:
-        """Start draining a journal entry in the background."""
-        self._loop.call_soon_threadsafe(self.engine.submit, token)
+        """Have a journal entry drained in the background: by the agent, or by this process."""
+        if self.settings.mover == "agent":
+            self._loop.call_soon_threadsafe(self._give_to_agent, token)
+        else:
+            self._loop.call_soon_threadsafe(self.engine.submit, token)
+
+    def _give_to_agent(self, token: str) -> None:
+        task = self._loop.create_task(self._tell_agent(token), name=f"submit {token}")
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _tell_agent(self, token: str) -> None:
+        try:
+            contact = contact_for(self.settings)
+            await asyncio.to_thread(contact.ask, {"op": "submit", "token": token})
+            if rows := _tally.take():
+                await asyncio.to_thread(contact.ask, {"op": "metrics", "rows": rows})
+        except (TierckptError, OSError) as error:
+            log.warning("no agent to drain with, so this process does it: %s", error)
+            self.engine.submit(token)
 
     def recover(self) -> None:
-        """Take up, once per process, what earlier processes left in the journal."""
-        if not self._recovered:
+        """Take up, once per process, what earlier processes left in the journal and in the agent's hands."""
+        with self._recovering:  # who comes second waits: only then is there all that there is going to be
+            if not self._recovered:
+                self._recover()
             self._recovered = True
-            self.run(lambda engine: engine.recover())
+
+    def _recover(self) -> None:
+        if self.settings.mover == "agent":
+            if not any(self.engine.journal.entries()):
+                return
+            contact = Contact(self.settings)  # of its own: this may take long, and others have to ask meanwhile
+            try:
+                contact.ask({"op": "settle"}, timeout_seconds=SETTLE_SECONDS)
+                return
+            except (TierckptError, OSError) as error:
+                log.warning("no agent to recover with, so this process does it: %s", error)
+            finally:
+                contact.close()
+        self.run(lambda engine: engine.recover())
 
     def close(self) -> None:
         """Stop the drains (the journal keeps them) and the thread. Idempotent."""
@@ -89,11 +128,20 @@ class Client:
     def finish(self) -> None:
         """Wait for the drains in this process, at most ``exit_timeout_seconds``; say what is left; close."""
         timeout = self.settings.exit_timeout_seconds
-        left = self.run(lambda engine: engine.idle(timeout))
+        left = self.run(lambda engine: self._idle(engine, timeout))
         for entry in left:
             log.warning("%s is not on the shared tier yet; `tierckpt drain --wait` on this node finishes it", entry.uri)
         self.close()
 
+    async def _idle(self, engine: Engine, timeout_seconds: float) -> list[Entry]:
+        if self._telling:
+            await asyncio.wait(set(self._telling), timeout=timeout_seconds)
+        return await engine.idle(timeout_seconds)
+
+
+_tally = Tally()
+"""What this process has measured since the agent, which serves the metrics of the node, was last told."""
+listen(_tally)
 
 _clients: dict[str, Client] = {}
 _lock = threading.Lock()
@@ -182,6 +230,7 @@ def close_all() -> None:
         _clients.clear()
     for client in clients:
         client.close()
+    close_contacts()
     close_arenas()
 
 
@@ -189,6 +238,7 @@ def _finish_all() -> None:
     for client in list(_clients.values()):
         client.finish()
     _clients.clear()
+    close_contacts()
 
 
 def _forget_after_fork() -> None:

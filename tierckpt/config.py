@@ -83,11 +83,26 @@ class Settings(BaseSettings):
     concurrency: int = Field(default=4, ge=1, le=256)
     """Files in flight per mover. Each holds a few chunks, so this bounds the mover's memory."""
 
+    mover: Literal["agent", "inline"] = "agent"
+    """Who drains: the node's agent, a process that outlives this one and is started when there is none, or this
+    process itself (for tests, notebooks and commands)."""
+
+    agent_idle_seconds: float = Field(default=30.0, gt=0)
+    """An agent with nothing to drain and nobody connected leaves after this long."""
+
+    grace_seconds: float = Field(default=25.0, ge=0)
+    """What a process takes, after SIGTERM, to bring checkpoints to safety before it ends."""
+
+    staging_memory: Literal["auto", "private", "shared"] = "auto"
+    """Where a Checkpointer stages. ``shared``: the agent holds the memory too, and what a killed trainer had staged is
+    still saved. ``auto``: shared where the agent drains and the kernel has huge pages for it, else private, which is
+    faster to write from than shared memory of small pages."""
+
     drain_bytes_per_second: ByteSize | None = Field(default=None, gt=0)
     """Most bytes per second that all drains of one mover together send. None: what the store takes."""
 
     throughput_min_bytes_per_second: ByteSize = Field(default=ByteSize(16 * KiB), ge=0)
-    """A request that moves less than this over ``throughput_window_seconds`` is broken off and tried again. 0: never."""
+    """A request that moves less than this over ``throughput_window_seconds`` is broken off and repeated. 0: never."""
 
     throughput_window_seconds: float = Field(default=15.0, gt=0)
     """The window over which the throughput of a request is judged."""
@@ -110,7 +125,7 @@ class Settings(BaseSettings):
 
     trust_pickle: bool = False
     """Load items that only an unrestricted unpickler can read. It runs whatever code the checkpoint names: say True
-    only for one you wrote yourself."""
+    only for one you wrote yourself, and where you open it: neither the environment nor ``tierckpt.toml`` can say it."""
 
     commit_timeout_seconds: float = Field(default=1800.0, gt=0)
     """How long a mover waits for the other ranks' parts before it calls the checkpoint abandoned."""
@@ -129,6 +144,15 @@ class Settings(BaseSettings):
 
     allow_tmpfs: bool = False
     """Say nothing when ``local_root`` is on tmpfs (memory), which does not survive the node."""
+
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port on which the agent serves Prometheus metrics, on the loopback address only. 0: any free one. None: none."""
+
+    log_format: Literal["text", "json"] = "text"
+    """How the command line and the agent write events to stderr. ``json``: one object a line."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """The least serious events that the command line and the agent write."""
 
     @field_validator("local_root")
     @classmethod
@@ -166,7 +190,14 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+        toml_settings = TomlConfigSettingsSource(settings_cls)
+        for name, source in {"the environment": env_settings, "tierckpt.toml": toml_settings}.items():
+            if "trust_pickle" in source():
+                raise ConfigError(
+                    f"trust_pickle is set in {name}, from where it is not taken",
+                    hint="Pass trust_pickle=True where you open the checkpoint: it lets that checkpoint run code",
+                )
+        return init_settings, env_settings, toml_settings
 
     @classmethod
     def load(cls, settings: Settings | None = None, **overrides: Any) -> Settings:

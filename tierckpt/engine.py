@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from .config import Settings
 from .errors import (
+    BucketNotFoundError,
     CheckpointNotFoundError,
     CommitAbandonedError,
     ConfigError,
+    IntegrityError,
+    ObjectNotFoundError,
     OperationTimeoutError,
     StoreUnavailableError,
     TierckptError,
     UncommittedCheckpointError,
 )
-from .layout import PRIVATE_DIR, SHARD_SUFFIX, Location, attempt_metadata, local_dir, step_of
+from .layout import MANIFEST, PRIVATE_DIR, SHARD_SUFFIX, Location, attempt_metadata, local_dir, step_of
 from .manifest import FileEntry, Manifest
-from .mover import catalog, commit, retention
+from .mover import catalog, commit, leases
+from .mover.budget import Budget
 from .mover.catalog import Checkpoint, Row
 from .mover.drain import Drainer, DrainResult
-from .mover.journal import READY, Entry, Journal
+from .mover.drill import DrillReport, choose, drill
+from .mover.journal import READY, WRITTEN, Entry, Journal
 from .mover.prefetch import PrefetchResult, from_listing, from_manifest, prefetch
+from .mover.prune import Pruner, PruneResult, finish_local
 from .mover.restore import RestoreResult, restore
+from .mover.retention import Policy, Rule
 from .mover.transfer import fetch
 from .mover.verify import VerifyReport, verify
 from .stores.base import Store
@@ -58,6 +68,11 @@ class Engine:
     @property
     def journal(self) -> Journal:
         return self._drainer.journal
+
+    @property
+    def budget(self) -> Budget:
+        """What the drains of this engine may take; it can be changed while they run."""
+        return self._drainer.budget
 
     def store(self, location: Location) -> Store:
         return self._drainer.store(location)
@@ -113,29 +128,63 @@ class Engine:
         await self._drainer.send_files(entry)
         return True
 
-    def submit(self, token: str) -> None:
+    @property
+    def draining(self) -> Collection[str]:
+        """Tokens of the journal entries that this process drains."""
+        return self._drains.keys()
+
+    def submit(self, token: str) -> asyncio.Task[DrainResult]:
         """Start draining a journal entry in the background. Its error is kept for ``wait``."""
         if token not in self._drains:
             task = asyncio.create_task(self._drain(token), name=f"drain {token}")
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # kept in _failures, not lost
             self._drains[token] = task
+        return self._drains[token]
 
     async def recover(self) -> None:
         """Take up what earlier processes left in the journal: drain what was finished, remove what was not.
 
         Safe beside live savers and movers: each holds its entries, and what is held is left alone.
         """
+        await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
         for entry in await asyncio.to_thread(self.journal.entries):
             if entry.state == READY:
                 if self.settings.drain:
                     self.submit(entry.token)
+            elif entry.state == WRITTEN:
+                await self._take_up_written(entry)
             else:
                 await asyncio.to_thread(self._remove_unfinished, entry)
+
+    async def _take_up_written(self, entry: Entry) -> None:
+        """A rank that ended between its last shard and the news of the commit: find out what became of the save.
+
+        The commit is known by a manifest that names the entry: the one of this node, or what the coordinator's mover
+        has left on the shared tier. While there is none the shards stay, because the coordinator's node may be slow or
+        away; after ``commit_timeout_seconds`` no mover waits for them any more.
+        """
+        local = await asyncio.to_thread(commit.read_local_manifest, self.directory(entry.location))
+        named = local is not None and entry.token in local.tokens
+        if not named and self.settings.drain:
+            try:
+                named = await self._drainer.is_named(entry)
+            except TierckptError as error:
+                log.warning("%s: whether it was committed cannot be known yet (%s)", entry.uri, error)
+                return
+        if named:
+            with self.journal.own(entry.token) as dead:
+                if not dead:
+                    return
+                await asyncio.to_thread(self.journal.write, replace(entry, state=READY))
+            if self.settings.drain:
+                self.submit(entry.token)
+        elif time.time() - entry.created_unix_seconds > self.settings.commit_timeout_seconds:
+            await asyncio.to_thread(self._remove_unfinished, entry)
 
     def _remove_unfinished(self, entry: Entry) -> None:
         with self.journal.own(entry.token) as dead:
             current = self.journal.read(entry.token)
-            if not dead or current is None or current.state == READY:
+            if not dead or current is None or current.state != entry.state:
                 return
             directory = self.directory(entry.location)
             for path in (*directory.glob(f"*-{entry.token}{SHARD_SUFFIX}"), directory / attempt_metadata(entry.token)):
@@ -187,7 +236,7 @@ class Engine:
         """
         deadline = time.monotonic() + timeout_seconds
         patience = time.monotonic() + min(timeout_seconds, OTHER_RANKS_SECONDS)
-        while self._drains and time.monotonic() < deadline:
+        while self._drains and time.monotonic() < deadline and not self._drainer.budget.paused:
             sending = self._drains.keys() - self._drainer.awaiting
             if not sending and time.monotonic() > patience:
                 break
@@ -387,10 +436,11 @@ class Engine:
                 except (TierckptError, OSError) as error:
                     log.warning("%s stays on the shared tier only: %s", entry.path, error)
 
-        await asyncio.gather(*(one(entry) for entry in missing))
-        if missing and Tier.SHARED in checkpoint.tiers:
-            # With the manifest beside them the fetched files are known to retention and eviction.
-            await self._adopt(checkpoint.store, checkpoint.directory, checkpoint.manifest)
+        async with self.reading(checkpoint):
+            await asyncio.gather(*(one(entry) for entry in missing))
+            if missing and Tier.SHARED in checkpoint.tiers:
+                # With the manifest beside them the fetched files are known to retention and eviction.
+                await self._adopt(checkpoint.store, checkpoint.directory, checkpoint.manifest)
 
     async def _adopt(self, store: Store, directory: Path, manifest: Manifest) -> None:
         try:
@@ -410,6 +460,44 @@ class Engine:
             listener=self._listener,
         )
         return checkpoint, report
+
+    async def drill(self, location: Location, *, seed: int | None, scratch: Path | None) -> DrillReport:
+        """Restore a random committed step at or under ``location`` from the shared tier only, and compare every byte.
+
+        Raises:
+            CheckpointNotFoundError: nothing is committed there.
+            ManifestError: the manifest of the chosen step is damaged.
+        """
+        names = await self.store(location).list_dirs()
+        places = [location, *(location.child(name) for name in names if not name.startswith("."))]
+        gate = asyncio.Semaphore(self.settings.concurrency)
+        has_commit = await asyncio.gather(*(self._has_commit(place, gate) for place in places))
+        steps = [place for place, has in zip(places, has_commit, strict=True) if has]
+        if not steps:
+            raise CheckpointNotFoundError(
+                f"nothing is committed on the shared tier at or under {location.uri}",
+                hint="`tierckpt ls` lists what is there; `tierckpt drain --wait` on the training nodes brings more",
+            )
+        seed = secrets.randbelow(1 << 32) if seed is None else seed
+        chosen = choose(steps, seed)
+        manifest = await commit.read_shared_manifest(self.store(chosen))
+        if manifest is None:
+            raise CheckpointNotFoundError(f"{chosen.uri} was removed while the drill began", hint="Run it again")
+        report = DrillReport(chosen, seed, len(steps))
+        concurrency, parent = self.settings.concurrency, scratch or self.settings.local_root
+        return await drill(
+            report, self.store(chosen), manifest, parent, concurrency=concurrency, listener=self._listener
+        )
+
+    async def _has_commit(self, location: Location, gate: asyncio.Semaphore) -> bool:
+        async with gate:
+            try:
+                await self.store(location).head(MANIFEST)
+            except BucketNotFoundError:
+                raise  # a place that does not exist is not an empty place
+            except ObjectNotFoundError:
+                return False
+            return True
 
     async def prefetch(self, location: Location, directory: Path | None) -> PrefetchResult:
         """Fill ``directory`` (default: where this node's local tier mirrors the URI) with a checkpoint or model."""
@@ -437,48 +525,78 @@ class Engine:
         return result
 
     async def restore(self, location: Location, directory: Path) -> RestoreResult:
-        """Make ``directory`` a plain copy of the newest usable checkpoint at or under ``location``."""
-        checkpoint = await self.latest(location) or await self.find(location)  # find says what is wrong
-        return await restore(
-            checkpoint,
-            directory,
-            chunk_size_bytes=int(self.settings.chunk_size_bytes),
-            concurrency=self.settings.concurrency * 2,
-            listener=self._listener,
-        )
+        """Make ``directory`` a plain copy of the newest usable checkpoint at or under ``location``.
+
+        One with a file that has no good copy left is passed over for the step before it; the log says so.
+        """
+        lost: IntegrityError | None = None
+        step_max: int | None = None
+        while True:
+            checkpoint = await self.latest(location, step_max)
+            if checkpoint is None:
+                if lost is not None:
+                    raise lost
+                checkpoint = await self.find(location)  # it says what is wrong
+            try:
+                result = await self._restore(checkpoint, directory)
+                if result is not None:
+                    return result
+            except IntegrityError as error:
+                if checkpoint.location == location or checkpoint.step is None:
+                    raise
+                log.warning("%s has no good copy left, going back to an older step: %s", checkpoint.location.uri, error)
+                lost, step_max = lost or error, checkpoint.step - 1
+
+    async def _restore(self, checkpoint: Checkpoint, directory: Path) -> RestoreResult | None:
+        """Restore ``checkpoint``; None when it was removed, or replaced, before it was held: look again."""
+        async with self.reading(checkpoint):
+            if not await _stands(checkpoint):
+                return None
+            return await restore(
+                checkpoint,
+                directory,
+                chunk_size_bytes=int(self.settings.chunk_size_bytes),
+                concurrency=self.settings.concurrency * 2,
+                listener=self._listener,
+            )
+
+    def reading(self, checkpoint: Checkpoint) -> AbstractAsyncContextManager[None]:
+        """Hold ``checkpoint`` against retention and eviction on this node while it is read."""
+        return leases.reading_async(self.settings.local_root, checkpoint.directory)
 
     # --- removing ----------------------------------------------------------------------------------------------
 
-    async def keep_last(self, location: Location, *, local: int | None, shared: int | None) -> builtins.list[Row]:
-        """Remove the older checkpoints directly under ``location``. Returns the rows that lost a copy.
+    async def prune(self, location: Location, policy: Policy, *, dry_run: bool = False) -> PruneResult:
+        """Remove the checkpoints directly under ``location`` that ``policy`` does not keep; say what became of each.
 
-        Never removes from the local tier what the shared tier has not committed, and never the newest of a tier.
+        Never the newest of a tier, nor what is not on a lower tier yet, nor what is in use (mover/retention.py).
         """
-        try:
-            rows = [row for row in await self.list(location) if row.step is not None]
-        except CheckpointNotFoundError:
-            return []
-        removed = []
-        on_shared = {row.step: row for row in rows if row.shared == "committed" and row.step is not None}
-        on_local = {row.step: row for row in rows if row.local == "committed" and row.step is not None}
-        for step in retention.steps_to_remove(list(on_local), local or 0):
-            directory = self.directory(on_local[step].location)
-            if not self.settings.drain or await asyncio.to_thread(_is_on_shared, directory):
-                await asyncio.to_thread(commit.remove_local, directory)
-                removed.append(on_local[step])
-        for step in retention.steps_to_remove(list(on_shared), shared or 0):
-            store = self.store(on_shared[step].location)
-            manifest = await commit.read_shared_manifest(store)
-            if manifest is not None:
-                await retention.remove_shared(store, manifest)
-                removed.append(on_shared[step])
-        return removed
+        children = [location.child(name) for name in await self._children(location)]
+        result = await Pruner(self.settings, self.journal, self.store).prune(children, policy, dry_run=dry_run)
+        if not dry_run:
+            finished = await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
+            result.leftovers += [directory.name for directory in finished]
+        return result
+
+    async def keep_last(
+        self, location: Location, *, local: int | None = None, shared: int | None = None
+    ) -> PruneResult:
+        """``prune`` to the newest ``local`` and ``shared`` checkpoints. None keeps all of that tier."""
+        return await self.prune(location, Policy(Rule(local), Rule(shared)))
 
 
-def _is_on_shared(directory: Path) -> bool:
-    """True when the shared tier has committed exactly the attempt that stands here."""
-    manifest = commit.read_local_manifest(directory)
-    return manifest is not None and commit.is_drained(directory, manifest.attempt)
+async def _stands(checkpoint: Checkpoint) -> bool:
+    """False when a removal or another save was faster than the lease on ``checkpoint``."""
+    if checkpoint.manifest is None:
+        return True
+    local = await asyncio.to_thread(commit.read_local_manifest, checkpoint.directory)
+    if local is not None and local.attempt == checkpoint.manifest.attempt:
+        return True
+    try:
+        shared = await commit.read_shared_manifest(checkpoint.store)
+    except StoreUnavailableError:
+        return True  # then the restore says what it cannot read
+    return shared is not None and shared.attempt == checkpoint.manifest.attempt
 
 
 async def _claimed(store: Store) -> bool:

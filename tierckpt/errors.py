@@ -11,7 +11,8 @@
     │   └── StoreUnavailableError                     exit 7   the store's own retries are spent; try again later
     ├── CapacityError (OSError)                       exit 1   no room: disk full, quota
     ├── IntegrityError                                exit 5   bytes are not what the manifest says
-    │   └── ManifestError (ValueError)                         the manifest itself is not acceptable
+    │   ├── ManifestError (ValueError)                         the manifest itself is not acceptable
+    │   └── UnsafeCheckpointError (ValueError)                 it asks for more than to be read: code, paths, lies
     ├── CheckpointError                               exit 1
     │   ├── CheckpointNotFoundError (FileNotFoundError) exit 4
     │   ├── UncommittedCheckpointError                exit 4   files are there, the commit is not
@@ -30,6 +31,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .redaction import redact, redact_all
+
 
 class TierckptError(Exception):
     """Base of all errors here. ``message`` says what and which object; ``hint`` says what to do next."""
@@ -38,10 +41,11 @@ class TierckptError(Exception):
     retryable: bool = False
 
     def __init__(self, message: str, *, hint: str = "", **context: Any) -> None:
-        self.message = message
-        self.hint = hint
-        self.context = {key: value for key, value in context.items() if value is not None}
-        super().__init__(message)
+        # Servers repeat what they were sent: a secret in their answer must not reach a log or a traceback through us.
+        self.message = redact(message)
+        self.hint = redact(hint)
+        self.context = {key: redact_all(value) for key, value in context.items() if value is not None}
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         facts = ", ".join(f"{key}={value}" for key, value in self.context.items())
@@ -104,6 +108,10 @@ class IntegrityError(TierckptError):
 
 
 class ManifestError(IntegrityError, ValueError):
+    pass
+
+
+class UnsafeCheckpointError(IntegrityError, ValueError):
     pass
 
 

@@ -9,11 +9,16 @@ A checkpoint directory looks the same on every tier, so what is true of the buck
     <checkpoint>/.tierckpt/metadata/<attempt>       the metadata bytes that belong to the manifest's attempt
     <checkpoint>/.tierckpt/pending/<attempt>.json   the manifest to be, until every rank has drained (shared tier only)
     <checkpoint>/.tierckpt/parts/<token>.json       one rank has drained its shards (shared tier only)
+    <checkpoint>/.tierckpt/removed/<attempt>.json   a removal that is under way: what is still to be deleted
 
 The local root holds::
 
     <local_root>/checkpoints/<scheme>/<authority>/<path>/...     the local tier, mirroring the URI
     <local_root>/journal/<token>.json                            what a mover still has to drain
+    <local_root>/control.json                                    what people ask of this node's movers: rate, pause
+    <local_root>/flush.mark                                      locked (shared) by whoever writes a checkpoint
+    <local_root>/leases/                                         flocks of those who read a checkpoint
+    <local_root>/agent/                                          the agent's socket, lock and log; wills of staged saves
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from .errors import ConfigError
+from .redaction import carries_credential, redact
 
 METADATA = ".metadata"
 PRIVATE_DIR = ".tierckpt"
@@ -92,7 +98,7 @@ def parse_uri(uri: object) -> Location:
     ``file:///mount/key``, a bare path (made absolute), or any fsspec URL.
 
     Raises:
-        ConfigError: empty, not text or a path, or without the bucket its scheme needs.
+        ConfigError: empty, not text or a path, without the bucket its scheme needs, or with a password or a signature.
     """
     text = uri if isinstance(uri, str) else _fspath(uri)
     if not text.strip():
@@ -103,6 +109,11 @@ def parse_uri(uri: object) -> Location:
     match = _SCHEME.match(text)
     if not match:
         return Location("file", "", str(Path(text).absolute()))
+    if carries_credential(text):
+        raise ConfigError(
+            f"{redact(text)} carries a credential, and a URI is written to journals, manifests and logs",
+            hint="Give the plain URI, and the credential by the environment variables of the store",
+        )
     scheme = _ALIASES.get(match[1].lower(), match[1].lower())
     if scheme == "file":
         return Location("file", "", str(Path(unquote(urlsplit(text).path) or "/").absolute()))
@@ -135,6 +146,18 @@ def local_dir(local_root: Path, location: Location) -> Path:
 
 def journal_dir(local_root: Path) -> Path:
     return Path(local_root, "journal")
+
+
+def agent_dir(local_root: Path) -> Path:
+    return Path(local_root, "agent")
+
+
+def control_file(local_root: Path) -> Path:
+    return Path(local_root, "control.json")
+
+
+def flush_mark(local_root: Path) -> Path:
+    return Path(local_root, "flush.mark")
 
 
 def attempt_metadata(attempt: str) -> str:

@@ -4,14 +4,15 @@ Invariants (tests cite them):
     M1  A manifest that decodes is safe to act on: no path leaves the checkpoint directory, no file is named twice,
         every size is possible and has exactly the digests its chunks need. Refused before anything is allocated.
     M2  Encoding is canonical: equal manifests are equal bytes, so two movers that commit one attempt write one object.
-    M3  ``self_digest`` covers everything else: a damaged manifest is refused, never half-believed.
+    M3  ``self_digest`` covers everything else, and the bytes are the canonical ones to the last: a damaged manifest is
+        refused, never half-believed. The same holds for the small records beside it (``seal``, ``unseal``).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeGuard
 
@@ -25,7 +26,12 @@ VERSION = 1
 DIGEST = "xxh3-128"
 SIZE_BYTES_MAX = 1 << 50
 FILES_MAX = 4_000_000
+RANKS_MAX = 10_000_000
 MANIFEST_BYTES_MAX = 1 << 30
+RECORD_BYTES_MAX = 1 << 20
+NAME_BYTES_MAX = 255
+
+Bad = Callable[[str], NoReturn]
 
 _HEX = re.compile(r"^[0-9a-f]{32}\Z")
 _TOKEN = re.compile(r"^[A-Za-z0-9_.-]{1,80}\Z")
@@ -136,9 +142,7 @@ class Manifest:
         return self.files + self.metadata
 
     def encode(self) -> bytes:
-        body = self._body()
-        body["self_digest"] = digest_of(_canonical(body))
-        return _canonical(body)
+        return seal(self._body())
 
     def _body(self) -> dict[str, Any]:
         return {
@@ -183,12 +187,7 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
     ) -> NoReturn:
         raise ManifestError(f"{where}: {reason}", hint=hint)
 
-    if len(data) > MANIFEST_BYTES_MAX:
-        bad(f"{len(data)} bytes is larger than any manifest")
-    try:
-        body = json.loads(bytes(data), object_pairs_hook=_unique_keys, parse_constant=_no_constants)
-    except (ValueError, RecursionError) as error:
-        bad(f"not valid JSON ({error})")
+    body = _parse(data, MANIFEST_BYTES_MAX, bad)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         bad("not a tierckpt manifest")
     version, digest = body.get("version"), body.get("digest")
@@ -199,23 +198,21 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
             f"which reads version {VERSION} with digest {DIGEST!r}",
             hint="Read it with the release that wrote it. Its data files are plain DCP and load with stock PyTorch",
         )
-    claimed = body.pop("self_digest", None)
-    if claimed != digest_of(_canonical(body)):
-        bad("its own digest does not match")
+    _check_seal(body, data, bad)
 
     chunk = body.get("chunk_size_bytes")
     if not _is_int(chunk) or not 4096 <= chunk <= SIZE_BYTES_MAX:
-        bad(f"chunk_size_bytes is {chunk!r}")
+        bad(f"chunk_size_bytes is {chunk!r:.80}")
     world = body.get("world_size")
-    if not _is_int(world) or not 1 <= world <= 10_000_000:
-        bad(f"world_size is {world!r}")
+    if not _is_int(world) or not 1 <= world <= RANKS_MAX:
+        bad(f"world_size is {world!r:.80}")
     attempt, replaces, created = body.get("attempt"), body.get("replaces"), body.get("created_unix_seconds")
-    if not isinstance(attempt, str) or not _TOKEN.match(attempt):
-        bad(f"attempt is {attempt!r}")
-    if not isinstance(replaces, list) or not all(isinstance(item, str) and _TOKEN.match(item) for item in replaces):
-        bad(f"replaces is {replaces!r}")
-    if not isinstance(created, int | float) or isinstance(created, bool):
-        bad(f"created_unix_seconds is {created!r}")
+    if not is_token(attempt):
+        bad(f"attempt is {attempt!r:.80}")
+    if not is_tokens(replaces):
+        bad(f"replaces is {replaces!r:.80}")
+    if not is_unix_seconds(created):
+        bad(f"created_unix_seconds is {created!r:.80}")
     metadata = _decode_entries(body.get("metadata"), chunk, bad)
     files = _decode_entries(body.get("files"), chunk, bad)
     paths = [entry.path for entry in metadata + files] + [entry.source for entry in metadata + files if entry.source]
@@ -224,6 +221,56 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
     if not metadata:
         bad("no metadata file")
     return Manifest(attempt, world, chunk, metadata, files, tuple(replaces), float(created))
+
+
+def seal(body: dict[str, Any]) -> bytes:
+    """Encode ``body`` canonically, with a ``self_digest`` of everything else (M2, M3)."""
+    return _canonical({**body, "self_digest": digest_of(_canonical(body))})
+
+
+def unseal(
+    data: Buffer, fields: frozenset[str], *, where: str, size_bytes_max: int = RECORD_BYTES_MAX
+) -> dict[str, Any]:
+    """Decode a small record that ``seal`` made, exactly ``fields``. Values are the caller's to check.
+
+    A record without a ``self_digest`` is one of release 0.1 and is taken as it is, if its fields are exactly these: so
+    damage to the name of the digest does not pass for age.
+
+    Raises:
+        ManifestError: not JSON, larger than ``size_bytes_max``, other fields, or damaged.
+    """
+
+    def bad(reason: str) -> NoReturn:
+        raise ManifestError(f"{where}: {reason}", hint="The record is damaged; what it says is not acted upon")
+
+    body = _parse(data, size_bytes_max, bad)
+    if not isinstance(body, dict) or body.keys() - {"self_digest"} != fields:
+        bad("not a record of these fields")
+    if "self_digest" in body:
+        _check_seal(body, data, bad)
+    return body
+
+
+def _parse(data: Buffer, size_bytes_max: int, bad: Bad) -> Any:
+    if len(data) > size_bytes_max:
+        bad(f"{len(data)} bytes is larger than any that tierckpt writes")
+    try:
+        return json.loads(bytes(data), object_pairs_hook=_unique_keys, parse_constant=_no_constants)
+    except (ValueError, RecursionError) as error:
+        bad(f"not valid JSON ({error})")
+
+
+def _check_seal(body: dict[str, Any], data: Buffer, bad: Bad) -> None:
+    """Take ``self_digest`` out of ``body``, refuse if it is not that of the rest or ``data`` is not canonical (M3)."""
+    claimed = body.pop("self_digest", None)
+    try:
+        rest = _canonical(body)
+    except (ValueError, RecursionError) as error:
+        bad(f"not encodable ({error})")
+    if claimed != digest_of(rest):
+        bad("its own digest does not match")
+    if data != _canonical({**body, "self_digest": claimed}):
+        bad("its own digest matches and its bytes are not canonical: something was added to it")
 
 
 def decode_entries(items: Any, chunk_size_bytes: int, *, where: str) -> tuple[FileEntry, ...]:
@@ -235,23 +282,23 @@ def decode_entries(items: Any, chunk_size_bytes: int, *, where: str) -> tuple[Fi
     return _decode_entries(items, chunk_size_bytes, bad)
 
 
-def _decode_entries(items: Any, chunk: int, bad: Any) -> tuple[FileEntry, ...]:
+def _decode_entries(items: Any, chunk: int, bad: Bad) -> tuple[FileEntry, ...]:
     if not isinstance(items, list) or len(items) > FILES_MAX:
         bad("the list of files is not a list of sane length")
     return tuple(_decode_entry(item, chunk, bad) for item in items)
 
 
-def _decode_entry(item: Any, chunk: int, bad: Any) -> FileEntry:
+def _decode_entry(item: Any, chunk: int, bad: Bad) -> FileEntry:
     if not isinstance(item, dict) or set(item) - {"path", "size_bytes", "digests", "rank", "token", "source"}:
         bad(f"a file entry has unknown or missing fields: {str(item)[:120]}")
     path, size, digests = item.get("path"), item.get("size_bytes"), item.get("digests")
     rank, token, source = item.get("rank", 0), item.get("token", ""), item.get("source", "")
-    if not is_safe_path(path) or (source and not is_safe_path(source)):
-        bad(f"path {path!r} leaves the checkpoint directory or is no path")
+    if not is_safe_path(path) or (source != "" and not is_safe_path(source)):
+        bad(f"path {path!r:.80} leaves the checkpoint directory or is no path")
     if not _is_int(size) or not 0 <= size <= SIZE_BYTES_MAX:
-        bad(f"{path}: size {size!r} is not possible")
-    if not _is_int(rank) or rank < 0 or not isinstance(token, str) or (token and not _TOKEN.match(token)):
-        bad(f"{path}: rank {rank!r} or token {token!r} is not possible")
+        bad(f"{path}: size {size!r:.80} is not possible")
+    if not _is_int(rank) or not 0 <= rank < RANKS_MAX or (token != "" and not is_token(token)):
+        bad(f"{path}: rank {rank!r:.80} or token {token!r:.80} is not possible")
     # The list is already in memory, so counting it allocates nothing however absurd the size.
     if not isinstance(digests, list) or len(digests) != chunk_count(size, chunk):
         bad(f"{path}: {size} bytes need {chunk_count(size, chunk)} digests")
@@ -260,11 +307,16 @@ def _decode_entry(item: Any, chunk: int, bad: Any) -> FileEntry:
     return FileEntry(path, size, tuple(digests), rank, token, source)
 
 
-def is_safe_path(path: Any) -> bool:
-    """True for a relative path of plain names: no absolute path, ``..``, ``.``, empty part, backslash or NUL."""
+def is_safe_path(path: Any) -> TypeGuard[str]:
+    """True for a relative path of plain names a file system takes: no absolute path, ``..``, ``.``, empty part,
+    backslash or NUL, at most 255 bytes each."""
     if not isinstance(path, str) or not path or len(path) > 1024 or "\\" in path or "\0" in path:
         return False
-    return all(part not in {"", ".", ".."} for part in path.split("/"))
+    try:
+        names = path.encode().split(b"/")
+    except UnicodeEncodeError:  # half of a surrogate pair: no file system and no store has a name for it
+        return False
+    return all(name not in {b"", b".", b".."} and len(name) <= NAME_BYTES_MAX for name in names)
 
 
 def encode_entry(entry: FileEntry) -> dict[str, Any]:
@@ -293,6 +345,19 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constants(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
+
+
+def is_token(value: Any) -> TypeGuard[str]:
+    """True for what may name an attempt or a rank's save."""
+    return isinstance(value, str) and bool(_TOKEN.match(value))
+
+
+def is_tokens(value: Any) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(map(is_token, value))
+
+
+def is_unix_seconds(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
 def _is_int(value: Any) -> TypeGuard[int]:

@@ -1,14 +1,229 @@
-"""Loggers, and progress that nobody has to listen to. The library never configures logging."""
+"""Loggers, metrics and progress that nobody has to listen to. The library configures none of them.
+
+Metrics are named here, once, and cost a look at an empty tuple until somebody calls ``listen``. The agent turns them
+into Prometheus (``agent/metrics.py``); a process without an agent's page collects them in a ``Tally`` and hands it on.
+No label names a step, a rank or a URI: their number has no bound.
+
+    T1  No secret: every record of a ``tierckpt.*`` logger is redacted before any handler sees it.
+    T2  A listener that fails never fails the work it listens to.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal, Protocol, TextIO, TypeAlias
 
+from .redaction import redact, redact_all
 from .types import Progress
+
+# --- metrics ---------------------------------------------------------------------------------------------------
+
+Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+Labels: TypeAlias = Mapping[str, str]
+
+SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
+
+METRICS: dict[str, Metric] = {}
+"""Every metric there is, by name."""
+
+
+class MetricListener(Protocol):
+    def __call__(self, metric: Metric, value: float, labels: Labels, /) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """One metric. ``emit`` adds to a counter, sets a gauge, or observes a value of a histogram."""
+
+    kind: Kind
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = SECONDS
+
+    def __post_init__(self) -> None:
+        METRICS[self.name] = self
+
+    def emit(self, value: float, **labels: str) -> None:
+        for listener in _listeners:
+            try:
+                listener(self, value, labels)
+            except Exception as error:
+                logger("telemetry").debug("a listener failed on %s: %s", self.name, error)
+
+
+_listeners: tuple[MetricListener, ...] = ()
+_changing = threading.Lock()
+
+
+def listen(listener: MetricListener) -> Callable[[], None]:
+    """Tell ``listener`` every measurement of this process, on the thread that makes it. Returns what ends that."""
+    global _listeners
+    with _changing:
+        _listeners = (*_listeners, listener)
+
+    def stop() -> None:
+        global _listeners
+        with _changing:
+            _listeners = tuple(one for one in _listeners if one is not listener)
+
+    return stop
+
+
+BYTES = Metric(
+    "counter", "tierckpt_bytes_total", "Bytes of files read, written or linked, by tier.", ("tier", "direction")
+)
+FILES = Metric("counter", "tierckpt_files_total", "Files moved, by operation.", ("operation",))
+FILE_SECONDS = Metric("histogram", "tierckpt_file_seconds", "Time to move one file.", ("operation",))
+DRAIN_SECONDS = Metric("histogram", "tierckpt_drain_seconds", "Time from taking up an entry to its shared commit.")
+FLUSH_SECONDS = Metric("histogram", "tierckpt_flush_seconds", "Time to write one rank's shards to the local tier.")
+BLOCKED_SECONDS = Metric("histogram", "tierckpt_save_blocked_seconds", "Time a save kept training waiting.")
+RETRIES = Metric("counter", "tierckpt_retries_total", "Tries again after a failure, by operation.", ("operation",))
+QUARANTINES = Metric("counter", "tierckpt_quarantines_total", "Bad copies set aside, by tier.", ("tier",))
+ERRORS = Metric("counter", "tierckpt_errors_total", "Errors that ended an operation.", ("operation", "error"))
+COMMITS = Metric("counter", "tierckpt_commits_total", "Checkpoints committed by this node, by tier.", ("tier",))
+STEPPED_BACK_SECONDS = Metric(
+    "counter", "tierckpt_stepped_back_seconds_total", "Time in which drains left the disk to a flush."
+)
+
+RELAYED_VALUES_MAX = 10_000
+
+
+class Tally:
+    """A listener that collects measurements, to be handed to another process as JSON (``take``) and emitted there.
+
+    Bounded: counters add up, gauges keep the last value, and of a histogram at most ``RELAYED_VALUES_MAX`` values wait.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._values: list[tuple[str, float, dict[str, str]]] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, metric: Metric, value: float, labels: Labels, /) -> None:
+        key = (metric.name, tuple(sorted(labels.items())))
+        with self._lock:
+            if metric.kind == "histogram":
+                if len(self._values) < RELAYED_VALUES_MAX:
+                    self._values.append((metric.name, value, dict(labels)))
+            elif metric.kind == "gauge":
+                self._sums[key] = value
+            else:
+                self._sums[key] = self._sums.get(key, 0.0) + value
+
+    def take(self) -> list[list[Any]]:
+        """Return what was collected as ``[name, value, labels]`` rows, and begin again."""
+        with self._lock:
+            rows: list[list[Any]] = [[name, value, dict(labels)] for (name, labels), value in self._sums.items()]
+            rows += [[name, value, labels] for name, value, labels in self._values]
+            self._sums, self._values = {}, []
+        return rows
+
+
+def emit_rows(rows: list[list[Any]]) -> int:
+    """Emit here what a ``Tally`` collected elsewhere. What is not a measurement of ours is left out; returns how many
+    were taken. Rows come from other processes, so nothing in them is trusted."""
+    taken = 0
+    for row in rows:
+        try:
+            name, value, labels = row
+            metric = METRICS[name]
+            if set(labels) != set(metric.labels) or not all(isinstance(item, str) for item in labels.values()):
+                continue
+            metric.emit(float(value), **{key: item[:80] for key, item in labels.items()})
+            taken += 1
+        except (KeyError, TypeError, ValueError):
+            continue
+    return taken
+
+
+# --- logs ------------------------------------------------------------------------------------------------------
+
+LogFormat: TypeAlias = Literal["text", "json"]
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+
+_STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
+
+
+class _Redacting(logging.Filter):
+    """T1: on the logger, not on a handler, so that handlers of other people see nothing either."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        try:
+            text = record.getMessage()
+            clean = redact(text)
+            if clean != text:
+                record.msg, record.args = clean, None
+            if record.exc_info and not record.exc_text:
+                record.exc_text = redact(logging.Formatter().formatException(record.exc_info))
+        except Exception:
+            record.msg, record.args = f"a log message that could not be formed ({record.msg!r:.80})", None
+            record.msg = redact(record.msg)
+        return True
+
+
+_redacting = _Redacting()
 
 
 def logger(name: str) -> logging.Logger:
-    return logging.getLogger(f"tierckpt.{name}")
+    found = logging.getLogger(f"tierckpt.{name}")
+    found.addFilter(_redacting)
+    return found
+
+
+class JsonFormatter(logging.Formatter):
+    """One line of JSON for an event: time (UTC), level, logger, event, then the fields given as ``extra``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        fields = {key: value for key, value in vars(record).items() if key not in _STANDARD and key not in line}
+        if record.exc_info:
+            fields["traceback"] = record.exc_text or self.formatException(record.exc_info)
+        return json.dumps(redact_all({**line, **json.loads(json.dumps(fields, default=str))}))
+
+
+class _TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+def log_to(stream: TextIO, log_format: LogFormat, level: LogLevel, name: str = "tierckpt") -> Callable[[], None]:
+    """Write the events of logger ``name`` to ``stream``, redacted. For processes of our own: the CLI and the agent.
+
+    Returns what ends it. ``name`` may be "" for every library's events.
+    """
+    handler = logging.StreamHandler(stream)
+    handler.setLevel(level.upper())
+    handler.setFormatter(
+        JsonFormatter() if log_format == "json" else _TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
+    target = logging.getLogger(name)
+    before = target.level
+    target.addHandler(handler)
+    target.setLevel(min(level_of(level), before) if before else level_of(level))
+
+    def stop() -> None:
+        target.removeHandler(handler)
+        target.setLevel(before)
+
+    return stop
+
+
+def level_of(level: LogLevel) -> int:
+    return logging.getLevelNamesMapping()[level.upper()]
+
+
+# --- progress --------------------------------------------------------------------------------------------------
 
 
 def ignore_progress(progress: Progress, /) -> None:

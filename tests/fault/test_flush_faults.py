@@ -265,7 +265,7 @@ def test_a_full_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The estimate is blind, as it is when others fill the disk at the same time; the file system says no."""
-    monkeypatch.setattr("tierckpt.mover.retention.make_room", lambda *_: None)
+    monkeypatch.setattr("tierckpt.mover.space.make_room", lambda *_: None)
     root = small_disk(*(["-O", "^extent,^64bit,^has_journal"] if finds_it == "pwrite" else []))
     options = {"local_root": root, "drain": False}
     save(f"{file_uri}/step-1", state_of(1), way, **options)

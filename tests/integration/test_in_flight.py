@@ -19,12 +19,21 @@ from tierckpt.errors import CapacityError, CheckpointSkippedError, OperationTime
 from tierckpt.mover import flush
 
 
+class Gate(threading.Event):
+    """Set when the disk takes writes. ``reached`` is set when the first of them has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A disk that takes nothing until the gate is open."""
-    opened, real = threading.Event(), flush._File.write
+    opened, real = Gate(), flush._File.write
 
     def slow(self: flush._File, view: memoryview, offset: int) -> None:
+        opened.reached.set()
         assert opened.wait(60), "the test has forgotten to open the gate"
         real(self, view, offset)
 
@@ -44,7 +53,7 @@ def restored(uri: str, step: int | None = None) -> float:
     return float(target["w"][0].item())
 
 
-def test_a_save_does_not_wait_for_the_one_before(file_uri: str, gate: threading.Event) -> None:
+def test_a_save_does_not_wait_for_the_one_before(file_uri: str, gate: Gate) -> None:
     with Checkpointer(file_uri, checkpoints_in_flight_max=2) as checkpointer:
         begun = time.monotonic()
         first, second = checkpointer.save(1, state(1.0)), checkpointer.save(2, state(2.0))
@@ -55,7 +64,7 @@ def test_a_save_does_not_wait_for_the_one_before(file_uri: str, gate: threading.
     assert (restored(file_uri, 1), restored(file_uri, 2)) == (1.0, 2.0)
 
 
-def test_when_all_slots_are_taken_it_waits_for_the_oldest(file_uri: str, gate: threading.Event) -> None:
+def test_when_all_slots_are_taken_it_waits_for_the_oldest(file_uri: str, gate: Gate) -> None:
     with Checkpointer(file_uri, checkpoints_in_flight_max=1) as checkpointer:
         first = checkpointer.save(1, state(1.0))
         threading.Timer(0.5, gate.set).start()
@@ -66,7 +75,7 @@ def test_when_all_slots_are_taken_it_waits_for_the_oldest(file_uri: str, gate: t
     assert restored(file_uri) == 2.0
 
 
-def test_the_policy_skip_leaves_one_out_and_says_so(file_uri: str, gate: threading.Event) -> None:
+def test_the_policy_skip_leaves_one_out_and_says_so(file_uri: str, gate: Gate) -> None:
     options: dict[str, Any] = {"checkpoints_in_flight_max": 1, "staging_policy": "skip"}
     with Checkpointer(file_uri, **options) as checkpointer:
         checkpointer.save(1, state(1.0))
@@ -82,11 +91,13 @@ def test_the_policy_skip_leaves_one_out_and_says_so(file_uri: str, gate: threadi
 
 
 def test_the_policy_drop_gives_the_slot_of_the_oldest_not_begun_to_the_newest(
-    file_uri: str, gate: threading.Event
+    file_uri: str, gate: Gate
 ) -> None:
     options: dict[str, Any] = {"checkpoints_in_flight_max": 2, "staging_policy": "drop_oldest_unflushed"}
     checkpointer = Checkpointer(file_uri, **options)
-    futures = [checkpointer.save(step, state(float(step))) for step in (1, 2, 3)]
+    futures = [checkpointer.save(1, state(1.0))]
+    assert gate.reached.wait(30)
+    futures += [checkpointer.save(step, state(float(step))) for step in (2, 3)]
     gate.set()
     checkpointer.wait("local")  # what was dropped as declared is no failure
     checkpointer.close()
@@ -95,7 +106,7 @@ def test_the_policy_drop_gives_the_slot_of_the_oldest_not_begun_to_the_newest(
     assert (restored(file_uri, 1), restored(file_uri)) == (1.0, 3.0)
 
 
-def test_one_id_twice_in_flight_ends_with_the_later_one(file_uri: str, gate: threading.Event) -> None:
+def test_one_id_twice_in_flight_ends_with_the_later_one(file_uri: str, gate: Gate) -> None:
     threading.Timer(0.3, gate.set).start()
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, state(1.0))
@@ -103,7 +114,7 @@ def test_one_id_twice_in_flight_ends_with_the_later_one(file_uri: str, gate: thr
     assert restored(file_uri) == 2.0
 
 
-def test_a_save_that_fails_at_once_is_told_by_the_next(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_has_failed_is_told_by_the_next(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer = Checkpointer(file_uri)
 
     def full(*_: Any, **__: Any) -> None:
@@ -111,7 +122,8 @@ def test_a_save_that_fails_at_once_is_told_by_the_next(file_uri: str, monkeypatc
 
     with monkeypatch.context() as broken:
         broken.setattr(flush._File, "open", full)
-        checkpointer.save(1, state(1.0))
+        failed = checkpointer.save(1, state(1.0))
+        assert failed.exception(timeout=30) is not None
         with pytest.raises(CapacityError, match="seeded") as caught:
             checkpointer.save(2, state(2.0))
     assert caught.value.context["checkpoint"] == f"{file_uri}/step-1"
@@ -120,7 +132,7 @@ def test_a_save_that_fails_at_once_is_told_by_the_next(file_uri: str, monkeypatc
     assert restored(file_uri) == 3.0
 
 
-def test_training_may_change_the_state_while_it_is_written(file_uri: str, gate: threading.Event) -> None:
+def test_training_may_change_the_state_while_it_is_written(file_uri: str, gate: Gate) -> None:
     live = state(1.0)
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, live)
@@ -190,7 +202,7 @@ def test_replicas_are_neither_staged_nor_written_more_than_once(file_uri: str, t
 
 
 def test_a_save_that_hangs_is_waited_for_once_and_named(
-    file_uri: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+    file_uri: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither ``wait`` nor ``close`` waits without end, however many saves stand behind the one that hangs."""
     monkeypatch.setattr("tierckpt.training.checkpointer.EXTRA_SECONDS", 0.0)

@@ -1,5 +1,6 @@
-"""The journal: durable before the first byte (J1), one owner at a time (J2), survives what it cannot read."""
+"""The journal: durable before the first byte (J1), one owner at a time (J2), survives what it cannot read (J4)."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,8 +8,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.unit.test_manifest import checkpoint, entry
+from tierckpt import manifest as manifests
+from tierckpt.errors import ManifestError
 from tierckpt.layout import parse_uri
+from tierckpt.mover import journal as journals
 from tierckpt.mover.journal import READY, Journal
 
 LOCATION = parse_uri("s3://bucket/run/step-1")
@@ -50,7 +56,7 @@ def test_one_owner_at_a_time_even_in_one_process(tmp_path: Path) -> None:  # J2
     journal = Journal(tmp_path)
     journal.open("aa", LOCATION, 0, 4096)
     with journal.own("aa") as first, journal.own("aa") as second:
-        assert (first, second) == (True, False)
+        assert (bool(first), bool(second)) == (True, False)
     with journal.own("aa") as again:
         assert again
 
@@ -61,7 +67,7 @@ def test_ownership_dies_with_its_process(tmp_path: Path) -> None:  # J2
     code = (
         "import sys, time; from pathlib import Path; from tierckpt.mover.journal import Journal\n"
         "with Journal(Path(sys.argv[1])).own('aa') as held:\n"
-        "    print(held, flush=True); time.sleep(60)"
+        "    print(bool(held), flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
@@ -82,4 +88,113 @@ def test_no_lock_file_outlives_its_entry(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     with journal.own("gone"):
         pass
+    assert list(journal.directory.iterdir()) == []
+
+
+def test_a_damaged_entry_is_an_error_that_names_it(tmp_path: Path) -> None:  # J4
+    """One wrong digit in its URI would send a checkpoint to another place."""
+    journal = Journal(tmp_path)
+    journal.open("aa", LOCATION, 0, 4096)
+    path = journal.directory / "aa.json"
+    path.write_bytes(path.read_bytes().replace(b"step-1", b"step-3"))
+    with pytest.raises(ManifestError, match=r"aa\.json.*digest"):
+        journal.read("aa")
+    assert journal.entries() == []
+    assert path.exists()  # left for a person to look at
+
+
+def test_an_entry_under_another_name_is_refused(tmp_path: Path) -> None:  # J4
+    journal = Journal(tmp_path)
+    journal.open("aa", LOCATION, 0, 4096)
+    (journal.directory / "aa.json").rename(journal.directory / "bb.json")
+    with pytest.raises(ManifestError, match=r"bb\.json.*entry of aa"):
+        journal.read("bb")
+    assert journal.entries() == []
+
+
+def test_an_entry_of_the_first_release_has_no_digest(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    written = journal.write(replace(journal.open("aa", LOCATION, 0, 4096), manifest=checkpoint(), state=READY))
+    path = journal.directory / "aa.json"
+    body = json.loads(path.read_bytes())
+    del body["self_digest"]
+    path.write_text(json.dumps(body))
+    assert journal.read("aa") == written
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("token", "../aa"),
+        ("uri", "/../../../etc/x"),  # its directory would lie outside of the local root
+        ("uri", "s3://"),
+        ("uri", "file://[x/y"),
+        ("uri", "/a\0b"),
+        ("uri", "/\ud800"),
+        ("uri", 5),
+        ("rank", -1),
+        ("rank", True),
+        ("state", "done"),
+        ("state", None),
+        ("created_unix_seconds", "now"),
+        ("chunk_size_bytes", 0),
+        ("chunk_size_bytes", 4096.0),
+        ("manifest", 5),
+        ("manifest", "\u00e9"),
+        ("manifest", "{}"),
+        ("files", {}),
+        ("files", [{"path": "../x", "size_bytes": 0, "digests": []}]),
+        ("error", None),
+    ],
+)
+def test_an_entry_with_an_impossible_value_is_refused(field: str, value: object, tmp_path: Path) -> None:  # J4
+    journal = Journal(tmp_path)
+    journal.open("aa", LOCATION, 0, 4096)
+    path = journal.directory / "aa.json"
+    body = json.loads(path.read_bytes())
+    del body["self_digest"]
+    path.write_bytes(manifests.seal({**body, field: value}))
+    with pytest.raises(ManifestError, match=r"aa\.json"):
+        journal.read("aa")
+
+
+def test_the_error_of_the_last_try_is_kept_once(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.open("aa", LOCATION, 0, 4096)
+    journal.fail("aa", "no network")
+    before = (journal.directory / "aa.json").stat().st_ino
+    journal.fail("aa", "no network")  # said already: not written again
+    assert (journal.directory / "aa.json").stat().st_ino == before
+    journal.fail("gone", "no network")
+    [entry] = journal.entries()
+    assert entry.error == "no network"
+
+
+def test_an_entry_that_ends_while_the_journal_is_read_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    for token in ("aa", "bb"):
+        journal.open(token, LOCATION, 0, 4096)
+    read = journals._read
+
+    def read_while_others_work(path: Path) -> journals.Entry:
+        if path.name == "aa.json":
+            path.unlink(missing_ok=True)
+        return read(path)
+
+    monkeypatch.setattr(journals, "_read", read_while_others_work)
+    assert [item.token for item in journal.entries()] == ["bb"]
+
+
+def test_there_may_be_no_journal(tmp_path: Path) -> None:
+    assert Journal(tmp_path).entries() == []
+    Journal(tmp_path).remove("aa")
+
+
+def test_a_damaged_entry_can_be_removed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.open("aa", LOCATION, 0, 4096)
+    (journal.directory / "aa.json").write_bytes(b"{")
+    journal.remove("aa")
     assert list(journal.directory.iterdir()) == []

@@ -37,8 +37,7 @@ def resealed(change: object) -> bytes:
     body = json.loads(checkpoint().encode())
     body.pop("self_digest")
     change(body)  # type: ignore[operator]
-    body["self_digest"] = digest_of(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
-    return json.dumps(body).encode()
+    return manifests.seal(body)
 
 
 def test_what_is_encoded_is_decoded() -> None:
@@ -205,3 +204,121 @@ def test_fragments_of_different_saves_are_never_mixed() -> None:
 def test_a_missing_fragment_is_refused() -> None:
     with pytest.raises(ManifestError):
         manifests.merge([fragment(0)])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("created_unix_seconds", 10**400),  # no float holds it
+        ("created_unix_seconds", -1),
+        ("created_unix_seconds", True),
+        ("world_size", 10_000_001),
+        ("replaces", {}),
+        ("replaces", [1]),
+    ],
+)
+def test_values_that_would_break_their_user_are_refused(field: str, value: object) -> None:  # M1
+    with pytest.raises(ManifestError, match=field.split("_")[0]):
+        manifests.decode(resealed(lambda body: body.__setitem__(field, value)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("source", 0),
+        ("source", []),
+        ("source", "../x"),
+        ("token", 0),
+        ("token", "a/b"),
+        ("rank", -1),
+        ("rank", True),
+        ("rank", 10_000_000),
+        ("path", "\ud800"),  # half of a surrogate pair has no name in any file system
+        ("path", "é" * 128),  # 256 bytes
+        ("path", "a/" + "b" * 256),
+        ("digests", None),
+        ("unknown", 1),
+    ],
+)
+def test_fields_of_a_file_out_of_range_are_refused(field: str, value: object) -> None:  # M1
+    with pytest.raises(ManifestError):
+        manifests.decode(resealed(lambda body: body["files"][0].__setitem__(field, value)))
+
+
+def test_a_file_that_is_no_object_is_refused() -> None:
+    with pytest.raises(ManifestError, match="fields"):
+        manifests.decode(resealed(lambda body: body["files"].append("__0_0.distcp")))
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"-1e999"])
+def test_a_number_that_json_takes_and_no_float_holds_is_refused(number: bytes) -> None:
+    with pytest.raises(ManifestError):
+        manifests.decode(checkpoint().encode().replace(b"12.5", number))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data + b"\n",
+        lambda data: b" " + data,
+        lambda data: data.replace(b":", b": ", 1),
+        lambda data: data.decode().encode("utf-16"),
+        lambda data: data.replace(b"12.5", b"12.50"),
+        lambda data: data.replace(b'"a1"', b'"\\u00611"', 1),
+    ],
+)
+def test_other_bytes_of_equal_meaning_are_refused(change: object) -> None:  # M3
+    """No release ever wrote them, so something has happened to the file."""
+    with pytest.raises(ManifestError, match="canonical"):
+        manifests.decode(change(checkpoint().encode()))  # type: ignore[operator]
+
+
+def test_a_manifest_that_is_no_object_is_refused() -> None:
+    with pytest.raises(ManifestError, match="not a tierckpt manifest"):
+        manifests.decode(b"[]")
+
+
+def test_more_bytes_than_any_manifest_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifests, "MANIFEST_BYTES_MAX", 100)
+    with pytest.raises(ManifestError, match="larger than any"):
+        manifests.decode(checkpoint().encode())
+
+
+# --- small records ------------------------------------------------------------------------------------------------
+
+FIELDS = frozenset({"attempt"})
+
+
+def unsealed(data: bytes) -> dict:
+    return manifests.unseal(data, FIELDS, where="note.json")
+
+
+def test_what_is_sealed_is_unsealed() -> None:
+    assert unsealed(manifests.seal({"attempt": "a1"})) == {"attempt": "a1"}
+
+
+def test_a_record_of_the_first_release_has_no_digest() -> None:
+    assert unsealed(b'{"attempt": "a1"}') == {"attempt": "a1"}
+
+
+def test_any_flipped_bit_of_a_record_is_found() -> None:  # M3
+    data = manifests.seal({"attempt": "a1"})
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ManifestError, match=r"note\.json"):
+            unsealed(bytes(damaged))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[]", b"{}", b'{"attempt": "a1", "more": 1}', b'{"other": 1}', b'{"attempt": "a1", "self_digest": null}'],
+)
+def test_records_with_other_fields_are_refused(data: bytes) -> None:
+    with pytest.raises(ManifestError):
+        unsealed(data)
+
+
+def test_a_record_of_more_than_a_mebibyte_is_refused() -> None:
+    with pytest.raises(ManifestError, match="larger than any"):
+        unsealed(manifests.seal({"attempt": "a" * (1 << 20)}))

@@ -122,6 +122,12 @@ def memory_files_are_huge(root: Path = ROOT) -> bool:
     return own in _WANTED
 
 
+def shared_memory_is_huge(size_bytes: int = 1 << 30, root: Path = ROOT) -> bool:
+    """Return whether shared memory of this size may have huge pages, of any kind."""
+    has_mount = any(mount.free_bytes >= size_bytes for mount in huge_mounts(root))
+    return memory_files_are_huge(root) or has_mount or huge_pool(root).usable_bytes >= size_bytes
+
+
 def pool_command(size_bytes: int) -> str:
     """Return the sentence that says how to have ``size_bytes`` in the pool of huge pages."""
     count = -(-size_bytes // HUGE_PAGE_BYTES)
@@ -139,9 +145,7 @@ def advice(shared_bytes: int = 1 << 30, root: Path = ROOT) -> list[str]:
     thp = root / _THP
     if chosen(thp / "enabled") and not private_is_huge(root):
         said.append(f"private staging memory has no huge pages ({why}): echo madvise > {thp / 'enabled'}")
-    has_mount = any(mount.free_bytes >= shared_bytes for mount in huge_mounts(root))
-    has_pool = huge_pool(root).usable_bytes >= shared_bytes
-    if not (memory_files_are_huge(root) or has_mount or has_pool):
+    if not shared_memory_is_huge(shared_bytes, root):
         switch = thp / "shmem_enabled"
         own = thp / "hugepages-2048kB/shmem_enabled"
         if chosen(own) not in ("", "inherit") and chosen(switch) != "deny":

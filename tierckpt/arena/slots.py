@@ -81,6 +81,20 @@ class Lease:
     """How many tensors with data were put there; None for unknown. Set by whoever made them."""
     _writers: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _may_drop: Callable[[], bool] = lambda: True
+
+    def ask_before_drop(self, may_drop: Callable[[], bool]) -> None:
+        """Have ``may_drop`` decide whether this may give its place to a newer checkpoint while it is only staged.
+
+        Another process may have to be told first.
+
+        Raises:
+            CheckpointSkippedError: it has given its place already.
+        """
+        with self._lock:
+            if self.state is State.DROPPED:
+                raise gave_its_place()
+            self._may_drop = may_drop
 
     def covers(self, address: int) -> bool:
         return 0 <= address - self.memory.address < self.size_bytes
@@ -109,7 +123,7 @@ class Lease:
         with self._lock:
             if self.state is State.FLUSHING:
                 return False
-            if self.state is State.STAGED and not drop and self.in_use():
+            if self.state is State.STAGED and self.in_use() and not (drop and self._may_drop()):
                 return False
             self.state = State.DROPPED
             return True
@@ -126,6 +140,7 @@ class Arena:
         policy: Policy = Policy.WAIT,
         timeout_seconds: float = 600.0,
         shared: bool = False,
+        read_elsewhere: bool = False,
         numa_nodes: Sequence[int] = (),
     ) -> None:
         self.slots_max = slots_max
@@ -133,6 +148,8 @@ class Arena:
         self.policy = policy
         self.timeout_seconds = timeout_seconds
         self.shared = shared
+        self.read_elsewhere = read_elsewhere
+        """Another process reads the staged data while this one lives: of its use nobody here knows."""
         self.numa_nodes = tuple(numa_nodes)
         self.allocations = 0
         """Slots made so far: does not move once a job runs steadily."""
@@ -228,8 +245,8 @@ class Arena:
                 return False
             if lease.state in (State.WRITTEN, State.FAILED) and lease.try_reclaim():
                 self._give_back(lease)
-        # Of shared memory nobody here knows what another process still reads: there the oldest is waited for.
-        for lease in tuple(self._leases) if drop and not self.shared else ():
+        # Where another process reads, the oldest is waited for.
+        for lease in tuple(self._leases) if drop and not self.read_elsewhere else ():
             if self._fits(size_bytes) or self._has_room(size_bytes):
                 break
             if lease.state is State.STAGED and lease.try_reclaim(drop=True):
@@ -342,10 +359,11 @@ _bounces: dict[int, Bounce] = {}
 _shared_lock = threading.Lock()
 
 
-def arena_for(settings: Settings, *, shared: bool = False) -> Arena:
+def arena_for(settings: Settings, *, shared: bool = False, read_elsewhere: bool = False) -> Arena:
     """The process's arena for these settings: writers come and go, their staging memory stays."""
     key = (
         shared,
+        read_elsewhere,
         settings.checkpoints_in_flight_max,
         settings.staging_bytes_max,
         settings.staging_policy,
@@ -360,6 +378,7 @@ def arena_for(settings: Settings, *, shared: bool = False) -> Arena:
                 policy=Policy(settings.staging_policy),
                 timeout_seconds=settings.staging_timeout_seconds,
                 shared=shared,
+                read_elsewhere=read_elsewhere,
                 numa_nodes=settings.staging_numa_nodes,
             )
         return _shared[key]

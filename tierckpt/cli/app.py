@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .. import __version__
+from ..config import Settings
 from ..errors import ConfigError, TierckptError
+from ..redaction import redact, redact_all
 from ..stores.local import translate_os_error
+from ..telemetry import log_to
 from ..types import Tier
-from . import doctor, drain, export, info, ls, prefetch, restore, status, verify
+from . import agent, doctor, drain, drill, export, info, ls, prefetch, prune, restore, status, verify
 from .output import Output, Report, hush
 
 INTERRUPTED = 130
@@ -34,7 +39,10 @@ for _verb in (
     drain.drain,
     prefetch.prefetch,
     restore.restore,
+    drill.drill,
     status.status,
+    agent.agent,
+    prune.prune,
     doctor.doctor,
     export.export,
 ):
@@ -59,11 +67,12 @@ def _root(
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; print its report or its error. Returns the exit code, never raises."""
     output = Output(as_json="--json" in arguments)
+    stop_logs = _start_logs(output)
     command = typer.main.get_command(app)
     try:
         outcome: Any = command.main(list(arguments) or ["--help"], prog_name="tierckpt", standalone_mode=False)
         if isinstance(outcome, Report):
-            output.show(outcome)
+            output.show(replace(outcome, document=redact_all(outcome.document)))
             return outcome.exit_code
         code = outcome if isinstance(outcome, int) else 0  # --help and --version
     except BrokenPipeError:
@@ -79,13 +88,29 @@ def run(arguments: Sequence[str]) -> int:
         return ours.exit_code
     finally:
         output.close()
+        stop_logs()
     if code == INTERRUPTED:  # some releases of typer turn Ctrl-C into this code
         output.error(TierckptError("interrupted", hint="Nothing partial was published; run it again to go on"))
     return code
 
 
+def _start_logs(output: Output) -> Callable[[], None]:
+    """Write events to stderr, when the settings ask for more than the printer's own warnings. Returns what ends it."""
+    try:
+        settings = Settings.load()
+    except ConfigError:
+        return lambda: None  # the verb will say what is wrong with them
+    if settings.log_format == "text" and settings.log_level in {"warning", "error"}:
+        return lambda: None
+    if not output.as_json:
+        output.close()  # each event once
+    return log_to(sys.stderr, settings.log_format, settings.log_level)
+
+
 def _as_ours(error: Exception) -> TierckptError:
+    """Return ``error`` as one of ours, without what a server may have repeated of our credentials."""
     if isinstance(error, TierckptError):
+        error.message, error.hint, error.context = redact(error.message), redact(error.hint), redact_all(error.context)
         return error
     if hasattr(error, "format_message"):  # typer's usage errors: their class has moved between its releases
         return ConfigError(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ..engine import Engine
-from ..errors import OperationTimeoutError, PartialTransferError, TierckptError
+from ..errors import ConfigError, OperationTimeoutError, PartialTransferError, TierckptError
+from ..layout import control_file
+from ..mover.budget import UNCHANGED, Unchanged, change_control
 from ..mover.journal import READY, Entry
 from ..types import Json
-from .output import Report, human_bytes, progress_bar, table
-from .session import JsonOption, LocalRootOption, open_client
+from .output import Report, facts, human_bytes, progress_bar, table
+from .session import JsonOption, LocalRootOption, load_settings, open_client
 
 POLL_SECONDS = 0.5
 
@@ -26,10 +30,44 @@ Timeout = Annotated[
 ]
 
 
+Limit = Annotated[
+    str | None,
+    typer.Option(
+        "--limit",
+        metavar="RATE",
+        help="Bytes per second for each mover of this node, as 200MiB/s; 'none', or 'default' for what its settings "
+        "say. Kept until it is changed; drains that run follow within a second.",
+    ),
+]
+Concurrency = Annotated[
+    int | None, typer.Option("--concurrency", metavar="N", help="Files in flight for each mover of this node.")
+]
+Paused = Annotated[
+    bool | None,
+    typer.Option("--pause/--resume", help="Stop sending on this node, or go on. Kept until it is changed."),
+]
+
+
 def drain(
-    wait: Wait = False, timeout: Timeout = None, as_json: JsonOption = False, local_root: LocalRootOption = None
+    wait: Wait = False,
+    timeout: Timeout = None,
+    limit: Limit = None,
+    concurrency: Concurrency = None,
+    paused: Paused = None,
+    as_json: JsonOption = False,
+    local_root: LocalRootOption = None,
 ) -> Report:
-    """Drain what earlier processes left in the journal of this node. Exit 0 when nothing is left."""
+    """Drain what earlier processes left in the journal of this node. Exit 0 when nothing is left.
+
+    With --limit, --concurrency, --pause or --resume it only changes how this node drains; with --wait too it then
+    drains.
+    """
+    if paused and wait:
+        raise ConfigError("--pause and --wait contradict each other", hint="Leave one out")
+    if limit is not None or concurrency is not None or paused is not None:
+        report = _change(load_settings(local_root).local_root, limit, concurrency, paused)
+        if not wait:
+            return report
     # drain=False keeps the engine from starting drains of its own beside the ones asked for here.
     with progress_bar(as_json=as_json) as listener, open_client(local_root, listener, drain=False) as client:
         work = client.run(lambda engine: _drain_within(engine, wait, timeout))
@@ -38,6 +76,31 @@ def drain(
     columns = [(row["uri"], row["rank"], row["outcome"], human_bytes(row["size_bytes"]), row["error"]) for row in rows]
     view = [table("uri >rank outcome >size error", columns)] if rows else ["The journal is empty: nothing to drain."]
     return Report(document, view, work.exit_code())
+
+
+def _change(local_root: Path, limit: str | None, concurrency: int | None, paused: bool | None) -> Report:
+    control = change_control(local_root, bytes_per_second=_rate_of(limit), concurrency=concurrency, paused=paused)
+    rate = control.bytes_per_second
+    document: Json = {"control": str(control_file(local_root)), **control.to_json()}
+    summary = {
+        "drains": "paused" if control.paused else "on",
+        "limit": "as the settings say" if rate is UNCHANGED else f"{human_bytes(rate)}/s" if rate else "none",
+        "files at a time": control.concurrency or "as the settings say",
+        "for": f"every mover of this node, by {document['control']}",
+    }
+    return Report(document, [facts(summary)])
+
+
+def _rate_of(text: str | None) -> int | str | Unchanged | None:
+    """Read ``200MiB/s``. Raises ConfigError."""
+    if text is None:
+        return UNCHANGED
+    if text in {"none", "default"}:
+        return None if text == "none" else text
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text.removesuffix("/s")))
+    except ValidationError:
+        raise ConfigError(f"--limit is {text!r}", hint="Write 200MiB/s, none or default") from None
 
 
 @dataclass

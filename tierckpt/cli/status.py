@@ -1,41 +1,98 @@
-"""``tierckpt status``: what this node still has to drain, and what its local tier holds. Asks no store."""
+"""``tierckpt status``: tiers, queue, lag, rates and last errors of this node. Asks its agent, and no store."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import RenderableType
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
 
-from ..layout import MANIFEST, Location
+from ..config import Settings
+from ..errors import ConfigError, TierckptError
+from ..layout import MANIFEST, Location, agent_dir
 from ..mover import commit
 from ..mover.catalog import file_size
-from ..mover.journal import Entry, Journal
+from ..mover.contact import SOCKET, Contact
+from ..mover.journal import READY, Entry, Journal
 from ..mover.prefetch import RECEIPT
 from ..mover.retention import local_checkpoints, nearest_existing
 from ..types import Json
 from .output import Report, facts, human_bytes, human_seconds, table
 from .session import JsonOption, LocalRootOption, load_settings
 
+Watch = Annotated[bool, typer.Option("--watch", help="Draw it again and again until Ctrl-C.")]
+Interval = Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Between two pictures.")]
 
-def status(as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
-    """Show the journal (what is not on shared storage yet, and why), the local tier, and free space."""
-    root = load_settings(local_root).local_root
+
+def status(
+    watch: Watch = False,
+    interval: Interval = 1.0,
+    as_json: JsonOption = False,
+    local_root: LocalRootOption = None,
+) -> Report:
+    """Show the journal (what is not on shared storage yet, and why), the local tier, the agent, and free space."""
+    settings = load_settings(local_root)
+    if watch and as_json:
+        raise ConfigError("--watch draws for people, --json is for programs", hint="Leave one out")
+    if watch:
+        _watch(settings, interval)
+    document = _document(settings)
+    return Report(document, _view(document))
+
+
+def _watch(settings: Settings, interval_seconds: float) -> None:
+    """Draw the state over and over, with the rate of the agent since the picture before. Ends with Ctrl-C."""
+    before: tuple[float, int] | None = None
+    with contextlib.suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
+        while True:
+            document, now = _document(settings), time.monotonic()
+            agent = document["agent"]
+            if agent is not None:
+                if before is not None:
+                    moved = max(0, agent["moved_bytes"] - before[1])
+                    agent["bytes_per_second"] = moved / max(now - before[0], 1e-3)
+                before = (now, agent["moved_bytes"])
+            live.update(Group(*_view(document)), refresh=True)
+            time.sleep(interval_seconds)
+
+
+def _document(settings: Settings) -> Json:
+    root = settings.local_root
     journal = [_entry(entry) for entry in Journal(root).entries()]
     local = sorted([*_checkpoints(root), *_prefetched(root)], key=lambda item: item["uri"])
     disk = shutil.disk_usage(nearest_existing(root))
-    document: Json = {
+    waiting = [item for item in journal if item["state"] == READY]
+    return {
         "local_root": str(root),
         "journal": journal,
         "journal_bytes": sum(item["size_bytes"] for item in journal),
+        "lag_seconds": max((item["age_seconds"] for item in waiting), default=0.0),
+        "agent": _agent(settings),
         "local": local,
         "local_bytes": sum(item["size_bytes"] for item in local),
         "free_bytes": disk.free,
         "total_bytes": disk.total,
     }
-    return Report(document, _view(document))
+
+
+def _agent(settings: Settings) -> Json | None:
+    """What the agent says of itself; None when none runs."""
+    if not (agent_dir(settings.local_root) / SOCKET).exists():
+        return None
+    contact = Contact(settings)
+    try:
+        answer: Json = contact.ask({"op": "status"}, start=False)
+    except TierckptError:
+        return None
+    finally:
+        contact.close()
+    return answer
 
 
 def _entry(entry: Entry) -> Json:
@@ -85,12 +142,24 @@ def _location(root: Path, directory: Path) -> Location:
     return Location(scheme, "" if authority == "_" else authority, leading + "/".join(path))
 
 
+def _agent_line(agent: Json | None) -> str:
+    if agent is None:
+        return "none runs (one is started when there is something to drain)"
+    rate = f", {human_bytes(int(agent['bytes_per_second']))}/s" if "bytes_per_second" in agent else ""
+    return (
+        f"process {agent['pid']}, {agent['processes']} connected, drains {agent['draining']}{rate}; holds "
+        f"{human_bytes(agent['memory_held_bytes'])} of staging memory, {agent['staged_saves']} staged saves"
+    )
+
+
 def _view(document: Json) -> list[RenderableType]:
     summary = {
         "local root": document["local_root"],
         "free": f"{human_bytes(document['free_bytes'])} of {human_bytes(document['total_bytes'])}",
-        "to drain": f"{human_bytes(document['journal_bytes'])} in {len(document['journal'])} entries",
+        "to drain": f"{human_bytes(document['journal_bytes'])} in {len(document['journal'])} entries, "
+        f"the oldest {human_seconds(document['lag_seconds'])} old",
         "local tier": f"{human_bytes(document['local_bytes'])} in {len(document['local'])} directories",
+        "agent": _agent_line(document["agent"]),
     }
     waiting = [
         (
@@ -108,6 +177,21 @@ def _view(document: Json) -> list[RenderableType]:
         for item in document["local"]
     ]
     view: list[RenderableType] = [facts(summary)]
+    moving = (document["agent"] or {}).get("moving", [])
+    if moving:
+        rows = [
+            (
+                item["what"],
+                f"{100 * item['done_bytes'] / max(1, item['total_bytes']):.0f} %",
+                human_bytes(item["total_bytes"]),
+            )
+            for item in moving
+        ]
+        view.append(table("moving >done >size", rows))
+    errors = (document["agent"] or {}).get("errors", [])
+    if errors:
+        told = [(human_seconds(time.time() - item["at_unix_seconds"]), item["message"]) for item in errors[-5:]]
+        view.append(table(">ago last_errors_of_the_agent", told))
     if waiting:
         view.append(table("to_drain >rank state >size >age last_error", waiting))
     if here:

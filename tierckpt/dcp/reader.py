@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
 import uuid
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageReaderTransforms
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -19,13 +22,17 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
 from ..config import Settings
-from ..errors import CheckpointNotFoundError, IntegrityError, TierckptError
+from ..errors import CheckpointNotFoundError, IntegrityError, TierckptError, UnsafeCheckpointError
 from ..layout import METADATA, rank_metadata
 from ..manifest import FileEntry
 from ..mover.catalog import Checkpoint
 from ..mover.copies import CheckedFile, Copy, LocalCopy, RemoteCopy
+from ..telemetry import logger
 from ..types import ByteRange, Tier
 from .mount import Mount
+from .sealed import Objects, load_metadata, load_tensor
+
+log = logger("restore")
 
 
 class TierStorageReader(Mount, StorageReader):
@@ -42,6 +49,7 @@ class TierStorageReader(Mount, StorageReader):
 
     Raises (inside DCP's CheckpointException, by rank):
         CheckpointNotFoundError, UncommittedCheckpointError, IntegrityError (names tensor, file and tiers), StoreError.
+        UnsafeCheckpointError: metadata or an object asks for code, or metadata says what cannot be.
     """
 
     def __init__(
@@ -91,7 +99,12 @@ class TierStorageReader(Mount, StorageReader):
     def _read_metadata(self, name: str) -> Metadata:
         checkpoint = self._find()
         with self._open(checkpoint, self._entry(checkpoint, name)) as stream:
-            metadata = cast(Metadata, pickle.loads(stream.read()))
+            data = stream.read()
+        where = f"{self.path}/{name}"
+        if self.settings.trust_pickle:
+            metadata = _trusting_load(data, where)
+        else:
+            metadata = load_metadata(data, where=where, partial=name != METADATA)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
@@ -115,48 +128,84 @@ class TierStorageReader(Mount, StorageReader):
         checkpoint = self._find()
         requests: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            requests.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+            requests.setdefault(self._info(item).relative_path, []).append(item)
         entries = {name: self._entry(checkpoint, name) for name in requests}
+        for item in plan.items:
+            self._check_inside(item, entries[self._info(item).relative_path])
+        objects = Objects()
         if checkpoint.manifest is not None:
             self._client.run(lambda engine: engine.fetch_missing(checkpoint, entries.values()))
         for name, items in requests.items():
             items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
             with self._open(checkpoint, entries[name]) as stream:
                 for item in items:
-                    self._read_item(item, stream, planner)
+                    self._read_item(item, stream, planner, objects)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     # --- one item -----------------------------------------------------------------------------------------------
 
-    def _read_item(self, item: ReadItem, stream: CheckedFile, planner: LoadPlanner) -> None:
-        info = self.storage_data[item.storage_index]
-        try:
-            view = cast(Any, _create_file_view(stream, info.offset, info.length))
-            # Metadata of old DCP versions has no transform_descriptors.
-            source = self.transforms.transform_load_stream(
-                item, getattr(info, "transform_descriptors", None) or (), view
-            )
+    def _read_item(self, item: ReadItem, stream: CheckedFile, planner: LoadPlanner, objects: Objects) -> None:
+        with self._naming(item, stream):
+            source = self._source(item, stream)
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(source.read(-1)))
-                return
-            seekable = source if source.seekable() else io.BytesIO(source.read(-1))
-            stored = cast(torch.Tensor, torch.load(cast(Any, seekable), map_location="cpu", weights_only=True))
-        except TierckptError as error:
-            error.context["tensor"] = item.storage_index.fqn
-            error.context["checkpoint"] = self.path
-            raise
-        stored = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+                data = source.read(-1)
+                content: Any = data if self.settings.trust_pickle else objects.inert(data, item.storage_index.fqn)
+            else:
+                seekable = source if source.seekable() else io.BytesIO(source.read(-1))
+                content = self._part(item, load_tensor(seekable, item.storage_index.fqn))
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(content))
+            return
         target = planner.resolve_tensor(item).detach()
-        if target.size() != stored.size():
-            raise IntegrityError(
-                f"{item.storage_index.fqn} has shape {tuple(stored.size())}, {tuple(target.size())} was planned",
-                file=info.relative_path,
-                tensor=item.storage_index.fqn,
-            )
-        target.copy_(stored)
+        if target.size() != content.size():
+            raise self._unfit(item, f"has shape {tuple(content.size())}, {tuple(target.size())} was planned")
+        target.copy_(content)
         planner.commit_tensor(item, target)
+
+    def _source(self, item: ReadItem, stream: CheckedFile) -> Any:
+        info = self._info(item)
+        view = cast(Any, _create_file_view(stream, info.offset, info.length))
+        # Metadata of old DCP versions has no transform_descriptors.
+        return self.transforms.transform_load_stream(item, getattr(info, "transform_descriptors", None) or (), view)
+
+    def _part(self, item: ReadItem, stored: torch.Tensor) -> torch.Tensor:
+        wanted = zip(item.storage_offsets, item.lengths, stored.size(), strict=False)
+        if len(item.lengths) != stored.dim() or any(at + count > size for at, count, size in wanted):
+            raise self._unfit(item, f"has shape {tuple(stored.size())}, less than its metadata says")
+        return narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+
+    def _info(self, item: ReadItem) -> _StorageInfo:
+        try:
+            return cast(_StorageInfo, self.storage_data[item.storage_index])
+        except KeyError:
+            raise IntegrityError(
+                f"the metadata of {self.path} says nothing about where {item.storage_index.fqn} is",
+                hint="Restore an older step",
+                tensor=item.storage_index.fqn,
+            ) from None
+
+    def _check_inside(self, item: ReadItem, entry: FileEntry) -> None:
+        info = self._info(item)
+        if info.offset + info.length > entry.size_bytes:
+            raise self._unfit(item, f"should end at byte {info.offset + info.length} of {entry.size_bytes}")
+
+    def _unfit(self, item: ReadItem, what: str) -> IntegrityError:
+        return IntegrityError(
+            f"{item.storage_index.fqn} {what}", file=self._info(item).relative_path, tensor=item.storage_index.fqn
+        )
+
+    @contextlib.contextmanager
+    def _naming(self, item: ReadItem, stream: CheckedFile) -> Iterator[None]:
+        """Add to an error of ours which checkpoint and item it is about, and where content that is refused lies."""
+        try:
+            yield
+        except TierckptError as error:
+            error.context |= {"tensor": item.storage_index.fqn, "checkpoint": self.path}
+            if isinstance(error, UnsafeCheckpointError):
+                error.context |= {"file": self._info(item).relative_path, "tier": _tier(stream)}
+            raise
 
     # --- files --------------------------------------------------------------------------------------------------
 
@@ -195,3 +244,22 @@ class TierStorageReader(Mount, StorageReader):
 
     def _get_range(self, key: str, byte_range: ByteRange) -> Any:
         return self._client.run(lambda engine: engine.get_range(self.location, key, byte_range))
+
+
+def _tier(stream: CheckedFile) -> str | None:
+    """The tier of the copy that ``stream`` reads now."""
+    return next((str(copy.tier) for copy in stream._copies), None)
+
+
+def _trusting_load(data: bytes, where: str) -> Metadata:
+    _warn_of_trust(where)
+    try:
+        return cast(Metadata, pickle.loads(data))
+    except Exception as error:
+        raise IntegrityError(f"{where} cannot be unpickled ({type(error).__name__}: {error})", file=where) from error
+
+
+@lru_cache(maxsize=1024)
+def _warn_of_trust(where: str) -> None:
+    """Said once for each checkpoint."""
+    log.warning("%s is read with trust_pickle=True: whatever code the checkpoint names runs in this process", where)

@@ -45,6 +45,7 @@ class TierStager:
         optimizers: for lazy mode. Their parameters and state are what changes in ``step`` and only there; all else in
             the state dict is copied before ``stage`` returns. Without any, that is everything.
         shared: staging memory that another process can map, for ``AsyncCheckpointerType.PROCESS``.
+        outlives: staging memory that the node's agent can hold when this process has ended.
         settings: a ``Settings``; ``overrides`` are single fields of it (``checkpoints_in_flight_max=3``).
 
     Raises (from ``stage``):
@@ -63,6 +64,7 @@ class TierStager:
         mode: Mode = "eager",
         optimizers: Iterable[torch.optim.Optimizer] = (),
         shared: bool = False,
+        outlives: bool = False,
         settings: Settings | None = None,
         **overrides: Any,
     ) -> None:
@@ -71,6 +73,7 @@ class TierStager:
         self.settings = Settings.load(settings, **overrides)
         self.mode: Mode = mode
         self._shared = shared
+        self._outlives = outlives
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._fences: list[Any] = []
         self._pending: Copies | None = None
@@ -184,7 +187,7 @@ class TierStager:
         lease = self._lease(size_bytes)
         lease.tensors = sum(leaf.numel() > 0 for leaf in leaves)
         pin(lease.memory)
-        base = _base(lease, size_bytes)
+        base = _base(lease, size_bytes, torch_shares=self._shared)
         by_dtype: dict[torch.dtype, torch.Tensor] = {}
         targets = []
         for leaf, offset in zip(leaves, offsets, strict=True):
@@ -197,7 +200,8 @@ class TierStager:
         return targets
 
     def _lease(self, size_bytes: int) -> Lease:
-        lease = arena_for(self.settings, shared=self._shared).lease(size_bytes)
+        shared = self._shared or self._outlives
+        lease = arena_for(self.settings, shared=shared, read_elsewhere=self._shared).lease(size_bytes)
         if lease is None:
             raise CheckpointSkippedError(
                 "every staging slot is still taken by a checkpoint that is being written",
@@ -305,9 +309,12 @@ def _in_arena(frames: Sequence[wire.Frame], shards: Sequence[Sequence[image.Plac
     return offsets, start
 
 
-def _base(lease: Lease, size_bytes: int) -> torch.Tensor:
-    """The leased memory as one tensor of bytes; the lease is free again when no view of it is left."""
-    if lease.memory.fd is None:
+def _base(lease: Lease, size_bytes: int, *, torch_shares: bool) -> torch.Tensor:
+    """The leased memory as one tensor of bytes; the lease is free again when no view of it is left.
+
+    ``torch_shares``: torch must be able to hand its tensors to another process.
+    """
+    if not torch_shares or lease.memory.fd is None:
         base = torch.frombuffer(lease.memory.view[:size_bytes], dtype=torch.uint8)
         storage: Any = StorageWeakRef(base.untyped_storage())  # type: ignore[no-untyped-call]
         lease.in_use = lambda: not storage.expired()

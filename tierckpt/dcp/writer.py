@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -35,31 +35,36 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ..arena.memory import Memory
 from ..arena.slots import Lease, bounce_for
 from ..config import Settings
 from ..errors import CheckpointError, ConfigError, OperationTimeoutError, TierckptError
 from ..layout import METADATA, SHARD_SUFFIX, Location, attempt_metadata, local_dir, rank_metadata, shard_name
 from ..manifest import FileEntry, Manifest, chunk_count, digest_of
-from ..mover import commit, retention
+from ..mover import commit, space
+from ..mover.catalog import file_size
 from ..mover.disk import check_local_root
 from ..mover.flush import Flushed, Shard, flush, round_up, segment_bytes
-from ..mover.journal import READY, WRITING, Entry, Journal
+from ..mover.journal import READY, WRITING, WRITTEN, Entry, Journal
+from ..mover.mark import flushing
 from ..mover.pace import Pace
 from ..mover.tuner import WRITE_BYTES_MAX, tuner_for
 from ..stores.local import fsync_dir, make_dirs
-from ..telemetry import logger
+from ..telemetry import COMMITS, logger
+from ..types import Tier
 from . import records, split
 from .collection import no_collection
 from .mount import Mount
-from .records import ShardPlan
 from .stager import StagedItems, TierStager
 from .streamed import write_streamed
+from .will import Will
 
 log = logger("save")
 
 DCP_VERSION = "1.0.0"
 ATTEMPT_TIMEOUT_SECONDS = 120.0
 
+_OF_THIS_PROCESS = {"_save", "_prepared", "_busy", "_stager"}
 _saves_without_collectives: dict[str, int] = {}
 
 
@@ -73,12 +78,37 @@ class TierWriteResult(WriteResult):
 
 
 @dataclass
+class Prepared:
+    """What a rank is about to write: every record has its place, nothing is on the disk yet."""
+
+    save: _Save
+    prefix: str
+    shards: list[Shard]
+    results: list[WriteResult]
+    parts: tuple[split.Part, ...]
+    leases: set[Lease]
+    streamed: list[WriteItem]
+
+    @property
+    def token(self) -> str:
+        return self.save.entry.token
+
+    @property
+    def lock(self) -> int:
+        """The lock on the journal entry, for whoever is to inherit the save."""
+        return self.save.lock_descriptor
+
+
+@dataclass
 class _Save:
     """One save in progress on this rank: its journal entry, and the lock that says we are alive."""
 
     entry: Entry
     directory: Path
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    lock_descriptor: int = -1
+    outlives: bool = False
+    """Somebody inherits it if this process ends: what is durable is noted as soon as it is."""
 
 
 class TierStorageWriter(Mount, StorageWriter):
@@ -140,6 +170,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self.use_collectives = True
         self._replaces: tuple[str, ...] = ()
         self._save: _Save | None = None
+        self._prepared: Prepared | None = None
         self._holds_back = False
         self._busy = threading.Lock()
         self._stager: TierStager | None = None
@@ -192,21 +223,79 @@ class TierStorageWriter(Mount, StorageWriter):
         if not plan.items and not self.is_coordinator:
             future.set_result([])
             return future
-        save = self._begin(self._token())
+        prepared, self._prepared = self._prepared or self._prepare(plan, planner), None
         try:
-            results, files = self._write_shards(plan, planner, save)
+            with _held(prepared.leases):
+                results, files = self._write_and_note(prepared, planner)
+            future.set_result(self._written(prepared.save, results, files, prepared.parts))
         except BaseException:
             self._abort()
             raise
-        save.entry = dataclasses.replace(save.entry, files=files)
-        if not self.is_coordinator and not self._holds_back:
+        return future
+
+    def _write_and_note(
+        self, prepared: Prepared, planner: SavePlanner | StagedItems
+    ) -> tuple[list[WriteResult], tuple[FileEntry, ...]]:
+        """Write the shards. Before their staging memory may be used again, the journal says that they are durable, or
+        that there is no such save: who inherits this one must never write them from what another has put there."""
+        try:
+            results, files = self._write_shards(prepared, planner)
+            self._note(prepared.save, files)
+        except BaseException:
+            self._abort()
+            raise
+        return results, files
+
+    def _note(self, save: _Save, files: tuple[FileEntry, ...]) -> None:
+        """The shards are durable. Note that where a crash cannot take it, if anybody will ask."""
+        is_held_back = self._holds_back and not self.is_coordinator and bool(files)
+        save.entry = dataclasses.replace(save.entry, files=files, state=WRITTEN if is_held_back else save.entry.state)
+        if is_held_back or save.outlives:
+            self._journal.write(save.entry)
+
+    def _written(
+        self, save: _Save, results: list[WriteResult], files: tuple[FileEntry, ...], parts: tuple[split.Part, ...]
+    ) -> list[WriteResult]:
+        """The shards are durable: tell the coordinator, and give them to the mover unless they are held back."""
+        if not (self.is_coordinator or self._holds_back):
             self._hand_over(save)
         if results:
-            parts = tuple(item.part for item in plan.items if isinstance(item, split.PartItem))
             first = results[0]
             results[0] = TierWriteResult(first.index, first.size_in_bytes, first.storage_data, files, parts)
-        future.set_result(results)
-        return future
+        return results
+
+    def prepare(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Prepared | None:
+        """Lay out, for a will, what ``write_data`` with these arguments writes. None when this rank has nothing."""
+        with self._working():
+            if plan.items or self.is_coordinator:
+                self._prepared = self._prepare(plan, planner)
+                self._prepared.save.outlives = True
+            return self._prepared
+
+    def _prepare(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Prepared:
+        save = self._begin(self._token())
+        try:
+            prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{self.rank}_"
+            items, streamed = (plan.items, []) if not self.transforms.extensions else ([], list(plan.items))
+            with no_collection():
+                sources = records.resolve(items, planner)
+                streamed += sources.others
+                plans = records.lay_out(
+                    sources,
+                    shard_bytes_max=self.settings.shard_size_bytes_max,
+                    chunk_size_bytes=self.settings.chunk_size_bytes,
+                    one_file=self.single_file_per_rank,
+                )
+                shards = [
+                    Shard(save.directory / shard_name(prefix, index, save.entry.token), shard.records, shard.image)
+                    for index, shard in enumerate(plans)
+                ]
+                results = [result for shard in shards for result in _results(shard)]
+        except BaseException:
+            self._abort()
+            raise
+        parts = tuple(item.part for item in plan.items if isinstance(item, split.PartItem))
+        return Prepared(save, prefix, shards, results, parts, sources.leases, streamed)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit on the local tier. Raises AlreadyCommittedError when another save took this id meanwhile."""
@@ -236,6 +325,7 @@ class TierStorageWriter(Mount, StorageWriter):
         except BaseException:
             self._abort()
             raise
+        COMMITS.emit(1, tier=Tier.LOCAL)
         log.info("committed %s on the local tier (%d bytes)", self.path, manifest.size_bytes)
         self._hand_over(save)
 
@@ -270,49 +360,33 @@ class TierStorageWriter(Mount, StorageWriter):
         directory = local_dir(self.settings.local_root, self.location)
         make_dirs(directory)
         lock = contextlib.ExitStack()
-        lock.enter_context(self._journal.own(token))
+        hold = lock.enter_context(self._journal.own(token))
         entry = self._journal.open(token, self.location, self.rank, int(self.settings.chunk_size_bytes))
-        self._save = _Save(entry, directory, lock)
+        self._save = _Save(entry, directory, lock, hold.descriptor)
         return self._save
 
     def _write_shards(
-        self, plan: SavePlan, planner: SavePlanner | StagedItems, save: _Save
+        self, prepared: Prepared, planner: SavePlanner | StagedItems
     ) -> tuple[list[WriteResult], tuple[FileEntry, ...]]:
-        prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{self.rank}_"
-        items, streamed = (plan.items, []) if not self.transforms.extensions else ([], list(plan.items))
-        with no_collection():
-            sources = records.resolve(items, planner)
-            streamed += sources.others
-            plans = records.lay_out(
-                sources,
-                shard_bytes_max=self.settings.shard_size_bytes_max,
-                chunk_size_bytes=self.settings.chunk_size_bytes,
-                one_file=self.single_file_per_rank,
-            )
-        with _held(sources.leases):
-            shards = [
-                Shard(save.directory / shard_name(prefix, index, save.entry.token), shard.records, shard.image)
-                for index, shard in enumerate(plans)
-            ]
-            size_bytes = sum(shard.size_bytes for shard in shards) + sum(map(_item_bytes, streamed))
-            retention.make_room(self.settings.local_root, size_bytes, save.directory)
-            flushed = self._flush(shards, save)
-        with no_collection():
-            results = [
-                result for shard, file in zip(plans, shards, strict=True) for result in _results(shard, file.path.name)
-            ]
-        if streamed:
-            path = save.directory / shard_name(prefix, len(shards), save.entry.token)
+        save, results = prepared.save, prepared.results
+        size_bytes = sum(shard.size_bytes for shard in prepared.shards) + sum(map(_item_bytes, prepared.streamed))
+        space.make_room(self.settings, size_bytes, save.directory)
+        flushed = self._flush(prepared.shards, save)
+        if prepared.streamed:
+            path = save.directory / shard_name(prepared.prefix, len(prepared.shards), save.entry.token)
             more, file = write_streamed(
-                self.transforms, path, streamed, planner, self.settings, durable=self.sync_files
+                self.transforms, path, prepared.streamed, planner, self.settings, durable=self.sync_files
             )
             results, flushed = results + more, [*flushed, file]
         if self.sync_files:
             fsync_dir(save.directory)
-        token = save.entry.token
-        return results, tuple(FileEntry(f.path.name, f.size_bytes, f.digests, self.rank, token) for f in flushed)
+        return results, self._entries(flushed, save)
 
-    def _flush(self, shards: list[Shard], save: _Save) -> list[Flushed]:
+    def _entries(self, flushed: Sequence[Flushed], save: _Save) -> tuple[FileEntry, ...]:
+        token = save.entry.token
+        return tuple(FileEntry(f.path.name, f.size_bytes, f.digests, self.rank, token) for f in flushed)
+
+    def _flush(self, shards: list[Shard], save: _Save, *, cached: bool = False) -> list[Flushed]:
         """Write the shards with what threads the disk likes, and note how fast it was."""
         settings, size_bytes = self.settings, sum(shard.size_bytes for shard in shards)
         if not shards:
@@ -326,17 +400,19 @@ class TierStorageWriter(Mount, StorageWriter):
         pace = Pace(settings.flush_cpu_share, shape.threads) if background else Pace()
         with bounce_for(settings).take(shape.threads, slot_bytes, timeout) as slots:
             begun = time.monotonic()
-            flushed = flush(
-                shards,
-                slots=slots,
-                shape=shape,
-                chunk_size_bytes=settings.chunk_size_bytes,
-                durable=self.sync_files,
-                nice=settings.flush_nice if background else 0,
-                pace=pace,
-                timeout_seconds=timeout,
-            )
-            if not pace.rested and len(slots) == shape.threads:
+            with flushing(settings.local_root, size_bytes):
+                flushed = flush(
+                    shards,
+                    slots=slots,
+                    shape=shape,
+                    chunk_size_bytes=settings.chunk_size_bytes,
+                    durable=self.sync_files,
+                    nice=settings.flush_nice if background else 0,
+                    pace=pace,
+                    cached=cached,
+                    timeout_seconds=timeout,
+                )
+            if not (pace.rested or cached) and len(slots) == shape.threads:
                 tuner.learn(shape, size_bytes, time.monotonic() - begun)
         return flushed
 
@@ -368,6 +444,55 @@ class TierStorageWriter(Mount, StorageWriter):
             created_unix_seconds=time.time(),
         )
 
+    def stand_in(self, will: Will, memories: Mapping[str, Memory], lock: int | None) -> list[WriteResult] | None:
+        """Bring the shards of a rank that has ended to the SSD. None when its save is settled already.
+
+        Those that its journal entry calls durable are taken as they are: the memory they were written from may hold
+        another checkpoint by now. Else all are written from memory: how much of one was durable nobody knows.
+
+        Args:
+            lock: the rank's hold on its journal entry, if it was left to us; closed with the save.
+        """
+        self.rank, self.is_coordinator = will.rank, will.is_coordinator
+        self._replaces, self.save_id = will.replaces, will.save_id
+        self._holds_back = True
+        stack = contextlib.ExitStack()
+        hold = stack.enter_context(self._journal.own(will.token, lock))
+        entry = self._journal.read(will.token)
+        if not hold or entry is None:
+            stack.close()
+            return None
+        directory = local_dir(self.settings.local_root, self.location)
+        self._save = save = _Save(dataclasses.replace(entry, manifest=None), directory, stack, hold.descriptor)
+        try:
+            files = _durable(save, will)
+            if files is None:
+                files = self._write_again(save, will, memories)
+            self._note(save, files)
+            return self._written(save, list(will.results), files, will.parts)
+        except BaseException:
+            self._abort()
+            raise
+
+    def _write_again(self, save: _Save, will: Will, memories: Mapping[str, Memory]) -> tuple[FileEntry, ...]:
+        log.info("%s: rank %d is written from memory", self.path, self.rank)
+        shards = will.shards_in(save.directory, memories)
+        for shard in shards:
+            shard.path.unlink(missing_ok=True)
+        space.make_room(self.settings, sum(shard.size_bytes for shard in shards), save.directory)
+        flushed = self._flush(shards, save, cached=True)
+        fsync_dir(save.directory)
+        return self._entries(flushed, save)
+
+    @property
+    def replaces(self) -> tuple[str, ...]:
+        """The attempts this save was told to replace, on the coordinator."""
+        return self._replaces
+
+    @property
+    def world_size(self) -> int:
+        return _world_size()
+
     def hold_back(self) -> None:
         """Keep this rank's shards from the mover until ``hand_over``: for callers that tell every rank the outcome."""
         self._holds_back = True
@@ -377,19 +502,43 @@ class TierStorageWriter(Mount, StorageWriter):
         if self._save is not None:
             self._hand_over(self._save)
 
+    def let_go(self) -> bool:
+        """End a save whose outcome is not known here: what a commit may name stays, and all else is put away.
+
+        The coordinator, or its store, has gone silent. Shards that a commit of this node names are handed over; if
+        there is none yet the mover finds out (``Engine.recover``). Returns False in that case.
+        """
+        save, self._prepared = self._save, None
+        if save is None:
+            return True
+        manifest = commit.read_local_manifest(save.directory)
+        if manifest is not None and save.entry.token in manifest.tokens:
+            self._hand_over(save)
+        elif save.entry.state == WRITTEN:
+            self._release()
+            return False
+        else:
+            self._abort()
+        return True
+
     def _hand_over(self, save: _Save) -> None:
         """Give the entry to the mover. Where links can, the shared commit is done before this returns.
 
         Nothing here fails a save that is durable on the local tier: the mover tries again, and ``wait`` says why not.
         """
         entry = save.entry
-        if not self.settings.drain:
-            self._journal.remove(entry.token)
-            self._release()
+        try:
+            if not self.settings.drain:
+                self._journal.remove(entry.token)
+                return
+            if entry.state != READY:
+                entry = self._journal.write(dataclasses.replace(entry, state=READY))
+        except (TierckptError, OSError) as error:
+            # The commit names the shards, so they stay; recovering finds that and tries again.
+            log.warning("%s: the journal cannot be written: %s", entry.uri, error)
             return
-        if entry.state != READY:
-            entry = self._journal.write(dataclasses.replace(entry, state=READY))
-        self._release()  # from here on the entry is the mover's, whatever happens
+        finally:
+            self._release()  # from here on the entry is the mover's, whatever happens
         try:
             linked = self._client.run(lambda engine: engine.send_linked(entry))
             if linked and entry.manifest is not None and not entry.is_fragment:
@@ -407,7 +556,8 @@ class TierStorageWriter(Mount, StorageWriter):
         if self._save is None:
             return
         save, token = self._save, self._save.entry.token
-        if save.entry.state == READY:
+        self._prepared = None
+        if save.entry.state != WRITING:
             # A crash in what follows must not leave an entry that says its files are there.
             self._journal.write(dataclasses.replace(save.entry, state=WRITING))
         for file in (*save.directory.glob(f"*-{token}{SHARD_SUFFIX}"), save.directory / attempt_metadata(token)):
@@ -458,10 +608,10 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles for process-based async saves: everything but a save in progress."""
-        return {key: value for key, value in self.__dict__.items() if key not in {"_save", "_busy", "_stager"}}
+        return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _save=None, _busy=threading.Lock(), _stager=None)
+        self.__dict__.update(state, _save=None, _prepared=None, _busy=threading.Lock(), _stager=None)
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
@@ -502,6 +652,18 @@ def _held(leases: set[Lease]) -> Iterator[None]:
             lease.end_flush(written=written)
 
 
+def _durable(save: _Save, will: Will) -> tuple[FileEntry, ...] | None:
+    """The shards of ``will``, when the journal calls them durable. Raises CheckpointError when they are not there."""
+    noted = {file.path: file for file in save.entry.files}
+    if any(shard.name not in noted for shard in will.shards):
+        return None
+    files = tuple(noted[shard.name] for shard in will.shards)
+    for file in files:
+        if file_size(save.directory / file.key) != file.size_bytes:
+            raise CheckpointError(f"{file.key} of {save.entry.uri} was durable and is gone", hint="Who removed it?")
+    return files
+
+
 def _share_properties(metadata: Metadata) -> None:
     """Give tensors with equal properties one object of them: a pickle then holds it once, and takes half as long."""
     known: dict[Any, Any] = {}
@@ -512,7 +674,8 @@ def _share_properties(metadata: Metadata) -> None:
             stored.properties = known.setdefault(key, has)
 
 
-def _results(shard: ShardPlan, name: str) -> list[WriteResult]:
+def _results(shard: Shard) -> list[WriteResult]:
+    name = shard.path.name
     return [
         WriteResult(record.item.index, record.total_bytes, _StorageInfo(name, record.offset, record.total_bytes))
         for record in shard.records

@@ -17,9 +17,8 @@ Every step is idempotent for one attempt, so whichever mover comes last, or come
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from .. import manifest as manifests
@@ -30,12 +29,16 @@ from ..errors import (
     ManifestError,
     ObjectNotFoundError,
     PreconditionFailedError,
+    StoreError,
+    TierckptError,
 )
 from ..layout import (
     CLAIM,
     DRAINED,
     MANIFEST,
+    METADATA_DIR,
     PARTS_DIR,
+    PENDING_DIR,
     PRIVATE_DIR,
     SHARD_SUFFIX,
     Location,
@@ -45,24 +48,37 @@ from ..layout import (
 )
 from ..manifest import Digester, FileEntry, Manifest
 from ..stores.base import Store
-from ..stores.local import durable_write, make_dirs
+from ..stores.local import durable_write, fsync_dir, make_dirs, read_whole, translate_os_error
 from ..telemetry import logger
-from ..types import Tier
+from ..types import Json, Tier
+from .disk import typed_errors
 from .lock import lock
 
 log = logger("commit")
 
 LOCK_TIMEOUT_SECONDS = 60.0
 
+REMOVED_DIR = f"{PRIVATE_DIR}/removed"
+"""Notes of removals under way, on either tier: the manifest that stood there, which says what is still to go."""
+
+PRIVATE_DIRS = (REMOVED_DIR, PARTS_DIR, PENDING_DIR, METADATA_DIR)
+
+CLAIM_FIELDS = frozenset({"attempt", "replaces"})
+DRAINED_FIELDS = frozenset({"attempt"})
+
+
+def removal_note(attempt: str) -> str:
+    return f"{REMOVED_DIR}/{attempt}.json"
+
 
 def read_local_manifest(directory: Path) -> Manifest | None:
     """Return the manifest committed in a local checkpoint directory, None when there is none.
 
-    Raises ManifestError when there is one and it is damaged.
+    Raises ManifestError when there is one and it is damaged, StoreError when it cannot be read.
     """
     try:
-        data = Path(directory, MANIFEST).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+        data = read_whole(directory / MANIFEST, manifests.MANIFEST_BYTES_MAX)
+    except ObjectNotFoundError:
         return None
     return manifests.decode(data, where=str(directory / MANIFEST))
 
@@ -79,20 +95,31 @@ async def read_shared_manifest(store: Store) -> Manifest | None:
 
 async def replaced_by_claim(store: Store) -> frozenset[str]:
     """Return the attempts that the holder of the claim was told to replace: an attempt among them is superseded."""
-    try:
-        return frozenset(json.loads(await store.get(CLAIM)).get("replaces", ()))
-    except ObjectNotFoundError:
-        return frozenset()
+    claim = await _read_claim(store)
+    return frozenset(claim["replaces"]) if claim else frozenset()
 
 
 async def read_claim(store: Store) -> str | None:
-    """Return the attempt that owns this id on the shared tier, None when nobody has claimed it."""
+    """Return the attempt that owns this id on the shared tier, None when nobody has claimed it.
+
+    Raises ManifestError when the claim is damaged: nobody may take it over for what it is not.
+    """
+    claim = await _read_claim(store)
+    return str(claim["attempt"]) if claim else None
+
+
+async def _read_claim(store: Store) -> Json | None:
     try:
-        return str(json.loads(await store.get(CLAIM))["attempt"])
+        data = await store.get(CLAIM)
     except BucketNotFoundError:
         raise
     except ObjectNotFoundError:
         return None
+    where = f"{store.uri}/{CLAIM}"
+    claim = manifests.unseal(data, CLAIM_FIELDS, where=where, size_bytes_max=manifests.MANIFEST_BYTES_MAX)
+    if not manifests.is_token(claim["attempt"]) or not manifests.is_tokens(claim["replaces"]):
+        raise ManifestError(f"{where}: it names no attempt", hint="The claim was not written by tierckpt")
+    return claim
 
 
 # --- local tier ------------------------------------------------------------------------------------------------
@@ -125,7 +152,7 @@ def commit_local_fragment(
         if len(parts) < fragment.world_size:
             return None
         whole = manifests.merge([manifests.decode(path.read_bytes(), where=str(path)) for path in parts])
-        _publish(directory, location, whole, {e.path: (directory / e.key).read_bytes() for e in whole.metadata})
+        _publish(directory, location, whole, {entry.path: _kept(directory, entry, whole) for entry in whole.metadata})
         for path in parts:
             path.unlink(missing_ok=True)
         return whole
@@ -138,16 +165,94 @@ def keep_metadata(directory: Path, manifest: Manifest, metadata: Mapping[str, by
         durable_write(directory / entry.key, metadata[entry.path])
 
 
+def _kept(directory: Path, entry: FileEntry, manifest: Manifest) -> bytes:
+    """Read back the metadata that another rank has kept here."""
+    data = read_whole(directory / entry.key, manifests.SIZE_BYTES_MAX)
+    check_bytes(data, entry, manifest.chunk_size_bytes, str(directory))
+    return data
+
+
 def _publish(directory: Path, location: Location, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
     current = read_local_manifest(directory)
     if current is not None and current.attempt != manifest.attempt and current.attempt not in manifest.replaces:
         raise already_committed(location, current.attempt, Tier.LOCAL)
-    for entry in manifest.metadata:
-        durable_write(directory / entry.path, metadata[entry.path])
-    (directory / DRAINED).unlink(missing_ok=True)
-    durable_write(directory / MANIFEST, manifest.encode())
-    if current is not None:
-        remove_local_files(directory, stale_files(current, manifest))
+    _replace(directory, current, manifest, metadata)
+
+
+def _replace(directory: Path, current: Manifest | None, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+    """Swap the stock metadata, then the manifest, then delete what only ``current`` names, by a note a crash leaves.
+
+    An error before the commit puts the stock metadata back: the caller deletes the new shards it would name.
+    """
+    if current is not None and current.attempt != manifest.attempt:
+        note = directory / removal_note(current.attempt)
+        make_dirs(note.parent)
+        durable_write(note, current.encode())
+    try:
+        for entry in manifest.metadata:
+            durable_write(directory / entry.path, metadata[entry.path])
+        (directory / DRAINED).unlink(missing_ok=True)
+        durable_write(directory / MANIFEST, manifest.encode())
+    except BaseException:
+        with suppress(OSError, TierckptError):  # the first error is the one to tell
+            _take_back(directory, current, manifest)
+        raise
+    try:
+        _finish_removal(directory)
+    except (OSError, TierckptError) as error:
+        # It is committed: the caller must not take this for a failed save and delete its shards. The note stays.
+        log.warning("%s: files of the replaced checkpoint stay for now: %s", directory, error)
+
+
+def _take_back(directory: Path, current: Manifest | None, failed: Manifest) -> None:
+    """Undo a commit that was made and could not be made durable: it is reported as failed, and its shards will go."""
+    standing = read_local_manifest(directory)
+    if standing is not None and standing.attempt == failed.attempt:
+        if current is None:
+            (directory / MANIFEST).unlink()
+        else:
+            durable_write(directory / MANIFEST, current.encode())
+    _put_back(directory, failed)
+
+
+def _put_back(directory: Path, unfinished: Manifest) -> None:
+    """Let stock PyTorch read what stands here again, after a save that got as far as ``.metadata`` and no further.
+
+    Nothing is done when ``unfinished`` is committed after all.
+    """
+    standing = read_local_manifest(directory)
+    if standing is not None and standing.attempt == unfinished.attempt:
+        return
+    kept = {entry.path: entry for entry in standing.metadata} if standing is not None else {}
+    for path in {entry.path for entry in unfinished.metadata} | kept.keys():
+        if standing is None or path not in kept:
+            (directory / path).unlink(missing_ok=True)
+        else:
+            durable_write(directory / path, _kept(directory, kept[path], standing))
+
+
+def forget_local(directory: Path, token: str, manifest: Manifest | None = None) -> bool:
+    """Delete the files of one rank's save that never committed, and what points at them.
+
+    Files that the standing manifest names stay, whatever the caller believes of that save; False when there are any.
+
+    Args:
+        manifest: what the save was to commit, if it came that far: stock metadata that names it is put back.
+
+    Raises ManifestError when the standing manifest is damaged, so that nobody can know; nothing was deleted.
+    """
+    if not directory.is_dir():
+        return True
+    with _locked(directory):
+        if manifest is not None:
+            _put_back(directory, manifest)
+        standing = read_local_manifest(directory)
+        named = {entry.key for entry in standing.entries} if standing is not None else set()
+        for path in (*directory.glob(f"*-{token}{SHARD_SUFFIX}"), directory / attempt_metadata(token)):
+            if str(path.relative_to(directory)) not in named:
+                path.unlink(missing_ok=True)
+        _remove_empty(directory)
+        return standing is None or token not in standing.tokens | {standing.attempt}
 
 
 def adopt_local(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
@@ -158,24 +263,31 @@ def adopt_local(directory: Path, manifest: Manifest, metadata: Mapping[str, byte
             return
         if current is None or current.attempt in manifest.replaces or is_drained(directory, current.attempt):
             keep_metadata(directory, manifest, metadata)
-            for entry in manifest.metadata:
-                durable_write(directory / entry.path, metadata[entry.path])
-            durable_write(directory / MANIFEST, manifest.encode())
-            if current is not None:
-                remove_local_files(directory, stale_files(current, manifest))
+            _replace(directory, current, manifest, metadata)
 
 
 def mark_drained(directory: Path, attempt: str) -> None:
     """Note beside the local copy that the shared tier has committed ``attempt``. Losing the note costs one GET."""
     if (directory / PRIVATE_DIR).is_dir():
-        durable_write(directory / DRAINED, json.dumps({"attempt": attempt}).encode())
+        durable_write(directory / DRAINED, manifests.seal({"attempt": attempt}))
 
 
 def is_drained(directory: Path, attempt: str) -> bool:
+    """True when the shared tier is known to have ``attempt``. A note that is lost, or damaged, says nothing."""
     try:
-        return bool(json.loads((directory / DRAINED).read_bytes())["attempt"] == attempt)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return read_drained(directory) == attempt
+    except (ManifestError, StoreError) as error:
+        log.warning("%s", error)
         return False
+
+
+def read_drained(directory: Path) -> str | None:
+    """Return the attempt that was noted as drained, None when none was. Raises ManifestError when damaged."""
+    try:
+        data = read_whole(directory / DRAINED, manifests.RECORD_BYTES_MAX)
+    except ObjectNotFoundError:
+        return None
+    return str(manifests.unseal(data, DRAINED_FIELDS, where=str(directory / DRAINED))["attempt"])
 
 
 def stale_files(old: Manifest, new: Manifest) -> list[FileEntry]:
@@ -184,34 +296,121 @@ def stale_files(old: Manifest, new: Manifest) -> list[FileEntry]:
     return [entry for entry in old.entries if entry.key not in kept]
 
 
+def stale_metadata(old: Manifest, new: Manifest) -> list[str]:
+    """Stock metadata of ``old`` that ``new`` does not write over: the one was saved with collectives, the other not."""
+    kept = {entry.path for entry in new.metadata}
+    return [entry.path for entry in old.metadata if entry.path not in kept]
+
+
 def remove_local_files(directory: Path, entries: list[FileEntry]) -> None:
     for entry in entries:
         (directory / entry.key).unlink(missing_ok=True)
 
 
-def remove_local(directory: Path) -> None:
-    """Remove a local checkpoint: manifest first, so that a crash in the middle leaves it invisible, never half."""
-    with _locked(directory):
-        manifest = read_local_manifest(directory)
-        (directory / MANIFEST).unlink(missing_ok=True)
-        if manifest is not None:
-            remove_local_files(directory, list(manifest.entries))
-            for entry in manifest.metadata:
-                (directory / entry.path).unlink(missing_ok=True)
-        for path in sorted((directory / PRIVATE_DIR).rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
-        for empty in (directory / PRIVATE_DIR, directory):
-            try:
-                empty.rmdir()
-            except OSError:
-                break  # somebody else's files are in it: leave them
+def remove_local(directory: Path, attempt: str | None = None) -> bool:
+    """Remove a local checkpoint. Returns False when none stands there, or another attempt than ``attempt``.
+
+    The manifest goes first, by a rename that makes the checkpoint invisible and keeps the list of what is still to go:
+    a crash before it leaves the checkpoint whole, one after it a note that ``finish_removal`` works off. Only what the
+    manifest names is deleted, so a save to the same id that is under way keeps its files.
+
+    Cost: one fsync for each directory touched, no matter how many files.
+    """
+    try:
+        with _locked(directory):
+            manifest = read_local_manifest(directory)
+            stands = manifest is not None and attempt in {None, manifest.attempt}
+            if manifest is not None and stands:
+                note = directory / removal_note(manifest.attempt)
+                make_dirs(note.parent)
+                (directory / MANIFEST).replace(note)
+                fsync_dir(note.parent)
+                fsync_dir(directory / PRIVATE_DIR)
+            _finish_removal(directory)
+            return stands
+    except OSError as error:
+        raise translate_os_error(error, directory, Tier.LOCAL) from error
+
+
+def finish_removal(directory: Path) -> bool:
+    """Remove what a killed ``remove_local`` left, and empty directories of ours. True when there was such a note."""
+    if not (directory / PRIVATE_DIR).is_dir():
+        return False
+    try:
+        with _locked(directory):
+            return _finish_removal(directory)
+    except OSError as error:
+        raise translate_os_error(error, directory, Tier.LOCAL) from error
+
+
+def _finish_removal(directory: Path) -> bool:
+    """Work off every note of a removal, the directory locked. What a standing manifest names stays."""
+    standing = read_local_manifest(directory)
+    notes = sorted((directory / REMOVED_DIR).glob("*.json"))
+    for note in notes:
+        try:
+            gone = manifests.decode(read_whole(note, manifests.MANIFEST_BYTES_MAX), where=str(note))
+        except ManifestError as error:
+            log.warning("%s; what it names stays on the disk", error)
+            continue
+        doomed = [entry.key for entry in (stale_files(gone, standing) if standing else gone.entries)]
+        doomed += [f"{key}.bad" for key in doomed]  # put aside by a restore
+        # Durably before the shards, or a power cut could keep it and lose them: stock PyTorch goes by it (P1).
+        stock = stale_metadata(gone, standing) if standing else [entry.path for entry in gone.metadata]
+        _unlink_all([directory / path for path in stock])
+        if standing is None:
+            doomed.append(DRAINED)
+        _unlink_all([directory / name for name in doomed] + [*(directory / PARTS_DIR).glob(f"{gone.attempt}-*.json")])
+        note.unlink(missing_ok=True)  # last: without it nobody would know what to look for
+    _remove_empty(directory)
+    return bool(notes)
+
+
+def _unlink_all(paths: list[Path]) -> None:
+    """Remove files, durably. Cost: one fsync for each directory."""
+    for path in paths:
+        path.unlink(missing_ok=True)
+    for parent in {path.parent for path in paths if path.parent.is_dir()}:
+        fsync_dir(parent)
+
+
+def _remove_empty(directory: Path) -> None:
+    """Remove our private directory and ``directory`` if nothing is left in them but the lock we hold."""
+    private = directory / PRIVATE_DIR
+    for empty in PRIVATE_DIRS:
+        with suppress(OSError):
+            (directory / empty).rmdir()
+    if {path.name for path in directory.iterdir()} != {private.name} or {p.name for p in private.iterdir()} != {"lock"}:
+        return  # a save that goes on here, or somebody else's files
+    (private / "lock").unlink()  # who waits for it finds the name gone and takes another (K3)
+    with suppress(OSError):
+        private.rmdir()
+        directory.rmdir()
+        fsync_dir(directory.parent)
+
+
+@contextmanager
+def _closed_quietly() -> Iterator[ExitStack]:
+    """Giving up a lock ends with the process at the latest: failing at it is no failure of what was done under it."""
+    held = ExitStack()
+    try:
+        yield held
+    finally:
+        with suppress(OSError):
+            held.close()
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the directory against other processes of this node."""
-    make_dirs(directory / PRIVATE_DIR)
-    with lock(directory / PRIVATE_DIR / "lock", LOCK_TIMEOUT_SECONDS, str(directory)):
+    """Hold the directory against other processes of this node. What the system refuses inside is told as our errors."""
+    with typed_errors(directory), _closed_quietly() as held:
+        while True:
+            make_dirs(directory / PRIVATE_DIR)
+            try:
+                held.enter_context(lock(directory / PRIVATE_DIR / "lock", LOCK_TIMEOUT_SECONDS, str(directory)))
+                break
+            except FileNotFoundError:
+                continue  # a removal took the empty directory away between the two lines
         yield
 
 
@@ -234,11 +433,12 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
         if await read_claim(store) != manifest.attempt:
             # A later save has taken the id over since: its manifest must not be covered by ours.
             raise already_committed(location, "that replaced this one", Tier.SHARED)
+        if current is not None:
+            await store.put(removal_note(current.attempt), current.encode())  # for whoever cleans up after a crash
         await _put_manifest(store, location, manifest, is_first=current is None)
         log.info("committed %s on the shared tier (attempt %s)", location.uri, manifest.attempt)
     if current is not None and current.attempt != manifest.attempt:
-        for entry in stale_files(current, manifest):
-            await store.delete(entry.key)
+        await _remove_stale(store, current, manifest)
     if manifest.replaces:
         await _remove_replaced(store, manifest)
     await store.delete(pending(manifest.attempt))
@@ -262,17 +462,31 @@ async def _remove_replaced(store: Store, manifest: Manifest) -> None:
     Repeatable, because the manifest remembers whom it replaced. Only names that carry a replaced token are deleted.
     """
     tokens = set(manifest.replaces)
+    last = []
     for attempt in manifest.replaces:
-        try:
-            tokens |= manifests.decode(await store.get(pending(attempt)), where=pending(attempt)).tokens
-        except (ObjectNotFoundError, ManifestError):
-            pass  # it had one rank, or left no trace
+        for name in (removal_note(attempt), pending(attempt)):
+            try:
+                gone = manifests.decode(await store.get(name), where=f"{store.uri}/{name}")
+            except (ObjectNotFoundError, ManifestError):
+                continue  # it had one rank, or left no trace
+            tokens |= gone.tokens
+            last.append(name)
+            if name == removal_note(attempt):
+                await _remove_stale(store, gone, manifest)
     tokens -= manifest.tokens | {manifest.attempt}
-    doomed = {name for token in tokens for name in (part(token), pending(token), attempt_metadata(token))}
+    doomed = {name for token in tokens for name in (part(token), pending(token), attempt_metadata(token))} - {*last}
     endings = tuple(f"-{token}{SHARD_SUFFIX}" for token in tokens)
     async for info in store.list():
         if info.key in doomed or info.key.endswith(endings):
             await store.delete(info.key)
+    for name in last:  # what says which files are left over goes when they have gone
+        await store.delete(name)
+
+
+async def _remove_stale(store: Store, old: Manifest, new: Manifest) -> None:
+    for name in (*stale_metadata(old, new), *(entry.key for entry in stale_files(old, new))):
+        await store.delete(name)
+    await store.delete(removal_note(old.attempt))
 
 
 def check_bytes(data: bytes, entry: FileEntry, chunk_size_bytes: int, where: str) -> None:
@@ -289,7 +503,7 @@ def check_bytes(data: bytes, entry: FileEntry, chunk_size_bytes: int, where: str
 
 
 async def _claim(store: Store, location: Location, manifest: Manifest) -> None:
-    claim = json.dumps({"attempt": manifest.attempt, "replaces": sorted(manifest.replaces)}).encode()
+    claim = manifests.seal({"attempt": manifest.attempt, "replaces": sorted(manifest.replaces)})
     try:
         await store.put(CLAIM, claim, if_absent=True)
         return

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ..errors import IntegrityError, TierckptError
 from ..manifest import FileEntry, digest_of
-from ..telemetry import logger
+from ..telemetry import QUARANTINES, logger
 from ..types import Buffer, ByteRange, Tier
 from .transfer import open_file, pread_all
 
@@ -50,6 +50,7 @@ class LocalCopy:
             return
         try:
             self._path.rename(self._path.with_name(f"{self._path.name}.bad"))
+            QUARANTINES.emit(1, tier=self.tier)
         except OSError as error:
             log.warning("cannot quarantine %s: %s", self._path, error)
 

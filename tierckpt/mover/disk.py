@@ -1,23 +1,33 @@
-"""The disk under the local root: can it be written, is it a disk at all."""
+"""The disk under the local root: can it be written, is it a disk at all, and what have killed processes left on it."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..config import Settings
 from ..errors import ConfigError, ObjectNotFoundError, TierckptError
-from ..stores.local import make_dirs
+from ..stores.common import is_temporary
+from ..stores.local import make_dirs, translate_os_error
 from ..telemetry import logger
+from ..types import Tier
+from .lock import try_lock
 
 log = logger("disk")
 
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 
+LEFTOVER_SECONDS = 3600.0
+"""A temporary file that nobody has written to for so long belongs to nobody: a live transfer writes more often."""
+
 _checked: set[Path] = set()
 
 
 def check_local_root(settings: Settings) -> None:
-    """Make ``local_root`` and warn, once per process, when it is memory and not a disk.
+    """Make ``local_root``; once per process, warn when it is memory and not a disk, and clear it of leftovers.
 
     Raises:
         PermissionDeniedError: not writable, or on a read-only mount.
@@ -33,6 +43,7 @@ def check_local_root(settings: Settings) -> None:
     if root in _checked:
         return
     _checked.add(root)
+    clear_leftovers(root)
     kind_of_disk = filesystem_type(root)
     if kind_of_disk in MEMORY_FILESYSTEMS and not settings.allow_tmpfs:
         log.warning(
@@ -41,6 +52,49 @@ def check_local_root(settings: Settings) -> None:
             root,
             kind_of_disk,
         )
+
+
+def clear_leftovers(local_root: Path) -> int:
+    """Remove what killed processes left under names nobody looks for: temporary files, locks. Returns how many.
+
+    Only what was not touched for LEFTOVER_SECONDS. A lock is removed while it is held (K3), and never one whose journal
+    entry stands: its next owner takes the lock's name for the entry's.
+
+    Cost: one walk over the names below ``local_root``, and a stat for each temporary file and lock.
+    """
+    removed = 0
+    before = time.time() - LEFTOVER_SECONDS
+    for folder, _, names in os.walk(local_root):
+        for name in names:
+            if is_temporary(name) or name.endswith(".lock"):
+                with contextlib.suppress(OSError):  # in use, gone meanwhile, or another's: it stays
+                    removed += _clear(Path(folder, name), before)
+    if removed:
+        log.info("removed %d files that killed processes had left under %s", removed, local_root)
+    return removed
+
+
+def _clear(path: Path, before_unix_seconds: float) -> bool:
+    if path.stat().st_mtime > before_unix_seconds:
+        return False
+    if is_temporary(path.name):
+        path.unlink()
+        return True
+    if path.with_suffix(".json").exists():
+        return False
+    with try_lock(path, remove=True) as held:
+        return bool(held)
+
+
+@contextlib.contextmanager
+def typed_errors(path: Path) -> Iterator[None]:
+    """Raise what the system refuses as an error of ours; ``path`` is said where the system names none."""
+    try:
+        yield
+    except TierckptError:
+        raise
+    except OSError as error:
+        raise translate_os_error(error, Path(os.fsdecode(error.filename or path)), Tier.LOCAL) from error
 
 
 def filesystem_type(path: Path) -> str:

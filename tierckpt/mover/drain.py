@@ -25,14 +25,18 @@ from ..errors import (
 )
 from ..layout import PENDING_DIR, PRIVATE_DIR, Location, local_dir, part, pending
 from ..manifest import Manifest
+from ..redaction import redact
 from ..stores import open_store
 from ..stores.base import Store
-from ..stores.local import make_dirs
-from ..telemetry import logger
-from ..types import Progress, ProgressListener
+from ..stores.local import make_dirs, translate_os_error
+from ..stores.retry import Retries
+from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, logger
+from ..types import Progress, ProgressListener, Tier
 from . import commit
+from .budget import Budget
 from .journal import READY, Entry, Journal
 from .lock import lock_async
+from .retry import available, verified
 from .transfer import cause_of, send
 
 log = logger("drain")
@@ -59,13 +63,21 @@ class Drainer:
         self.journal = Journal(settings.local_root)
         self._listener = listener
         self._stores: dict[Location, Store] = {}
-        self._gate = asyncio.Semaphore(settings.concurrency)
+        self.retries = Retries(settings)
+        """How often this mover asks its stores again, and which of them are down."""
+        self.budget = Budget(
+            settings.drain_bytes_per_second,
+            settings.concurrency,
+            local_root=settings.local_root,
+            nice=settings.flush_nice,
+        )
+        """What all drains of this mover together may take. It can be changed while they run."""
         self.awaiting: set[str] = set()
         """Tokens whose files are sent and which wait for other ranks' parts."""
 
     def store(self, location: Location) -> Store:
         if location not in self._stores:
-            self._stores[location] = open_store(location, self.settings)
+            self._stores[location] = open_store(location, self.settings, self.retries)
         return self._stores[location]
 
     def directory(self, location: Location) -> Path:
@@ -75,6 +87,7 @@ class Drainer:
         for store in self._stores.values():
             await store.close()
         self._stores.clear()
+        self.budget.close()
 
     async def drain(self, token: str, *, patient: bool = True) -> DrainResult:
         """Drain one entry to its commit on the shared tier. An error stays in the journal and is raised.
@@ -93,22 +106,37 @@ class Drainer:
             entry = await asyncio.to_thread(self.journal.read, token)
             if entry is None or entry.state != READY:
                 return DrainResult(token, entry.uri if entry else "", "held" if entry else "committed")
+            begun = time.monotonic()
             try:
-                outcome = await self._with_retries(lambda: self._drain(entry, patient), patient)
+                outcome = await self._with_retries(entry, lambda: self._drain(entry, patient), patient)
             except TierckptError as error:
-                await asyncio.to_thread(self.journal.fail, token, f"{type(error).__name__}: {error}")
+                ERRORS.emit(1, operation="drain", error=type(error).__name__)
+                # A server may repeat our credentials in its answer; the journal is read by people.
+                await asyncio.to_thread(self.journal.fail, token, redact(f"{type(error).__name__}: {error}"))
                 raise
             await asyncio.to_thread(self.journal.remove, token)
+            seconds = time.monotonic() - begun
+            DRAIN_SECONDS.emit(seconds)
+            facts = {"uri": entry.uri, "rank": entry.rank, "size_bytes": entry.size_bytes, "seconds": round(seconds, 3)}
+            log.info("drained %s: %s", entry.uri, outcome, extra={**facts, "outcome": outcome})
             return DrainResult(token, entry.uri, outcome, entry.size_bytes)
 
-    async def _with_retries(self, work: Callable[[], Awaitable[str]], patient: bool) -> str:
-        """Try again while the store is unavailable. Only the mover retries here; the store client's own are spent."""
+    async def _with_retries(self, entry: Entry, work: Callable[[], Awaitable[str]], patient: bool) -> str:
+        """Try again while the store is unavailable, its own retries spent: when a store that was down is up again, at
+        once, else after a jittered pause."""
         if not patient:
             return await work()
+
+        async def pause(seconds: float) -> None:
+            if not await available(self.store(entry.location)):
+                await asyncio.sleep(seconds)
+
         retrying = AsyncRetrying(
             retry=retry_if_exception(lambda error: isinstance(error, TierckptError) and error.retryable),
             wait=wait_random_exponential(multiplier=0.5, max=self.settings.drain_retry_seconds_max),
+            sleep=pause,
             reraise=True,
+            before_sleep=lambda _: RETRIES.emit(1, operation="drain"),
         )
         async for attempt in retrying:
             with attempt:
@@ -116,18 +144,24 @@ class Drainer:
         raise AssertionError("unreachable")  # AsyncRetrying without a stop never falls through
 
     async def _drain(self, entry: Entry, patient: bool) -> str:
-        deadline = time.monotonic() + (self.settings.commit_timeout_seconds if patient else 0.0)
         try:
             if await asyncio.to_thread(self._is_replaced, entry):
                 return await self._forget(entry)
+            if await self._was_cleaned_up(entry):
+                return "committed"  # by another mover, with files that were there already: leave no part record again
             await self.send_files(entry)
             self.awaiting.add(entry.token)
+            # From here on others are waited for. A budget, or a pause, may have made our own sending take long.
+            deadline = time.monotonic() + (self.settings.commit_timeout_seconds if patient else 0.0)
             return await self._await_commit(entry, deadline, patient)
         except TierckptError as error:
             # A save that replaces this one may pull its files away at any of these steps: then that is the answer.
             if error.retryable or not await asyncio.to_thread(self._is_replaced, entry):
                 raise
             return await self._forget(entry)
+        except OSError as error:  # so that it is kept in the journal, and told to whoever waits
+            where = Path(error.filename or self.directory(entry.location))
+            raise translate_os_error(error, where, Tier.LOCAL) from error
         finally:
             self.awaiting.discard(entry.token)
 
@@ -176,7 +210,7 @@ class Drainer:
         if current is not None and _is_commit_of(current, entry):
             return "committed"
         log.info("%s: attempt %s was replaced before it was drained", entry.uri, entry.token)
-        await asyncio.to_thread(commit.remove_local_files, directory, list(entry.files))
+        await asyncio.to_thread(commit.forget_local, directory, entry.token, entry.manifest)
         if entry.is_fragment or await self._pending_manifest(entry, store) is None:
             await store.delete(part(entry.token))
             for file in entry.files:
@@ -194,8 +228,8 @@ class Drainer:
             self._listener(Progress(f"drain {entry.uri}", done, entry.size_bytes))
 
         async def move(file: manifests.FileEntry) -> None:
-            async with self._gate:
-                await send(store, directory / file.key, file, entry.chunk_size_bytes, on_bytes)
+            async with self.budget.slot():
+                await send(store, directory / file.key, file, entry.chunk_size_bytes, on_bytes, self.budget)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -217,7 +251,7 @@ class Drainer:
 
         One mover of a node at a time, so that of two attempts at one id on this node the newer one is last.
         """
-        if await asyncio.to_thread(self._was_seen_committed, entry):
+        if await self._was_cleaned_up(entry):
             return "committed"
         directory = self.directory(entry.location)
         lock = directory / PRIVATE_DIR / "commit.lock"
@@ -233,6 +267,7 @@ class Drainer:
         if current is not None and _is_commit_of(current, entry):
             if entry.manifest is not None:
                 await commit.commit_shared(store, entry.location, current)  # clean up what an earlier try left
+            await store.delete(part(entry.token))
             await self._after_commit(entry, current)
             return "committed"
         manifest = await self._manifest(entry, store)
@@ -246,6 +281,7 @@ class Drainer:
             if await self._is_superseded(manifest, store):
                 return "superseded"
             raise
+        COMMITS.emit(1, tier=Tier.SHARED)
         await self._after_commit(entry, manifest)
         return "committed"
 
@@ -264,6 +300,19 @@ class Drainer:
             return "committed"
         return None
 
+    async def _was_cleaned_up(self, entry: Entry) -> bool:
+        """True when another mover of this node has committed this entry's checkpoint, and nothing is left to do for it.
+
+        The part record goes here too: whoever committed may have been killed while it cleaned up. The coordinator's
+        mover looks at everything the commit leaves, so it takes the long way.
+        """
+        if entry.manifest is not None and not entry.is_fragment:
+            return False
+        if not await asyncio.to_thread(self._was_seen_committed, entry):
+            return False
+        await self.store(entry.location).delete(part(entry.token))
+        return True
+
     def _was_seen_committed(self, entry: Entry) -> bool:
         """True when another mover of this node has committed this entry's checkpoint: no request is needed to know."""
         directory = self.directory(entry.location)
@@ -280,14 +329,24 @@ class Drainer:
 
     async def _pending_manifest(self, entry: Entry, store: Store) -> Manifest | None:
         """The manifest-to-be on the shared tier that names this entry's files, if the coordinator has left one."""
+        # A listing may be old or incomplete. What it leaves out is looked for again in the next round, and what it
+        # names is read: it can delay a commit, and decides nothing.
         async for info in store.list(PENDING_DIR):
             try:
-                candidate = manifests.decode(await store.get(info.key), where=info.key)
+                candidate = await _read_manifest(store, info.key)
             except ObjectNotFoundError:
                 continue  # committed meanwhile; the next round sees its manifest
             if entry.token in candidate.tokens:
                 return candidate
         return None
+
+    async def is_named(self, entry: Entry) -> bool:
+        """True when the shared tier has a manifest, committed or to be, that names this entry's files."""
+        store = self.store(entry.location)
+        current = await commit.read_shared_manifest(store)
+        return (current is not None and entry.token in current.tokens) or (
+            await self._pending_manifest(entry, store) is not None
+        )
 
     async def _merged(self, entry: Entry, store: Store) -> Manifest | None:
         own = entry.manifest
@@ -296,10 +355,9 @@ class Drainer:
         fragments = []
         for rank in range(own.world_size):
             try:
-                data = await store.get(part(f"{own.attempt}-{rank}"))
+                fragments.append(await _read_manifest(store, part(f"{own.attempt}-{rank}")))
             except ObjectNotFoundError:
                 return None
-            fragments.append(manifests.decode(data, where=f"{store.uri}/{part(f'{own.attempt}-{rank}')}"))
         return manifests.merge(fragments)
 
     async def _all_parts(self, manifest: Manifest, entry: Entry, store: Store) -> bool:
@@ -333,6 +391,13 @@ class Drainer:
             metadata[item.path] = await store.get(item.key)
             commit.check_bytes(metadata[item.path], item, manifest.chunk_size_bytes, store.uri)
         await asyncio.to_thread(commit.adopt_local, directory, manifest, metadata)
+
+
+async def _read_manifest(store: Store, key: str) -> Manifest:
+    async def read() -> Manifest:
+        return manifests.decode(await store.get(key), where=f"{store.uri}/{key}")
+
+    return await verified(store, read)
 
 
 def _is_commit_of(manifest: Manifest, entry: Entry) -> bool:

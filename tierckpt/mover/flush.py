@@ -170,12 +170,15 @@ def flush(
     base: int = 0,
     nice: int = 0,
     pace: Pace | None = None,
+    cached: bool = False,
     timeout_seconds: float = 1800.0,
 ) -> list[Flushed]:
     """Write ``shards``, each under a name that does not exist yet. Returns size and chunk digests, in order.
 
     The caller's thread is one of the workers, unless ``nice`` asks for a low priority, which only threads of our own
     get. ``slots`` must hold a segment each, one for every thread of ``shape``.
+
+    ``cached`` writes through the page cache: slower, and whoever reads the shards next finds them in memory.
 
     With a ``pace`` workers rest between segments while the node's processors are busy (``pace.py``).
 
@@ -186,7 +189,7 @@ def flush(
     Cost: one pass over data in cache for CRC and digest, one copy more where there is no image; memory: the slots.
     """
     deadline = time.monotonic() + timeout_seconds
-    job = _Job(shards, slots, shape, chunk_size_bytes, durable, base, pace or Pace(), deadline)
+    job = _Job(shards, slots, shape, chunk_size_bytes, durable, base, pace or Pace(), deadline, cached)
     try:
         job.run(nice)
     finally:
@@ -200,12 +203,12 @@ def flush(
 class _File:
     """One shard being written: its descriptor, and how many segments are still to come."""
 
-    def __init__(self, shard: Shard, segment_bytes: int) -> None:
+    def __init__(self, shard: Shard, segment_bytes: int, *, direct: bool) -> None:
         self.shard = shard
         self.digests: dict[int, str] = {}
         self.segments = -(-shard.size_bytes // segment_bytes)
         self.left = self.segments
-        self.direct = True
+        self.direct = direct
         self.fd = -1
 
     def open(self) -> None:
@@ -219,7 +222,7 @@ class _File:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         path = self.shard.path
         try:
-            self.fd = os.open(path, flags | os.O_DIRECT, 0o644)
+            self.fd = os.open(path, flags | (os.O_DIRECT if self.direct else 0), 0o644)
         except OSError as error:
             if error.errno not in DIRECT_REFUSED:
                 raise
@@ -275,10 +278,11 @@ class _Job:
         base: int,
         pace: Pace,
         deadline: float,
+        cached: bool,
     ) -> None:
         self.chunk_size_bytes = chunk_size_bytes
         self.segment_bytes = segment_bytes(chunk_size_bytes, shape.size_bytes)
-        self.files = [_File(shard, self.segment_bytes) for shard in shards]
+        self.files = [_File(shard, self.segment_bytes, direct=not cached) for shard in shards]
         self.slots = slots
         self.threads = shape.threads
         self.durable = durable

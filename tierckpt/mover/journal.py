@@ -6,12 +6,14 @@ Invariants (tests cite them):
     J2  One mover works on an entry at a time. Ownership is a flock held by a process, so it ends with the process;
         there is no lock file to clean up after a crash.
     J3  An entry is removed only when its files are committed on the shared tier, or were deleted because no
-        commit can name them.
+        commit can name them; durably, if they were never all there.
+    J4  An entry carries a digest of itself: a damaged one is reported and left alone, so nothing is sent to a wrong
+        place and no file is deleted because of it.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,17 +22,26 @@ from pathlib import Path
 from typing import Any
 
 from .. import manifest as manifests
-from ..errors import ManifestError
-from ..layout import Location, journal_dir, parse_uri
+from ..errors import ManifestError, ObjectNotFoundError, StoreError
+from ..layout import METADATA_DIR, Location, journal_dir, local_dir, parse_uri
 from ..manifest import FileEntry, Manifest
-from ..stores.local import durable_write, make_dirs
+from ..stores.local import durable_write, fsync_dir, make_dirs, read_whole
 from ..telemetry import logger
-from .lock import try_lock
+from ..types import Json
+from .disk import typed_errors
+from .lock import Hold, try_lock
 
 log = logger("journal")
 
 WRITING = "writing"
+WRITTEN = "written"
+"""The files are durable, and whether the save they belong to was committed is not known on this rank."""
 READY = "ready"
+ENTRY_BYTES_MAX = 2 * manifests.MANIFEST_BYTES_MAX
+"""It holds a manifest and, on the coordinator, the entries of its own files once more."""
+FIELDS = frozenset(
+    ("token", "uri", "rank", "state", "created_unix_seconds", "chunk_size_bytes", "files", "manifest", "error")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,26 +99,45 @@ class Journal:
         )
 
     def read(self, token: str) -> Entry | None:
+        """Return the entry of ``token``, None when there is none. Raises ManifestError when it is damaged (J4)."""
         try:
-            return _decode(self._path(token).read_bytes())
-        except FileNotFoundError:
+            return _read(self._path(token))
+        except ObjectNotFoundError:
             return None
 
     def entries(self) -> list[Entry]:
         """Every readable entry, newest first. An unreadable one is reported and left for a person to look at."""
         found = []
-        for path in self.directory.glob("*.json") if self.directory.is_dir() else ():
+        with typed_errors(self.directory):
+            paths = list(self.directory.glob("*.json")) if self.directory.is_dir() else []
+        for path in paths:
             try:
-                found.append(_decode(path.read_bytes()))
-            except FileNotFoundError:
+                found.append(_read(path))
+            except ObjectNotFoundError:
                 continue  # finished meanwhile
-            except (ManifestError, ValueError, KeyError, TypeError) as error:
+            except (ManifestError, StoreError) as error:
                 log.warning("unreadable journal entry %s: %s", path.name, error)
         return sorted(found, key=lambda entry: entry.created_unix_seconds, reverse=True)
 
     def remove(self, token: str) -> None:
-        self._path(token).unlink(missing_ok=True)
-        self._lock_path(token).unlink(missing_ok=True)
+        """Forget an entry (J3). Cost: nothing durable, unless the save never finished: then two fsyncs."""
+        self._settle_removal(token)
+        with typed_errors(self._path(token)):
+            self._path(token).unlink(missing_ok=True)
+            self._lock_path(token).unlink(missing_ok=True)
+
+    def _settle_removal(self, token: str) -> None:
+        """Make it durable that the files of an unfinished save are gone. A power cut could else bring them back after
+        the entry has gone, and nothing would name them."""
+        try:
+            entry = self.read(token)
+        except (ManifestError, StoreError):
+            return  # whoever removes a damaged entry knows what it does
+        if entry is not None and entry.state != READY:
+            directory = local_dir(self.directory.parent, entry.location)
+            for changed in (directory, directory / METADATA_DIR):
+                if changed.is_dir():
+                    fsync_dir(changed)
 
     def fail(self, token: str, error: str) -> None:
         """Remember why the last try failed; the entry stays."""
@@ -116,11 +146,14 @@ class Journal:
             self.write(replace(entry, error=error))
 
     @contextmanager
-    def own(self, token: str) -> Iterator[bool]:
-        """Hold the entry (J2). Yields False at once when another live process (or task) holds it."""
+    def own(self, token: str, inherited: int | None = None) -> Iterator[Hold]:
+        """Hold the entry (J2). Yields a false hold at once when another live process (or task) holds it.
+
+        ``inherited``: the descriptor by which a holder that has ended has left it to us.
+        """
         make_dirs(self.directory)
         path = self._lock_path(token)
-        with try_lock(path) as held:
+        with typed_errors(path), try_lock(path, inherited=inherited) as held:
             yield held
             if held and not self._path(token).exists():
                 path.unlink(missing_ok=True)  # the entry is done; a late owner finds no entry and leaves
@@ -144,12 +177,23 @@ def _encode(entry: Entry) -> bytes:
         "manifest": entry.manifest.encode().decode() if entry.manifest else None,
         "error": entry.error,
     }
-    return json.dumps(body).encode()
+    return manifests.seal(body)
 
 
-def _decode(data: bytes) -> Entry:
-    body = json.loads(data)
-    chunk = body["chunk_size_bytes"]
+def _read(path: Path) -> Entry:
+    entry = decode(read_whole(path, ENTRY_BYTES_MAX), where=str(path))
+    if f"{entry.token}.json" != path.name:
+        raise ManifestError(f"{path}: it is the entry of {entry.token}", hint="It was put under a wrong name")
+    return entry
+
+
+def decode(data: bytes, *, where: str) -> Entry:
+    """Decode and validate (J4). Raises ManifestError."""
+    body = manifests.unseal(data, FIELDS, where=where, size_bytes_max=ENTRY_BYTES_MAX)
+    problem = _problem(body)
+    if problem:
+        raise ManifestError(f"{where}: {problem} is not possible", hint="The entry is damaged; it is not acted upon")
+    chunk, manifest = body["chunk_size_bytes"], body["manifest"]
     return Entry(
         token=body["token"],
         uri=body["uri"],
@@ -157,7 +201,39 @@ def _decode(data: bytes) -> Entry:
         state=body["state"],
         created_unix_seconds=body["created_unix_seconds"],
         chunk_size_bytes=chunk,
-        files=manifests.decode_entries(body["files"], chunk, where="journal entry"),
-        manifest=manifests.decode(body["manifest"].encode(), where="journal entry") if body["manifest"] else None,
+        files=manifests.decode_entries(body["files"], chunk, where=where),
+        manifest=None if manifest is None else manifests.decode(manifest.encode(), where=where),
         error=body["error"],
     )
+
+
+def _problem(body: Json) -> str:
+    """Name the first field whose value no entry has, '' when there is none."""
+    checks = {
+        "token": manifests.is_token(body["token"]),
+        "uri": _is_uri(body["uri"]),
+        "rank": _is_int(body["rank"]) and 0 <= body["rank"] < manifests.RANKS_MAX,
+        "state": body["state"] in (WRITING, WRITTEN, READY),
+        "created_unix_seconds": manifests.is_unix_seconds(body["created_unix_seconds"]),
+        "chunk_size_bytes": _is_int(body["chunk_size_bytes"])
+        and 4096 <= body["chunk_size_bytes"] <= manifests.SIZE_BYTES_MAX,
+        "manifest": body["manifest"] is None or (isinstance(body["manifest"], str) and body["manifest"].isascii()),
+        "error": isinstance(body["error"], str),
+    }
+    return next((name for name, is_good in checks.items() if not is_good), "")
+
+
+def _is_uri(value: Any) -> bool:
+    """True for a URI as ``Location.uri`` spells it, whose directory lies below the local root."""
+    try:
+        if not isinstance(value, str) or parse_uri(value).uri != value or "\0" in value:
+            return False
+        value.encode()
+        below = os.path.normpath(local_dir(Path("/root"), parse_uri(value)))
+        return below.startswith("/root/checkpoints/")
+    except ValueError:  # ConfigError and UnicodeError are; urlsplit raises others
+        return False
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

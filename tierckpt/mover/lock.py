@@ -6,6 +6,8 @@ Invariants:
         closing ours alone would leave the lock with a DataLoader worker.
     K3  With ``remove`` the file goes with the lock. Who then gets a lock on the removed file sees that the name is gone
         or another file, and has not got it.
+    K4  A lock can be inherited: it belongs to the open file, so a process that was handed the descriptor keeps it when
+        the first holder is killed, and loses it when the first holder lets go of it in order (K2).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import OperationTimeoutError
@@ -24,10 +27,25 @@ from ..types import Tier
 POLL_SECONDS = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What came of a try for a lock: true while it is held."""
+
+    is_held: bool
+    descriptor: int
+    """Who is handed it inherits the lock (K4)."""
+
+    def __bool__(self) -> bool:
+        return self.is_held
+
+
 @contextmanager
-def try_lock(path: Path, *, remove: bool = False) -> Iterator[bool]:
-    """Yield True while holding ``path``, False at once when somebody else does. Its directory must exist."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def try_lock(path: Path, *, remove: bool = False, inherited: int | None = None) -> Iterator[Hold]:
+    """Yield a true ``Hold`` while holding ``path``, a false one at once when somebody else does.
+
+    Its directory must exist. ``inherited``: the descriptor of a holder that may have ended (K4); closed at the end.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) if inherited is None else inherited
     held = False
     try:
         try:
@@ -35,7 +53,7 @@ def try_lock(path: Path, *, remove: bool = False) -> Iterator[bool]:
             held = _is_file(file, path)  # K3
         except BlockingIOError:
             pass
-        yield held
+        yield Hold(held, file)
     finally:
         if held and remove:
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Training comes first (P8): a thread of ours asks the kernel to be served last, for the processor and for the disk."""
+"""Training comes first (P8): what is ours asks the kernel to be served last, for the processor and for the disk."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import threading
+from pathlib import Path
 
 from ..telemetry import logger
 
@@ -23,9 +24,21 @@ def lower_this_thread(nice: int) -> None:
 
     Linux keeps both per thread. Best effort: what the kernel refuses is logged and the thread works on as it is.
     """
-    thread = threading.get_native_id()
+    _lower(threading.get_native_id(), nice)
+
+
+def lower_this_process(nice: int) -> None:
+    """Lower every thread of this process, and with them those that will be started: for the agent, which has no
+    other work. Best effort, as ``lower_this_thread``.
+    """
+    for task in Path("/proc/self/task").iterdir():
+        _lower(int(task.name), nice)
+
+
+def _lower(thread: int, nice: int) -> None:
     try:
-        os.setpriority(os.PRIO_PROCESS, thread, nice)
+        if os.getpriority(os.PRIO_PROCESS, thread) < nice:  # the site may have set it lower already
+            os.setpriority(os.PRIO_PROCESS, thread, nice)
     except OSError as error:
         log.debug("the CPU priority of thread %d stays: %s", thread, error)
     number = _IOPRIO_SET.get(platform.machine())

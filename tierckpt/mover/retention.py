@@ -1,53 +1,210 @@
-"""Which checkpoints to remove from a tier, and removing them: the manifest first, then the files it names.
+"""Which copies of a run's checkpoints to remove, and removing them. ``Policy.judge`` decides and is pure.
 
-A crash in the middle leaves a checkpoint whole or invisible, never half. Only files that a manifest of ours names are
-deleted; what other people keep in the directory stays.
+Invariants (tests cite them by number; I5 of the failure model is N1 and N2):
+    N1  The newest copy of a tier is never removed; when it is damaged, neither is the newest sound one, nor the newest
+        whole one.
+    N2  A local copy is removed only when its attempt was drained and the shared tier holds that step, or a newer one,
+        whole. Where nothing is drained (``drain=False``) the local tier is the last one and has its own newest (N1).
+    N3  A checkpoint that a live process of this node reads, saves or drains is not removed.
+    N4  The manifest goes first, and a note says what is still to go: a crash leaves a checkpoint whole, or invisible
+        with a note that the next prune (or, on the local tier, the next process) works off.
+    N5  Only what a manifest of ours names is deleted. What other people keep in the directory stays, and so does a
+        directory that has no mark of ours.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Sequence
+import enum
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import CapacityError, ManifestError
-from ..layout import CLAIM, MANIFEST, PARTS_DIR, PENDING_DIR, PRIVATE_DIR
-from ..manifest import Manifest
+from ..errors import ConfigError, ManifestError
+from ..layout import CLAIM, MANIFEST, PARTS_DIR, PRIVATE_DIR, pending
+from ..manifest import Manifest, decode
 from ..stores.base import Store
 from ..telemetry import logger
 from ..types import Tier
 from . import commit
+from .catalog import file_size
 
 log = logger("retention")
 
-FREE_FRACTION_MARGIN = 0.01
-FREE_BYTES_MARGIN_MAX = 64 << 20
-"""Room left beside a save for manifests, the journal and everybody else's small files."""
+
+# --- which: pure -----------------------------------------------------------------------------------------------
 
 
-def steps_to_remove(steps: Sequence[int], keep_last: int) -> list[int]:
-    """Return the steps beyond the newest ``keep_last``, oldest first. ``keep_last`` below 1 keeps everything."""
-    return sorted(steps)[:-keep_last] if keep_last >= 1 else []
+class Health(enum.StrEnum):
+    """How much of a committed copy is there, by the sizes of its files. No data is read for it."""
+
+    WHOLE = "whole"
+    PARTIAL = "partial"
+    """Local tier only: all files of some ranks and none of others, as on each node of a job of several."""
+    DAMAGED = "damaged"
 
 
-async def remove_shared(store: Store, manifest: Manifest) -> None:
-    """Remove a committed checkpoint from the shared tier: manifest, stock metadata, files, then the claim."""
-    await store.delete(MANIFEST)
-    for entry in manifest.metadata:
-        await store.delete(entry.path)
-    for entry in manifest.entries:
-        await store.delete(entry.key)
-    for prefix in (PARTS_DIR, PENDING_DIR):
-        await store.delete_dir(prefix)
-    await store.delete(CLAIM)
-    await store.delete_dir(PRIVATE_DIR)
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One committed copy of a checkpoint on one tier."""
+
+    name: str
+    step: int
+    tier: Tier
+    health: Health | None = None
+    """None: not looked at, because a newer copy of the tier is whole."""
+    is_drained: bool = False
+    """Local tier: the shared tier has committed this attempt, at some time."""
+    held: str = ""
+    """Why nobody may remove it now: what a live process does with it."""
+    attempt: str = ""
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of one copy, and why."""
+
+    copy: Standing
+    remove: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is kept on one tier: the newest ``last`` steps and the steps that ``every`` divides. Neither: everything."""
+
+    last: int | None = None
+    every: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.last is not None or self.every is not None
+
+    def kept(self, steps: Iterable[int]) -> dict[int, str]:
+        """Return which of ``steps`` this rule keeps, and by which part of it."""
+        newest_first = sorted(set(steps), reverse=True)
+        if not self:
+            return dict.fromkeys(newest_first, "no rule for this tier")
+        multiples = [step for step in newest_first if self.every and step % self.every == 0]
+        kept = dict.fromkeys(multiples, f"a multiple of {self.every}")
+        return kept | dict.fromkeys(newest_first[: self.last or 0], f"among the newest {self.last}")
+
+    def __str__(self) -> str:
+        """Why a step goes that this rule does not keep."""
+        newest = [f"not among the newest {self.last}"] if self.last else []
+        return ", ".join(newest + ([f"no multiple of {self.every}"] if self.every else []))
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A rule for each tier."""
+
+    local: Rule = field(default_factory=Rule)
+    shared: Rule = field(default_factory=Rule)
+
+    @classmethod
+    def of(
+        cls, keep_last: int | Mapping[str, int] | None = None, keep_every: int | Mapping[str, int] | None = None
+    ) -> Policy:
+        """Build one from what people write: a number for both tiers, or one by tier. Raises ConfigError."""
+        last, every = _by_tier("keep_last", keep_last), _by_tier("keep_every", keep_every)
+        return cls(*(Rule(last.get(tier), every.get(tier)) for tier in ("local", "shared")))
+
+    def __bool__(self) -> bool:
+        return bool(self.local or self.shared)
+
+    def judge(self, copies: Sequence[Standing], *, drains: bool = True) -> list[Verdict]:
+        """Say what becomes of every copy of a run (N1, N2, N3), newest first, local before shared.
+
+        Args:
+            drains: False where nothing is drained, so that the local tier is the last one.
+        """
+        shared = [copy for copy in copies if copy.tier is Tier.SHARED]
+        shared_whole = max((copy.step for copy in shared if copy.health is Health.WHOLE), default=None)
+        verdicts = []
+        for tier, rule in ((Tier.LOCAL, self.local), (Tier.SHARED, self.shared)):
+            here = [copy for copy in copies if copy.tier is tier]
+            protected = protect(here)
+            kept = rule.kept(copy.step for copy in here)
+            for copy in here:
+                needs_lower = tier is Tier.LOCAL and drains
+                reason = (
+                    protected.get(copy.name)
+                    or kept.get(copy.step)
+                    or copy.held
+                    or (_not_lower(copy, shared_whole) if needs_lower else "")
+                )
+                verdicts.append(Verdict(copy, not reason, reason or str(rule)))
+        return sorted(verdicts, key=lambda verdict: (-verdict.copy.step, verdict.copy.name, verdict.copy.tier))
+
+
+def protect(copies: Sequence[Standing]) -> dict[str, str]:
+    """Return the names of the copies of one tier that no rule removes (N1), and why each."""
+    found: dict[str, str] = {}
+    wanted: dict[str, set[Health | None]] = {
+        "the newest": {*Health, None},
+        "the newest sound one": {Health.WHOLE, Health.PARTIAL},
+        "the newest whole one": {Health.WHOLE},
+    }
+    for reason, healths in wanted.items():
+        steps = [copy.step for copy in copies if copy.health in healths]
+        for copy in copies:
+            if steps and copy.step == max(steps) and copy.health in healths:
+                found.setdefault(copy.name, reason)
+    return found
+
+
+def _not_lower(copy: Standing, shared_whole: int | None) -> str:
+    if not copy.is_drained:
+        return "not on the shared tier yet"
+    if shared_whole is None or shared_whole < copy.step:
+        return "the shared tier has lost it, and holds no newer one"
+    return ""
+
+
+def _by_tier(name: str, value: int | Mapping[str, int] | None) -> dict[str, int]:
+    if value is None:
+        return {}
+    given = dict(value) if isinstance(value, Mapping) else {"local": value, "shared": value}
+    for tier, count in given.items():
+        if tier not in {"local", "shared"} or not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(
+                f"{name} has {tier}={count!r}",
+                hint=f'Write {name}=3 or {{"local": 2, "shared": 10}}, each at least 1. None keeps everything',
+            )
+    return given
+
+
+# --- what is there ---------------------------------------------------------------------------------------------
+
+
+def local_health(directory: Path, manifest: Manifest) -> Health:
+    """How much of ``manifest`` is in ``directory``. Which ranks are this node's is not known: a rank is here or not."""
+    if any(file_size(directory / entry.key) != entry.size_bytes for entry in manifest.metadata):
+        return Health.DAMAGED  # every node has it
+    here: set[int] = set()
+    missing: set[int] = set()
+    for entry in manifest.files:
+        path = directory / entry.key
+        size_bytes = file_size(path)
+        if size_bytes not in {entry.size_bytes, -1} or path.with_name(f"{path.name}.bad").exists():
+            return Health.DAMAGED
+        (here if size_bytes == entry.size_bytes else missing).add(entry.rank)
+    if not missing:
+        return Health.WHOLE
+    return Health.PARTIAL if here and not here & missing else Health.DAMAGED
+
+
+async def shared_health(store: Store, manifest: Manifest) -> Health:
+    """WHOLE when the shared tier lists every file of ``manifest`` with its size."""
+    sizes = {info.key: info.size_bytes async for info in store.list()}
+    whole = all(sizes.get(entry.key) == entry.size_bytes for entry in manifest.entries)
+    return Health.WHOLE if whole else Health.DAMAGED
 
 
 def local_checkpoints(local_root: Path) -> Iterator[tuple[Path, Manifest]]:
     """Yield every committed checkpoint of the local tier; damaged manifests are reported and passed over."""
-    root = Path(local_root, "checkpoints")
-    for path in root.rglob(MANIFEST) if root.is_dir() else ():
-        directory = path.parent.parent
+    for directory in marked_directories(Path(local_root, "checkpoints")):
         try:
             manifest = commit.read_local_manifest(directory)
         except ManifestError as error:
@@ -57,53 +214,12 @@ def local_checkpoints(local_root: Path) -> Iterator[tuple[Path, Manifest]]:
             yield directory, manifest
 
 
-def make_room(local_root: Path, needed_bytes: int, keep: Path) -> None:
-    """Evict local copies that the shared tier has committed, oldest first, until ``needed_bytes`` fit.
-
-    Never evicts ``keep`` or a checkpoint that is not drained: those are the only copies.
-
-    Raises:
-        CapacityError: the disk still has less room than that; says needed and free bytes.
-    """
-    needed = needed_bytes + _margin_bytes(local_root)
-    if _free_bytes(local_root) >= needed:
-        return
-    drained = [
-        (directory, manifest)
-        for directory, manifest in local_checkpoints(local_root)
-        if directory != keep and commit.is_drained(directory, manifest.attempt) and not _is_linked(directory, manifest)
-    ]
-    for directory, _ in sorted(drained, key=lambda item: item[1].created_unix_seconds):
-        commit.remove_local(directory)
-        log.warning("evicted %s from the local tier: %d bytes were needed", directory, needed_bytes)
-        if _free_bytes(local_root) >= needed:
-            return
-    free = _free_bytes(local_root)
-    if free < needed:
-        raise CapacityError(
-            f"the local tier has no room for this save: {needed} bytes are needed, {free} are free",
-            hint="Drain and remove older checkpoints, or point local_root at a larger disk. Nothing was written and "
-            "older checkpoints are whole",
-            tier=Tier.LOCAL,
-            local_root=local_root,
-            needed_bytes=needed_bytes,
-            free_bytes=free,
-        )
-
-
-def _is_linked(directory: Path, manifest: Manifest) -> bool:
-    """True when the shared tier holds the same files by hard links: removing ours would free nothing."""
-    return any(
-        (directory / entry.key).exists() and (directory / entry.key).stat().st_nlink > 1 for entry in manifest.files
-    )
-
-
-def _free_bytes(path: Path) -> int:
-    return shutil.disk_usage(nearest_existing(path)).free
-
-
-def _margin_bytes(path: Path) -> int:
-    return min(FREE_BYTES_MARGIN_MAX, int(shutil.disk_usage(nearest_existing(path)).total * FREE_FRACTION_MARGIN))
+def marked_directories(top: Path) -> Iterator[Path]:
+    """Yield the directories at and below ``top`` that bear our mark, the private directory. Links are not followed."""
+    for path, names, _ in os.walk(top):
+        if PRIVATE_DIR in names:
+            names.remove(PRIVATE_DIR)
+            yield Path(path)
 
 
 def nearest_existing(path: Path) -> Path:
@@ -111,3 +227,57 @@ def nearest_existing(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
+
+
+# --- removing --------------------------------------------------------------------------------------------------
+
+
+async def remove_shared(store: Store, manifest: Manifest) -> bool:
+    """Remove a committed checkpoint from the shared tier (N4). False when another save has taken its id over.
+
+    A note with the manifest is put, the manifest is deleted, then what it names, then the note. The claim is looked at
+    right before the manifest goes. A save on another node that takes it over in that instant can lose its manifest; no
+    store deletes on a condition everywhere. On one node the journal closes this (N3).
+    """
+    note = commit.removal_note(manifest.attempt)
+    await store.put(note, manifest.encode())
+    if await commit.read_claim(store) not in {manifest.attempt, None}:
+        await store.delete(note)
+        return False
+    await store.delete(MANIFEST)
+    await finish_shared(store, manifest)
+    return True
+
+
+async def finish_shared(store: Store, gone: Manifest) -> None:
+    """Delete what the removed ``gone`` names and nothing else does, then the note of its removal. Repeatable."""
+    standing = await commit.read_shared_manifest(store)
+    if standing is None or standing.attempt != gone.attempt:
+        owns_id = standing is None and await commit.read_claim(store) in {gone.attempt, None}
+        for entry in gone.metadata if owns_id else ():
+            await store.delete(entry.path)
+        for entry in commit.stale_files(gone, standing) if standing else gone.entries:
+            await store.delete(entry.key)
+        await _delete_parts(store, gone)
+        if owns_id:
+            await store.delete(CLAIM)
+    await store.delete(commit.removal_note(gone.attempt))
+
+
+async def _delete_parts(store: Store, gone: Manifest) -> None:
+    async for info in store.list(PARTS_DIR):
+        token = info.key.removeprefix(f"{PARTS_DIR}/").removesuffix(".json")
+        if token in gone.tokens or token.startswith(f"{gone.attempt}-"):
+            await store.delete(info.key)
+    await store.delete(pending(gone.attempt))
+
+
+async def removals_begun(store: Store) -> list[Manifest]:
+    """Return the manifests whose removal from the shared tier has begun and not ended."""
+    found = []
+    async for info in store.list(commit.REMOVED_DIR):
+        try:
+            found.append(decode(await store.get(info.key), where=f"{store.uri}/{info.key}"))
+        except ManifestError as error:
+            log.warning("%s; what it names stays", error)
+    return found

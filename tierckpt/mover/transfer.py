@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -17,23 +18,55 @@ from ..manifest import FileEntry, digest_of
 from ..stores.base import Store
 from ..stores.common import settled
 from ..stores.local import fsync_dir, make_dirs, translate_os_error
+from ..telemetry import BYTES, FILE_SECONDS, FILES
 from ..types import Buffer, ByteRange, Tier
+from .budget import Budget
 from .lock import lock_async
+from .retry import again, verified
 
 FETCH_TIMEOUT_SECONDS = 3600.0
 
 OnBytes = Callable[[int], None]
 
 
-async def send(store: Store, path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes) -> None:
+async def send(
+    store: Store,
+    path: Path,
+    entry: FileEntry,
+    chunk_size_bytes: int,
+    on_bytes: OnBytes,
+    budget: Budget | None = None,
+) -> None:
     """Put the local file ``path`` under ``entry.key``. Returns when it is whole and durable there.
 
     Nothing is sent when it is there already: names are new for every save and puts are all or nothing, so an object
     of this name and size is the file. A link replaces the copy where store and path share a filesystem.
 
+    What is read and sent is taken from ``budget``, chunk by chunk; a link takes nothing.
+
+    A transfer that fails in a way that may pass begins again, and so finds out by the HEAD when it was only the answer
+    that got lost.
+
     Raises:
         IntegrityError: the local bytes are not what was staged; the transfer is aborted, nothing appears.
     """
+    counted = 0
+
+    def count(size_bytes: int) -> None:
+        nonlocal counted
+        counted += size_bytes
+        on_bytes(size_bytes)
+
+    async def attempt() -> None:
+        count(-counted)
+        await _send(store, path, entry, chunk_size_bytes, count, budget)
+
+    await again(store, attempt)
+
+
+async def _send(
+    store: Store, path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, budget: Budget | None
+) -> None:
     try:
         if (await store.head(entry.key)).size_bytes == entry.size_bytes:
             on_bytes(entry.size_bytes)
@@ -42,19 +75,27 @@ async def send(store: Store, path: Path, entry: FileEntry, chunk_size_bytes: int
         pass
     if await store.link(entry.key, path):
         on_bytes(entry.size_bytes)
+        BYTES.emit(entry.size_bytes, tier=Tier.SHARED, direction="linked")
         return
-    await store.put_stream(entry.key, _checked_chunks(path, entry, chunk_size_bytes, on_bytes), entry.size_bytes)
+    begun = time.monotonic()
+    pieces = _checked_chunks(path, entry, chunk_size_bytes, on_bytes, budget)
+    await store.put_stream(entry.key, pieces, entry.size_bytes)
+    _count("send", begun)
 
 
 async def _checked_chunks(
-    path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes
+    path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, budget: Budget | None
 ) -> AsyncIterator[Buffer]:
+    in_thread = budget.in_background if budget is not None else asyncio.to_thread
     file = await asyncio.to_thread(open_file, path)
     try:
         for byte_range, digest in entry.chunks(chunk_size_bytes):
-            chunk = await settled(asyncio.to_thread(pread_all, file, byte_range, path))
-            await check(chunk, digest, entry, byte_range, Tier.LOCAL, str(path))
+            if budget is not None:
+                await budget.spend(byte_range.size_bytes)
+            chunk = await settled(in_thread(pread_all, file, byte_range, path))
+            _expect(await in_thread(_has_digest, chunk, digest, byte_range), entry, byte_range, Tier.LOCAL, str(path))
             yield chunk
+            BYTES.emit(len(chunk), tier=Tier.SHARED, direction="written")
             on_bytes(len(chunk))
     finally:
         os.close(file)
@@ -75,6 +116,7 @@ async def fetch(
         if await asyncio.to_thread(path.exists):
             on_bytes(entry.size_bytes)
             return
+        begun = time.monotonic()
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         file = await asyncio.to_thread(_create, temporary, entry.size_bytes)
         try:
@@ -82,8 +124,7 @@ async def fetch(
 
             async def move(byte_range: ByteRange, digest: str) -> None:
                 async with gate:
-                    chunk = await store.get_range(entry.key, byte_range)
-                    await check(chunk, digest, entry, byte_range, Tier.SHARED, store.uri)
+                    chunk = await get_checked(store, entry, byte_range, digest)
                     await settled(asyncio.to_thread(pwrite_all, file, chunk, byte_range.start, temporary))
                     on_bytes(byte_range.size_bytes)
 
@@ -91,6 +132,7 @@ async def fetch(
                 for byte_range, digest in entry.chunks(chunk_size_bytes):
                     group.create_task(move(byte_range, digest))
             await settled(asyncio.to_thread(_publish, file, temporary, path))
+            _count("fetch", begun)
         except BaseException as error:
             temporary.unlink(missing_ok=True)
             raise cause_of(error) from None
@@ -98,10 +140,39 @@ async def fetch(
             os.close(file)
 
 
+async def get_checked(store: Store, entry: FileEntry, byte_range: ByteRange, digest: str) -> Buffer:
+    """Return one chunk of ``entry`` that has ``digest``. A damaged answer is asked for again on a new connection.
+
+    Raises:
+        IntegrityError: what lies there is damaged.
+    """
+
+    async def read() -> Buffer:
+        chunk = await store.get_range(entry.key, byte_range)
+        await check(chunk, digest, entry, byte_range, Tier.SHARED, store.uri)
+        return chunk
+
+    return await verified(store, read)
+
+
 async def check(chunk: Buffer, digest: str, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
     """Raise IntegrityError unless ``chunk`` has ``digest``."""
-    if len(chunk) != byte_range.size_bytes or await asyncio.to_thread(digest_of, chunk) != digest:
+    _expect(await asyncio.to_thread(_has_digest, chunk, digest, byte_range), entry, byte_range, tier, where)
+
+
+def _has_digest(chunk: Buffer, digest: str, byte_range: ByteRange) -> bool:
+    return len(chunk) == byte_range.size_bytes and digest_of(chunk) == digest
+
+
+def _expect(good: bool, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
+    BYTES.emit(byte_range.size_bytes, tier=tier, direction="read")
+    if not good:
         raise corrupt(entry, byte_range, tier, where)
+
+
+def _count(operation: str, begun: float) -> None:
+    FILES.emit(1, operation=operation)
+    FILE_SECONDS.emit(time.monotonic() - begun, operation=operation)
 
 
 def corrupt(entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> IntegrityError:
@@ -171,6 +242,7 @@ def pwrite_all(file: int, chunk: Buffer, offset: int, path: Path) -> None:
         while view:
             written = os.pwrite(file, view, offset)
             view, offset = view[written:], offset + written
+        BYTES.emit(len(chunk), tier=Tier.LOCAL, direction="written")
     except OSError as error:
         raise translate_os_error(error, path, Tier.LOCAL) from error
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from ..errors import ObjectNotFoundError, StoreError, TierckptError
-from ..manifest import FileEntry
+from ..errors import IntegrityError, ObjectNotFoundError, StoreError, TierckptError
+from ..layout import CLAIM, DRAINED, MANIFEST
+from ..manifest import FileEntry, Manifest
 from ..stores.base import Store
+from ..stores.common import settled
+from ..stores.local import translate_os_error
 from ..types import ByteRange, Json, Progress, ProgressListener, Tier
+from . import commit
 from .catalog import Checkpoint
-from .transfer import check
+from .transfer import check, open_file, pread_all
 
 
 @dataclass
@@ -22,17 +29,18 @@ class VerifyReport:
     checked_bytes: int = 0
     read_data: bool = False
     problems: dict[tuple[Tier, str], str] = field(default_factory=dict)
+    records: dict[tuple[Tier, str], str] = field(default_factory=dict)
+    """Damaged records of ours beside the files: manifest, claim, drained mark. The files may all be good."""
     lost: list[str] = field(default_factory=list)
     """Files with no good copy on any tier."""
 
     def to_json(self) -> Json:
+        found = {**self.records, **self.problems}
         return {
             "checked_files": self.checked_files,
             "checked_bytes": self.checked_bytes,
             "read_data": self.read_data,
-            "problems": [
-                {"tier": str(tier), "file": path, "problem": text} for (tier, path), text in self.problems.items()
-            ],
+            "problems": [{"tier": str(tier), "file": path, "problem": text} for (tier, path), text in found.items()],
             "lost": self.lost,
         }
 
@@ -40,13 +48,15 @@ class VerifyReport:
 async def verify(
     checkpoint: Checkpoint, *, read_data: bool, chunk_size_bytes: int, concurrency: int, listener: ProgressListener
 ) -> VerifyReport:
-    """Check every file of ``checkpoint`` on each tier that claims it. Never stops at the first problem.
+    """Check every file of ``checkpoint`` on each tier that claims it, and our records on both. Never stops at the first
+    problem.
 
-    Cost: one HEAD a file; with ``read_data`` every byte of every copy is read once.
+    Cost: three GETs of records and one HEAD a file; with ``read_data`` every byte of every copy is read once.
     """
     report = VerifyReport(read_data=read_data)
     if checkpoint.manifest is None:
         return report
+    report.records = await _damaged_records(checkpoint, checkpoint.manifest)
     gate = asyncio.Semaphore(concurrency)
     total = checkpoint.manifest.size_bytes * len(checkpoint.tiers)  # the stock copy of the metadata is small change
     chunk_size = checkpoint.manifest.chunk_size_bytes
@@ -75,16 +85,63 @@ async def verify(
     return report
 
 
+async def _damaged_records(checkpoint: Checkpoint, manifest: Manifest) -> dict[tuple[Tier, str], str]:
+    """Name each record of ours that is damaged, on whichever tier. A damaged one has been passed over by ``find``."""
+    directory, store = checkpoint.directory, checkpoint.store
+    committed = Tier.SHARED in checkpoint.tiers
+    reads: dict[tuple[Tier, str], Callable[[], Awaitable[Any]]] = {
+        (Tier.LOCAL, MANIFEST): lambda: asyncio.to_thread(commit.read_local_manifest, directory),
+        (Tier.LOCAL, DRAINED): lambda: asyncio.to_thread(commit.read_drained, directory),
+        (Tier.SHARED, MANIFEST): lambda: _check_shared_manifest(store, directory, manifest),
+        (Tier.SHARED, CLAIM): lambda: _check_claim(store, manifest, committed=committed),
+    }
+    damaged = {}
+    for (tier, name), read in reads.items():
+        try:
+            await read()
+        except IntegrityError as error:
+            damaged[(tier, name)] = str(error)
+        except StoreError:
+            # While the shared tier is away, or was never set up, the files on this node can be verified all the same.
+            if tier in checkpoint.tiers:
+                raise
+    return damaged
+
+
+async def _check_shared_manifest(store: Store, directory: Path, manifest: Manifest) -> None:
+    shared = await commit.read_shared_manifest(store)
+    if shared is not None and shared.attempt in manifest.replaces and commit.is_drained(directory, manifest.attempt):
+        # A manifest is followed only by one that replaces it, and this one was seen there.
+        raise IntegrityError(f"{store.uri}/{MANIFEST} is of {shared.attempt}, which was replaced by {manifest.attempt}")
+
+
+async def _check_claim(store: Store, manifest: Manifest, *, committed: bool) -> None:
+    claim = await commit.read_claim(store)
+    if committed and claim in (None, *manifest.replaces):
+        # It is taken before the manifest is put, and only a later save takes it over.
+        raise IntegrityError(f"{store.uri}/{CLAIM} names {claim or 'nobody'}; committed is {manifest.attempt}")
+
+
 async def _verify_local(path: Path, entry: FileEntry, chunk_size_bytes: int, read_data: bool) -> None:
-    size = await asyncio.to_thread(lambda: path.stat().st_size if path.exists() else -1)
-    _expect_size(size, entry, str(path))
+    _expect_size(await asyncio.to_thread(_size_of, path), entry, str(path))
     if not read_data:
         return
-    file = await asyncio.to_thread(path.open, "rb", buffering=0)
-    with file:
+    file = await asyncio.to_thread(open_file, path)
+    try:
         for byte_range, digest in entry.chunks(chunk_size_bytes):
-            data = await asyncio.to_thread(file.read, byte_range.size_bytes)
-            await check(data or b"", digest, entry, byte_range, Tier.LOCAL, str(path))
+            data = await settled(asyncio.to_thread(pread_all, file, byte_range, path))
+            await check(data, digest, entry, byte_range, Tier.LOCAL, str(path))
+    finally:
+        os.close(file)
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return -1
+    except OSError as error:
+        raise translate_os_error(error, path, Tier.LOCAL) from error
 
 
 async def _verify_shared(store: Store, entry: FileEntry, chunk_size_bytes: int, read_data: bool) -> None:

@@ -7,12 +7,16 @@ from pathlib import Path
 from ..config import Settings
 from ..layout import Location
 from .base import Store
+from .retry import Retries
 
 REMOTE_SCHEMES = ("s3", "az", "gs")
 
 
-def open_store(location: Location, settings: Settings) -> Store:
+def open_store(location: Location, settings: Settings, retries: Retries | None = None) -> Store:
     """Return the store whose root is ``location``. No request is made; the first verb finds out what is there.
+
+    Args:
+        retries: the retry policy it shares with the other stores of one mover. None: one of its own.
 
     Raises:
         ConfigError: no store knows the scheme; the message names those that are known.
@@ -25,7 +29,7 @@ def open_store(location: Location, settings: Settings) -> Store:
     if location.scheme in REMOTE_SCHEMES:
         from .remote import RemoteStore
 
-        return RemoteStore(location, settings)
+        return RemoteStore(location, settings, retries)
     from .universal import open_universal
 
     return open_universal(location)

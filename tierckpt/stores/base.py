@@ -13,11 +13,14 @@ Contract, tested by one suite that every store subclasses (tierckpt/testing/stor
 from __future__ import annotations
 
 import builtins
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
+from ..errors import TierckptError
 from ..types import Buffer, ByteRange, ObjectInfo
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -69,3 +72,17 @@ class Store(Protocol):
 
     async def close(self) -> None:
         """Release connections. Idempotent."""
+
+
+@runtime_checkable
+class Recoverable(Protocol):
+    """What a store behind a network offers besides: ways back after a failure that need not last."""
+
+    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do ``work``, made of verbs of this store, again while it fails in a way that may pass."""
+
+    async def reconnect(self, damage: TierckptError) -> None:
+        """Use new connections from here on, after a damaged answer. Raises ``damage`` when there were too many."""
+
+    async def available(self) -> bool:
+        """Wait until the store is up. False, at once, when it was not down."""

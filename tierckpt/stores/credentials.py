@@ -6,6 +6,7 @@ service, which on a machine that has none costs minutes and ends in a timeout th
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from collections.abc import Callable
@@ -34,11 +35,20 @@ CREDENTIAL_LIFETIME = timedelta(minutes=15)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """``options`` and ``provider`` go to the client as they are; ``endpoint`` is '' for the cloud's own."""
+    """``options`` and ``provider`` go to the client as they are; ``endpoint`` is '' for the cloud's own.
+
+    ``keys`` tells plain keys from newer ones (a digest of them); '' when a service issues the credentials, so that
+    asking again may always bring newer ones.
+    """
 
     endpoint: str
     options: dict[str, Any] = field(repr=False)
     provider: Callable[[], dict[str, Any]] | None = None
+    keys: str = ""
+
+    def is_newer_than(self, other: Access) -> bool:
+        """True when requests that ``other`` was refused may pass with this one."""
+        return not self.keys or self.keys != other.keys
 
 
 def s3_access(bucket: str) -> Access:
@@ -61,7 +71,12 @@ def s3_access(bucket: str) -> Access:
             raise _no_credentials(f"s3://{bucket}", endpoint, _S3_HINT)
         region = region or profile_region
     options["region"] = region or "us-east-1"
-    return Access(endpoint, options, provider)
+    keys = (_first("AWS_ACCESS_KEY_ID"), _first("AWS_SECRET_ACCESS_KEY"), _first("AWS_SESSION_TOKEN", "AWS_TOKEN"))
+    return Access(endpoint, options, provider, _digest(*keys) if keys[0] and keys[1] else "")
+
+
+def _digest(*values: str) -> str:
+    return hashlib.sha256("\0".join(values).encode()).hexdigest() if any(values) else ""
 
 
 def _s3_environment_has_credentials() -> bool:
@@ -127,7 +142,12 @@ def azure_access(container: str) -> Access:
             "Set AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING, "
             "the AZURE_CLIENT_ID family, or AZURE_USE_AZURE_CLI=true after `az login`",
         )
-    return Access(endpoint, options)
+    keys = (
+        ""
+        if _azure_environment_has_identity()
+        else _digest(*(str(options.get(n, "")) for n in ("account_key", "sas_key")))
+    )
+    return Access(endpoint, options, keys=keys)
 
 
 def _azure_options() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ..errors import (
     CapacityError,
+    ManifestError,
     ObjectNotFoundError,
     PermissionDeniedError,
     PreconditionFailedError,
@@ -111,6 +112,20 @@ def make_dirs(path: Path, *, tier: Tier = Tier.LOCAL) -> None:
             with contextlib.suppress(FileExistsError):  # another process made it, or it is a file: the next step tells
                 directory.mkdir()
             fsync_dir(directory.parent)
+
+
+def read_whole(path: Path, size_bytes_max: int, *, tier: Tier = Tier.LOCAL) -> bytes:
+    """Return the bytes of a small file.
+
+    Raises:
+        ManifestError: it is larger than ``size_bytes_max``, found before any memory is taken for it.
+        ObjectNotFoundError, PermissionDeniedError, StoreError: as the file system says.
+    """
+    with _translated(path, tier):
+        size_bytes = path.stat().st_size
+        if size_bytes > size_bytes_max:
+            raise ManifestError(f"{path}: {size_bytes} bytes is larger than any that tierckpt writes", tier=tier)
+        return path.read_bytes()
 
 
 def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:

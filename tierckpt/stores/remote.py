@@ -1,11 +1,14 @@
 """S3, Azure Blob and GCS through obstore. The only module that imports it.
 
-Three habits of obstore shape this file:
+Four habits of obstore shape this file:
     - It sends buffers without copying them, even after ``write`` has returned: a piece that its producer may still
       change is copied first.
     - A request that is cancelled half way leaves a multipart transfer behind: requests are always awaited to their
       end, then aborted (``settled``).
-    - It raises one wide type for most failures: ``_http_status`` below is the one place that reads its text.
+    - It raises one wide type for most failures: remote_errors.py reads its text.
+    - Its retries know no budget: they are off, and stores/retry.py does it. Except for the parts of a large object,
+      which nobody outside can send again: each has ``PART_RETRIES_MAX`` inside, because the alternative is to send the
+      whole object again. A transfer is not begun while the store is down, so an outage sees them once.
 """
 
 from __future__ import annotations
@@ -14,12 +17,11 @@ import asyncio
 import atexit
 import builtins
 import contextlib
-import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import obstore
 from obstore import exceptions as obstore_errors
@@ -29,25 +31,36 @@ from ..config import MiB, Settings
 from ..errors import (
     BucketNotFoundError,
     ConfigError,
-    IntegrityError,
     ObjectNotFoundError,
     PermissionDeniedError,
     PreconditionFailedError,
-    StoreError,
     StoreUnavailableError,
     TierckptError,
 )
-from ..layout import Location
+from ..layout import CLAIM, Location
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, settled, short_answer
 from .credentials import Access, azure_access, gcs_access, s3_access
+from .remote_errors import (
+    error_code,
+    first_line,
+    http_status,
+    is_expiry,
+    is_missing,
+    refused,
+    renewed_meanwhile,
+    still_refused,
+    translate,
+)
+from .retry import PROBE_SECONDS_MAX, Retries
 
 if TYPE_CHECKING:
     from obstore import GetOptions
 
 log = logger("stores.remote")
 
+T = TypeVar("T")
 Bucket: TypeAlias = S3Store | AzureStore | GCSStore
 
 PART_SIZE_BYTES_MIN = 8 * MiB
@@ -55,6 +68,9 @@ PARTS_MAX = 10_000
 """S3's and GCS's limit on parts of one object; Azure allows more."""
 DELETE_BATCH = 1000
 CONNECT_TIMEOUT_SECONDS = 5.0
+PART_RETRIES_MAX = 3
+RENEWAL_SECONDS_MIN = 10.0
+"""Least time between two looks for newer credentials: a key that may not delete is not looked up for every delete."""
 EXIT_PAUSE_SECONDS = 0.1
 
 # obstore's threads let go of Python objects a moment after a request has been answered, and need the interpreter for
@@ -68,67 +84,222 @@ _CLASSES: dict[str, Any] = {"s3": S3Store, "az": AzureStore, "gs": GCSStore}
 class RemoteStore:
     """Objects of a bucket or container below a key prefix.
 
-    Credentials are looked up at the first verb, off the event loop. Memory: one ``put_stream`` holds at most
-    ``settings.concurrency + 1`` parts of 8 MiB (larger only above 78 GiB per object).
+    Credentials are looked up at the first verb, off the event loop, and once more when the server no longer takes
+    them. Requests that fail in a way that may pass are tried again as ``retries`` allows. Memory: one ``put_stream``
+    holds at most ``settings.concurrency + 1`` parts of 8 MiB (larger only above 78 GiB per object).
     """
 
-    def __init__(self, location: Location, settings: Settings) -> None:
+    def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
         self.location = location
         self.settings = settings
         self.uri = location.uri
         self.has_put_if_absent = True
+        self.retries = retries or Retries(settings)
+        self._breaker = self.retries.breaker(f"{location.scheme}://{location.authority}")
         self._lock = asyncio.Lock()
-        self._opened: Bucket | None = None
+        self._access: Access | None = None
+        self._clients: dict[int, Bucket] = {}
+        """By how many retries they make themselves."""
         self._endpoint = ""
         self._bucket_exists = False
+        self._is_watching = False
+        self._generation = 0
+        """Counts the credentials used so far, so that of many requests refused at once one looks for newer ones."""
+        self._is_proven = False
+        """True when the server has taken the present credentials: only then can a refusal mean that they expired."""
+        self._renewed_at = -RENEWAL_SECONDS_MIN
 
-    async def _bucket(self) -> Bucket:
-        if self._opened is None:
+    async def _bucket(self, part_retries: int = 0) -> Bucket:
+        if part_retries not in self._clients:
             async with self._lock:
-                if self._opened is None:
-                    self._opened = await settled(asyncio.to_thread(self._open))
-        return self._opened
+                if part_retries not in self._clients:
+                    self._clients[part_retries] = await settled(asyncio.to_thread(self._open, part_retries))
+        return self._clients[part_retries]
 
-    def _open(self) -> Bucket:
-        access = _ACCESS[self.location.scheme](self.location.authority)
-        self._endpoint = access.endpoint
+    def _open(self, part_retries: int) -> Bucket:
+        if self._access is None:
+            self._access = self._look_up()
+        self._endpoint = self._access.endpoint
         try:
-            return _build(self.location, self.settings, access)
+            return _build(self.location, self._access, part_retries, self._client_timeout_seconds(part_retries))
         except (obstore_errors.BaseError, ValueError) as error:
             raise ConfigError(
-                f"cannot open {self.uri}: {_first_line(error)}", hint="Check the environment variables of this cloud"
+                f"cannot open {self.uri}: {first_line(error)}", hint="Check the environment variables of this cloud"
             ) from error
 
-    async def head(self, key: str) -> ObjectInfo:
+    def _client_timeout_seconds(self, part_retries: int) -> float:
+        # A part is not watched while it is sent, so its whole time is limited.
+        return self._limit_seconds(PART_SIZE_BYTES_MIN) if part_retries else self.settings.store_timeout_seconds
+
+    # --- one request ---------------------------------------------------------------------------------------------
+
+    async def _request(self, key: str | None, call: Callable[[Bucket], Awaitable[T]], *, writing: bool = False) -> T:
+        """Make one request by ``call``, again where that helps. ``key`` None: the request is about the bucket."""
+        return await self.retries.run(self._breaker, self._probe, lambda: self._permitted(key, call, writing))
+
+    async def _permitted(self, key: str | None, call: Callable[[Bucket], Awaitable[T]], writing: bool) -> T:
+        """Make one request; when it is refused because the credentials have expired, once more with newer ones."""
+        generation = self._generation
+        try:
+            return await self._call(key, call, writing)
+        except PermissionDeniedError as refusal:
+            if not await self._renewed(generation, refusal):
+                raise
+        try:
+            return await self._call(key, call, writing)
+        except PermissionDeniedError as error:
+            raise still_refused(error) from error
+
+    async def _call(self, key: str | None, call: Callable[[Bucket], Awaitable[T]], writing: bool) -> T:
         bucket = await self._bucket()
-        async with self._errors(key):
-            meta = await obstore.head_async(bucket, check_key(key))
-        return _info(meta)
+        async with self._errors(key, writing=writing):
+            return await call(bucket)
+
+    async def _renewed(self, generation: int, refusal: PermissionDeniedError) -> bool:
+        """Replace the credentials that a request of ``generation`` was refused with. True when there are newer ones.
+
+        Once per expiry: what was never accepted has not expired, and whoever comes second finds it done.
+        """
+        async with self._lock:
+            if generation != self._generation:
+                return True
+            if not self._is_proven or self._access is None:
+                return False
+            if time.monotonic() < self._renewed_at + RENEWAL_SECONDS_MIN:
+                return False
+            self._renewed_at = time.monotonic()
+            try:
+                newer = await settled(asyncio.to_thread(self._look_up))
+            except TierckptError as error:
+                raise still_refused(refusal) from error
+            if not newer.is_newer_than(self._access):
+                if is_expiry(refusal):
+                    raise still_refused(refusal) from refusal
+                return False
+            self._access, self._is_proven = newer, False
+            self._generation += 1
+            self._clients.clear()
+        self.retries.counts["credentials_renewed"] += 1
+        log.warning("%s no longer takes our credentials: going on with newer ones", self._breaker.name)
+        return True
+
+    def _look_up(self) -> Access:
+        return _ACCESS[self.location.scheme](self.location.authority)
+
+    async def _probe(self) -> bool:
+        """Ask for something cheap, once. True when the store answered, if only to refuse or to say "not found"."""
+        try:
+            bucket = await self._bucket()
+            async with asyncio.timeout(min(PROBE_SECONDS_MAX, self._limit_seconds(0))):
+                await obstore.head_async(bucket, CLAIM)
+        except (obstore_errors.BaseError, OSError, ValueError) as error:
+            self.retries.counts["probes"] += 1
+            return not isinstance(self._translate(error, None), StoreUnavailableError)
+        self.retries.counts["probes"] += 1
+        return True
+
+    def _limit_seconds(self, size_bytes: int) -> float:
+        """Longest that a request of ``size_bytes`` may take, from the least throughput that counts as moving."""
+        settings = self.settings
+        least = int(settings.throughput_min_bytes_per_second)
+        moving = settings.throughput_window_seconds + size_bytes / least if least else settings.store_timeout_seconds
+        return min(moving, settings.store_timeout_seconds)
+
+    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do ``work``, made of verbs of this store, again while it fails in a way that may pass (within the budget)."""
+        return await self.retries.again(work)
+
+    async def reconnect(self, damage: TierckptError) -> None:
+        """Give up the connections after a damaged answer, so that the next request takes another way.
+
+        Raises ``damage`` when the budget has nothing left to ask again with.
+        """
+        await self.retries.pay(damage)
+        self.retries.counts["damaged_answers"] += 1
+        self._clients.clear()  # requests under way keep the client they have
+
+    async def available(self) -> bool:
+        """Wait, as long as it takes, until the store is up. False, at once, when it was not down."""
+        if not self._breaker.is_open:
+            return False
+        await self._breaker.passed(self._probe, patient=True)
+        return True
+
+    # --- verbs ---------------------------------------------------------------------------------------------------
+
+    async def head(self, key: str) -> ObjectInfo:
+        check_key(key)
+
+        async def call(bucket: Bucket) -> Any:
+            async with asyncio.timeout(self._limit_seconds(0)):
+                return await obstore.head_async(bucket, key)
+
+        return _info(await self._request(key, call))
 
     async def get(self, key: str) -> bytes:
-        bucket = await self._bucket()
-        async with self._errors(key):
-            answer = await obstore.get_async(bucket, check_key(key))
-            return bytes(await answer.bytes_async())
+        check_key(key)
+        return bytes(await self._request(key, lambda bucket: self._read(bucket, key, {})))
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        check_key(key)
         if not check_range(byte_range).size_bytes:  # no such request exists in HTTP
             return await self._get_nothing(key, if_match)
-        bucket = await self._bucket()
         options: GetOptions = {"range": (byte_range.start, byte_range.stop)}
         if if_match is not None:
             options["if_match"] = if_match
-        async with self._errors(key):
+
+        async def call(bucket: Bucket) -> Buffer:
             try:
-                answer = await obstore.get_async(bucket, check_key(key), options=options)
+                return await self._read(bucket, key, options)
             except obstore_errors.GenericError as error:
-                if _http_status(error) == 416:
+                if http_status(error) == 416:
                     raise short_answer(self.uri, key, byte_range, 0) from None
                 raise
-            data = memoryview(await answer.bytes_async())
+
+        data = await self._request(key, call)
         if len(data) != byte_range.size_bytes:
             raise short_answer(self.uri, key, byte_range, len(data))
         return data
+
+    async def _read(self, bucket: Bucket, key: str, options: GetOptions) -> Buffer:
+        """Return the body of one GET. Broken off when a window passes in which too little of it came.
+
+        What is there within one window, all of it, is taken in one piece, for half of the CPU. The first time that it
+        is not, nobody knows whether it crept or stood: from then on bodies are watched piece by piece, until they are
+        quick again.
+        """
+        window, begun = self._limit_seconds(0), time.monotonic()
+        enough = max(1, int(self.settings.throughput_min_bytes_per_second * window))
+        moved = 0
+        try:
+            async with asyncio.timeout(window) as limit:
+                answer = await obstore.get_async(bucket, key, options=options)
+                if not self._is_watching:
+                    return memoryview(await answer.bytes_async())
+                pieces, counted = [], 0
+                async for piece in answer.stream(min_chunk_size=min(MiB, max(4096, enough // 2))):
+                    pieces.append(piece)
+                    moved += len(piece)
+                    if moved - counted >= enough:
+                        counted = moved
+                        limit.reschedule(asyncio.get_running_loop().time() + window)
+        except TimeoutError:
+            self._is_watching = True
+            self.retries.counts["broken_off"] += 1
+            raise self._too_slow(key, window) from None
+        self._is_watching = time.monotonic() > begun + window / 2
+        return b"".join(pieces)
+
+    def _too_slow(self, key: str, seconds: float) -> StoreUnavailableError:
+        least = int(self.settings.throughput_min_bytes_per_second)
+        return StoreUnavailableError(
+            f"{self.uri}/{key} cannot be reached: too little moved in {seconds:g} s",
+            hint=f"The request was broken off. Less than {least} bytes per second (throughput_min_bytes_per_second) "
+            "is taken for a connection that hangs",
+            uri=self.uri,
+            endpoint=self._endpoint or None,
+            tier=Tier.SHARED,
+        )
 
     async def _get_nothing(self, key: str, if_match: str | None) -> bytes:
         info = await self.head(key)
@@ -139,72 +310,122 @@ class RemoteStore:
     async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         """Write a small object in one request.
 
-        With ``if_absent``, a request whose success was lost on the way and was tried again finds its own object and
-        raises PreconditionFailedError: the caller reads the object to see whose it is.
+        With ``if_absent``, a request whose answer was lost and that was tried again may find its own object: what is
+        there is read, and is a success when it is ``data`` byte for byte.
         """
-        bucket = await self._bucket()
+        check_key(key)
+        body = _frozen(data)  # a request that is broken off may hold it a moment longer than we do
         mode = "create" if if_absent else "overwrite"
-        async with self._errors(key, writing=True):
-            await settled(obstore.put_async(bucket, check_key(key), data, mode=mode, use_multipart=False))  # type: ignore[arg-type]
+        size_bytes, tries = memoryview(body).nbytes, 0
+
+        async def call(bucket: Bucket) -> None:
+            nonlocal tries
+            tries += 1
+            put = obstore.put_async(bucket, key, body, mode=mode, use_multipart=False)  # type: ignore[arg-type]
+            try:
+                await settled(_limited(put, self._limit_seconds(size_bytes)))
+            except TimeoutError:
+                self.retries.counts["broken_off"] += 1
+                raise self._too_slow(key, self._limit_seconds(size_bytes)) from None
+
+        try:
+            await self._request(key, call, writing=True)
+        except PreconditionFailedError:
+            if tries == 1 or not await self._holds(key, body):
+                raise
+
+    async def _holds(self, key: str, data: Buffer) -> bool:
+        try:
+            return await self.get(key) == bytes(data)
+        except ObjectNotFoundError:
+            return False
 
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
         """Write a large object in parts. Aborted on any error: no object and, on S3 and GCS, no parts stay behind.
 
-        Azure has no abort; parts that were never committed are invisible and go away by themselves after a week.
+        What fits one part is one request, tried again here. A larger object cannot be: its pieces are gone. Callers
+        that have them still use ``again``. Azure has no abort; parts that were never committed are invisible and go
+        away by themselves after a week.
         """
-        bucket = await self._bucket()
-        writer = obstore.open_writer_async(
-            bucket, check_key(key), buffer_size=_part_size_bytes(size_bytes), max_concurrency=self.settings.concurrency
-        )
+        check_key(key)
         async with closing(pieces):
+            if size_bytes <= PART_SIZE_BYTES_MIN:
+                data = b"".join([_frozen(piece) async for piece in pieces])
+                check_size(self.uri, key, size_bytes, len(data))
+                await self.put(key, data)
+                return
+            generation = self._generation
             try:
-                written = 0
-                async for piece in pieces:
-                    async with self._errors(key, writing=True):
-                        written += await settled(writer.write(_frozen(piece)))
-                check_size(self.uri, key, size_bytes, written)
-                async with self._errors(key, writing=True):
-                    await settled(writer.close())
-            except BaseException as error:
-                await self._abort(writer, key, error)
+                await self.retries.once(self._breaker, self._probe, lambda: self._put_parts(key, pieces, size_bytes))
+            except PermissionDeniedError as error:
+                if await self._renewed(generation, error):
+                    raise renewed_meanwhile(error) from error
                 raise
+
+    async def _put_parts(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
+        bucket = await self._bucket(min(PART_RETRIES_MAX, self.settings.retry_attempts_max))
+        writer = obstore.open_writer_async(
+            bucket, key, buffer_size=_part_size_bytes(size_bytes), max_concurrency=self.settings.concurrency
+        )
+        try:
+            written = 0
+            async for piece in pieces:
+                async with self._errors(key, writing=True):
+                    written += await settled(writer.write(_frozen(piece)))
+            check_size(self.uri, key, size_bytes, written)
+            async with self._errors(key, writing=True):
+                await settled(writer.close())
+        except BaseException as error:
+            await self._abort(writer, key, error)
+            raise
 
     async def _abort(self, writer: Any, key: str, cause: BaseException) -> None:
         try:
             await settled(writer.__aexit__(type(cause), cause, cause.__traceback__))
         except (obstore_errors.BaseError, OSError, ValueError) as error:
             # The cause is what the caller must see. Parts that stay are invisible; a lifecycle rule removes them.
-            log.warning("could not abort the transfer of %s to %s: %s", key, self.uri, _first_line(error))
+            log.warning("could not abort the transfer of %s to %s: %s", key, self.uri, first_line(error))
 
     async def link(self, key: str, source: Path) -> bool:
         """False: a bucket shares no filesystem with anyone."""
         return False
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        bucket = await self._bucket()
-        stream = obstore.list(bucket, check_prefix(prefix) or None, chunk_size=1000)
         held: ObjectInfo | None = None  # an empty object may be the marker of the "directory" that comes after it
-        while True:
-            async with self._errors(None):
-                try:
-                    metas = await stream.__anext__()
-                except StopAsyncIteration:
-                    break
-            for info in map(_info, metas):
-                if not info.key:
-                    continue  # the marker of the root itself
-                if held is not None and not info.key.startswith(f"{held.key}/"):
-                    yield held
-                held = None if info.size_bytes else info
-                if info.size_bytes:
-                    yield info
+        async for info in self._listed(check_prefix(prefix)):
+            if held is not None and not info.key.startswith(f"{held.key}/"):
+                yield held
+            held = None if info.size_bytes else info
+            if info.size_bytes:
+                yield info
         if held is not None:
             yield held
 
+    async def _listed(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """Yield what the server lists, each key once. A page that fails begins the listing again."""
+        seen: set[str] = set()
+        stream: Any = None
+
+        async def page(bucket: Bucket) -> Any:
+            nonlocal stream
+            stream = stream or obstore.list(bucket, prefix or None, chunk_size=1000)
+            try:
+                return await stream.__anext__()
+            except StopAsyncIteration:
+                return None
+            except BaseException:
+                stream = None
+                raise
+
+        while (metas := await self._request(None, page)) is not None:
+            for info in map(_info, metas):
+                if info.key and info.key not in seen:  # the empty key is the marker of the root itself
+                    seen.add(info.key)
+                    yield info
+
     async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
-        bucket = await self._bucket()
-        async with self._errors(None):
-            answer = await obstore.list_with_delimiter_async(bucket, check_prefix(prefix) or None)
+        directory = check_prefix(prefix) or None
+        answer = await self._request(None, lambda bucket: obstore.list_with_delimiter_async(bucket, directory))
         return sorted({path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"]})
 
     async def delete(self, key: str) -> None:
@@ -222,10 +443,8 @@ class RemoteStore:
 
     async def _delete_all(self, keys: builtins.list[str]) -> None:
         """Delete ``keys``; one that is gone already does not keep the others."""
-        bucket = await self._bucket()
         try:
-            async with self._errors(keys[0]):
-                await settled(obstore.delete_async(bucket, keys))
+            await self._request(keys[0], lambda bucket: settled(obstore.delete_async(bucket, keys)))
         except BucketNotFoundError:
             raise
         except ObjectNotFoundError:  # Azure says so and may stop there; S3 never does
@@ -233,8 +452,9 @@ class RemoteStore:
                 await self._delete_all([key])
 
     async def close(self) -> None:
-        """Drop the client; its connections close with it."""
-        self._opened = None
+        """Drop the clients; their connections close with them."""
+        self._clients.clear()
+        self._access = None
 
     @contextlib.asynccontextmanager
     async def _errors(self, key: str | None, *, writing: bool = False) -> AsyncIterator[None]:
@@ -247,9 +467,11 @@ class RemoteStore:
             ours = self._translate(error, key)
             if isinstance(ours, ObjectNotFoundError) and await self._bucket_is_missing(key, writing):
                 ours = self._missing_bucket()
+            if not isinstance(ours, PermissionDeniedError | StoreUnavailableError):
+                self._is_proven = True
             raise ours from error
         else:
-            self._bucket_exists = True
+            self._bucket_exists = self._is_proven = True
 
     async def _bucket_is_missing(self, key: str | None, writing: bool) -> bool:
         """Tell a missing bucket from a missing key, which answer alike. One listing, once per store."""
@@ -262,7 +484,7 @@ class RemoteStore:
         except StopAsyncIteration:
             pass
         except (obstore_errors.BaseError, OSError) as error:
-            return _is_missing(error)
+            return is_missing(error)
         self._bucket_exists = True
         return False
 
@@ -276,37 +498,14 @@ class RemoteStore:
         )
 
     def _translate(self, error: Exception, key: str | None) -> TierckptError:
-        target = self.uri if key is None else f"{self.uri}/{key}"
-        context: dict[str, Any] = {"uri": self.uri, "key": key, "endpoint": self._endpoint or None, "tier": Tier.SHARED}
-        status = _http_status(error)
-        if _is_missing(error):
-            return ObjectNotFoundError(f"{target} does not exist", **context)
-        if isinstance(error, obstore_errors.AlreadyExistsError):
-            return PreconditionFailedError(f"{target} exists", **context)
-        if isinstance(error, obstore_errors.PreconditionError | obstore_errors.NotModifiedError):
-            return PreconditionFailedError(f"{target} has changed", **context)
-        denied = obstore_errors.PermissionDeniedError | obstore_errors.UnauthenticatedError
-        if isinstance(error, denied) or status in {401, 403}:
-            return PermissionDeniedError(
-                f"access to {target} was refused",
-                hint=f"Check the credentials for {self._endpoint or self.location.scheme} and their rights on "
-                f"{self.location.authority!r}",
-                **context,
-            )
-        if isinstance(error, ValueError | obstore_errors.InvalidPathError | obstore_errors.NotSupportedError):
-            return StoreError(f"{target}: {_first_line(error)}", **context)
-        if status == 416:
-            return IntegrityError(f"{target} is shorter than what was asked for", **context)
-        if status is not None and 400 <= status < 500 and status not in {408, 425, 429}:
-            return StoreError(f"{target}: HTTP {status}: {_first_line(error)}", **context)
-        reason = f"HTTP {status}" if status else _first_line(error)
-        return StoreUnavailableError(
-            f"{target} cannot be reached: {reason}", hint="Retries are spent; try again later", **context
-        )
+        if http_status(error) == 400 and not error_code(error) and self._is_proven:
+            # S3 says "expired" with status 400, and to a HEAD without a word more.
+            return refused(self.location, key, self._endpoint, "HTTP 400")
+        return translate(error, self.location, key, self._endpoint)
 
 
-def _build(location: Location, settings: Settings, access: Access) -> Bucket:
-    timeout = timedelta(seconds=settings.store_timeout_seconds)
+def _build(location: Location, access: Access, part_retries: int, timeout_seconds: float) -> Bucket:
+    timeout = timedelta(seconds=timeout_seconds)
     bucket: Bucket = _CLASSES[location.scheme](
         location.authority,
         prefix=location.path or None,
@@ -316,10 +515,15 @@ def _build(location: Location, settings: Settings, access: Access) -> Bucket:
             "timeout": timeout,
             "connect_timeout": min(timeout, timedelta(seconds=CONNECT_TIMEOUT_SECONDS)),
         },
-        retry_config={"max_retries": settings.retry_attempts_max, "retry_timeout": timeout},
+        retry_config={"max_retries": part_retries, "retry_timeout": timeout},
         credential_provider=access.provider,
     )
     return bucket
+
+
+async def _limited(request: Awaitable[T], timeout_seconds: float) -> T:
+    async with asyncio.timeout(timeout_seconds):
+        return await request
 
 
 def _part_size_bytes(size_bytes: int) -> int:
@@ -339,27 +543,3 @@ def _info(meta: Any) -> ObjectInfo:
     if etag and not etag.endswith('"'):  # Azure's listings leave out the quotes that every other answer has
         etag = f'"{etag}"'
     return ObjectInfo(meta["path"], meta["size"], etag)
-
-
-def _is_missing(error: Exception) -> bool:
-    return isinstance(error, FileNotFoundError) or _http_status(error) == 404
-
-
-_STATUS = re.compile(r"non-2xx status code: (\d{3})")
-
-
-def _http_status(error: Exception) -> int | None:
-    """Return the HTTP status behind ``error``, None when there was no answer (refused, timeout, cut off).
-
-    obstore raises GenericError for every failed listing and for every status it has no type for, and keeps the
-    status in its text only. Only the first line is read: what follows repeats the server's own words. The name of the
-    client's own refusal of a range past the end stands for the 416 that Azurite does not send.
-    """
-    if isinstance(error, obstore_errors.GenericError) and "source: InvalidRangeRequest" in str(error):
-        return 416
-    match = _STATUS.search(_first_line(error))
-    return int(match[1]) if match else None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:300]

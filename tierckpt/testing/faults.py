@@ -8,13 +8,16 @@ import enum
 import fnmatch
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import StoreUnavailableError, TierckptError
 from ..stores.base import Store
 from ..types import Buffer, ByteRange, ObjectInfo
+
+T = TypeVar("T")
 
 
 class Kind(enum.StrEnum):
@@ -68,6 +71,9 @@ class Fault:
 
 class FaultyStore:
     """``inner`` with faults. ``fired`` counts them as ``"verb:kind"``, so that a test can tell it tested something.
+
+    As behind a network, a damaged answer may be asked for again: ``fired["reconnect"]`` counts that. Verbs are not
+    tried again here, so that each fault is seen.
 
     ``script`` is consulted first, in order. ``probabilities`` maps ``"verb:kind"``, or ``"verb"`` for UNAVAILABLE, to a
     chance per call; the same ``seed`` and the same calls give the same faults.
@@ -180,6 +186,15 @@ class FaultyStore:
         fault = await self._before("delete_dir", prefix)
         await self.inner.delete_dir(prefix)
         self._after(fault, "delete_dir", prefix)
+
+    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
+        return await work()
+
+    async def reconnect(self, damage: TierckptError) -> None:
+        self.fired["reconnect"] += 1
+
+    async def available(self) -> bool:
+        return False
 
     async def close(self) -> None:
         await self.inner.close()

@@ -11,14 +11,15 @@ Saves are written one after another; up to ``checkpoints_in_flight_max`` of them
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -40,16 +41,20 @@ from ..dcp.writer import TierStorageWriter, refuse_overlap
 from ..errors import (
     CheckpointError,
     CheckpointSkippedError,
-    ConfigError,
+    IntegrityError,
+    ObjectNotFoundError,
     OperationTimeoutError,
     TierckptError,
 )
 from ..layout import Location, parse_uri, step_name, step_of
+from ..mover.retention import Policy, Rule
 from ..stores.schemes import check_location
-from ..telemetry import logger
+from ..telemetry import BLOCKED_SECONDS, logger
 from ..types import Tier
+from . import preemption, testament
 from . import state as states
-from .exchange import Exchange, agree_on_name, all_gather, is_distributed
+from .exchange import Exchange, agree_on_name, all_gather, is_distributed, same_outcome
+from .testament import Testament
 
 log = logger("checkpointer")
 
@@ -83,7 +88,9 @@ class Checkpointer:
     Args:
         uri: directory or key prefix of the run.
         keep_last: checkpoints to keep; an int for both tiers, or ``{"local": 2, "shared": 10}``. None keeps all.
-            The newest is never removed, nor a local copy that is not on the shared tier yet.
+            The newest is never removed, nor a local copy that is not on the shared tier yet, nor one being restored.
+        keep_every: keep also the steps that this number divides; an int or ``{"shared": 1000}``. Alone: those, and the
+            newest.
         overwrite: a step that exists already is replaced (default), or refused.
         staging: "eager" copies the state before ``save`` returns. "lazy" lets the copies of parameters and optimizer
             state overlap the next forward and backward pass; ``step`` of an optimizer in ``state`` waits for them.
@@ -101,6 +108,7 @@ class Checkpointer:
         uri: str | os.PathLike[str],
         *,
         keep_last: int | Mapping[str, int] | None = None,
+        keep_every: int | Mapping[str, int] | None = None,
         overwrite: bool = True,
         staging: Mode = "eager",
         timeout_seconds: float = 600.0,
@@ -112,17 +120,21 @@ class Checkpointer:
         self.timeout_seconds = timeout_seconds
         self.stats: list[SaveRecord] = []
         self.restore_seconds: float | None = None
-        self._keep = _keep_last(keep_last)
+        self._keep = Policy.of(keep_last, keep_every)
         self._overwrite = overwrite
         refuse_overlap(self.location, self.settings.local_root)
-        self._stager = TierStager(mode=staging, settings=self.settings)
+        self._outlives = testament.is_wanted(self.settings)
+        self._stager = TierStager(mode=staging, outlives=self._outlives, settings=self.settings)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-save")
+        self._wills = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-will") if self._outlives else None
         self._running: deque[tuple[SaveRecord, Future[None]]] = deque()
         self._reported: set[str] = set()
         self._started: dict[str, float] = {}
         self._job = agree_on_name()
         self._saves = 0
         self._closed = False
+        self.grace_seconds = self.settings.grace_seconds
+        preemption.watch(self)
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -154,12 +166,15 @@ class Checkpointer:
             f"{name}/{self._saves}", f"{name}/{self._saves - 1}" if self._saves > 1 else "", self.timeout_seconds
         )
         job = _Job(writer, plan, staged, metadata, record, exchange, begun)
+        if self._wills is not None and failure is None:
+            job.testament = self._wills.submit(self._hand_in_will, job)
         future = self._pool.submit(self._write, job)
         self._running.append((record, future))
         if failure is not None:
             self._reported.add(record.uri)
             raise failure
         record.blocked_seconds = time.monotonic() - begun
+        BLOCKED_SECONDS.emit(record.blocked_seconds)
         return future
 
     def _stage(
@@ -238,10 +253,17 @@ class Checkpointer:
             raise
         return planner.finish_plan(plan), planner, metadata
 
+    def _hand_in_will(self, job: _Job) -> Testament | None:
+        """Have the agent see to this save if this process ends before it is on the SSD."""
+        job.staged.wait(self.settings.staging_timeout_seconds)
+        prepared = job.writer.prepare(job.plan, job.staged)
+        return testament.hand_in(job.writer, prepared, job.metadata, job.exchange.key)
+
     def _write(self, job: _Job) -> None:
-        record = job.record
+        record, is_settled = job.record, True
 
         def write() -> list[Any]:
+            job.will()
             job.staged.wait(self.settings.staging_timeout_seconds)
             future = job.writer.write_data(job.plan, job.staged)
             future.wait()
@@ -260,9 +282,11 @@ class Checkpointer:
             record.error = f"{type(error).__name__}: {error}"
             if isinstance(error, TierckptError):
                 error.context.setdefault("checkpoint", record.uri)
-            job.writer.reset()
+            is_settled = job.give_up()
             raise
         finally:
+            if is_settled:
+                job.take_back_will()
             job.let_go()
         record.local_commit_seconds = time.monotonic() - job.begun
         self._prune()
@@ -283,8 +307,9 @@ class Checkpointer:
 
     def _kept_records(self) -> list[SaveRecord]:
         """The newest save of each step, without those that retention has removed or is about to."""
-        newest = list({record.uri: record for record in self.stats if not record.error}.values())
-        return newest[-self._keep[1] :] if self._keep[1] else newest
+        newest = {record.step: record for record in self.stats if not record.error}
+        kept = self._keep.shared.kept(newest)
+        return [record for step, record in newest.items() if step in kept or step == max(newest)]
 
     def _wait_shared(self, record: SaveRecord, timeout_seconds: float) -> None:
         location = parse_uri(record.uri)
@@ -360,13 +385,13 @@ class Checkpointer:
 
     def _prune(self) -> None:
         """Retention, on the coordinator (shared tier) and one rank of each node (local tier). Never fails a save."""
-        local, shared = self._keep
-        if not (local or shared) or int(os.environ.get("LOCAL_RANK", 0)) != 0:
-            return
+        policy = self._keep
         if dist.is_initialized() and dist.get_rank() != 0:
-            shared = None
+            policy = replace(policy, shared=Rule())
+        if not policy or int(os.environ.get("LOCAL_RANK", 0)) != 0:
+            return
         try:
-            self._client.run(lambda engine: engine.keep_last(self.location, local=local, shared=shared))
+            self._client.run(lambda engine: engine.prune(self.location, policy))
         except TierckptError as error:
             log.warning("retention under %s did not finish: %s", self.location.uri, error)
 
@@ -375,38 +400,68 @@ class Checkpointer:
     def restore(self, state: dict[str, Any], step: int | None = None) -> int | None:
         """Load the newest usable checkpoint (or ``step``) into ``state``, in place. Returns its step, None without one.
 
-        All ranks agree on the step before any of them changes anything.
+        All ranks agree on the step before any of them changes anything. Each file is read from whichever copy is good:
+        a bad one is set aside and the next one tried. Without ``step``, a checkpoint with a file that has no good copy
+        left is passed over for the one before it, on all ranks, and the log says so.
 
         Raises:
             StateMismatchError: the state does not fit; names what. Nothing was changed.
-            IntegrityError: no good copy of some file; names tensor, file and tiers.
+            IntegrityError: no good copy of some file, and no older step to go back to; names tensor, file and tiers.
+                ``state`` may then hold part of what could be read.
         """
         self._check_open()
         self._finish_running()
         self._client.recover()
         begun = time.monotonic()
-        uri = self.location.child(step_name(step)).uri if step is not None else self._agreed_latest()
-        if uri is None:
-            return None
-        reader = TierStorageReader(uri, settings=self.settings)
-        with _unwrapped(), warnings.catch_warnings():
-            metadata = reader.read_metadata()
-            target = states.load_target(state, metadata)
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is a fine number
-            load(target, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=not is_distributed())
-            states.put_back(state, target, metadata)
+        passed_over: list[tuple[str, BaseException]] = []
+        while True:
+            uri = self._uri_to_restore(step, passed_over)
+            if uri is None:
+                if passed_over:
+                    raise passed_over[0][1]
+                return None
+            try:
+                self._restore(uri, state)
+                break
+            except (IntegrityError, ObjectNotFoundError) as error:
+                if step is not None:
+                    raise
+                passed_over.append((uri, error))
         self.restore_seconds = time.monotonic() - begun
         log.info("restored %s in %.2f s", uri, self.restore_seconds)
+        if passed_over:
+            told = "; ".join(f"{passed} has no good copy left: {error}" for passed, error in passed_over)
+            log.warning("restored %s, because %s", uri, told)
         return step_of(uri)
+
+    def _uri_to_restore(self, step: int | None, passed_over: Sequence[tuple[str, BaseException]]) -> str | None:
+        if step is not None:
+            return self.location.child(step_name(step)).uri
+        steps = [step_of(uri) for uri, _ in passed_over]
+        below = min((found for found in steps if found is not None), default=None)
+        return self._agreed_latest(below - 1 if below is not None else None)
+
+    def _restore(self, uri: str, state: dict[str, Any]) -> None:
+        """Load one checkpoint. An error of any rank is raised on all of them, so that they stay at one step."""
+        reader = TierStorageReader(uri, settings=self.settings)
+
+        def read_target() -> tuple[Metadata, dict[str, Any]]:
+            metadata = reader.read_metadata()
+            return metadata, states.load_target(state, metadata)
+
+        with _unwrapped(), warnings.catch_warnings():
+            metadata, target = same_outcome(read_target)
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is a fine number
+            load(target, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=not is_distributed())
+            same_outcome(lambda: states.put_back(state, target, metadata))
 
     def latest_step(self) -> int | None:
         """Return the newest step that every rank can load, None when there is none. Collective under torchrun."""
         uri = self._agreed_latest()
         return step_of(uri) if uri is not None else None
 
-    def _agreed_latest(self) -> str | None:
+    def _agreed_latest(self, step_max: int | None = None) -> str | None:
         """Lower everybody's newest step to the lowest, until all can load it: never a mix of steps."""
-        step_max: int | None = None
         while True:
             limit = step_max
             found = self._client.run(lambda engine: engine.latest(self.location, limit))  # noqa: B023
@@ -430,8 +485,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._closed = True
-            self._pool.shutdown(wait=False)
-            self._stager.close()
+            self._let_go()
 
     def __enter__(self) -> Self:
         return self
@@ -448,7 +502,24 @@ class Checkpointer:
         except TierckptError as failure:
             log.error("the last save failed too: %s", failure)
         self._closed = True
+        self._let_go()
+
+    def bring_to_safety(self, deadline: float) -> list[str]:
+        """After SIGTERM: wait, until ``deadline``, for what is under way. Returns what is not safe, in words.
+
+        Raises nothing that waiting could not mend. What the agent drains it goes on to drain after this process.
+        """
+        futures.wait([future for _, future in self._running], max(0.0, deadline - time.monotonic()))
+        left = [f"{record.uri} did not reach the local tier in time" for record, _ in self._unfinished()]
+        entries = self._client.run(lambda engine: engine.idle(max(0.0, deadline - time.monotonic())))
+        left += [f"{entry.uri} is on the local tier only; `tierckpt drain --wait` finishes it" for entry in entries]
+        return left
+
+    def _let_go(self) -> None:
+        preemption.forget(self)
         self._pool.shutdown(wait=False)
+        if self._wills is not None:
+            self._wills.shutdown(wait=False)
         self._stager.close()
 
     def _check_open(self) -> None:
@@ -471,6 +542,30 @@ class _Job:
     record: SaveRecord
     exchange: Exchange
     begun: float
+    testament: Future[Testament | None] | None = None
+
+    def will(self) -> Testament | None:
+        """What the agent has, once it has it. Raises what went wrong while the save was prepared for that."""
+        return self.testament.result() if self.testament is not None else None
+
+    def take_back_will(self) -> None:
+        with contextlib.suppress(Exception):  # it was raised where the save needed it
+            will = self.will()
+            if will is not None:
+                will.take_back()
+
+    def give_up(self) -> bool:
+        """End a save that failed here. False when nobody here knows whether it failed as a whole.
+
+        Then all this rank had to do is done, and the shards and the will stay: should the rest of the job be killed,
+        what every rank had staged is still a checkpoint.
+        """
+        with contextlib.suppress(Exception):
+            self.will()  # until then another thread has the writer
+        if self.exchange.may_be_done:
+            return self.writer.let_go()
+        self.writer.reset()
+        return True
 
     def let_go(self) -> None:
         """Drop the staged copies: their memory is free for the next checkpoint, whoever keeps the future of this."""
@@ -490,13 +585,3 @@ class _unwrapped:
             if ours is not None:
                 ours.context.setdefault("rank", min(rank for rank, cause in causes.items() if cause is ours))
                 raise ours from error
-
-
-def _keep_last(value: int | Mapping[str, int] | None) -> tuple[int | None, int | None]:
-    if value is None:
-        return None, None
-    kept = {"local": value, "shared": value} if isinstance(value, int) else dict(value)
-    for tier, count in kept.items():
-        if tier not in {"local", "shared"} or not isinstance(count, int) or count < 1:
-            raise ConfigError(f"keep_last has {tier}={count!r}", hint='Write keep_last=3 or {"local": 2, "shared": 10}')
-    return kept.get("local"), kept.get("shared")

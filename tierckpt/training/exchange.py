@@ -5,11 +5,12 @@ The store needs no collective, so that any thread may use it (P8); ``all_gather`
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -28,23 +29,31 @@ class Exchange:
         self.key = key
         self.previous_key = previous_key
         self.timeout_seconds = timeout_seconds
+        self.may_be_done = False
+        """True from when rank 0 may have made something of this rank's work, until it says that it has not."""
 
     def gather_then(self, work: Callable[[], Any], then: Callable[[list[Any]], T]) -> T:
         """Run ``work`` on every rank, ``then`` on rank 0 with all results; return its value everywhere."""
         if not is_distributed():
-            return then([work()])
+            value = then([work()])
+            self.may_be_done = True
+            return value
         store, rank, world = _store(), dist.get_rank(), dist.get_world_size()
         try:
             outcome: Any = ("ok", work())
         except BaseException as error:
-            outcome = ("error", _portable(error))
+            outcome = ("error", portable(error))
+        self.may_be_done = outcome[0] == "ok" and rank != 0
         store.set(f"{self.key}/{rank}", pickle.dumps(outcome))
         if rank == 0:
             verdict = self._decide(store, world, then)
+            self.may_be_done = verdict[0] == "ok"
             store.set(f"{self.key}/verdict", pickle.dumps(verdict))
         else:
             verdict = self._get(store, f"{self.key}/verdict", "rank 0 to commit")
-        store.delete_key(f"{self.key}/{rank}")
+            self.may_be_done = verdict[0] == "ok"
+        with contextlib.suppress(Exception):  # the store may end with rank 0, and what is decided is decided
+            store.delete_key(f"{self.key}/{rank}")
         if outcome[0] == "error":
             raise outcome[1]
         if verdict[0] == "error":
@@ -61,7 +70,7 @@ class Exchange:
             _raise_if_failed(outcomes)
             return "ok", then([value for _, value in outcomes])
         except BaseException as error:
-            return "error", _portable(error)
+            return "error", portable(error)
 
     def _get(self, store: Any, key: str, what: str) -> Any:
         deadline, pause = time.monotonic() + self.timeout_seconds, 0.002
@@ -69,7 +78,7 @@ class Exchange:
             if time.monotonic() > deadline:
                 raise OperationTimeoutError(
                     f"waited {self.timeout_seconds:g} s for {what}",
-                    hint="That rank has died or hangs; nothing was committed and the previous checkpoint is whole",
+                    hint="That rank has died or hangs; the previous checkpoint is whole",
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)
@@ -89,7 +98,7 @@ def _raise_if_failed(outcomes: list[Any]) -> None:
         )
 
 
-def _portable(error: BaseException) -> BaseException:
+def portable(error: BaseException) -> BaseException:
     """An error that pickles: ours do, others are told in words."""
     if isinstance(error, TierckptError):
         return error
@@ -114,6 +123,21 @@ def agree_on_name() -> str:
     if is_distributed():
         dist.broadcast_object_list(names, src=0)
     return names[0]
+
+
+def same_outcome(work: Callable[[], T]) -> T:
+    """Run ``work`` on every rank. When it fails on some, the error of the first of those is raised on all."""
+    try:
+        value, error = work(), None
+    except Exception as failure:
+        value, error = None, failure
+    told = all_gather(portable(error) if error is not None else None)
+    first = next((rank for rank, found in enumerate(told) if found is not None), None)
+    if first is None:
+        return cast(T, value)
+    if error is not None and first == (dist.get_rank() if is_distributed() else 0):
+        raise error
+    raise told[first]
 
 
 def all_gather(value: Any) -> list[Any]:

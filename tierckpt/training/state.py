@@ -9,8 +9,9 @@ values       numbers, strings, containers, tensors: put back into ``state`` unde
 
 from __future__ import annotations
 
+import io
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,10 +27,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..errors import StateMismatchError
+from ..dcp.sealed import Objects
+from ..errors import StateMismatchError, UnsafeCheckpointError
 from ..telemetry import logger
 
 log = logger("state")
+
+_DATA = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+_told: set[tuple[str, type]] = set()
 
 
 class PerRank:
@@ -52,7 +57,10 @@ class PerRank:
 
 
 class _Rng:
-    """The random number generators of this process: torch (CPU and CUDA), Python, NumPy."""
+    """The random number generators of this process: torch (CPU and CUDA), Python, NumPy.
+
+    As tensors, numbers and lists of numbers, which a restore reads without trusting the checkpoint.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": _listed(random.getstate())}
@@ -91,8 +99,15 @@ def rank_key() -> str:
 
 
 def collect(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict to save. Tensors are the live ones, not copies."""
-    return {name: _to_save(name, value, state) for name, value in state.items()}
+    """Return the state dict to save. Tensors are the live ones, not copies.
+
+    Objects that a restore will refuse, because they are more than data, are warned about now, while it can be helped.
+    """
+    collected = {name: _to_save(name, value, state) for name, value in state.items()}
+    for name, value in state.items():
+        if not isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+            _warn_of_more_than_data(name, collected[name])
+    return collected
 
 
 def _to_save(name: str, value: Any, state: Mapping[str, Any]) -> Any:
@@ -103,6 +118,34 @@ def _to_save(name: str, value: Any, state: Mapping[str, Any]) -> Any:
     if isinstance(value, Stateful):
         return value.state_dict()
     return value
+
+
+def _warn_of_more_than_data(name: str, value: Any) -> None:
+    """Once for each name and type."""
+    for key, item in _not_plain(name, value):
+        if (key, type(item)) in _told:
+            continue
+        _told.add((key, type(item)))
+        try:
+            stream = io.BytesIO()
+            torch.save(item, stream)
+            Objects().inert(stream.getvalue(), key)
+        except UnsafeCheckpointError as error:
+            log.warning("%s is saved, but a restore will not give it back: %s", key, error)
+        except Exception as error:
+            log.debug("%s cannot be tried: %s", key, error)  # the save itself will say so
+
+
+def _not_plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _not_plain(f"{name}.{key}", item)
+    elif type(value) in (list, tuple, set):
+        for item in value:
+            if type(item) not in _DATA:
+                yield from _not_plain(name, item)
+    elif type(value) not in _DATA and not isinstance(value, torch.Tensor):
+        yield name, value
 
 
 def _optimizer_state(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,341 @@
+"""What one rank does in the tests of the agent. Run by ``agent_ranks.py``.
+
+A *point* is a place in a save where a rank is to be killed. When a rank gets there it leaves a file, so that the test
+can count that it did; ranks die when all of them are there, one a moment after the other, as a job's ranks do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+import tierckpt
+from tierckpt.arena import slots
+from tierckpt.dcp.writer import TierStorageWriter
+from tierckpt.errors import TierckptError
+from tierckpt.mover import commit, flush
+from tierckpt.training import testament
+
+STAGGER_SECONDS = 0.15
+"""Between the deaths of two ranks: long enough for the agent to act on each before it hears of the next."""
+FOR_EVER_SECONDS = 1000.0
+TENSORS = 8
+ELEMENTS = 1 << 16
+SHARD_BYTES_MAX = 600_000
+"""Two tensors each: four shards and a few objects."""
+
+
+def state_of(rank: int, step: int, world_size: int = 1) -> dict[str, Any]:
+    """What ``rank`` saves as ``step``: no two tensors of any ranks or steps are equal."""
+    state: dict[str, Any] = {}
+    for index in range(TENSORS):
+        generator = torch.Generator().manual_seed(1_000_000 * step + 1_000 * rank + index)
+        state[f"{rank}-{index}"] = torch.randn(ELEMENTS, generator=generator)
+    state["replicated"] = torch.full((ELEMENTS,), float(step))
+    state["note"] = {"step": step, "world_size": world_size}
+    return state
+
+
+def whole_state(step: int, world_size: int = 1) -> dict[str, Any]:
+    """What all ranks together save."""
+    state: dict[str, Any] = {}
+    for rank in range(world_size):
+        state |= state_of(rank, step, world_size)
+    return state
+
+
+def _here() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _checkpointer(uri: str, **settings: Any) -> tierckpt.Checkpointer:
+    defaults = {"mover": "agent", "staging_memory": "shared", "shard_size_bytes_max": SHARD_BYTES_MAX}
+    return tierckpt.Checkpointer(uri, timeout_seconds=settings.pop("timeout_seconds", 30.0), **defaults | settings)
+
+
+class Points:
+    """The files by which ranks tell where they are."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, (self.rank, self.world_size) = Path(folder), _here()
+
+    def reach(self, point: str) -> None:
+        (self.folder / f"{point}.{self.rank}").touch()
+
+    def reach_and_stay(self, point: str) -> None:
+        self.reach(point)
+        time.sleep(FOR_EVER_SECONDS)
+
+    def await_all(self, point: str, timeout_seconds: float = 30.0) -> None:
+        self.until(lambda: len(list(self.folder.glob(f"{point}.*"))) == self.world_size, timeout_seconds)
+
+    def until(self, is_true: Callable[[], bool], timeout_seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while not is_true():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the other ranks did not get there")
+            time.sleep(0.01)
+
+    def die(self, after_seconds: float = 0.0) -> None:
+        time.sleep(after_seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def _arm(points: Points, point: str, reached: Callable[[], None]) -> None:
+    """Have the next save of this rank call ``reached`` at ``point``, and get no further.
+
+    On ranks other than the coordinator all points after ``half flushed`` are one: their shards are durable, and they
+    wait for the coordinator.
+    """
+
+    def stay(*_: Any, **__: Any) -> None:
+        time.sleep(FOR_EVER_SECONDS)
+
+    def after(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            value = real(*args, **kwargs)
+            reached()
+            return value
+
+        return call
+
+    def instead(_: Any) -> Callable[..., None]:
+        def call(*_: Any, **__: Any) -> None:
+            reached()
+            stay()
+
+        return call
+
+    if point == "handed in":
+        _replace(testament.Testament, "hand_in", after)
+        flush._File.write = stay  # type: ignore[method-assign]
+    elif point == "half flushed":
+        _replace(flush._File, "finish", lambda real: _first_half(real, reached))
+    elif points.rank:
+        _replace(TierStorageWriter, "_note", after)
+    elif point == "flushed":
+        _replace(commit, "keep_metadata", instead)
+    elif point == "ready":
+        _replace(commit, "commit_local", instead)
+    elif point == "committed":
+        _replace(commit, "commit_local", after)
+        _replace(TierStorageWriter, "_hand_over", lambda _: stay)
+    else:
+        raise ValueError(point)
+
+
+def _first_half(real: Callable[..., Any], reached: Callable[[], None]) -> Callable[..., Any]:
+    finished = []
+
+    def finish(file: Any, durable: bool) -> None:
+        if len(finished) >= 2:
+            time.sleep(FOR_EVER_SECONDS)
+        real(file, durable)
+        finished.append(file)
+        if len(finished) == 2:
+            reached()
+
+    return finish
+
+
+# --- scenarios ----------------------------------------------------------------------------------------------------
+
+
+def all_die(uri: str, folder: str, point: str, **settings: Any) -> None:
+    """Step 1 is committed, and all ranks are killed at ``point`` of step 2."""
+    points = Points(folder)
+    with_world = (points.rank, points.world_size)
+    checkpointer = _checkpointer(uri, **settings)
+    checkpointer.save(1, state_of(points.rank, 1, with_world[1]))
+    checkpointer.wait("local")
+    _arm(points, point, lambda: points.reach("killed"))
+    checkpointer.save(2, state_of(points.rank, 2, with_world[1]))
+    points.await_all("killed")
+    points.die(after_seconds=points.rank * STAGGER_SECONDS)
+
+
+def one_never_stages(uri: str, folder: str, **settings: Any) -> None:
+    """All ranks are killed when all but one have handed in their wills of step 2."""
+    points = Points(folder)
+    checkpointer = _checkpointer(uri, **settings)
+    checkpointer.save(1, state_of(points.rank, 1, points.world_size))
+    checkpointer.wait("local")
+    if points.rank == 1:
+        _replace(testament, "hand_in", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
+    else:
+        _arm(points, "handed in", lambda: points.reach("killed"))
+    checkpointer.save(2, state_of(points.rank, 2, points.world_size))
+    points.await_all("killed")
+    points.die(after_seconds=points.rank * STAGGER_SECONDS)
+
+
+def one_dies(uri: str, folder: str, killed: int, point: str, **settings: Any) -> None:
+    """Only ``killed`` is killed, at ``point`` of step 2. The others say what became of the save, and live on for a while."""
+    points = Points(folder)
+    checkpointer = _checkpointer(uri, timeout_seconds=3.0, **settings)
+    checkpointer.save(1, state_of(points.rank, 1, points.world_size))
+    checkpointer.wait("local")
+    _replace(testament.Testament, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
+    if points.rank == killed:
+        _arm(points, point, lambda: points.reach("killed"))
+    begun = time.monotonic()
+    checkpointer.save(2, state_of(points.rank, 2, points.world_size))
+    points.await_all("handed in")
+    if points.rank == killed:
+        points.until(lambda: (points.folder / f"killed.{killed}").exists())
+        points.die()
+    try:
+        checkpointer.wait("local")
+        outcome = "no error"
+    except TierckptError as error:
+        outcome = type(error).__name__
+    except Exception as error:  # the rendezvous store went with rank 0
+        outcome = f"{type(error).__name__} of torch"
+    (points.folder / f"outcome.{points.rank}").write_text(f"{outcome}|{time.monotonic() - begun:.1f}")
+    points.until(lambda: (points.folder / "leave").exists())
+    os._exit(0)  # the process group is broken: leave as a job does that is about to be restarted
+
+
+def _then(real: Callable[..., Any], action: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        value = real(*args, **kwargs)
+        action()
+        return value
+
+    return call
+
+
+def killed_while_a_slot_is_used_again(uri: str, folder: str, seeded: bool = False, **settings: Any) -> None:
+    """Step 2 is flushed and not committed; step 3 is staged into the memory of step 2; then the kill.
+
+    Seeded bug: nobody notes that step 2 is durable.
+    """
+    points = Points(folder)
+    checkpointer = _checkpointer(uri, **settings)
+    checkpointer.save(1, state_of(0, 1))
+    checkpointer.wait("local")
+    _arm(points, "flushed", lambda: points.reach("flushed"))
+    if seeded:
+        _replace(TierStorageWriter, "_note", lambda _: lambda writer, save, files: setattr(save, "entry", _with(save, files)))
+    before = _allocations()
+    checkpointer.save(2, state_of(0, 2))
+    points.await_all("flushed")
+    _replace(testament.Testament, "hand_in", lambda real: _then(real, lambda: points.reach("killed")))
+    checkpointer.save(3, state_of(0, 3))
+    if _allocations() == before:
+        points.reach("memory used again")
+    points.await_all("killed")
+    points.die()
+
+
+def _with(save: Any, files: Any) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(save.entry, files=files)
+
+
+def _allocations() -> int:
+    return sum(arena.allocations for arena in slots._shared.values())
+
+
+def killed_when_a_staged_one_was_dropped(uri: str, folder: str, seeded: bool = False, **settings: Any) -> None:
+    """The flush of step 2 hangs, step 3 is staged and gives its place to step 4; then the kill.
+
+    Seeded bug: the agent is not told.
+    """
+    points = Points(folder)
+    checkpointer = _checkpointer(uri, staging_policy="drop_oldest_unflushed", **settings)
+    checkpointer.save(1, state_of(0, 1))
+    checkpointer.wait("local")
+    if seeded:
+        _replace(slots.Lease, "ask_before_drop", lambda _: lambda lease, question: None)
+    handed: list[int] = []
+    _replace(testament.Testament, "hand_in", lambda real: _then(real, lambda: handed.append(1)))
+    flush._File.write = lambda *_: points.reach_and_stay("flushing")  # type: ignore[method-assign,assignment]
+    for count, step in enumerate((2, 3, 4), 1):
+        checkpointer.save(step, state_of(0, step))
+        points.until(lambda: len(handed) >= count)  # noqa: B023
+    if any(lease.took_place for lease in slots.leases()):
+        points.reach("memory used again")
+    points.reach("killed")
+    points.die()
+
+
+class _Endless(Dataset[int]):
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        (self._folder / "worker").write_text(str(os.getpid()))
+        time.sleep(FOR_EVER_SECONDS)
+        return index
+
+
+def killed_while_workers_live_on(uri: str, folder: str, **settings: Any) -> None:
+    """A DataLoader worker, and a child that C code forked, have copies of all descriptors and live on after the kill."""
+    points = Points(folder)
+    checkpointer = _checkpointer(uri, **settings)
+    checkpointer.save(1, state_of(0, 1))
+    checkpointer.wait("local")
+    _arm(points, "handed in", lambda: points.reach("killed"))
+    checkpointer.save(2, state_of(0, 2))
+    points.await_all("killed")
+    loader: Iterator[Any] = iter(DataLoader(_Endless(folder), num_workers=1, multiprocessing_context="fork"))  # noqa: F841
+    libc = ctypes.PyDLL(None)
+    forked = libc.fork()  # no hook of Python's runs
+    if forked == 0:
+        libc.pause()
+    (points.folder / "forked").write_text(str(forked))
+    points.until(lambda: (points.folder / "worker").exists())
+    points.die()
+
+
+def restarts(uri: str, folder: str, world_size: int = 1, **settings: Any) -> None:
+    """What a job does when it is started again."""
+    points = Points(folder)
+    begun = time.monotonic()
+    checkpointer = _checkpointer(uri, **settings)
+    state = {
+        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+        for key, value in whole_state(0, world_size).items()
+    }
+    step = checkpointer.restore(state)
+    same = all(
+        torch.equal(state[key], value)
+        for key, value in whole_state(step or 0, world_size).items()
+        if isinstance(value, torch.Tensor)
+    )
+    (points.folder / "restored").write_text(f"{step}|{same}|{time.monotonic() - begun:.1f}")
+    checkpointer.close()
+
+
+def saves_and_stays(uri: str, folder: str, **settings: Any) -> None:
+    """Save one step, say that it is on the local tier, and go on training until killed."""
+    points = Points(folder)
+    checkpointer = _checkpointer(uri, **settings)
+    checkpointer.save(1, state_of(0, 1))
+    checkpointer.wait("local")
+    points.reach("local")
+    time.sleep(FOR_EVER_SECONDS)
+
+
+def saves_and_ends(uri: str, folder: str, **settings: Any) -> None:
+    """Save one step and end in order."""
+    with _checkpointer(uri, **settings) as checkpointer:
+        checkpointer.save(1, state_of(0, 1))

@@ -1,0 +1,640 @@
+"""Attacks on whoever opens a checkpoint, each tried in a process of its own with little memory.
+
+Run as a program: imports torch once, then forks for each attack, so that one may die and take nobody with it.
+    python -m tests.fault.attacks corpus DIR          one JSON object for each attack
+    python -m tests.fault.attacks bugs DIR            one for each seeded bug, with the attack that must find it
+    python -m tests.fault.attacks fuzz DIR SECONDS    mutated metadata and manifests; one at the end
+
+An attack says what it does to a reader that trusts (``control``), so that a corpus gone stale is noticed:
+    runs      code of its own, which makes a canary file
+    dies      by a signal, or wants more memory than there is
+    pollutes  changes a class of torch in the reading process
+    believed  is taken for good metadata
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import struct
+import sys
+import time
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from tests.states import raises_ours
+from tierckpt import TierStorageReader
+from tierckpt.dcp.sealed import machine, objects
+from tierckpt.dcp.sealed import metadata as sealed
+
+MEMORY_BYTES = 1 << 30
+"""What an attempt may have beyond what the process has at its start."""
+ATTEMPT_SECONDS = 20
+BUG_SECONDS = 5
+"""For a bug whose attack goes on forever. Refused it takes 10 milliseconds."""
+GROWN_BYTES_MAX = 300 << 20
+CACHES = {"__slotnames__"}
+"""What pickling a class leaves on it by itself."""
+CLASSES = (
+    *(kind for kind in vars(metadata).values() if isinstance(kind, type) and kind.__module__ == metadata.__name__),
+    filesystem._StorageInfo,
+    OldTensorProperties,
+)
+
+
+class Call:
+    """Pickles as a call of ``function``."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@dataclass(frozen=True)
+class Attack:
+    """``make(canary, genuine)`` gives the bytes of ``.metadata``, or of an object's item."""
+
+    name: str
+    make: Callable[[Path, Metadata], bytes]
+    match: str
+    control: str = ""
+    item: bool = False
+
+
+# --- metadata that is no metadata -------------------------------------------------------------------------------
+
+
+def program(body: bytes, protocol: int = 4) -> bytes:
+    return b"\x80" + bytes([protocol]) + body + b"."
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def global_(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def shell(canary: Path) -> str:
+    return f"touch {canary}"
+
+
+def in_planner_data(value: Callable[[Path], Any]) -> Callable[[Path, Metadata], bytes]:
+    def make(canary: Path, genuine: Metadata) -> bytes:
+        genuine.planner_data = {**genuine.planner_data, "x": value(canary)}
+        return pickle.dumps(genuine)
+
+    return make
+
+
+def raw(body: Callable[[Path], bytes] | bytes) -> Callable[[Path, Metadata], bytes]:
+    return lambda canary, _: program(body if isinstance(body, bytes) else body(canary))
+
+
+def pollution(kind: type, attribute: str, control: str = "pollutes") -> Attack:
+    """BUILD with a state for slots sets attributes of whatever is on the stack: here a class."""
+    state = b"N}" + text(attribute) + text("HACKED") + b"s\x86b"
+    body = global_(kind.__module__, kind.__name__) + state
+    return Attack(f"pollutes {kind.__name__}.{attribute}", raw(body), "sets the state of Class", control)
+
+
+def called(module: str, name: str, *arguments: str) -> Callable[[Path], bytes]:
+    """REDUCE of a global, by opcodes that no pickler would write."""
+    return lambda canary: global_(module, name) + b"(" + b"".join(map(text, arguments or (shell(canary),))) + b"tR"
+
+
+def stack_global(module: str, name: str) -> Callable[[Path], bytes]:
+    return lambda canary: text(module) + text(name) + b"\x93(" + text(shell(canary)) + b"tR"
+
+
+def planned(opcodes: bytes) -> bytes:
+    """A Metadata with nothing in it but ``planner_data``, which ``opcodes`` make."""
+    fields = text("state_dict_metadata") + b"}" + text("planner_data") + opcodes
+    return global_(metadata.__name__, "Metadata") + b")\x81}(" + fields + b"ub"
+
+
+def laughs(levels: int = 60) -> Any:
+    """A few lists, each twice in the next: 2**60 of the first to whoever looks at each."""
+    value: Any = ["ha"]
+    for _ in range(levels):
+        value = [value, value]
+    return value
+
+
+LANGUAGE = [
+    Attack(
+        "os.system in planner_data", in_planner_data(lambda canary: Call(os.system, shell(canary))), "system", "runs"
+    ),
+    Attack("eval", in_planner_data(lambda canary: Call(eval, f"open({str(canary)!r}, 'w')")), "builtins.eval", "runs"),
+    Attack("exec", in_planner_data(lambda canary: Call(exec, f"open({str(canary)!r}, 'w')")), "builtins.exec", "runs"),
+    Attack("open", in_planner_data(lambda canary: Call(open, str(canary), "w")), "'(_)?io.open'", "runs"),
+    Attack("GLOBAL os.system", raw(called("os", "system")), "'os.system'", "runs"),
+    Attack("STACK_GLOBAL os.system", raw(stack_global("os", "system")), "'os.system'", "runs"),
+    Attack("dotted name through torch", raw(stack_global("torch", "os.system")), "'torch.os.system'", "runs"),
+    Attack("dotted name through an allowed module", raw(stack_global("pathlib", "os.system")), "os.system", "runs"),
+    Attack(
+        "getattr of a module", raw(text("builtins") + text("getattr") + b"\x93" + global_("torch", "hub")), "torch.hub"
+    ),
+    Attack(
+        "getattr of an allowed class",
+        raw(global_("builtins", "getattr") + global_("pathlib", "PosixPath") + text("unlink") + b"\x86R"),
+        "builtins.getattr",
+        "believed",
+    ),
+    Attack("INST", raw(lambda canary: b"(" + text(shell(canary)) + b"ios\nsystem\n"), "opcode b'i'", "runs"),
+    Attack("OBJ", raw(lambda canary: b"(" + global_("os", "system") + text(shell(canary)) + b"o"), "'os.system'"),
+    Attack("NEWOBJ of a function", raw(global_("torch", "Size") + b")\x81"), "makes an instance of Function"),
+    Attack("NEWOBJ_EX", raw(global_(metadata.__name__, "Metadata") + b")}\x92"), "opcode"),
+    Attack("call of a class", raw(global_(metadata.__name__, "Metadata") + b")R"), "calls Class"),
+    Attack("EXT1", raw(b"\x82\x01"), "opcode"),
+    Attack("EXT4", raw(b"\x84\1\0\0\0"), "opcode"),
+    Attack("PERSID", raw(b"Px\n"), "opcode b'P'"),
+    Attack("BINPERSID", raw(b"NQ"), "opcode b'Q'"),
+    Attack("out-of-band buffer", lambda *_: program(b"\x97", 5), "opcode"),
+    Attack("BYTEARRAY8", lambda *_: program(b"\x96" + struct.pack("<Q", 1 << 62), 5), "opcode"),
+    Attack("protocol 0", lambda canary, _: pickle.dumps(Call(os.system, shell(canary)), 0), "no pickle", "runs"),
+    Attack("nothing at all", lambda *_: b"", "ends in the middle"),
+    Attack("text", lambda *_: b"<html>not found</html>", "no pickle"),
+    Attack("a second pickle behind", lambda _, genuine: pickle.dumps(genuine) * 2, "goes on after", "believed"),
+    Attack("cut short", lambda _, genuine: pickle.dumps(genuine)[:-3], "longer than the file"),
+    Attack("state twice", lambda _, g: program(pickle.dumps(g)[2:-1] + b"}b"), "sets the state of Record", "believed"),
+    Attack("item into a tuple", raw(b")" + text("a") + b"Ns"), "puts items into"),
+    Attack("append to a dict", raw(b"}Na"), "appends to"),
+    pollution(metadata.Metadata, "version"),
+    pollution(metadata.MetadataIndex, "index"),
+    pollution(metadata.TensorProperties, "pin_memory", ""),
+    pollution(metadata.StorageMeta, "save_id"),
+    pollution(metadata.BytesStorageMetadata, "__doc__"),
+    pollution(filesystem._StorageInfo, "transform_descriptors"),
+    pollution(OldTensorProperties, "requires_grad", ""),
+]
+
+BOMBS = [
+    Attack("memo bomb", lambda *_: bytes.fromhex("80044e72ffffff0f2e"), "memo index", "dies"),
+    Attack("memo bomb in steps", raw(b"Nq\0q\1r\xff\xff\xff\x0f"), "memo index", "dies"),
+    Attack("BINBYTES8 of 8 EiB", raw(b"\x8e" + struct.pack("<Q", (1 << 63) - 1)), "opcode"),
+    Attack("BINUNICODE8 of 1 TiB", raw(b"\x8d" + struct.pack("<Q", 1 << 40)), "opcode"),
+    Attack("BINUNICODE of 4 GiB", raw(b"X\xff\xff\xff\xff"), "longer than the file"),
+    Attack("BINBYTES of 4 GiB", raw(b"B\xff\xff\xff\xff"), "longer than the file"),
+    Attack("SHORT_BINUNICODE beyond the end", lambda *_: b"\x80\x04\x8c\xffab.", "ends in the middle"),
+    Attack("LONG4 of 2 GiB", raw(b"\x8b\xff\xff\xff\x7f"), "opcode"),
+    Attack("LONG1 of 255 bytes", raw(b"\x8a\xff" + b"\x7f" * 255), "integer of 255 bytes", "believed"),
+    Attack("frame of 8 EiB", raw(b"\x95" + b"\xff" * 8 + planned(b"N")), "longer than the file"),
+    Attack("a million tuples deep as a key", raw(b"})" + b"\x85" * 1_000_000 + b"Ns"), "a key of a dict", "dies"),
+    Attack("300,000 lists deep", raw(planned(b"]" * 300_000 + b"a" * 299_999)), "nested", "believed"),
+    Attack("a million marks", raw(b"(" * 1_000_000), "left over"),
+    Attack("billion laughs", in_planner_data(lambda _: laughs()), "over and over", "believed"),
+    Attack("chunks of all tensors shared", lambda _, genuine: sharing(genuine), "over and over", "believed"),
+    Attack("a list that holds itself", in_planner_data(lambda _: itself()), "nested", "believed"),
+]
+
+
+def itself() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def sharing(genuine: Metadata) -> bytes:
+    """20,000 tensors with one list of 20,000 chunks: 400 million checks, from half a megabyte."""
+    size = torch.Size([1])
+    chunks = [metadata.ChunkStorageMetadata(torch.Size([0]), size)] * 20_000
+    tensors = {str(index): TensorStorageMetadata(PROPERTIES, size, chunks) for index in range(20_000)}
+    genuine.state_dict_metadata = tensors
+    return pickle.dumps(genuine)
+
+
+PROPERTIES = metadata.TensorProperties(dtype=torch.float32)
+
+
+# --- metadata that lies -----------------------------------------------------------------------------------------
+
+
+def place(**changes: Any) -> Callable[[Path, Metadata], bytes]:
+    """The place of every item, changed."""
+
+    def make(_: Path, genuine: Metadata) -> bytes:
+        for info in genuine.storage_data.values():
+            vars(info).update(changes)
+        return pickle.dumps(genuine)
+
+    return make
+
+
+def tensor(change: Callable[[Any], Any]) -> Callable[[Path, Metadata], bytes]:
+    def make(_: Path, genuine: Metadata) -> bytes:
+        change(genuine.state_dict_metadata["weight"])
+        return pickle.dumps(genuine)
+
+    return make
+
+
+def changed(change: Callable[[Metadata], Any]) -> Callable[[Path, Metadata], bytes]:
+    def make(_: Path, genuine: Metadata) -> bytes:
+        change(genuine)
+        return pickle.dumps(genuine)
+
+    return make
+
+
+def set_(target: Any, **values: Any) -> None:
+    vars(target).update(values)
+
+
+PATHS = ["/etc/passwd", "../../etc/passwd", "a/../../b", "./x", "a//b", "", "a\\..\\b", "a\0b", "..", "x/"]
+LIES = [
+    *(Attack(f"path {path!r}", place(relative_path=path), "path", "believed") for path in PATHS),
+    Attack("path that is no string", place(relative_path=7), "path", "believed"),
+    Attack("offset -5", place(offset=-5), "number from 0", "believed"),
+    Attack("length '9'", place(length="9"), "number from 0", "believed"),
+    Attack("length True", place(length=True), "number from 0", "believed"),
+    Attack("transforms that are no strings", place(transform_descriptors=[1]), "not made of strings", "believed"),
+    Attack("transforms that are a number", place(transform_descriptors=1), "not a list", "believed"),
+    Attack("item beyond its file", place(offset=1 << 40), "should end at byte", "believed"),
+    Attack("item shorter than its tensor", place(length=10), "needs 64 bytes", "believed"),
+    Attack("2**60 elements", tensor(lambda t: set_(t, size=torch.Size([1 << 60]))), "elements", "believed"),
+    Attack(
+        "2**62 by 2**62 elements", tensor(lambda t: set_(t, size=torch.Size([1 << 62] * 2))), "elements", "believed"
+    ),
+    Attack("size with -1", tensor(lambda t: set_(t, size=Call(torch.Size, (-1,)))), "numbers from 0", "believed"),
+    Attack("size that is a tuple", tensor(lambda t: set_(t, size=(4, 4))), "a size of weight", "believed"),
+    Attack("chunk outside", tensor(lambda t: set_(t.chunks[0], offsets=torch.Size([1, 0]))), "outside", "believed"),
+    Attack(
+        "chunk of 1 dimension", tensor(lambda t: set_(t.chunks[0], sizes=torch.Size([4]))), "dimensions", "believed"
+    ),
+    Attack("chunks that do not fill", tensor(lambda t: set_(t, size=torch.Size([4000, 4]))), "do not fill", "believed"),
+    Attack("chunks that are a tuple", tensor(lambda t: set_(t, chunks=())), "no list of chunks", "believed"),
+    Attack("chunk that is a dict", tensor(lambda t: set_(t, chunks=[{}])), "ChunkStorageMetadata belongs", "believed"),
+    Attack("tensor with a field more", tensor(lambda t: set_(t, modues=1)), "does not know", "believed"),
+    Attack("tensor without size", tensor(lambda t: vars(t).pop("size")), "has no size", "believed"),
+    Attack("properties that are text", tensor(lambda t: set_(t, properties="x")), "properties of a tensor", "believed"),
+    Attack("entry that is text", changed(lambda m: m.state_dict_metadata.update(x="y")), "belongs", "believed"),
+    Attack(
+        "name that is a number", changed(lambda m: m.state_dict_metadata.update({3: BytesStorageMetadata()})), "a name"
+    ),
+    Attack("entries that are a list", changed(lambda m: set_(m, state_dict_metadata=[])), "not a dict", "believed"),
+    Attack("places that are a list", changed(lambda m: set_(m, storage_data=[1])), "not a dict", "believed"),
+    Attack("place of a string", changed(lambda m: m.storage_data.update(x=1)), "MetadataIndex belongs", "believed"),
+    Attack("place that is a number", changed(lambda m: m.storage_data.update({MetadataIndex("a"): 1})), "belongs"),
+    Attack(
+        "index with an odd offset",
+        changed(lambda m: m.storage_data.update({index("a", offset="b"): 1})),
+        "offset of a is no size",
+        "believed",
+    ),
+    Attack(
+        "id that is a number", changed(lambda m: set_(m.storage_meta, checkpoint_id=3)), "id is no path", "believed"
+    ),
+    Attack("version that is a list", changed(lambda m: set_(m, version=[])), "version is not", "believed"),
+    Attack(
+        "path made of a number",
+        changed(lambda m: set_(m.storage_meta, checkpoint_id=Call(type(Path()), 3))),
+        "of strings",
+    ),
+    Attack("layout that is none", changed(lambda m: set_(m, version=Call(layout_of, "torch.os"))), "layout", ""),
+    Attack(
+        "memory format 9", changed(lambda m: set_(m, version=Call(metadata._MEM_FORMAT_ENCODING, 9))), "memory format"
+    ),
+    Attack("list of 2**40 items", in_planner_data(lambda _: ("x", 1 << 40)), "list of", "believed"),
+    Attack("list position -1", in_planner_data(lambda _: ("x", -1)), "list of", "believed"),
+    Attack("many long lists", changed(lambda m: set_(m, planner_data=long_lists())), "has lists of", "believed"),
+    Attack("index in planner_data", in_planner_data(lambda _: MetadataIndex("a")), "more than plain data", "believed"),
+    Attack(
+        "index as a key of planner_data", in_planner_data(lambda _: {MetadataIndex("a"): 1}), "a key of", "believed"
+    ),
+    Attack("tuple as a key", in_planner_data(lambda _: {("a",): 1}), "a key of a dict", "believed"),
+]
+layout_of = torch.serialization._get_layout
+
+
+def index(fqn: str, **fields: Any) -> MetadataIndex:
+    made = MetadataIndex(fqn)
+    vars(made).update(fields)
+    return made
+
+
+def long_lists() -> dict[str, Any]:
+    return {str(number): (str(number), 60_000) for number in range(40)}
+
+
+# --- items ------------------------------------------------------------------------------------------------------
+
+
+def torch_saved(value: Any, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream, **options)
+    return stream.getvalue()
+
+
+def saved_call(canary: Path, **options: Any) -> bytes:
+    return torch_saved(Call(os.system, shell(canary)), **options)
+
+
+def two_entries(first: bytes, second: bytes) -> bytes:
+    """A torch archive whose pickle is there twice, under one name: readers differ in which they take."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, content in [("data.pkl", first), ("data.pkl", second), ("byteorder", b"little"), ("version", b"3\n")]:
+            archive.writestr(f"archive/{name}", content)
+    return stream.getvalue()
+
+
+def script() -> bytes:
+    class Adds(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    stream = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.trace(Adds(), torch.ones(1)), stream)
+    return stream.getvalue()
+
+
+def evil_pickle(canary: Path) -> bytes:
+    return pickle.dumps(Call(os.system, shell(canary)), 2)
+
+
+def polluted_instance() -> bytes:
+    value: Any = OrderedDict(a=1)
+    vars(value)["__reduce_ex__"] = torch.Size
+    stream = io.BytesIO()
+    state = pickle.dumps({"__reduce_ex__": torch.Size}, 2)[2:-1]
+    pickled = b"\x80\x02ccollections\nOrderedDict\n)R" + state + b"b."
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, content in [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]:
+            archive.writestr(f"archive/{name}", content)
+    return stream.getvalue()
+
+
+BENIGN = pickle.dumps(7, 2)
+ITEMS = [
+    Attack("os.system in an item", lambda canary, _: saved_call(canary), "system", "runs", item=True),
+    Attack(
+        "os.system in an item of the old format",
+        lambda canary, _: saved_call(canary, _use_new_zipfile_serialization=False),
+        "system",
+        "runs",
+        item=True,
+    ),
+    Attack("a bare pickle as an item", lambda canary, _: evil_pickle(canary), "system", "runs", item=True),
+    Attack("a bare pickle of protocol 4", lambda c, _: pickle.dumps(Call(os.system, shell(c))), "", "runs", item=True),
+    Attack(
+        "eval in an item", lambda c, _: torch_saved(Call(eval, f"open({str(c)!r}, 'w')")), "eval", "runs", item=True
+    ),
+    Attack("TorchScript archive", lambda *_: script(), "TorchScript", "", item=True),
+    Attack("good and evil under one name", lambda c, _: two_entries(BENIGN, evil_pickle(c)), "", "", item=True),
+    Attack("evil and good under one name", lambda c, _: two_entries(evil_pickle(c), BENIGN), "", "runs", item=True),
+    Attack("bytearray of 1 TiB", lambda *_: torch_saved(Call(bytearray, 1 << 40)), "MemoryError", "dies", item=True),
+    Attack("instance that says how it pickles", lambda *_: polluted_instance(), "written anew", "", item=True),
+    Attack("an item that is nothing", lambda *_: b"", "cannot read it", "", item=True),
+    Attack("an item that is noise", lambda *_: bytes(range(256)), "cannot read it", "", item=True),
+]
+CORPUS = [*LANGUAGE, *BOMBS, *LIES, *ITEMS]
+
+
+# --- seeded bugs: each must be found ----------------------------------------------------------------------------
+
+
+def _any_global(self: Any, module: Any, name: Any) -> Any:
+    import importlib
+
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return self.known.get((module, name), machine.Function(found))
+
+
+def _trusting_load(stream: Any, map_location: Any, _: str) -> Any:
+    return torch.load(stream, map_location=map_location, weights_only=False)
+
+
+def _any_memo_index(self: Any, stack: list[Any], index: int, at: int) -> int:
+    self.memo.extend([0] * index)
+    return at
+
+
+class _Everything:
+    issuperset = staticmethod(lambda _: True)
+
+
+BUGS: dict[str, tuple[Any, str, Any, str]] = {
+    "paths are not checked": (sealed, "_relative", lambda path: path, "path '../../etc/passwd'"),
+    "any global is known": (machine._Machine, "_lookup", _any_global, "os.system in planner_data"),
+    "keys are not checked": (machine, "_KEYS", _Everything, "a million tuples deep as a key"),
+    "memo indices are not checked": (machine._Machine, "_put_at", _any_memo_index, "memo bomb"),
+    "lengths are not checked": (machine._Machine, "_take", lambda *given: bytes(given[-1]), "BINBYTES of 4 GiB"),
+    "nothing is counted": (sealed._Builder, "_spend", lambda *_: None, "chunks of all tensors shared"),
+    "ends are not checked": (machine._Machine, "_result", lambda *given: given[1][0], "a second pickle behind"),
+    "list positions are not checked": (sealed, "_check_positions", lambda _: None, "list of 2**40 items"),
+    "bytes of chunks are not counted": (sealed, "_check_stored", lambda *_: None, "item shorter than its tensor"),
+    "ranges are not checked": (TierStorageReader, "_check_inside", lambda *_: None, "item beyond its file"),
+    "items are trusted": (objects, "_load", _trusting_load, "os.system in an item"),
+    "items are handed on as they are": (objects.Objects, "inert", lambda *given: given[1], "os.system in an item"),
+}
+"""What to break (object, attribute, replacement), and the attack that must then get through."""
+
+
+# --- trying -----------------------------------------------------------------------------------------------------
+
+
+def save_genuine(directory: Path) -> None:
+    """Save with stock DCP."""
+    state = {"weight": torch.arange(16.0).reshape(4, 4), "list": [torch.zeros(2), {"n": 1}], "evil": {"x": "harmless"}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=directory, no_dist=True)
+
+
+def prepare(attack: Attack, directory: Path, canary: Path) -> Path:
+    """A checkpoint of stock DCP, with the attack in it."""
+    checkpoint = directory / "checkpoint"
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    shutil.copytree(directory / "genuine", checkpoint)
+    canary.unlink(missing_ok=True)
+    good: Metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    if attack.item:
+        data = attack.make(canary, good)
+        (checkpoint / "__9_9.distcp").write_bytes(data)
+        info = good.storage_data[MetadataIndex("evil.x")]
+        info.relative_path, info.offset, info.length = "__9_9.distcp", 0, len(data)
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(good))
+    else:
+        (checkpoint / ".metadata").write_bytes(attack.make(canary, good))
+    return checkpoint
+
+
+def fingerprint() -> dict[str, str]:
+    return {
+        kind.__qualname__: repr(sorted((k, repr(v)) for k, v in vars(kind).items() if k not in CACHES))
+        for kind in CLASSES
+    }
+
+
+def open_checkpoint(checkpoint: Path, local_root: Path, **options: Any) -> None:
+    target = {"weight": torch.zeros(4, 4), "list": [torch.ones(2), {"n": 0}], "evil": {"x": ""}}
+    with raises_ours():
+        reader = TierStorageReader(checkpoint, local_root=local_root, mover="inline", allow_tmpfs=True, **options)
+        dcp.load(target, storage_reader=reader, no_dist=True)
+
+
+def attempt(action: Callable[[], None], seconds: int = ATTEMPT_SECONDS) -> dict[str, Any]:
+    """Run ``action`` in a fork with little memory. What it raised, how it ended, what it left behind in classes."""
+    before_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    out, into = os.pipe()
+    begun = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os.close(out)
+        _in_child(action, into, seconds)
+    os.close(into)
+    with os.fdopen(out, "rb") as stream:
+        said = stream.read()
+    _, status, usage = os.wait4(child, 0)
+    report = json.loads(said) if said else {"error": "", "message": ""}
+    return {
+        **report,
+        "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
+        "grown_bytes": max(0, usage.ru_maxrss * 1024 - before_bytes),
+        "seconds": round(time.monotonic() - begun, 3),
+    }
+
+
+def _in_child(action: Callable[[], None], into: int, seconds: int) -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(seconds)
+    size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (size_bytes, size_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    before, report = fingerprint(), {"error": "", "message": ""}
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            action()
+        except BaseException as error:
+            report = {"error": type(error).__name__, "message": str(error)[:600] + str(error)[600:][-300:]}
+    try:
+        after = fingerprint()
+    except Exception:
+        after = {}
+    report["polluted"] = [name for name in before if before[name] != after.get(name)]
+    os.write(into, json.dumps(report).encode())
+    os._exit(0)
+
+
+def run_corpus(directory: Path) -> Iterator[dict[str, Any]]:
+    """Each attack on our reader, on our reader told to trust, and on plain pickle."""
+    canary = directory / "canary"
+    for attack in CORPUS:
+        report = {"name": attack.name, "sealed": _sealed_report(attack, directory)}
+        checkpoint = prepare(attack, directory, canary)
+        if attack.control in {"runs", "pollutes", "dies"}:
+            trusting = attempt(lambda at=checkpoint: open_checkpoint(at, directory / "local", trust_pickle=True))
+            report["trusted"] = {**trusting, "canary": canary.exists()}
+        if attack.control in {"believed", "dies"}:
+            data = (checkpoint / ".metadata").read_bytes()
+            report["stock"] = attempt(lambda data=data: _believe(data))
+        yield report
+
+
+def run_bugs(directory: Path) -> Iterator[dict[str, Any]]:
+    """Each seeded bug, and how the attack that must find it fares then."""
+    attacks = {attack.name: attack for attack in CORPUS}
+    for bug, (owner, attribute, broken, name) in BUGS.items():
+        right = getattr(owner, attribute)
+        setattr(owner, attribute, broken)
+        try:
+            yield {"bug": bug, "name": name, "sealed": _sealed_report(attacks[name], directory, BUG_SECONDS)}
+        finally:
+            setattr(owner, attribute, right)
+
+
+def _sealed_report(attack: Attack, directory: Path, seconds: int = ATTEMPT_SECONDS) -> dict[str, Any]:
+    canary = directory / "canary"
+    checkpoint = prepare(attack, directory, canary)
+    report = attempt(lambda: open_checkpoint(checkpoint, directory / "local"), seconds)
+    return {**report, "canary": canary.exists()}
+
+
+def is_refused(attack: Attack, report: dict[str, Any]) -> bool:
+    """Refused for the right reason, quickly, with nothing run, changed, or allocated."""
+    return (
+        report["error"] in {"UnsafeCheckpointError", "IntegrityError"}
+        and re.search(attack.match, report["message"]) is not None
+        and is_harmless(report)
+    )
+
+
+def is_harmless(report: dict[str, Any]) -> bool:
+    return (
+        not report["canary"]
+        and not report["signal"]
+        and not report["polluted"]
+        and report["grown_bytes"] < GROWN_BYTES_MAX
+        and report["seconds"] < ATTEMPT_SECONDS
+    )
+
+
+def works(attack: Attack, report: dict[str, Any]) -> bool:
+    """Does the attack do what it says to a reader that trusts?"""
+    if attack.control == "runs":
+        return bool(report["trusted"]["canary"])
+    if attack.control == "pollutes":
+        return bool(report["trusted"]["polluted"])
+    if attack.control == "believed":
+        return not report["stock"]["error"]
+    tried = (report["trusted"], report["stock"])
+    return any(one["signal"] or "MemoryError" in one["error"] + one["message"] for one in tried)
+
+
+def _believe(data: bytes) -> None:
+    stream = io.BytesIO(data)
+    pickle.load(stream)
+
+
+def main() -> None:
+    what, directory = sys.argv[1], Path(sys.argv[2])
+    if what == "fuzz":
+        from tests.fault.attacks_fuzz import fuzz
+
+        print(json.dumps(attempt_fuzz(lambda: fuzz(directory, float(sys.argv[3])))))
+        return
+    save_genuine(directory / "genuine")
+    for report in run_corpus(directory) if what == "corpus" else run_bugs(directory):
+        print(json.dumps(report), flush=True)
+
+
+def attempt_fuzz(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    before = fingerprint()
+    size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (size_bytes, size_bytes))
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    counts = action()
+    counts["grown_bytes"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - rss) * 1024
+    counts["polluted"] = [name for name, seen in fingerprint().items() if before[name] != seen]
+    return counts
+
+
+if __name__ == "__main__":
+    main()

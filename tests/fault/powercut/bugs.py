@@ -1,0 +1,100 @@
+"""Seeded bugs: each makes the guest's code less careful with the disk. A harness that finds none is blind."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tierckpt.layout import MANIFEST
+from tierckpt.stores import local
+
+_fsync = os.fsync
+_replace = Path.replace
+_write_new = local._write_new
+
+
+def seed(name: str) -> None:
+    """Bring the bug ``name`` into this process; none for an empty name."""
+    if name:
+        BUGS[name]()
+
+
+def no_fsync() -> None:
+    """As libeatmydata has it."""
+    os.fsync = lambda file: None  # type: ignore[assignment]
+
+
+def no_file_fsync() -> None:
+    os.fsync = _only(stat.S_ISDIR)  # type: ignore[assignment]
+
+
+def no_directory_fsync() -> None:
+    os.fsync = _only(stat.S_ISREG)  # type: ignore[assignment]
+
+
+def _only(kind: Callable[[int], bool]) -> Callable[[int], None]:
+    def fsync(file: int) -> None:
+        if kind(os.fstat(file).st_mode):
+            _fsync(file)
+
+    return fsync
+
+
+def rename_before_fsync() -> None:
+    """What is renamed is made durable afterwards, the name before the bytes."""
+
+    def replace(self: Path, target: Any) -> Path:
+        result = _replace(self, target)
+        local.fsync_dir(Path(target).parent)
+        local._fsync_file(Path(target))
+        return result
+
+    local._write_new = _unsynced
+    Path.replace = replace  # type: ignore[method-assign, assignment]
+
+
+def write_after_fsync() -> None:
+    """A buffer that is flushed when the file is closed, after the fsync."""
+
+    def write_new(path: Path, data: Any) -> None:
+        file = local._create(path)
+        try:
+            _fsync(file)
+            local._write_all(file, data)
+        finally:
+            os.close(file)
+
+    local._write_new = write_new
+
+
+def _unsynced(path: Path, data: Any) -> None:
+    file = local._create(path)
+    try:
+        local._write_all(file, data)
+    finally:
+        os.close(file)
+
+
+def unlink_before_rename() -> None:
+    """The standing manifest goes before the new one comes."""
+
+    def replace(self: Path, target: Any) -> Path:
+        if Path(target).name == Path(MANIFEST).name and self.suffix == ".tmp":
+            Path(target).unlink(missing_ok=True)
+            local.fsync_dir(Path(target).parent)
+        return _replace(self, target)
+
+    Path.replace = replace  # type: ignore[method-assign, assignment]
+
+
+BUGS: dict[str, Callable[[], None]] = {
+    "no fsync": no_fsync,
+    "no file fsync": no_file_fsync,
+    "no directory fsync": no_directory_fsync,
+    "rename before fsync": rename_before_fsync,
+    "write after fsync": write_after_fsync,
+    "unlink before rename": unlink_before_rename,
+}

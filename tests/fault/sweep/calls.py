@@ -1,0 +1,94 @@
+"""What strace wrote: the system calls on our files, in order, each with its number among those of its name."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_LINE = re.compile(r"^(?P<name>\w+)\((?P<arguments>.*)\)\s+= (?P<result>.*)$")
+_PATH = re.compile(r'"(/[^"]*)"(?:\.\.\.)?|\d+<(/[^>]*)>')
+
+CHANGING = {
+    *("openat", "write", "pwrite64", "fsync", "fallocate", "ftruncate"),
+    *("rename", "link", "linkat", "unlink", "mkdir", "rmdir", "flock"),
+}
+"""The calls after which something is another than before. A kill before any other finds what the last of these left."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One system call: the ``number``-th of its ``name``, on ``paths``."""
+
+    name: str
+    number: int
+    paths: tuple[str, ...]
+    arguments: str
+    result: str
+
+    @property
+    def path(self) -> str:
+        return self.paths[0]
+
+    @property
+    def is_injected(self) -> bool:
+        return "(INJECTED)" in self.result
+
+    @property
+    def failed(self) -> bool:
+        return self.result.startswith("-1")
+
+    @property
+    def creates(self) -> bool:
+        return self.name == "openat" and "O_CREAT" in self.arguments
+
+    @property
+    def changes(self) -> bool:
+        return self.name in CHANGING and (self.name != "openat" or self.creates)
+
+
+def read(log: Path, root: Path, also: Path | None = None) -> list[Call]:
+    """The calls on paths below ``root``, and on ``also``. All calls are numbered, as strace does it."""
+    below, exactly = f"{root}/", (str(root), str(also))
+    return [call for call in _all(log) if any(path.startswith(below) or path in exactly for path in call.paths)]
+
+
+def _all(log: Path) -> Iterator[Call]:
+    numbers: Counter[str] = Counter()
+    for line in log.read_text(errors="replace").splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        numbers[match["name"]] += 1
+        paths = tuple((a or b).removesuffix(" (deleted)") for a, b in _PATH.findall(match["arguments"]))
+        yield Call(match["name"], numbers[match["name"]], paths, match["arguments"], match["result"])
+
+
+ERRNOS = {
+    "write": ("ENOSPC", "EIO", "EROFS", "EINTR"),
+    "pwrite64": ("ENOSPC", "EIO", "EROFS", "EINTR"),
+    "fsync": ("EIO", "ENOSPC", "EROFS", "EINTR"),
+    "fallocate": ("ENOSPC", "EIO", "EROFS"),
+    "ftruncate": ("EIO", "EROFS", "EINTR"),
+    "rename": ("ENOSPC", "EIO", "EROFS"),
+    "link": ("ENOSPC", "EIO", "EROFS"),
+    "unlink": ("EIO", "EROFS"),
+    "mkdir": ("ENOSPC", "EIO", "EROFS"),
+    "rmdir": ("EIO", "EROFS"),
+    "flock": ("EINTR", "EIO"),
+    "close": ("EIO", "EINTR"),
+}
+"""What each call may answer. The rest only read: EIO, or EINTR."""
+READING = ("EIO", "EINTR")
+CREATING = ("ENOSPC", "EIO", "EROFS", "EINTR")
+LIES = {"fsync": "retval=0", "write": "retval=0", "pwrite64": "retval=0"}
+"""An fsync that does nothing and says it did; a write that writes nothing and says so."""
+
+
+def answers(call: Call) -> tuple[str, ...]:
+    """The injections that make sense for ``call``, as strace writes them."""
+    errnos = CREATING if call.creates else ERRNOS.get(call.name, READING)
+    lie = (LIES[call.name],) if call.name in LIES else ()
+    return (*(f"error={errno}" for errno in errnos), *lie)

@@ -1,0 +1,195 @@
+"""What must hold after a fault, whatever it was, and after the next process has put things in order.
+
+Right after it: every checkpoint that is visible anywhere is whole, byte for byte; what was acknowledged is there; what
+stood before and was not being replaced or removed still stands; ``latest`` finds the newest and it restores.
+After a restart: what was interrupted can be done again and then all is as if nothing had happened, down to the list of
+files; nothing that was on the shared tier was sent again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.fault.sweep.phases import LOCAL, SHARED, TARGET, Job, Phase, State, World
+from tests.fault.sweep.saver import content
+from tierckpt.errors import CommitAbandonedError
+from tierckpt.layout import METADATA, SHARD_SUFFIX
+from tierckpt.mover import commit
+from tierckpt.mover.disk import LEFTOVER_SECONDS
+
+_SHARD = re.compile(rf"^__(\d+)_(\d+)-.*\{SHARD_SUFFIX}$")
+_TOKEN = re.compile(r"[0-9a-f]{16}")
+
+
+LEFT = {
+    re.compile(r"^shared/.*/\..+\.tmp$"): "a mount that others write to as well: whose it is cannot be known",
+    re.compile(r"^\..+\.incoming\.lock$"): "empty; the next restore to that place takes it along",
+}
+"""What a kill may leave for good, and why."""
+
+
+class Violation(Exception):
+    """Something that must never be."""
+
+
+def acknowledged(world: World) -> list[tuple[str, str]]:
+    lines = world.acknowledgements.read_text().splitlines() if world.acknowledgements.exists() else []
+    return [(name, tier) for name, _, tier in (line.partition(" ") for line in lines)]
+
+
+# --- what is there ------------------------------------------------------------------------------------------------
+
+
+def state_of(world: World, phase: Phase) -> State:
+    """What is committed under each name, every byte of it compared. Raises Violation when anything is torn."""
+    found: State = {}
+    names = {"step-1", "step-2", "step-3"}
+    for name in names:
+        for tier in (LOCAL, SHARED):
+            label = committed_in(world.place(name, tier), may_lack=(name, tier) in phase.damaged)
+            if label is not None:
+                found[name, tier] = label
+    target = world.place("", TARGET)
+    if target.exists():
+        found["step-2", TARGET] = stock_view(target, may_lack=False) or "nothing"
+    return found
+
+
+def committed_in(directory: Path, *, may_lack: bool) -> str | None:
+    manifest = commit.read_local_manifest(directory)
+    if manifest is None:
+        return None
+    labels = {json.loads(_read(directory / entry.key))["label"] for entry in manifest.metadata}
+    if len(labels) != 1:
+        raise Violation(f"{directory}: one commit names saves {sorted(labels)}")
+    label = str(labels.pop())
+    for entry in manifest.files:
+        if not (may_lack and not (directory / entry.key).exists()):
+            compare(directory / entry.key, label)
+    return label
+
+
+def stock_view(directory: Path, *, may_lack: bool) -> str | None:
+    """What PyTorch without us loads here: ``.metadata``, and each shard that it names."""
+    found = [directory / METADATA, *sorted(directory.glob(f"__*_{METADATA}")), *sorted(directory.glob("__*.metadata"))]
+    metadata = [json.loads(path.read_bytes()) for path in dict.fromkeys(found) if path.exists()]
+    for one in metadata:
+        for name in one["files"]:
+            if not (may_lack and not (directory / name).exists()):
+                compare(directory / name, one["label"])
+    return str(metadata[0]["label"]) if metadata else None
+
+
+def compare(path: Path, label: str) -> None:
+    match = _SHARD.match(path.name)
+    if match is None or _read(path) != content(label, int(match[1]), int(match[2])):
+        raise Violation(f"{path} does not hold the bytes of save {label!r}")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise Violation(f"{path} is named by a commit and is not there") from None
+
+
+# --- right after the fault ----------------------------------------------------------------------------------------
+
+
+def check_after(world: World, phase: Phase) -> State:
+    found = state_of(world, phase)
+    done = set(acknowledged(world))
+    for key in {*phase.before, *phase.after, *found}:
+        before, after, end, now = (state.get(key) for state in (phase.before, phase.after, phase.end, found))
+        if key in done and now not in (after, end):
+            raise Violation(f"{key} was acknowledged as {after!r} and is {now!r}")
+        if now not in (before, after, end):
+            raise Violation(f"{key} was {before!r}, was to be {after!r}, and is {now!r}")
+    _check_stock(world, phase, found)
+    _check_latest(world, found)
+    return found
+
+
+def _check_stock(world: World, phase: Phase, found: State) -> None:
+    """While ours is whole, so is what stock PyTorch sees in the same directory, the same save or the next."""
+    for name, tier in found:
+        if tier != TARGET:
+            stock_view(world.place(name, tier), may_lack=(name, tier) in phase.damaged)
+
+
+def _check_latest(world: World, found: State) -> None:
+    """``latest`` is the newest that is committed anywhere, and restores to one of the saves that stand there."""
+    job = Job(world)
+    newest = max(name for name, tier in found if tier != TARGET)
+    checkpoint = job.wait(job.engine.latest(world.run))
+    if checkpoint is None or checkpoint.location.name != newest:
+        raise Violation(f"latest is {checkpoint and checkpoint.location.name}, {newest} is committed")
+    scratch = world.root.parent / "scratch"
+    shutil.rmtree(scratch, ignore_errors=True)
+    job.wait(job.engine.restore(checkpoint.location, scratch))
+    if stock_view(scratch, may_lack=False) not in {found.get((newest, LOCAL)), found.get((newest, SHARED))}:
+        raise Violation(f"{newest} restores to another save than stands there")
+
+
+# --- after a restart ----------------------------------------------------------------------------------------------
+
+
+def check_restart(world: World, phase: Phase, golden: Iterable[str] | None) -> list[str]:
+    """Recover, drain, do it again. Returns the names of all files, which must be ``golden`` if that is given."""
+    shards = sent(world)
+    an_hour_passes(world)
+    abandoned = recover(world)
+    again = {path: stamp for path, stamp in sent(world).items() if path in shards and stamp != shards[path]}
+    if again:
+        raise Violation(f"sent again after the restart: {sorted(again)}")
+    found = check_after(world, phase)
+    for name, tier in found:
+        if tier == LOCAL and (name, SHARED) in phase.end and found.get((name, SHARED)) != found[name, LOCAL]:
+            raise Violation(f"{name} is not drained after the restart: {found}")
+    phase.act(world)
+    abandoned |= recover(world)
+    found = state_of(world, phase)
+    if found != phase.end:
+        raise Violation(f"done again it is {found}, not {phase.end}")
+    names = tree(world)
+    if golden is not None and not abandoned:
+        more, fewer = Counter(names) - Counter(golden), Counter(golden) - Counter(names)
+        if more or fewer:
+            raise Violation(f"left behind: {sorted(more.elements())}; missing: {sorted(fewer.elements())}")
+    return names
+
+
+def recover(world: World) -> bool:
+    """What the next process does. True when it finds a rank whose coordinator never committed: that one stays."""
+    try:
+        Job(world).recover()
+    except CommitAbandonedError:
+        return True
+    return False
+
+
+def an_hour_passes(world: World) -> None:
+    """What is temporary is known by its age."""
+    past = time.time() - LEFTOVER_SECONDS - 60
+    for path in world.root.rglob("*"):
+        if path.suffix != SHARD_SUFFIX:
+            os.utime(path, (past, past))
+
+
+def sent(world: World) -> dict[str, tuple[int, int]]:
+    """The shards on the shared tier, each with what tells a file from a new one of the same name and bytes."""
+    paths = Path(world.run.path).rglob(f"*{SHARD_SUFFIX}")
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths if not path.name[0] == "."}
+
+
+def tree(world: World) -> list[str]:
+    """Every file, by name; random parts of names left out."""
+    paths = (str(path.relative_to(world.root)) for path in world.root.rglob("*") if path.is_file())
+    return sorted(_TOKEN.sub("TOKEN", path) for path in paths if not any(known.match(path) for known in LEFT))

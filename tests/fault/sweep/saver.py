@@ -1,0 +1,225 @@
+"""A save as ``dcp/writer.py`` does it, without torch: the same functions of ``mover`` and ``engine``, in the same order.
+
+``test_kill_sweep.py`` holds the system calls of this one against those of the real writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import random
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tierckpt import layout
+from tierckpt.arena.slots import bounce_for
+from tierckpt.config import Settings
+from tierckpt.engine import Engine
+from tierckpt.errors import TierckptError
+from tierckpt.layout import Location, local_dir
+from tierckpt.manifest import Digester, FileEntry, Manifest
+from tierckpt.mover import commit, flush, space
+from tierckpt.mover.disk import check_local_root, typed_errors
+from tierckpt.mover.journal import READY, WRITING, Entry
+from tierckpt.mover.tuner import WRITE_BYTES_MAX, IoShape
+from tierckpt.stores import local
+
+KiB = 1 << 10
+CHUNK_BYTES = 64 * KiB
+SHAPE = IoShape(1, CHUNK_BYTES)
+SHARD_BYTES = (150_000, 5_000)
+"""Three writes, the last one ragged; and one."""
+
+
+def content(label: str, rank: int, index: int) -> bytes:
+    """What shard ``index`` of ``rank`` holds in the save ``label``: other bytes for each."""
+    return random.Random(f"{label}/{rank}/{index}").randbytes(SHARD_BYTES[index])
+
+
+def nothing() -> None:
+    pass
+
+
+class Saver:
+    """Saves with one engine, on one event loop, in one thread."""
+
+    def __init__(self, settings: Settings, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self.settings = settings
+        self.engine = Engine(settings)
+        self.run = run
+        self._recovered = False
+
+    def save(
+        self,
+        location: Location,
+        label: str,
+        *,
+        ranks: int = 1,
+        alone: bool = False,
+        overwrite: bool = True,
+        planned: Callable[[], None] = nothing,
+        committed: Callable[[], None] = nothing,
+        send: bool = True,
+    ) -> None:
+        """Save ``label`` by ``ranks`` ranks, the coordinator last; ``alone`` is a save without collectives.
+
+        ``planned`` is called when it is known what the save replaces, ``committed`` after the local commit. Without
+        ``send`` the process ends, as it were, before anything went to the shared tier.
+        """
+        with typed_errors(self.settings.local_root):  # as the writer does
+            self._save(location, label, ranks, alone, overwrite, planned, committed, send)
+
+    def _save(
+        self,
+        location: Location,
+        label: str,
+        ranks: int,
+        alone: bool,
+        overwrite: bool,
+        planned: Callable[[], None],
+        committed: Callable[[], None],
+        send: bool,
+    ) -> None:
+        check_local_root(self.settings)
+        replaces = self.run(self.engine.attempts_to_replace(location, overwrite=overwrite))
+        planned()
+        one = _OneSave(self, location, label, ranks, alone, replaces)
+        try:
+            for rank in (*range(1, ranks), 0):
+                one.begin(rank)
+                one.write(rank)
+                if rank == 0 or alone:
+                    one.finish(rank)
+                    if rank == 0:
+                        committed()
+                one.hand_over(send)
+        except BaseException:
+            one.abort()
+            raise
+        finally:
+            one.release()
+
+    def recover(self) -> None:
+        """As the client does it: once in the life of a process."""
+        if not self._recovered:
+            self._recovered = True
+            self.run(self.engine.recover())
+
+    def leave_unfinished(self, location: Location, label: str) -> None:
+        """What a process leaves that is killed while it writes shards."""
+        one = _OneSave(self, location, label, 1, False, ())
+        one.begin(0)
+        one.write(0)
+        one.release()
+
+
+class _OneSave:
+    def __init__(
+        self, saver: Saver, location: Location, label: str, ranks: int, alone: bool, replaces: tuple[str, ...]
+    ) -> None:
+        self.saver, self.location, self.label, self.ranks, self.alone = saver, location, label, ranks, alone
+        self.settings, self.engine, self.journal = saver.settings, saver.engine, saver.engine.journal
+        self.replaces = replaces
+        self.directory = local_dir(self.settings.local_root, location)
+        self.attempt = secrets.token_hex(8)
+        self.collected: list[FileEntry] = []
+        self.lock = contextlib.ExitStack()
+        self.entry: Entry | None = None
+
+    def begin(self, rank: int) -> None:
+        self.saver.recover()
+        token = f"{self.attempt}-{rank}" if self.alone else self.attempt if rank == 0 else secrets.token_hex(8)
+        local.make_dirs(self.directory)
+        self.lock.enter_context(self.journal.own(token))
+        self.entry = self.journal.open(token, self.location, rank, CHUNK_BYTES)
+
+    def write(self, rank: int) -> None:
+        assert self.entry is not None
+        token = self.entry.token
+        shards = [
+            flush.Shard(
+                self.directory / layout.shard_name(f"__{rank}_", index, token),
+                [flush.Record(0, content(self.label, rank, index))],
+            )
+            for index in range(len(SHARD_BYTES))
+        ]
+        space.make_room(self.settings, sum(shard.size_bytes for shard in shards), self.directory)
+        flushed = self._flush(shards)
+        local.fsync_dir(self.directory)
+        files = tuple(FileEntry(file.path.name, file.size_bytes, file.digests, rank, token) for file in flushed)
+        self.collected += files
+        self.entry = dataclasses.replace(self.entry, files=files)
+
+    def _flush(self, shards: list[flush.Shard]) -> list[flush.Flushed]:
+        segment = flush.segment_bytes(CHUNK_BYTES, WRITE_BYTES_MAX)
+        slot_bytes = min(segment, flush.round_up(max(shard.size_bytes for shard in shards)))
+        with bounce_for(self.settings).take(1, slot_bytes, 30.0) as slots:
+            return flush.flush(shards, slots=slots, shape=SHAPE, chunk_size_bytes=CHUNK_BYTES)
+
+    def finish(self, rank: int) -> None:
+        assert self.entry is not None
+        files = list(self.entry.files) if self.alone else self.collected
+        data = json.dumps({"label": self.label, "files": sorted(file.path for file in files)}).encode()
+        digester = Digester(CHUNK_BYTES)
+        digester.update(data)
+        name = layout.rank_metadata(rank) if self.alone else layout.METADATA
+        source = layout.attempt_metadata(self.entry.token if self.alone else self.attempt)
+        manifest = Manifest(
+            attempt=self.attempt,
+            world_size=self.ranks,
+            chunk_size_bytes=CHUNK_BYTES,
+            metadata=(FileEntry(name, len(data), digester.finish(), rank, self.entry.token, source=source),),
+            files=tuple(sorted(files, key=lambda file: file.path)),
+            replaces=self.replaces,
+            created_unix_seconds=time.time(),
+        )
+        metadata = {name: data}
+        commit.keep_metadata(self.directory, manifest, metadata)
+        self.entry = dataclasses.replace(
+            self.entry, files=self.entry.files + manifest.metadata, manifest=manifest, state=READY
+        )
+        self.journal.write(self.entry)
+        if self.entry.is_fragment:
+            commit.commit_local_fragment(self.directory, self.location, manifest, metadata)
+        else:
+            commit.commit_local(self.directory, self.location, manifest, metadata)
+
+    def hand_over(self, send: bool) -> None:
+        """To the mover, which here is whoever calls ``drain_all`` next; where links can, the shared commit is done."""
+        entry = self.entry
+        assert entry is not None
+        if not self.settings.drain:
+            self.journal.remove(entry.token)
+            self.release()
+            return
+        if entry.state != READY:
+            entry = self.journal.write(dataclasses.replace(entry, state=READY))
+        self.release()
+        if not send:
+            return
+        with contextlib.suppress(TierckptError):  # as in the writer: the mover tries again
+            linked = self.saver.run(self.engine.send_linked(entry))
+            if linked and entry.manifest is not None and not entry.is_fragment:
+                self.saver.run(self.engine.drain_now(entry.token))
+
+    def abort(self) -> None:
+        if self.entry is None:
+            return
+        entry, token = self.entry, self.entry.token
+        if entry.state == READY:
+            self.journal.write(dataclasses.replace(entry, state=WRITING))
+        commit.forget_local(self.directory, token, entry.manifest)
+        self.journal.remove(token)
+        self.release()
+
+    def release(self) -> None:
+        self.lock.close()
+        self.entry = None
+
+
+async def inline(work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+    """Stands for ``asyncio.to_thread``: one thread makes every system call, in one order, so that calls can be counted."""
+    return work(*arguments, **options)

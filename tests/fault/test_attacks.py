@@ -1,0 +1,107 @@
+"""Nobody's checkpoint runs code in the process that opens it, nor kills it, nor makes it act on lies.
+
+tests/fault/attacks.py has the corpus; docs/adr/0008-no-code-from-a-checkpoint.md says how it is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fault import attacks
+from tests.states import save, small_state
+
+FUZZ_SECONDS = float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", "10"))
+ATTACKS = {attack.name: attack for attack in attacks.CORPUS}
+HARMLESS = {"good and evil under one name"}
+"""Torch takes the good one here, and so it is read: what a planner gets is made from that one alone."""
+
+
+def run(what: str, directory: Path, *options: str, timeout_seconds: float = 170) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fault.attacks", what, str(directory), *options],
+        capture_output=True,
+        timeout=timeout_seconds,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    found = {report["name"]: report for report in run("corpus", tmp_path_factory.mktemp("corpus"))}
+    assert found.keys() == ATTACKS.keys()
+    return found
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_refused(name: str, reports: dict[str, dict[str, Any]]) -> None:
+    report = reports[name]["sealed"]
+    if name in HARMLESS:
+        assert attacks.is_harmless(report) and not report["error"], report
+    else:
+        assert attacks.is_refused(ATTACKS[name], report), report
+
+
+@pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if attack.control])
+def test_it_is_an_attack(name: str, reports: dict[str, dict[str, Any]]) -> None:
+    """The control: a reader that trusts runs it, dies of it, is changed by it, or believes it."""
+    assert attacks.works(ATTACKS[name], reports[name]), reports[name]
+
+
+def test_the_corpus_is_as_large_as_planned() -> None:
+    live = [attack for attack in attacks.CORPUS if attack.control]
+    assert len(ATTACKS) == len(attacks.CORPUS) >= 110
+    assert len([attack for attack in live if attack.control == "runs"]) >= 15
+    assert len([attack for attack in live if attack.control == "pollutes"]) >= 5
+    assert len([attack for attack in live if attack.control == "dies"]) >= 3
+
+
+def test_every_seeded_bug_is_found(tmp_path: Path) -> None:
+    found = run("bugs", tmp_path)
+    assert [report["bug"] for report in found] == list(attacks.BUGS)
+    missed = [report for report in found if attacks.is_refused(ATTACKS[report["name"]], report["sealed"])]
+    assert not missed
+
+
+@pytest.mark.timeout(FUZZ_SECONDS + 170)
+def test_mutated_metadata_and_manifests(tmp_path: Path) -> None:
+    """Only errors of ours, nothing unsafe accepted, no class changed, memory bounded. Prints what was tried."""
+    [counts] = run("fuzz", tmp_path, str(FUZZ_SECONDS), timeout_seconds=FUZZ_SECONDS + 150)
+    print(counts)
+    assert counts["polluted"] == []
+    assert counts["grown_bytes"] < attacks.GROWN_BYTES_MAX
+    assert counts["metadata"] > 100 * FUZZ_SECONDS
+    assert counts["manifest"] > 30 * FUZZ_SECONDS
+    assert 0 < counts["metadata_accepted"] < counts["metadata"]
+    assert 0 < counts["manifest_accepted"] < counts["manifest"]
+
+
+def test_the_command_line_unpickles_nothing(tmp_path: Path, local_root: Path) -> None:
+    """`ls`, `info` and `verify` do their work, on our checkpoints and on stock's, where pickle and torch are not."""
+    save(str(tmp_path / "run/step-1"), small_state())
+    attacks.save_genuine(tmp_path / "stock")
+    commands = [
+        ["ls", str(tmp_path / "run")],
+        ["info", str(tmp_path / "run/step-1")],
+        ["verify", "--read-data", str(tmp_path / "run/step-1")],
+        ["info", str(tmp_path / "stock")],
+    ]
+    program = (
+        "import json, pickle, sys\n"
+        "def refuse(*_, **__): print('UNPICKLED'); sys.exit(99)\n"
+        "pickle.load = pickle.loads = pickle.Unpickler = refuse; sys.modules['torch'] = None\n"
+        "from tierckpt.cli import main\n"
+        "sys.argv = ['tierckpt', *json.loads(sys.argv[1]), '--json']; sys.exit(main())"
+    )
+    for command in commands:
+        done = subprocess.run([sys.executable, "-c", program, json.dumps(command)], capture_output=True, timeout=60)
+        assert done.returncode == 0 and json.loads(done.stdout), (command, done.stdout[-500:], done.stderr[-500:])

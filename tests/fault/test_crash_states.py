@@ -1,0 +1,753 @@
+"""Crash states: after a power cut at any moment of a save, drain, removal or resume, what was acknowledged is there.
+
+A run of the real code is recorded (tierckpt/testing/crash_states.py), every state that a crash may leave is built, and
+each is held against what had been acknowledged at that moment. TIERCKPT_TEST_CRASH_STATES sets how many are built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.fault.sweep import saver as sweep_saver
+from tests.states import load, same, save
+from tierckpt import layout
+from tierckpt import manifest as manifests
+from tierckpt.client import Client, close_all, get_client
+from tierckpt.config import Settings
+from tierckpt.dcp import writer as dcp_writer
+from tierckpt.errors import CapacityError, ManifestError, StoreError, TierckptError
+from tierckpt.layout import MANIFEST, METADATA, local_dir, parse_uri
+from tierckpt.manifest import Digester, Manifest
+from tierckpt.mover import commit, flush, journal, transfer
+from tierckpt.mover.retention import Policy
+from tierckpt.stores import local
+from tierckpt.stores.local import LocalStore
+from tierckpt.testing.crash_states import CrashState, Files, Mark, Recorder, crash_states, flat, materialise
+from tierckpt.types import Tier
+
+STATES = int(os.environ.get("TIERCKPT_TEST_CRASH_STATES", "24000"))
+SAMPLES = max(5, STATES // 5000)
+"""States of each run that are also written to a disk, where a new engine recovers and saves on."""
+
+LOCAL, SHARED, ANYTHING = "local", "shared", "*"
+Place = tuple[str, int]
+"""A tier and a step."""
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    """A shard of a few disk blocks: torn in many ways, and cheap to build a thousand times."""
+    return {"weight": torch.randn(700, generator=torch.Generator().manual_seed(seed)), "step": seed}
+
+
+@dataclass(frozen=True)
+class May:
+    """From now on what stands at ``place`` may change into what is acknowledged next, or ``anything`` that is whole."""
+
+    place: Place
+    anything: bool = False
+
+
+@dataclass(frozen=True)
+class Must:
+    """Acknowledged: from now on this attempt stands at ``place``; None for nothing."""
+
+    place: Place
+    attempt: str | None
+
+
+class World:
+    """A node's SSD and a mounted shared tier in one directory, everything that changes there recorded."""
+
+    def __init__(self, root: Path) -> None:
+        for name in (LOCAL, SHARED):
+            (root / name).mkdir(parents=True)
+        self.root = root
+        self.recorder = Recorder(root)
+        self.options = {"local_root": root / LOCAL, "chunk_size_bytes": "4KiB", "mover": "inline", "allow_tmpfs": True}
+        self.manifests: dict[str, Manifest] = {}
+        self.metadata: dict[bytes, Manifest] = {}
+        """Manifest by the stock metadata that belongs to it: what plain PyTorch reads through."""
+
+    @property
+    def settings(self) -> Settings:
+        return Settings.load(None, **self.options)
+
+    def uri(self, step: int) -> str:
+        return str(self.root / SHARED / "run" / f"step-{step}")
+
+    def directory(self, place: Place) -> Path:
+        tier, step = place
+        return local_dir(self.root / LOCAL, parse_uri(self.uri(step))) if tier == LOCAL else Path(self.uri(step))
+
+    def may(self, step: int, *tiers: str) -> None:
+        for tier in tiers:
+            self.recorder.mark(May((tier, step)))
+
+    def must(self, step: int, *tiers: str) -> None:
+        for tier in tiers:
+            manifest = commit.read_local_manifest(self.directory((tier, step)))
+            if manifest is not None:
+                self.manifests[manifest.attempt] = manifest
+                for entry in manifest.metadata:
+                    self.metadata[(self.directory((tier, step)) / entry.key).read_bytes()] = manifest
+            self.recorder.mark(Must((tier, step), manifest.attempt if manifest else None))
+
+    def save(self, step: int, seed: int, *tiers: str) -> None:
+        self.may(step, LOCAL, SHARED)
+        save(self.uri(step), state_of(seed), **self.options)
+        self.must(step, *tiers)
+
+
+# --- what is recorded -------------------------------------------------------------------------------------------------
+
+
+def save_linked(world: World) -> None:
+    """Both tiers on one file system: each save is committed on both before it returns."""
+    for step, seed in ((1, 1), (2, 2), (2, 3)):
+        world.save(step, seed, LOCAL, SHARED)
+
+
+def prune(world: World) -> None:
+    """Retention, on both tiers."""
+    for step in (1, 2, 3):
+        world.save(step, step, LOCAL, SHARED)
+    world.may(1, LOCAL, SHARED)
+    world.may(2, LOCAL)
+    run = parse_uri(world.root / SHARED / "run")
+    policy = Policy.of(keep_last={LOCAL: 1, SHARED: 2})
+    get_client(world.settings).run(lambda engine: engine.prune(run, policy))
+    world.must(1, LOCAL, SHARED)
+    world.must(2, LOCAL)
+
+
+def drain_copied(world: World) -> None:
+    """Other file systems: the mover copies, after the save has returned, and a new save of the same id meets it."""
+    with no_links():
+        for step, seed in ((1, 1), (1, 2)):
+            world.save(step, seed, LOCAL)
+            tierckpt.wait(world.uri(step), timeout_seconds=30, **world.options)
+            world.must(step, SHARED)
+
+
+def resume(world: World) -> None:
+    """A trainer that died after its local commit, and one that died in the middle of a save: the next takes both up."""
+    world.save(1, 1, LOCAL, SHARED)
+    with no_drain():
+        world.save(1, 2, LOCAL)
+        world.save(2, 3, LOCAL)
+    sweep = sweep_saver.Saver(world.settings, lambda work: get_client(world.settings).run(lambda _: work))
+    sweep.leave_unfinished(parse_uri(world.uri(3)), "3")
+    close_all()
+    with no_links():
+        get_client(world.settings).recover()
+        for step in (1, 2):
+            tierckpt.wait(world.uri(step), timeout_seconds=30, **world.options)
+            world.must(step, SHARED)
+
+
+def save_of_two_ranks(world: World) -> None:
+    """Two ranks, with and without collectives: part records, the manifest to be, fragments."""
+    client = Client(world.settings)
+    saver = sweep_saver.Saver(world.settings, lambda work: client.run(lambda _: work))
+    saver.engine = client.engine
+    try:
+        for step, alone in ((1, False), (2, True)):
+            for label in ("a", "b"):
+                world.may(step, LOCAL, SHARED)
+                saver.save(parse_uri(world.uri(step)), label, ranks=2, alone=alone)
+                world.must(step, LOCAL)
+                client.run(lambda engine: engine.drain_all(patient=True))
+                world.must(step, SHARED)
+    finally:
+        client.close()
+
+
+def failing_saves(world: World) -> None:
+    """A save that fails while it writes, and one that fails when its manifest is there and cannot be made durable."""
+    world.save(1, 1, LOCAL, SHARED)
+    for patch in (no_room, no_durable_manifest):
+        world.recorder.mark(May((LOCAL, 1), anything=True))
+        with pytest.raises(TierckptError, match="seeded"), patch():
+            save(world.uri(1), state_of(2), **world.options)
+        world.must(1, LOCAL)
+
+
+RUNS = (save_linked, prune, drain_copied, resume, save_of_two_ranks, failing_saves)
+
+
+@contextlib.contextmanager
+def no_links() -> Iterator[None]:
+    async def link(self: LocalStore, key: str, source: Path) -> bool:
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStore, "link", link)
+        yield
+
+
+@contextlib.contextmanager
+def no_drain() -> Iterator[None]:
+    """The process dies, as it were, right after the local commit: its entry stays in the journal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_writer.TierStorageWriter, "_hand_over", lambda self, save: self._release())
+        yield
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    def finish(self: Any, durable: bool) -> None:
+        raise CapacityError("seeded")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flush._File, "finish", finish)
+        yield
+
+
+@contextlib.contextmanager
+def no_durable_manifest() -> Iterator[None]:
+    """fsync of the directory fails just after the manifest was renamed, once."""
+    failures = [StoreError("seeded")]
+
+    def durable_write(path: Path, data: bytes) -> None:
+        local.durable_write(path, data)
+        if path.name == "manifest.json" and failures:
+            raise failures.pop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "durable_write", durable_write)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_saver, "SHARD_BYTES", (5_000, 700))
+    monkeypatch.setattr(sweep_saver, "CHUNK_BYTES", 4096)
+
+
+def record(run: Callable[[World], None], root: Path) -> World:
+    world = World(root)
+    keep_metadata = commit.keep_metadata
+
+    def keep(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+        """Also that of saves which fail later: plain PyTorch may read it all the same."""
+        world.metadata.update({data: manifest for data in metadata.values() if data not in world.metadata})
+        keep_metadata(directory, manifest, metadata)
+
+    with world.recorder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "keep_metadata", keep)
+        try:
+            run(world)
+        finally:
+            close_all()
+    return world
+
+
+# --- what is expected of a state --------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(4096)
+def decoded(data: bytes) -> Manifest | None:
+    try:
+        return manifests.decode(data)
+    except ManifestError:
+        return None
+
+
+@functools.lru_cache(4096)
+def digests_of(data: bytes, chunk_size_bytes: int) -> tuple[str, ...]:
+    digester = Digester(chunk_size_bytes)
+    digester.update(data)
+    return digester.finish()
+
+
+@functools.lru_cache(4096)
+def is_readable_entry(data: bytes) -> bool:
+    try:
+        journal.decode(data, where="")
+    except ManifestError:
+        return False
+    return True
+
+
+@dataclass
+class Verdicts:
+    """Counts of what was built and checked, and the first violation of each kind."""
+
+    runs: int = 0
+    states: int = 0
+    distinct: int = 0
+    violations: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    samples: list[CrashState] = field(default_factory=list, repr=False)
+
+    def add(self, found: list[str], state: CrashState) -> None:
+        for text in found:
+            kind = text.partition(":")[0]
+            self.violations[kind] += 1
+            self.examples.setdefault(kind, f"{text} (state {state.number}, after operation {state.point})")
+
+
+class Checker:
+    """Holds crash states against what had been acknowledged at their moment."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.places = {
+            place: str(world.directory(place).relative_to(world.root))
+            for place in {mark.note.place for mark in world.recorder.operations if isinstance(mark, Mark)}
+        }
+        self.allowed = self._allowed()
+        self.known = self._known()
+
+    def _allowed(self) -> list[dict[Place, frozenset[str | None]]]:
+        """For each operation, what may stand at each place after it."""
+        notes = [op.note if isinstance(op, Mark) else None for op in self.world.recorder.operations]
+        now: dict[Place, frozenset[str | None]] = {place: frozenset({None}) for place in self.places}
+        whole = frozenset({ANYTHING})
+        allowed = []
+        for index, note in enumerate(notes):
+            if isinstance(note, Must):
+                now = {**now, note.place: frozenset({note.attempt})}
+            elif isinstance(note, May):
+                now = {**now, note.place: now[note.place] | (whole if note.anything else frozenset())}
+                later = (n for n in notes[index:] if isinstance(n, Must) and n.place == note.place)
+                following = next(later, None)
+                if following is not None:
+                    now = {**now, note.place: now[note.place] | {following.attempt}}
+            allowed.append(now)
+        return allowed
+
+    def _known(self) -> list[frozenset[str]]:
+        """For each operation, the tokens of all that was acknowledged until then: what is left of it is in order."""
+        tokens: frozenset[str] = frozenset()
+        known = []
+        for operation in self.world.recorder.operations:
+            note = operation.note if isinstance(operation, Mark) else None
+            if isinstance(note, Must) and note.attempt is not None:
+                tokens |= self.world.manifests[note.attempt].tokens
+            known.append(tokens)
+        return known
+
+    def check(self, files: Files, point: int) -> list[str]:
+        """Name everything that must not be."""
+        found = []
+        for place, directory in self.places.items():
+            found += self._check_place(files, directory, self.allowed[point][place])
+        found += [
+            f"journal: {path} cannot be read" for path in self._journal(files) if not is_readable_entry(files[path])
+        ]
+        return found + [f"orphan: nothing names {path}" for path in self._orphans(files, point)]
+
+    def _check_place(self, files: Files, directory: str, allowed: frozenset[str | None]) -> list[str]:
+        found = []
+        data = files.get(f"{directory}/{MANIFEST}")
+        manifest = decoded(data) if data is not None else None
+        if data is not None and manifest is None:
+            found.append(f"damaged: the manifest of {directory}")
+        elif not {manifest.attempt if manifest else None, manifest and ANYTHING} & allowed:
+            found.append(f"lost: {directory} holds {manifest and manifest.attempt}, not one of {set(allowed)}")
+        if manifest is not None:
+            found += [f"torn: {directory}/{name}" for name in _bad(files, directory, manifest)]
+        return found + self._check_stock(files, directory)
+
+    def _check_stock(self, files: Files, directory: str) -> list[str]:
+        """Plain PyTorch goes by ``.metadata`` (P1): where there is one, every shard it names is there and good."""
+        found = []
+        for path in (path for path in files if path.startswith(f"{directory}/") and path.endswith(METADATA)):
+            manifest = self.world.metadata.get(files[path])
+            if manifest is None:
+                found.append(f"stock: {path} is torn")
+            elif _bad(files, directory, manifest, with_metadata=False):
+                found.append(f"stock: {path} names shards that are not there")
+        return found
+
+    def _journal(self, files: Files) -> list[str]:
+        return [path for path in files if path.startswith("local/journal/") and path.endswith(".json")
+                and not local_name(path).startswith(".")]  # fmt: skip
+
+    def _orphans(self, files: Files, point: int) -> list[str]:
+        """Shards that no commit names or has named, and no journal entry (J1): nobody would remove them."""
+        named = self.known[point] | {local_name(path).removesuffix(".json") for path in self._journal(files)}
+        for directory in self.places.values():
+            data = files.get(f"{directory}/{MANIFEST}")
+            manifest = decoded(data) if data is not None else None
+            named |= manifest.tokens if manifest else frozenset()
+        endings = tuple(f"-{token}{layout.SHARD_SUFFIX}" for token in named)
+        shards = (path for path in files if path.startswith("local/check") and path.endswith(layout.SHARD_SUFFIX))
+        return [path for path in shards if not path.endswith(endings)]
+
+
+def local_name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _bad(files: Files, directory: str, manifest: Manifest, *, with_metadata: bool = True) -> list[str]:
+    entries = manifest.entries if with_metadata else manifest.files
+    return [
+        entry.key
+        for entry in entries
+        if (data := files.get(f"{directory}/{entry.key}")) is None
+        or len(data) != entry.size_bytes
+        or digests_of(data, manifest.chunk_size_bytes) != entry.digests
+    ]
+
+
+def examine(world: World, count: int, seed: int = 0, until: Set[str] = frozenset()) -> Verdicts:
+    """Build ``count`` crash states and check each distinct one; keep some, each with the same chance.
+
+    Stops at the first violation of a kind in ``until``.
+    """
+    checker, verdicts, seen, chance = Checker(world), Verdicts(), set[int](), random.Random(seed)
+    for state in crash_states(world.recorder, count, seed):
+        files = flat(state.tree)
+        verdicts.states += 1
+        key = hash((id(checker.allowed[state.point]), frozenset(files.items())))
+        if key in seen:
+            continue
+        seen.add(key)
+        verdicts.distinct += 1
+        verdicts.add(checker.check(files, state.point), state)
+        if until & verdicts.violations.keys():
+            break
+        if len(verdicts.samples) < SAMPLES:
+            verdicts.samples.append(state)
+        elif (place := chance.randrange(verdicts.distinct)) < SAMPLES:
+            verdicts.samples[place] = state
+    return verdicts
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def totals() -> Iterator[Verdicts]:
+    total, begun = Verdicts(), time.monotonic()
+    yield total
+    seconds = time.monotonic() - begun
+    print(f"\ncrash states: {total.states} built, {total.distinct} distinct, {seconds:.1f} s", file=sys.stderr)
+
+
+@pytest.mark.timeout(max(180, STATES // 200))
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_what_was_acknowledged_survives_a_crash_at_any_moment(
+    run: Callable[[World], None], tmp_path: Path, totals: Verdicts
+) -> None:
+    world = record(run, tmp_path / "world")
+    assert world.recorder.differences() == []  # nothing happened that was not recorded
+    verdicts = examine(world, -(-STATES // len(RUNS)))
+    totals.runs += 1
+    totals.states += verdicts.states
+    totals.distinct += verdicts.distinct
+    assert verdicts.examples == {}
+    assert verdicts.states >= -(-STATES // len(RUNS))
+    assert len(verdicts.samples) == SAMPLES
+    for state in verdicts.samples:
+        # An entry of a rank whose coordinator never committed stays (commit.md 4), and keeps `wait` for its id from
+        # ending well.
+        recover_and_go_on(world, state, (9,) if run is save_of_two_ranks else (1, 2))
+
+
+def test_as_many_states_were_built_as_planned(totals: Verdicts) -> None:
+    """The states that are equal to one seen before, with equal expectations, do not count."""
+    if totals.runs < len(RUNS):
+        pytest.skip("only some of the runs were asked for")
+    assert totals.distinct >= min(STATES, 20_000)
+
+
+def recover_and_go_on(world: World, state: CrashState, steps: Sequence[int]) -> None:
+    """The node comes back with ``state`` on its disks: a new process drains what was ready, and saves again."""
+    shutil.rmtree(world.root)
+    world.root.mkdir()
+    materialise(state.tree, world.root)
+    for tier in (LOCAL, SHARED):
+        (world.root / tier).mkdir(exist_ok=True)
+    options = {**world.options, "commit_timeout_seconds": 0.05, "drain_retry_seconds_max": 0.05}
+    client = get_client(Settings.load(None, **options))
+    try:
+        client.recover()
+        client.run(lambda engine: engine.idle(10.0))
+        checker = Checker(world)
+        allowed = {place: set(known) for place, known in checker.allowed[state.point].items()}
+        for (tier, step), known in checker.allowed[state.point].items():
+            if tier == LOCAL:
+                allowed[SHARED, step] |= known  # what was committed here has been drained meanwhile
+                allowed[LOCAL, step] |= checker.allowed[state.point][SHARED, step]  # and what was there came home
+        files = flat(Recorder(world.root).start)
+        for place, directory in checker.places.items():
+            assert checker._check_place(files, directory, frozenset(allowed[place])) == []
+        for step in steps:
+            save(world.uri(step), state_of(99), **options)
+            tierckpt.wait(world.uri(step), timeout_seconds=20, **options)
+            assert same(load(world.uri(step), state_of(99), **options), state_of(99))
+            location = parse_uri(world.uri(step))
+            checkpoint, report = client.run(lambda engine, at=location: engine.verify(at, read_data=True))
+            assert (checkpoint.tiers, report.problems, report.records) == (frozenset(Tier), {}, {})
+    finally:
+        close_all()
+
+
+# --- negative controls: the harness finds what it is for --------------------------------------------------------------
+
+
+def everywhere(patch: pytest.MonkeyPatch, function: Any, stand_in: Any) -> None:
+    """Replace ``function`` in each module of ours that has imported it by name."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tierckpt.") and getattr(module, function.__name__, None) is function:
+            patch.setattr(module, function.__name__, stand_in)
+
+
+def no_fsync(of_what: Callable[[int], bool]) -> Callable[[pytest.MonkeyPatch], None]:
+    def seed(patch: pytest.MonkeyPatch) -> None:
+        fsync = os.fsync
+        patch.setattr(os, "fsync", lambda file: None if of_what(os.fstat(file).st_mode) else fsync(file))
+
+    return seed
+
+
+def rename_before_fsync(patch: pytest.MonkeyPatch) -> None:
+    def durable_write(path: Path, data: bytes, **_: Any) -> None:
+        with local._temporary(path) as temporary:
+            file = local._create(temporary)
+            local._write_all(file, data)
+            temporary.replace(path)
+            local.fsync_dir(path.parent)
+            os.fsync(file)
+            os.close(file)
+
+    everywhere(patch, local.durable_write, durable_write)
+
+
+def fsync_before_flush(patch: pytest.MonkeyPatch) -> None:
+    """What stock DCP does with its metadata: the bytes are still in the process when it fsyncs."""
+
+    def durable_write(path: Path, data: bytes, **_: Any) -> None:
+        with local._temporary(path) as temporary:
+            with temporary.open("wb") as file:
+                file.write(data)
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            local.fsync_dir(path.parent)
+
+    everywhere(patch, local.durable_write, durable_write)
+
+
+def unlink_before_rename(patch: pytest.MonkeyPatch) -> None:
+    def durable_write(path: Path, data: bytes, **_: Any) -> None:
+        with local._temporary(path) as temporary:
+            local._write_new(temporary, data)
+            path.unlink(missing_ok=True)
+            temporary.replace(path)
+            local.fsync_dir(path.parent)
+
+    everywhere(patch, local.durable_write, durable_write)
+
+
+def manifest_before_shards(patch: pytest.MonkeyPatch) -> None:
+    """The commit comes first, and the shards are made durable after it."""
+    commit_local = commit.commit_local
+
+    def commit_first(directory: Path, *rest: Any) -> None:
+        commit_local(directory, *rest)
+        for path in directory.glob("*.distcp"):
+            local._fsync_file(path)
+        local.fsync_dir(directory)
+
+    patch.setattr(dcp_writer, "flush", lambda *items, **options: flush.flush(*items, **{**options, "durable": False}))
+    patch.setattr(dcp_writer, "fsync_dir", lambda path: None)
+    patch.setattr(commit, "commit_local", commit_first)
+
+
+def data_name_reused(patch: pytest.MonkeyPatch) -> None:
+    """Shards have DCP's own names, and a new save writes over those of the one before."""
+    open_file = os.open
+
+    def open_over(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & os.O_EXCL and str(path).endswith(layout.SHARD_SUFFIX):
+            flags = flags & ~os.O_EXCL | os.O_TRUNC
+        return open_file(path, flags, *rest, **options)
+
+    patch.setattr(os, "open", open_over)
+    patch.setattr(dcp_writer, "shard_name", lambda prefix, index, token: f"{prefix}{index}{layout.SHARD_SUFFIX}")
+
+
+def digest_of_other_bytes(patch: pytest.MonkeyPatch) -> None:
+    """The memory changes between the digest and the write."""
+    write = flush._File.write
+
+    def write_other(self: Any, view: memoryview, offset: int) -> None:
+        view[0] ^= 1
+        write(self, view, offset)
+
+    patch.setattr(flush._File, "write", write_other)
+
+
+def short_write_ignored(patch: pytest.MonkeyPatch) -> None:
+    def write_all(file: int, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        os.write(file, view[: max(1, len(view) // 2)])  # the kernel took half of it
+        return len(view)
+
+    patch.setattr(local, "_write_all", write_all)
+
+
+def shards_removed_before_the_manifest(patch: pytest.MonkeyPatch) -> None:
+    remove_local = commit.remove_local
+
+    def remove(directory: Path, *rest: Any, **options: Any) -> bool:
+        manifest = commit.read_local_manifest(directory)
+        for entry in manifest.files if manifest else ():
+            (directory / entry.key).unlink()
+        return remove_local(directory, *rest, **options)
+
+    patch.setattr(commit, "remove_local", remove)
+
+
+def removal_that_is_not_durable(patch: pytest.MonkeyPatch) -> None:
+    """The manifest is removed first, and nothing says that this reaches the disk first."""
+    patch.setattr(commit, "fsync_dir", lambda path: None)
+
+
+def unfinished_save_that_comes_back(patch: pytest.MonkeyPatch) -> None:
+    """Its shards are removed, then its entry, and nothing says that the disk does it in this order."""
+    patch.setattr(journal.Journal, "_settle_removal", lambda self, token: None)
+
+
+def shards_before_the_journal(patch: pytest.MonkeyPatch) -> None:
+    def open_entry(self: journal.Journal, token: str, location: Any, rank: int, chunk_size_bytes: int) -> Any:
+        return journal.Entry(token, location.uri, rank, chunk_size_bytes=chunk_size_bytes)
+
+    patch.setattr(journal.Journal, "open", open_entry)
+
+
+SEEDED = {
+    "no file fsync": (no_fsync(stat.S_ISREG), save_linked, {"lost", "torn", "damaged"}),
+    "no directory fsync": (no_fsync(stat.S_ISDIR), save_linked, {"lost"}),
+    "rename before fsync": (rename_before_fsync, save_linked, {"damaged"}),
+    "missing flush before fsync": (fsync_before_flush, save_linked, {"damaged"}),
+    "unlink before rename": (unlink_before_rename, save_linked, {"lost"}),
+    "manifest before shards": (manifest_before_shards, save_linked, {"torn"}),
+    "data name reused": (data_name_reused, save_linked, {"torn"}),
+    "digest of other bytes": (digest_of_other_bytes, save_linked, {"torn"}),
+    "ignored short write": (short_write_ignored, save_linked, {"damaged"}),
+    "shards removed before the manifest": (shards_removed_before_the_manifest, prune, {"torn"}),
+    "removal that is not durable": (removal_that_is_not_durable, prune, {"torn"}),
+    "unfinished save that comes back": (unfinished_save_that_comes_back, resume, {"orphan"}),
+    "shards before the journal": (shards_before_the_journal, save_linked, {"orphan"}),
+}
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_seeded_bug_is_found(name: str, tmp_path: Path) -> None:
+    """None of these is seen by a run that is not cut off, nor, most of them, by one that is killed."""
+    seed, run, kinds = SEEDED[name]
+    world = World(tmp_path / "world")
+    with contextlib.suppress(TierckptError), world.recorder, pytest.MonkeyPatch.context() as patch:
+        seed(patch)
+        try:
+            run(world)
+        finally:
+            close_all()
+    verdicts = examine(world, 3000, until=kinds)
+    assert kinds & verdicts.violations.keys(), f"{name}: {verdicts}"
+
+
+# --- controls of the recorder -----------------------------------------------------------------------------------------
+
+
+def recorded(root: Path, run: Callable[[Path], object]) -> Recorder:
+    root.mkdir()
+    (root / "old").write_bytes(b"old")
+    recorder = Recorder(root)
+    with recorder:
+        run(root)
+    return recorder
+
+
+def contents(recorder: Recorder) -> set[tuple[tuple[str, bytes], ...]]:
+    return {tuple(sorted(flat(state.tree).items())) for state in crash_states(recorder, 200)}
+
+
+def test_a_rename_without_fsync_may_leave_any_of_its_halves(tmp_path: Path) -> None:
+    def replace(root: Path) -> None:
+        with (root / "new").open("wb") as file:
+            file.write(b"new")
+        (root / "new").replace(root / "old")
+
+    old, new = ("old", b"old"), b"new"
+    assert contents(recorded(tmp_path / "world", replace)) == {
+        (old,),
+        (("new", b""), old),
+        (("new", b"\0\0\0"), old),
+        (("new", new), old),
+        (("old", b""),),
+        (("old", b"\0\0\0"),),
+        (("old", new),),
+    }
+
+
+def test_a_durable_write_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    recorder = recorded(tmp_path / "world", lambda root: local.durable_write(root / "old", b"new"))
+    assert {dict(state)["old"] for state in contents(recorder)} == {b"old", b"new"}
+
+
+def test_every_way_to_change_a_file_is_recorded(tmp_path: Path) -> None:
+    def change(root: Path) -> None:
+        local.make_dirs(root / "a/b")
+        (root / "a/text").write_text("text")
+        (root / "a/text").rename(root / "a/b/moved")
+        os.link(root / "a/b/moved", root / "linked")
+        with (root / "linked").open("ab", buffering=0) as file:
+            file.write(b"more")
+        with (root / "linked").open("r+b") as file:
+            file.seek(2)
+            file.write(b"X")
+            file.truncate(6)
+        descriptor = transfer._create(root / "sized", 5000)
+        transfer.pwrite_all(descriptor, b"x" * 10, 4990, root / "sized")
+        os.ftruncate(descriptor, 4995)
+        os.close(descriptor)
+        (root / "a/b").rename(root / "b")
+        (root / "gone/below").mkdir(parents=True)
+        (root / "gone/below/file").write_bytes(b"x")
+        shutil.rmtree(root / "gone")
+        (root / "old").unlink()
+
+    recorder = recorded(tmp_path / "world", change)
+    assert recorder.differences() == []
+    assert flat(Recorder(tmp_path / "world").start)["linked"] == b"teXtmo"
+
+
+def test_a_change_that_was_not_recorded_is_named(tmp_path: Path) -> None:
+    def change(root: Path) -> None:
+        subprocess.run(["sh", "-c", f"echo else > {root}/old; mkdir {root}/else"], check=True)
+
+    assert recorded(tmp_path / "world", change).differences() == ["else/", "old"]
+
+
+@pytest.mark.parametrize("change", [lambda p: os.truncate(p / "old", 1), lambda p: (p / "link").symlink_to("x")])
+def test_what_cannot_be_recorded_is_refused(change: Callable[[Path], None], tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError):
+        recorded(tmp_path / "world", change)
+
+
+def test_one_seed_gives_the_same_states(tmp_path: Path) -> None:
+    recorder = recorded(tmp_path / "world", lambda root: (root / "old").write_bytes(b"x" * 5000))
+    first, again, other = ([state.tree for state in crash_states(recorder, 50, seed)] for seed in (1, 1, 2))
+    assert first == again != other

@@ -1,0 +1,143 @@
+"""Restore finds the newest step whose every file has a good copy somewhere, and says what it passed over (P5)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.compat.worker import launch
+from tierckpt import Checkpointer
+from tierckpt.errors import IntegrityError
+from tierckpt.layout import local_dir, parse_uri
+
+STEPS = (1, 2, 3)
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((50_000,), value), "n": value}
+
+
+def shards(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.distcp"))
+
+
+def damage(path: Path) -> None:
+    """Flip a bit in the middle, in a file of its own: where links made both copies one, the other stays good."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def run(file_uri: str, tmp_path: Path) -> str:
+    """Three steps, each whole on the local and on the shared tier."""
+    with Checkpointer(file_uri) as checkpointer:
+        for step in STEPS:
+            checkpointer.save(step, state(float(step)))
+    return file_uri
+
+
+def local(run: str, step: int, tmp_path: Path) -> Path:
+    return local_dir(tmp_path / "local", parse_uri(f"{run}/step-{step}"))
+
+
+def restored(run: str, step: int | None = None) -> tuple[int | None, dict[str, Any]]:
+    target = state(0.0)
+    return Checkpointer(run).restore(target, step), target
+
+
+def test_a_bad_local_copy_is_set_aside_and_the_shared_one_used(
+    run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (shard,) = shards(local(run, 3, tmp_path))
+    damage(shard)
+    step, target = restored(run)
+    assert (step, target["w"].unique().tolist()) == (3, [3.0])
+    assert shard.with_name(shard.name + ".bad").exists()
+    assert any("is bad" in record.message and shard.name in record.message for record in caplog.records)
+    assert restored(run)[0] == 3
+
+
+def test_without_any_good_copy_the_step_before_is_restored_and_one_line_says_why(
+    run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (2, 3):
+        damage(shards(local(run, step, tmp_path))[0])
+        damage(shards(Path(run, f"step-{step}"))[0])
+    with caplog.at_level(logging.WARNING):
+        step, target = restored(run)
+    assert (step, target["n"], target["w"].unique().tolist()) == (1, 1.0, [1.0])
+    (line,) = [record.message for record in caplog.records if record.message.startswith("restored ")]
+    assert "step-1, because" in line
+    assert line.index("step-3 has no good copy") < line.index("step-2 has no good copy")
+
+
+def test_a_lost_file_is_like_a_bad_one(run: str, tmp_path: Path) -> None:
+    shards(local(run, 3, tmp_path))[0].unlink()
+    shards(Path(run, "step-3"))[0].unlink()
+    assert restored(run)[0] == 2
+
+
+def test_damaged_metadata_is_like_a_bad_file(run: str, tmp_path: Path) -> None:
+    for directory in (local(run, 3, tmp_path), Path(run, "step-3")):
+        for metadata in (directory / ".tierckpt" / "metadata").iterdir():
+            damage(metadata)
+    assert restored(run)[0] == 2
+
+
+def test_when_no_step_is_left_the_newest_ones_error_is_raised(run: str, tmp_path: Path) -> None:
+    for step in STEPS:
+        damage(shards(local(run, step, tmp_path))[0])
+        damage(shards(Path(run, f"step-{step}"))[0])
+    with pytest.raises(IntegrityError, match="no good copy") as caught:
+        restored(run)
+    assert "step-3" in str(caught.value.context["checkpoint"])
+
+
+def test_a_step_that_was_asked_for_by_number_is_not_replaced_by_another(run: str, tmp_path: Path) -> None:
+    damage(shards(local(run, 2, tmp_path))[0])
+    damage(shards(Path(run, "step-2"))[0])
+    with pytest.raises(IntegrityError):
+        restored(run, 2)
+    assert restored(run)[0] == 3
+
+
+def test_the_command_walks_back_too(run: str, tmp_path: Path) -> None:
+    from tierckpt.cli.app import run as command
+
+    damage(shards(local(run, 3, tmp_path))[0])
+    damage(shards(Path(run, "step-3"))[0])
+    assert command(["restore", run, "--to", str(tmp_path / "out")]) == 0
+    target = state(0.0)
+    torch.distributed.checkpoint.load(
+        target, storage_reader=torch.distributed.checkpoint.FileSystemReader(tmp_path / "out"), no_dist=True
+    )
+    assert target["n"] == 2.0
+
+
+def test_all_ranks_go_back_together_when_one_of_them_finds_no_good_copy(file_uri: str) -> None:
+    """Only rank 1 reads the damaged shard; rank 0 could have loaded the newest step."""
+    found = launch("tests.fault.set_cover:two_ranks_one_bad_shard", 2, uri=file_uri, timeout_seconds=90)
+    assert found == {"steps": [1, 1], "values": [[1.0], [1.0]]}
+
+
+def test_a_checkpoint_with_every_file_somewhere_is_whole_though_no_tier_has_all(file_uri: str, tmp_path: Path) -> None:
+    """Half of the shards on this node, the other half on the shared tier."""
+    writer = tierckpt.TierStorageWriter(f"{file_uri}/step-5", single_file_per_rank=False)
+    tensors = {f"w{index}": torch.full((2000,), float(index)) for index in range(4)}
+    torch.distributed.checkpoint.save(tensors, storage_writer=writer, no_dist=True)
+    tierckpt.wait(f"{file_uri}/step-5", timeout_seconds=30)
+    here, there = shards(local(file_uri, 5, tmp_path)), shards(Path(file_uri, "step-5"))
+    for path in (*here[::2], *there[1::2]):
+        path.unlink()
+    target = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-5"
+    reader = tierckpt.TierStorageReader(f"{file_uri}/step-5")
+    torch.distributed.checkpoint.load(target, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(target[name], value) for name, value in tensors.items())

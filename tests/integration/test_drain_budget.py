@@ -1,0 +1,194 @@
+"""The budget on real drains: bytes per second to a file system and to S3, changed by commands while they run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.states import load, same, save
+from tierckpt.cli.app import run
+from tierckpt.client import Client, close_all
+from tierckpt.config import Settings
+from tierckpt.mover.budget import change_control
+from tierckpt.mover.journal import Journal
+from tierckpt.mover.mark import STEP_BACK_SECONDS_MAX, flushing
+from tierckpt.stores.local import LocalStore
+
+MIB = 1 << 20
+STATE_BYTES = 12 * MIB
+SHARDS = {"shard_size_bytes_max": "4MiB", "chunk_size_bytes": "1MiB"}
+
+
+@pytest.fixture(autouse=True)
+def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shared tier lies on another file system: what is drained has to be copied."""
+
+    async def cannot(*_: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(LocalStore, "link", cannot)
+
+
+def saved_and_not_drained(uri: str, local_root: Path) -> dict[str, Any]:
+    """Save while drains are paused, and end the process's movers: all is in the journal."""
+    change_control(local_root, paused=True)
+    state = {f"w{number}": torch.randn(MIB // 4) for number in range(12)}
+    save(uri, state, **SHARDS)
+    close_all()
+    assert [entry.state for entry in Journal(local_root).entries()] == ["ready"]
+    change_control(local_root, paused=False)
+    return state
+
+
+class Drain:
+    """All of the journal being drained by a mover of its own, and how long that takes."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.client = Client(Settings.load(drain=False, **SHARDS, **settings), self._listen)
+        self.done_bytes = 0
+        self.seconds = 0.0
+        self.moments: list[float] = []
+        self._begun = time.monotonic()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _listen(self, progress: Any) -> None:
+        if progress.done_bytes:
+            self.done_bytes = progress.done_bytes
+            self.moments.append(time.monotonic())
+
+    def _run(self) -> None:
+        self.result = self.client.run(lambda engine: engine.drain_all(patient=True))
+        self.seconds = time.monotonic() - self._begun
+
+    def finish(self) -> float:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        self.client.close()
+        assert [one.outcome for one in self.result[0]] == ["committed"]
+        assert self.result[1] == []
+        return self.seconds
+
+
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.server)])
+def shared(request: pytest.FixtureRequest) -> str:
+    return f"{request.getfixturevalue(f'{request.param}_uri')}/step-1"
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """Run a command line beside the drain, in this process: it changes nothing but the control file."""
+
+    def run_it(*arguments: str) -> dict[str, Any]:
+        assert run([*arguments, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+    return run_it
+
+
+def test_a_drain_takes_the_bytes_per_second_it_is_given_and_no_more(shared: str, local_root: Path) -> None:
+    state = saved_and_not_drained(shared, local_root)
+    seconds = Drain(drain_bytes_per_second="8MiB").finish()
+    least = (STATE_BYTES - 2 * MIB) / (8 * MIB)  # a quarter of a second's worth goes at once
+    assert least * 0.98 <= seconds <= least + 5.0
+    assert same(load(shared, state, local_root=local_root / "elsewhere"), state)
+
+
+def test_the_command_line_changes_the_rate_of_a_drain_that_runs(
+    shared: str, local_root: Path, command: Callable[..., dict[str, Any]]
+) -> None:
+    saved_and_not_drained(shared, local_root)
+    drain = Drain(drain_bytes_per_second="512KiB")  # would take 23 s
+    while drain.done_bytes < MIB:
+        time.sleep(0.02)
+    begun = time.monotonic()
+    document = command("drain", "--limit", "1GiB/s", "--concurrency", "2")
+    assert (document["bytes_per_second"], document["concurrency"], document["paused"]) == (1 << 30, 2, False)
+    drain.finish()
+    assert time.monotonic() - begun < 12.0
+    assert drain.client.engine.budget.concurrency == 2
+
+
+def test_a_pause_stops_every_mover_of_the_node_and_resume_lets_them_go_on(
+    file_uri: str, local_root: Path, command: Callable[..., dict[str, Any]]
+) -> None:
+    uri = f"{file_uri}/step-1"
+    state = saved_and_not_drained(uri, local_root)
+    drain = Drain(drain_bytes_per_second="3MiB")
+    while drain.done_bytes < MIB:
+        time.sleep(0.02)
+    assert command("drain", "--pause")["paused"] is True
+    time.sleep(1.3)  # each mover looks once a second
+    stood_at = drain.done_bytes
+    time.sleep(0.6)
+    assert drain.done_bytes == stood_at < STATE_BYTES
+    assert command("drain", "--resume", "--limit", "none")["paused"] is False
+    drain.finish()
+    assert same(load(uri, state, local_root=local_root / "elsewhere"), state)
+
+
+def test_a_save_of_another_process_has_the_disk_to_itself_while_it_writes(file_uri: str, local_root: Path) -> None:
+    saved_and_not_drained(f"{file_uri}/step-1", local_root)
+    code = (
+        "import sys, time; from pathlib import Path; from tierckpt.mover.mark import flushing\n"
+        "with flushing(Path(sys.argv[1])): print('writing', flush=True); time.sleep(1.0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(local_root)], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        begun = time.monotonic()
+        drain = Drain()
+        writer.wait(10)
+        ended = time.monotonic()
+        drain.finish()
+    assert ended - begun >= 0.7
+    assert drain.moments[0] >= ended - 0.1
+
+
+def test_a_flush_that_never_ends_does_not_keep_a_drain_from_ending(file_uri: str, local_root: Path) -> None:
+    saved_and_not_drained(f"{file_uri}/step-1", local_root)
+    with flushing(local_root):
+        seconds = Drain().finish()
+    assert STEP_BACK_SECONDS_MAX * 0.9 <= seconds < STEP_BACK_SECONDS_MAX * 2
+
+
+def test_links_cost_nothing_and_happen_while_drains_are_paused(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # links are possible again
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(local_root))
+    monkeypatch.setenv("TIERCKPT_MOVER", "inline")
+    change_control(local_root, paused=True)
+    state = {"w": torch.randn(MIB)}
+    save(f"{file_uri}/step-1", state, drain_bytes_per_second=1)
+    tierckpt.wait(f"{file_uri}/step-1", timeout_seconds=10, drain_bytes_per_second=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--limit", "fast"), ("--limit", "0"), ("--concurrency", "0"), ("--pause", "--wait"), ("--limit", "-5MiB")],
+)
+def test_what_no_mover_could_do_is_refused(
+    arguments: tuple[str, ...], local_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["drain", *arguments, "--json"]) == 2
+    assert json.loads(capsys.readouterr().err)["error"] == "ConfigError"
+    assert not (local_root / "control.json").exists()
+
+
+def test_a_mover_begins_with_what_its_settings_say() -> None:
+    client = Client(Settings.load(drain_bytes_per_second="3MiB", concurrency=9))
+    try:
+        assert (client.engine.budget.bytes_per_second, client.engine.budget.concurrency) == (3 * MIB, 9)
+    finally:
+        client.close()

@@ -1,0 +1,250 @@
+"""``tierckpt drill``: what shared storage alone can bring back, and what it says of every kind of damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierckpt
+from tests.services import S3Server
+from tests.states import save, small_state
+from tierckpt.cli.app import run
+from tierckpt.client import close_all
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.mover import drill as drills
+from tierckpt.mover.commit import read_local_manifest
+from tierckpt.mover.drill import PREFIX
+
+SMALL_SHARDS = {"shard_size_bytes_max": "64KiB", "chunk_size_bytes": "16KiB"}
+
+
+class Drill:
+    """One command line that has run."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> None:
+        capsys.readouterr()
+        self.code = run(["drill", *map(str, arguments), "--json"])
+        out, err = capsys.readouterr()
+        self.document: dict[str, Any] = json.loads(out) if out else {}
+        self.error: dict[str, Any] = json.loads(err) if self.code and not out else {}
+
+
+@pytest.fixture
+def drill(capsys: pytest.CaptureFixture[str]) -> Callable[..., Drill]:
+    return lambda *arguments: Drill(capsys, *arguments)
+
+
+def saved(uri: str, *steps: int) -> None:
+    for step in steps:
+        save(f"{uri}/step-{step}", small_state(step), **SMALL_SHARDS)
+        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=30)
+    close_all()
+
+
+def left_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("*drill*"))
+
+
+def shared_files(uri: str) -> list[Path]:
+    return sorted(Path(uri).glob("*.distcp"))
+
+
+def damage(path: Path, how: str) -> None:
+    """Damage the shared copy only: where both tiers share the file by a link, this node's stays good."""
+    data = bytearray(path.read_bytes())
+    path.unlink()
+    if how == "flip":
+        data[len(data) // 2] ^= 1
+    elif how == "cut":
+        data = data[:-1]
+    elif how == "grow":
+        data += b"\0"
+    elif how == "zero":
+        data[4096:8192] = bytes(4096)
+    if how != "gone":
+        path.write_bytes(data)
+
+
+def test_a_good_checkpoint_comes_back_from_any_storage(
+    shared_uri: str, drill: Callable[..., Drill], local_root: Path
+) -> None:
+    saved(shared_uri, 1, 2, 3)
+    manifest = read_local_manifest(local_dir(local_root, parse_uri(f"{shared_uri}/step-1")))
+    assert manifest is not None
+    shutil.rmtree(local_root)  # the node is lost
+    found = drill(shared_uri, "--seed", 5)
+    assert found.code == 0
+    assert found.document["good"] is True
+    assert found.document["problems"] == []
+    assert (found.document["committed"], found.document["seed"]) == (3, 5)
+    assert found.document["restored_bytes"] == found.document["size_bytes"] > 100_000
+    assert found.document["files"] == len(manifest.entries)
+    assert found.document["bytes_per_second"] > 0
+    assert left_in(local_root) == []
+
+
+def test_one_seed_chooses_one_step_and_many_seeds_choose_all(file_uri: str, drill: Callable[..., Drill]) -> None:
+    saved(file_uri, 1, 2, 3)
+    chosen = [drill(file_uri, "--seed", seed).document["uri"] for seed in (1, 1, *range(12))]
+    assert chosen[0] == chosen[1] == chosen[3]
+    assert {uri.rpartition("/")[2] for uri in chosen} == {"step-1", "step-2", "step-3"}
+    assert drill(f"{file_uri}/step-2").document["uri"].endswith("step-2")
+    first = drill(file_uri).document["seed"]
+    assert drill(file_uri, "--seed", first).document["seed"] == first
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "grow", "zero", "gone"])
+def test_damage_on_shared_storage_is_found_although_this_node_has_a_good_copy(
+    how: str, file_uri: str, drill: Callable[..., Drill], local_root: Path
+) -> None:
+    saved(file_uri, 4)
+    victim = shared_files(f"{file_uri}/step-4")[1]
+    damage(victim, how)
+    found = drill(file_uri)
+    assert found.code == 5
+    assert [row["file"] for row in found.document["problems"]] == [victim.name]
+    assert found.document["good"] is False
+    assert left_in(local_root) == []
+
+
+def test_every_damaged_file_is_named_the_stock_metadata_too(file_uri: str, drill: Callable[..., Drill]) -> None:
+    saved(file_uri, 4)
+    victims = [*shared_files(f"{file_uri}/step-4")[:2], Path(file_uri, "step-4", ".metadata")]
+    for victim in victims:
+        damage(victim, "flip")
+    assert sorted(row["file"] for row in drill(file_uri).document["problems"]) == sorted(v.name for v in victims)
+
+
+def test_a_damaged_manifest_is_damage(file_uri: str, drill: Callable[..., Drill]) -> None:
+    saved(file_uri, 4)
+    damage(Path(file_uri, "step-4/.tierckpt/manifest.json"), "flip")
+    assert drill(file_uri).code == 5
+
+
+def test_what_lands_wrong_on_the_scratch_disk_is_found(
+    file_uri: str, drill: Callable[..., Drill], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second comparison: bytes that came right and lie wrong."""
+    saved(file_uri, 4)
+    real, hits = drills.fetch, 0
+
+    async def lying(store: Any, entry: Any, path: Path, *rest: Any) -> None:
+        nonlocal hits
+        await real(store, entry, path, *rest)
+        if path.suffix == ".distcp" and not hits:
+            hits += 1
+            damage(path, "flip")
+
+    monkeypatch.setattr(drills, "fetch", lying)
+    found = drill(file_uri)
+    assert (found.code, hits, len(found.document["problems"])) == (5, 1, 1)
+
+
+def test_nothing_committed_is_not_found_and_no_bucket_is_said_to_be_empty(
+    file_uri: str, s3_uri: str, moto: S3Server, drill: Callable[..., Drill]
+) -> None:
+    Path(file_uri).mkdir(parents=True)
+    assert drill(file_uri).code == 4
+    saved(file_uri, 1)
+    Path(file_uri, "step-1/.tierckpt/manifest.json").unlink()  # files without a commit
+    assert drill(file_uri).code == 4
+    assert drill(s3_uri).code == 4
+    missing = drill("s3://there-is-no-such-bucket/run")
+    assert (missing.code, missing.error["error"]) == (4, "BucketNotFoundError")
+
+
+def test_scratch_is_where_it_is_asked_for_and_is_left_as_it_was(
+    file_uri: str, drill: Callable[..., Drill], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(file_uri, 1)
+    scratch = tmp_path / "somewhere" / "else"
+    scratch.mkdir(parents=True)
+    (scratch / "drill-notes").mkdir()  # somebody's own
+    used = []
+    real = drills.fetch
+
+    async def seen(store: Any, entry: Any, path: Path, *rest: Any) -> None:
+        used.append(path.is_relative_to(scratch))
+        await real(store, entry, path, *rest)
+
+    monkeypatch.setattr(drills, "fetch", seen)
+    assert drill(file_uri, "--scratch", scratch).code == 0
+    assert used and all(used)
+    assert [path.name for path in scratch.iterdir()] == ["drill-notes"]
+
+
+def test_no_room_is_said_before_the_first_byte(
+    file_uri: str, drill: Callable[..., Drill], monkeypatch: pytest.MonkeyPatch, local_root: Path
+) -> None:
+    saved(file_uri, 1)
+
+    async def never(*_: Any) -> None:
+        raise AssertionError("a byte was fetched")
+
+    monkeypatch.setattr(drills, "fetch", never)
+    monkeypatch.setattr(drills.shutil, "disk_usage", lambda _: _Usage())
+    found = drill(file_uri)
+    assert (found.code, found.error["error"]) == (1, "CapacityError")
+    assert left_in(local_root) == []
+
+
+class _Usage:
+    free = 1000
+
+
+def test_a_store_that_is_away_says_nothing_about_the_files(
+    file_uri: str, drill: Callable[..., Drill], monkeypatch: pytest.MonkeyPatch, local_root: Path
+) -> None:
+    from tierckpt.errors import StoreUnavailableError
+
+    saved(file_uri, 1)
+
+    async def away(*_: Any) -> None:
+        raise StoreUnavailableError("the store is away")
+
+    monkeypatch.setattr(drills, "fetch", away)
+    found = drill(file_uri)
+    assert (found.code, found.error["error"], left_in(local_root)) == (7, "StoreUnavailableError", [])
+
+
+def test_what_a_killed_drill_left_goes_with_the_next_one(
+    file_uri: str, drill: Callable[..., Drill], local_root: Path
+) -> None:
+    saved(file_uri, 1)
+    code = (
+        "import asyncio, sys\n"
+        "from tierckpt.mover import drill\n"
+        "async def slow(*_): print('fetching', flush=True); await asyncio.sleep(60)\n"
+        "drill.fetch = slow\n"
+        "from tierckpt.cli.app import run\n"
+        "sys.exit(run(['drill', sys.argv[1]]))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, file_uri], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (alive,) = local_root.glob(f"{PREFIX}*")
+        assert drill(file_uri).code == 0
+        assert alive.is_dir()  # a drill beside another one leaves it alone
+        process.kill()
+        process.wait(10)
+    assert alive.is_dir()
+    assert drill(file_uri).code == 0
+    assert left_in(local_root) == []
+
+
+def test_a_person_is_told_the_same(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(file_uri, 1)
+    begun = time.monotonic()
+    assert run(["drill", file_uri]) == 0
+    text = capsys.readouterr().out
+    assert "good" in text
+    assert "1 committed" in text
+    assert time.monotonic() - begun < 30

@@ -1,0 +1,452 @@
+"""``tierckpt prune`` as a process of its own, and leases between processes: what goes, what stays, and why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import tierckpt
+from tests.integration.test_cli import Done, flip, for_people, tierckpt_
+from tests.states import load, same, save, small_state
+from tierckpt import Checkpointer
+from tierckpt import engine as module
+from tierckpt.client import close_all, get_client
+from tierckpt.config import Settings
+from tierckpt.engine import Engine
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.mover import commit, leases
+from tierckpt.mover.journal import Journal
+from tierckpt.mover.retention import Policy
+
+RUNS = ["file", pytest.param("s3", marks=pytest.mark.server)]
+
+
+@pytest.fixture(params=RUNS)
+def run_uri(request: pytest.FixtureRequest) -> str:
+    uri: str = request.getfixturevalue(f"{request.param}_uri")
+    return uri
+
+
+def save_steps(uri: str, *steps: int, **options: Any) -> None:
+    for step in steps:
+        save(f"{uri}/step-{step}", small_state(step), **options)
+        if options.get("drain", True):
+            tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=30, **options)
+    close_all()
+
+
+def directory_of(uri: str) -> Path:
+    return local_dir(Path(os.environ["TIERCKPT_LOCAL_ROOT"]), parse_uri(uri))
+
+
+def on_shared(uri: str) -> list[int]:
+    """Steps that are committed on the shared tier, as a node that has nothing of its own sees them."""
+    engine = Engine(Settings.load(local_root=os.environ["TIERCKPT_LOCAL_ROOT"] + "-elsewhere"))
+
+    async def steps() -> list[int]:
+        rows = await engine.list(parse_uri(uri))
+        await engine.close()
+        return [row.step for row in rows if row.shared == "committed" and row.step is not None]
+
+    return asyncio.run(steps())
+
+
+def on_local(uri: str) -> list[int]:
+    names = directory_of(uri).glob("*/.tierckpt/manifest.json")
+    return sorted(int(path.parent.parent.name.rpartition("-")[2]) for path in names)
+
+
+def outcomes(done: Done) -> dict[tuple[str, str], tuple[str, str]]:
+    return {(one["name"], one["tier"]): (one["outcome"], one["reason"]) for one in done.document["copies"]}
+
+
+# --- looking and removing ---------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_what_would_go_and_removes_nothing(run_uri: str) -> None:
+    save_steps(run_uri, 10, 20, 25, 30)
+    done = tierckpt_("prune", run_uri, "--keep-last", 1, "--keep-every", 20)
+    assert done.code == 0
+    assert done.document["dry_run"]
+    assert outcomes(done) == {
+        (f"step-{step}", tier): verdict
+        for tier in ("local", "shared")
+        for step, verdict in {
+            10: ("would go", "not among the newest 1, no multiple of 20"),
+            20: ("kept", "a multiple of 20"),
+            25: ("would go", "not among the newest 1, no multiple of 20"),
+            30: ("kept", "the newest"),
+        }.items()
+    }
+    assert done.document["going"] == 4
+    assert done.document["going_bytes"] > 4 * 1000
+    assert on_local(run_uri) == on_shared(run_uri) == [10, 20, 25, 30]
+    text = for_people("prune", run_uri, "--keep-last", 1).out
+    assert "Nothing was removed. With --yes: 6 of 8 copies go" in text
+    assert "not among the newest 1" in text
+
+
+def test_yes_removes_and_leaves_no_trace(run_uri: str) -> None:
+    save_steps(run_uri, 1, 2, 3)
+    done = tierckpt_("prune", run_uri, "--keep-last", 2, "--yes")
+    assert done.code == 0
+    assert outcomes(done)["step-1", "shared"][0] == outcomes(done)["step-1", "local"][0] == "removed"
+    assert on_local(run_uri) == on_shared(run_uri) == [2, 3]
+    assert sorted(path.name for path in directory_of(run_uri).iterdir()) == ["step-2", "step-3"]
+    if not run_uri.startswith("s3"):
+        assert sorted(path.name for path in Path(run_uri).iterdir()) == ["step-2", "step-3"]
+    for step in (2, 3):
+        assert same(load(f"{run_uri}/step-{step}", small_state(step)), small_state(step))
+    again = tierckpt_("prune", run_uri, "--keep-last", 2, "--yes")
+    assert again.document["going"] == 0
+    assert not again.document["leftovers"]
+
+
+def test_an_object_store_holds_nothing_of_a_removed_step(s3_uri: str, moto: Any) -> None:
+    save_steps(s3_uri, 1, 2)
+    assert tierckpt_("prune", s3_uri, "--keep-last", 1, "--yes").code == 0
+    listed = moto.client().list_objects_v2(Bucket=parse_uri(s3_uri).authority)["Contents"]
+    assert {item["Key"].split("/")[1] for item in listed} == {"step-2"}
+
+
+@pytest.mark.parametrize(("tier", "local", "shared"), [("local", [3], [1, 2, 3]), ("shared", [1, 2, 3], [3])])
+def test_one_tier_alone(tier: str, local: list[int], shared: list[int], file_uri: str) -> None:
+    save_steps(file_uri, 1, 2, 3)
+    assert tierckpt_("prune", file_uri, "--keep-last", 1, "--tier", tier, "--yes").code == 0
+    assert (on_local(file_uri), on_shared(file_uri)) == (local, shared)
+
+
+def test_without_a_rule_nothing_goes(file_uri: str) -> None:
+    save_steps(file_uri, 1, 2)
+    done = tierckpt_("prune", file_uri, "--yes")
+    assert done.code == 0
+    assert done.document["going"] == 0
+    assert "No rule was given" in for_people("prune", file_uri).out
+    assert on_local(file_uri) == on_shared(file_uri) == [1, 2]
+
+
+@pytest.mark.parametrize("option", [("--keep-last", 0), ("--keep-every", -5), ("--tier", "attic")])
+def test_a_rule_that_makes_no_sense_is_exit_2(option: tuple[str, Any], file_uri: str) -> None:
+    save_steps(file_uri, 1)
+    assert tierckpt_("prune", file_uri, *option, "--yes").code == 2
+
+
+# --- what is not ours -------------------------------------------------------------------------------------------
+
+
+def test_a_place_without_our_marks_is_exit_4_and_untouched(tmp_path: Path) -> None:
+    """A directory as Orbax, or anybody, leaves it: numbers for names, files in it, no manifest of ours."""
+    root = tmp_path / "orbax"
+    for step in (1, 2, 3):
+        (root / f"{step}/default").mkdir(parents=True)
+        (root / f"{step}/default/array").write_text("theirs")
+    (root / "4").mkdir()
+    before = sorted(root.rglob("*"))
+    done = tierckpt_("prune", root, "--keep-last", 1, "--yes")
+    assert done.code == 4
+    assert "nothing here is ours" in done.error["message"]
+    assert sorted(root.rglob("*")) == before
+    assert tierckpt_("prune", "/", "--keep-last", 1, "--yes").code == 4
+
+
+def test_beside_ours_the_things_of_others_stay_and_are_named(file_uri: str) -> None:
+    save_steps(file_uri, 1, 2, 3)
+    dcp.save(small_state(0), checkpoint_id=f"{file_uri}/step-0", no_dist=True)
+    (Path(file_uri) / "export-0").mkdir()
+    (Path(file_uri) / "export-0/model.safetensors").write_text("theirs")
+    (Path(file_uri) / "step-1/notes.txt").write_text("why this run diverged")
+    (Path(file_uri) / "best").symlink_to("step-2")
+    done = tierckpt_("prune", file_uri, "--keep-last", 1, "--yes")
+    assert done.code == 0
+    assert done.document["others"] == {
+        "step-0": "saved by stock PyTorch",
+        "export-0": "not of tierckpt",
+        "best": "a link",
+    }
+    assert outcomes(done)["step-2", "shared"] == ("kept", "best links to it")
+    assert on_shared(file_uri) == [2, 3]
+    assert [path.name for path in (Path(file_uri) / "step-1").rglob("*")] == ["notes.txt"]
+    target = small_state(0)
+    dcp.load(target, checkpoint_id=f"{file_uri}/step-0", no_dist=True)
+    assert same(target, small_state(0))
+
+
+def test_a_checkpoint_is_not_a_run(file_uri: str) -> None:
+    save_steps(file_uri, 1)
+    done = tierckpt_("prune", f"{file_uri}/step-1", "--keep-last", 1, "--yes")
+    assert done.code == 2
+    assert file_uri in done.error["hint"]
+
+
+def test_storage_that_does_not_answer_is_exit_7_and_nothing_goes(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_steps(s3_uri, 1, 2)
+    monkeypatch.setenv("TIERCKPT_RETRY_ATTEMPTS_MAX", "0")
+    monkeypatch.setenv("TIERCKPT_STORE_TIMEOUT_SECONDS", "2")
+    with monkeypatch.context() as away:
+        away.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        assert tierckpt_("prune", s3_uri, "--keep-last", 1, "--yes").code == 7
+    assert on_local(s3_uri) == on_shared(s3_uri) == [1, 2]
+
+
+# --- what may not go --------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_newest_one_keeps_the_newest_good_one(run_uri: str) -> None:
+    save_steps(run_uri, 1, 2, 3)
+    client = get_client(Settings.load())
+    store = client.engine.store(parse_uri(f"{run_uri}/step-3"))
+    shard = next(path.name for path in directory_of(f"{run_uri}/step-3").glob("*.distcp"))
+    client.run(lambda _: store.delete(shard))
+    close_all()
+    done = tierckpt_("prune", run_uri, "--keep-last", 1, "--tier", "shared", "--yes")
+    assert outcomes(done)["step-2", "shared"] == ("kept", "the newest sound one")
+    assert {one["name"]: one["health"] for one in done.document["copies"] if one["tier"] == "shared"} == {
+        "step-3": "damaged",
+        "step-2": "whole",
+        "step-1": None,
+    }
+    assert on_shared(run_uri) == [2, 3]
+    shutil.rmtree(os.environ["TIERCKPT_LOCAL_ROOT"])
+    assert tierckpt.latest(run_uri) == f"{run_uri}/step-2"
+    assert same(load(f"{run_uri}/step-2", small_state(2)), small_state(2))
+
+
+def test_what_is_not_drained_stays_until_it_is(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "0")
+    save_steps(s3_uri, 1)
+    with monkeypatch.context() as stuck:
+        stuck.setattr("tierckpt.engine.Engine.submit", lambda self, token: None)
+        for step in (2, 3):
+            save(f"{s3_uri}/step-{step}", small_state(step))
+        close_all()
+    done = tierckpt_("prune", s3_uri, "--keep-last", 1, "--yes")
+    assert outcomes(done)["step-2", "local"] == ("kept", "being saved or drained")
+    assert on_local(s3_uri) == [2, 3]
+    for entry in Journal(Settings.load().local_root).entries():
+        Journal(Settings.load().local_root).remove(entry.token)  # a journal that was lost is no reason to remove
+    done = tierckpt_("prune", s3_uri, "--keep-last", 1, "--yes")
+    assert outcomes(done)["step-2", "local"] == ("kept", "not on the shared tier yet")
+    assert on_local(s3_uri) == [2, 3]
+
+
+def test_without_a_drain_the_local_tier_is_pruned_by_itself(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_steps(file_uri, 1, 2, 3, drain=False)
+    assert tierckpt_("prune", file_uri, "--keep-last", 1, "--yes").document["going"] == 0
+    monkeypatch.setenv("TIERCKPT_DRAIN", "false")
+    assert tierckpt_("prune", file_uri, "--keep-last", 1, "--yes").document["going"] == 2
+    assert on_local(file_uri) == [3]
+
+
+def test_the_last_copies_stay_when_the_shared_tier_is_lost(file_uri: str) -> None:
+    save_steps(file_uri, 1, 2, 3)
+    shutil.rmtree(file_uri)
+    done = tierckpt_("prune", file_uri, "--keep-last", 1, "--yes")
+    assert done.code == 0
+    assert outcomes(done)["step-1", "local"] == ("kept", "the shared tier has lost it, and holds no newer one")
+    assert on_local(file_uri) == [1, 2, 3]
+
+
+def test_a_save_that_has_claimed_the_id_again_keeps_what_it_is_to_replace(file_uri: str) -> None:
+    save_steps(file_uri, 1, 2)
+    claim = Path(file_uri) / "step-1/.tierckpt/claim.json"
+    client = get_client(Settings.load())
+    store = client.engine.store(parse_uri(f"{file_uri}/step-1"))
+    standing = client.run(lambda _: commit.read_shared_manifest(store))
+    assert standing is not None
+    claim.unlink()
+    later = replace(standing, attempt="later", replaces=(standing.attempt,))
+    client.run(lambda _: commit._claim(store, parse_uri(f"{file_uri}/step-1"), later))
+    close_all()
+    done = tierckpt_("prune", file_uri, "--keep-last", 1, "--tier", "shared", "--yes")
+    assert outcomes(done)["step-1", "shared"] == ("kept", "another save has claimed it")
+    assert on_shared(file_uri) == [1, 2]
+    assert json.loads(claim.read_text())["attempt"] == "later"
+    assert not (Path(file_uri) / "step-1/.tierckpt/removed").exists() or not any(
+        (Path(file_uri) / "step-1/.tierckpt/removed").iterdir()
+    )
+
+
+def test_a_copy_that_cannot_be_removed_does_not_keep_the_others_and_is_exit_3(file_uri: str) -> None:
+    save_steps(file_uri, 1, 2, 3)
+    (Path(file_uri) / "step-1/.tierckpt/removed").write_text("in the way")
+    done = tierckpt_("prune", file_uri, "--keep-last", 1, "--yes")
+    assert done.code == 3
+    assert outcomes(done)["step-1", "shared"][0] == "failed"
+    assert done.document["failed"] == 1
+    assert len(done.document["errors"]) == 1
+    assert on_local(file_uri) == [3]
+    assert on_shared(file_uri) == [1, 3]
+
+
+# --- leases -----------------------------------------------------------------------------------------------------
+
+READER = """
+import sys, time
+from pathlib import Path
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.mover import leases
+root = Path(sys.argv[1])
+with leases.reading(root, local_dir(root, parse_uri(sys.argv[2]))):
+    print("reading", flush=True)
+    time.sleep(120)
+"""
+
+
+@contextmanager
+def reader(uri: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the checkpoint at ``uri`` as a restore does."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", READER, os.environ["TIERCKPT_LOCAL_ROOT"], uri], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reading\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_checkpoint_that_is_being_read_stays_until_its_reader_is_gone(run_uri: str) -> None:
+    save_steps(run_uri, 1, 2, 3)
+    with reader(f"{run_uri}/step-1") as process:
+        done = tierckpt_("prune", run_uri, "--keep-last", 1, "--yes")
+        assert outcomes(done)["step-1", "local"] == outcomes(done)["step-1", "shared"] == ("kept", "being read")
+        assert on_local(run_uri) == on_shared(run_uri) == [1, 3]
+        process.send_signal(signal.SIGKILL)  # no chance to give the lease up
+        process.wait()
+        assert tierckpt_("prune", run_uri, "--keep-last", 1, "--yes").code == 0
+    assert on_local(run_uri) == on_shared(run_uri) == [3]
+    assert not list((Path(os.environ["TIERCKPT_LOCAL_ROOT"]) / "leases").iterdir())
+
+
+def test_a_restore_holds_what_it_reads(s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention comes in the middle of a restore, of the only copies there are."""
+    save_steps(s3_uri, 1, 2)
+    shutil.rmtree(os.environ["TIERCKPT_LOCAL_ROOT"])
+    client, location, seen = get_client(Settings.load()), parse_uri(s3_uri), []
+    restore = module.restore
+
+    async def pruned_meanwhile(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
+        result = await client.engine.prune(location, Policy.of(keep_last=1))
+        seen.extend(result.outcomes)
+        return await restore(checkpoint, *arguments, **options)
+
+    monkeypatch.setattr(module, "restore", pruned_meanwhile)
+    done = client.run(lambda engine: engine.restore(location.child("step-1"), tmp_path / "out"))
+    assert done.files > 0
+    assert [(one.copy.name, one.outcome, one.reason) for one in seen if one.copy.step == 1] == [
+        ("step-1", "kept", "being read")
+    ]
+    monkeypatch.setattr(module, "restore", restore)
+    result = client.run(lambda engine: engine.prune(location, Policy.of(keep_last=1)))
+    assert [one.copy.step for one in result.only("removed")] == [1]
+
+
+def test_what_was_removed_before_it_was_held_is_looked_for_again(
+    file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(file_uri, 1, 2)
+    client = get_client(Settings.load())
+    real, calls = leases.reading_async, []
+
+    def late(root: Path, directory: Path) -> Any:
+        calls.append(directory.name)
+        if len(calls) == 1:  # between the choice and the lease
+            shutil.rmtree(directory)
+            shutil.rmtree(Path(file_uri) / "step-2")
+        return real(root, directory)
+
+    monkeypatch.setattr(leases, "reading_async", late)
+    client.run(lambda engine: engine.restore(parse_uri(file_uri), tmp_path / "out"))
+    assert calls == ["step-2", "step-1"]
+    target = small_state(1)
+    dcp.load(target, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert same(target, small_state(1))
+
+
+def test_many_readers_share_and_a_removal_waits_for_none(tmp_path: Path) -> None:
+    directory = tmp_path / "step-1"
+    with leases.reading(tmp_path, directory), leases.reading(tmp_path, directory):
+        begun = time.monotonic()
+        with leases.removing(tmp_path, directory) as free:
+            assert not free
+        assert time.monotonic() - begun < 1
+        assert leases.is_read(tmp_path, directory)
+    assert not leases.is_read(tmp_path, directory)
+    with leases.removing(tmp_path, directory) as free:
+        assert free
+
+
+def test_a_reader_waits_for_a_removal_that_is_under_way(tmp_path: Path) -> None:
+    directory, order = tmp_path / "step-1", []
+
+    async def read() -> None:
+        async with leases.reading_async(tmp_path, directory):
+            order.append("read")
+
+    async def both() -> None:
+        with leases.removing(tmp_path, directory) as free:
+            assert free
+            waiting = asyncio.create_task(read())
+            await asyncio.sleep(0.1)
+            order.append("removed")
+        await waiting
+
+    asyncio.run(both())
+    assert order == ["removed", "read"]
+
+
+def test_a_read_only_local_root_is_no_obstacle_to_reading(tmp_path: Path) -> None:
+    (tmp_path / "leases").write_text("no directory can be made here")
+    with leases.reading(tmp_path, tmp_path / "step-1"):
+        pass
+
+
+# --- in training ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "local", "shared"),
+    [
+        (1, 4, [4, 6], [4, 6]),
+        ({"local": 1, "shared": 2}, {"shared": 3}, [6], [3, 5, 6]),
+        (None, {"shared": 2}, [1, 2, 3, 4, 5, 6], [2, 4, 6]),
+    ],
+)
+def test_checkpointer_keeps_by_both_rules(
+    last: Any, every: Any, local: list[int], shared: list[int], run_uri: str
+) -> None:
+    with Checkpointer(run_uri, keep_last=last, keep_every=every) as checkpointer:
+        for step in range(1, 7):
+            checkpointer.save(step, {"value": torch.full((10,), step)})
+            checkpointer.wait()
+    assert on_local(run_uri) == local
+    assert on_shared(run_uri) == shared
+
+
+def test_a_bad_copy_that_was_put_aside_goes_with_its_checkpoint(s3_uri: str) -> None:
+    save_steps(s3_uri, 1, 2)
+    directory = directory_of(f"{s3_uri}/step-1")
+    shard = next(directory.glob("*.distcp"))
+    flip(shard)
+    load(f"{s3_uri}/step-1", small_state(1))
+    close_all()
+    assert shard.with_name(f"{shard.name}.bad").exists()
+    assert tierckpt_("prune", s3_uri, "--keep-last", 1, "--yes").code == 0
+    assert not directory.exists()

@@ -1,0 +1,273 @@
+"""No secret is ever printed, logged or written down: canaries in every credential, everything at DEBUG, grep it all.
+
+The server of ``echo`` answers as the worst ones do: it refuses, and repeats the credentials it was sent in its answer
+(S3 does so with an expired session token).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import pytest
+
+from tests.services import S3Server
+
+CANARIES = {
+    "AWS_ACCESS_KEY_ID": "AKIACANARY0000000001",
+    "AWS_SECRET_ACCESS_KEY": "canarySecret/0123456789+abcdefghijklmnop",
+    "AWS_SESSION_TOKEN": "canarySessionToken//0123456789+abcdef==",
+    "AZURE_STORAGE_SAS_TOKEN": "sv=2022-11-02&ss=b&sp=rwdl&sig=canarySignature%2B0123456789abc%3D",
+    "AZURE_STORAGE_TOKEN": "canaryBearer.0123456789-abcdef",
+    "GOOGLE_BEARER_TOKEN": "canaryGoogleBearer.0123456789",
+}
+IN_A_URL = "canaryPresigned0123456789abcdef"
+IN_VARIABLES = ("AKIACANARY", "canarySecret", "canarySessionToken", "canarySignature", "canaryBearer", "canaryGoogle")
+MARKS = (*IN_VARIABLES, IN_A_URL)
+
+# All of every library's own logging too, to stderr and, as any user's handler would get it, to a file.
+AT_DEBUG = """
+import logging, sys, time
+logging.basicConfig(level=logging.DEBUG, handlers=[logging.StreamHandler(), logging.FileHandler(sys.argv[1])])
+"""
+SAVE = (
+    AT_DEBUG
+    + """
+import torch, torch.distributed.checkpoint as dcp, tierckpt
+from tierckpt.config import Settings
+from tierckpt.mover.budget import change_control
+for step in (1, 2):
+    uri = f"{sys.argv[2]}/step-{step}"
+    dcp.save({"w": torch.randn(50_000)}, storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)
+    if step == 1:
+        tierckpt.wait(uri, timeout_seconds=60)
+        change_control(Settings.load().local_root, paused=True)  # the second one waits for the verbs
+        time.sleep(1.1)  # a mover looks once a second
+"""
+)
+SAVE_BADLY = (
+    AT_DEBUG
+    + """
+import torch, torch.distributed.checkpoint as dcp, tierckpt
+from tierckpt.errors import TierckptError
+try:
+    dcp.save({"w": torch.randn(50)}, storage_writer=tierckpt.TierStorageWriter(sys.argv[2] + "/step-1"), no_dist=True)
+    tierckpt.wait(sys.argv[2] + "/step-1", timeout_seconds=5)
+except (TierckptError, dcp.CheckpointException) as error:
+    logging.getLogger("tierckpt.test").error("failed: %s", error)
+"""
+)
+VERBS = (
+    ("drain", "--resume"),
+    ("drain", "--wait", "--timeout", "5"),
+    ("ls", "{run}"),
+    ("info", "{run}/step-1"),
+    ("verify", "{run}/step-1"),
+    ("verify", "{run}/step-1", "--read-data"),
+    ("prefetch", "{run}/step-1", "--to", "{to}"),
+    ("restore", "{run}/step-1", "--to", "{to}-restored"),
+    ("drill", "{run}"),
+    ("status",),
+    ("doctor", "{run}"),
+)
+FOR_PEOPLE = ("ls", "verify", "status", "prefetch", "drill")
+"""These are also run without ``--json``."""
+
+
+class Runs:
+    """Processes with canaries in their environment, and all that they said."""
+
+    def __init__(self, directory: Path, environment: dict[str, str]) -> None:
+        self.directory = directory
+        self.environment = {**os.environ, **CANARIES, **environment}
+        self.said: dict[str, str] = {}
+        self.codes: list[int] = []
+        self.log = directory / "debug.log"
+
+    def python(self, name: str, code: str, *arguments: str) -> None:
+        self._run(name, [sys.executable, "-c", code, str(self.log), *arguments])
+
+    def verbs(self, *uris: str, verbs: tuple[tuple[str, ...], ...] = VERBS, before: str = "") -> None:
+        """Run verbs in one process, with JSON logs at DEBUG."""
+        to = self.directory / "to"
+        lines = [[part.format(run=uri, to=to) for part in verb] for uri in uris for verb in verbs]
+        code = (
+            f"{before}\nimport json, sys\nfrom tierckpt.cli.app import run\n"
+            "for line in json.loads(sys.argv[1]):\n    print('##', line[0], run(line), flush=True)"
+        )
+        every = [[*line, "--json"] for line in lines] + [line for line in lines if line[0] in FOR_PEOPLE]
+        logs = {"TIERCKPT_LOG_FORMAT": "json", "TIERCKPT_LOG_LEVEL": "debug"}
+        self._run("verbs", [sys.executable, "-c", code, json.dumps(every)], logs)
+
+    def _run(self, name: str, command: list[str], more: dict[str, str] | None = None) -> None:
+        done = subprocess.run(
+            command, env={**self.environment, **(more or {})}, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        self.said |= {f"{name} stdout": done.stdout, f"{name} stderr": done.stderr}
+
+    def everything(self) -> dict[str, str]:
+        """What was printed, and every file that was written."""
+        files = {str(path): path.read_bytes().decode("latin-1") for path in self.directory.rglob("*") if path.is_file()}
+        names = {"names of files": "\n".join(str(path) for path in self.directory.rglob("*"))}
+        return {**self.said, **files, **names}
+
+
+def leaks(texts: dict[str, str]) -> list[str]:
+    """Where a canary is, in any of its spellings."""
+    found = []
+    for where, text in texts.items():
+        for mark in MARKS:
+            forms = {mark, quote(mark, safe=""), base64.b64encode(mark.encode()).decode().rstrip("=")[:-1]}
+            found += [f"{where}: {mark}" for form in forms if form in text or form in unquote(text)]
+    return sorted(set(found))
+
+
+class Echo(BaseHTTPRequestHandler):
+    """Refuses everything, and says in the refusal what it was told in confidence."""
+
+    requests = 0
+
+    def do_GET(self) -> None:
+        type(self).requests += 1
+        told = "".join(f"<{name}>{value}</{name}>" for name, value in self.headers.items())
+        token = self.headers.get("x-amz-security-token", "")
+        body = (
+            f"<?xml version='1.0'?><Error><Code>InvalidArgument</Code><Token-0>{token}</Token-0>{told}"
+            f"<Resource>{self.path}</Resource></Error>"
+        ).encode()
+        self.send_response(400)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.do_GET()
+
+    do_HEAD = do_POST = do_DELETE = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Tell nobody."""
+
+
+@pytest.fixture
+def echo() -> Iterator[str]:
+    Echo.requests = 0
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def settings(tmp_path: Path) -> dict[str, str]:
+    return {
+        "TIERCKPT_LOCAL_ROOT": str(tmp_path / "node"),
+        "TIERCKPT_MOVER": "inline",
+        "TIERCKPT_EXIT_TIMEOUT_SECONDS": "1",
+        "TIERCKPT_STORE_TIMEOUT_SECONDS": "3",
+        "TIERCKPT_RETRY_ATTEMPTS_MAX": "1",
+        "AWS_REGION": "us-east-1",
+    }
+
+
+@pytest.mark.server
+def test_the_whole_path_to_s3_at_debug_tells_no_secret(tmp_path: Path, moto: S3Server) -> None:
+    with moto.bucket() as bucket:
+        runs = Runs(tmp_path, {**settings(tmp_path), "AWS_ENDPOINT_URL": moto.endpoint})
+        runs.python("save", SAVE, f"s3://{bucket}/run")
+        runs.verbs(f"s3://{bucket}/run")
+        objects = {
+            item["Key"]: moto.client().get_object(Bucket=bucket, Key=item["Key"])["Body"].read().decode("latin-1")
+            for item in moto.client().list_objects_v2(Bucket=bucket)["Contents"]
+        }
+    texts = {**runs.everything(), **objects}
+    assert leaks(texts) == []
+    assert runs.said["verbs stdout"].count("## ") == len(VERBS) + sum(verb[0] in FOR_PEOPLE for verb in VERBS)
+    assert "## drain 0" in runs.said["verbs stdout"]
+    assert "## verify 0" in runs.said["verbs stdout"]
+    assert "## drill 0" in runs.said["verbs stdout"]
+    assert any("manifest" in key for key in objects)
+    logged = [json.loads(line) for line in runs.said["verbs stderr"].splitlines() if line.startswith('{"time"')]
+    (drained,) = [line for line in logged if line["event"].startswith("drained")]
+    assert {"time", "level", "logger", "event", "uri", "size_bytes", "seconds", "outcome"} == {*drained} - {"rank"}
+    assert "tierckpt.commit" in runs.log.read_text()
+
+
+@pytest.mark.parametrize("scheme", ["s3", "az"])
+def test_a_server_that_repeats_our_credentials_is_not_repeated_by_us(scheme: str, tmp_path: Path, echo: str) -> None:
+    runs = Runs(tmp_path, {**settings(tmp_path), **cloud(scheme, echo)})
+    runs.python("save", SAVE_BADLY, f"{scheme}://bucket/run")
+    runs.verbs(f"{scheme}://bucket/run")
+    assert Echo.requests > 10
+    assert "## verify 1" in runs.said["verbs stdout"]  # it did fail, and said so
+    assert "InvalidArgument" in runs.said["verbs stderr"]
+    assert leaks(runs.everything()) == []
+
+
+def test_control_without_redaction_that_server_makes_us_tell(tmp_path: Path, echo: str) -> None:
+    """What the last test found to be 0 is not 0 by itself."""
+    runs = Runs(tmp_path, {**settings(tmp_path), **cloud("s3", echo)})
+    blind = "import tierckpt.redaction as r; r._pattern, r._SHAPES = lambda values: None, ()"
+    runs.verbs("s3://bucket/run", before=blind)
+    assert any("canarySessionToken" in leak for leak in leaks(runs.everything()))
+
+
+def test_control_a_log_of_the_credentials_is_found(tmp_path: Path) -> None:
+    leak = (
+        AT_DEBUG + "import os; logging.getLogger('elsewhere').info('%s', "
+        "{k: v for k, v in os.environ.items() if k.startswith(('AWS_', 'AZURE_', 'GOOGLE_'))})"
+    )
+    runs = Runs(tmp_path, settings(tmp_path))
+    runs.python("leak", leak)
+    found = leaks(runs.everything())
+    assert {leak.rpartition(" ")[2] for leak in found} == {*IN_VARIABLES}
+    assert any("debug.log" in leak for leak in found)
+    assert any("stderr" in leak for leak in found)
+
+
+def test_the_same_log_by_a_logger_of_ours_tells_nothing(tmp_path: Path) -> None:
+    """T1: whatever handler it meets."""
+    leak = AT_DEBUG + (
+        "import os; from tierckpt.telemetry import logger\n"
+        "secrets = {k: v for k, v in os.environ.items() if k.startswith(('AWS_', 'AZURE_', 'GOOGLE_'))}\n"
+        "logger('test').info('%s', secrets)\n"
+        "try: raise RuntimeError(str(secrets))\n"
+        "except RuntimeError: logger('test').exception('and with its traceback')\n"
+    )
+    runs = Runs(tmp_path, settings(tmp_path))
+    runs.python("leak", leak)
+    assert "and with its traceback" in runs.log.read_text()
+    assert "***" in runs.log.read_text()
+    assert leaks(runs.everything()) == []
+
+
+def test_a_uri_that_carries_a_credential_is_refused_and_not_repeated(tmp_path: Path) -> None:
+    uris = (
+        f"https://bucket.s3.amazonaws.com/run?X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Signature={IN_A_URL}",
+        f"https://account.blob.core.windows.net/box/run?sv=2022&sig={IN_A_URL}",
+        f"sftp://somebody:{IN_A_URL}@host/run",
+        f"s3://somebody:{IN_A_URL}@bucket/run",
+    )
+    runs = Runs(tmp_path, settings(tmp_path))
+    runs.verbs(*uris, verbs=(("ls", "{run}"), ("prefetch", "{run}", "--to", "{to}"), ("drill", "{run}")))
+    runs.python("save", SAVE_BADLY, uris[0])
+    refused = ["## ls 2", "## prefetch 2", "## drill 2"]
+    assert sorted(runs.said["verbs stdout"].splitlines()) == sorted(refused * 2 * len(uris))
+    assert leaks(runs.everything()) == []
+
+
+def cloud(scheme: str, endpoint: str) -> dict[str, str]:
+    if scheme == "s3":
+        return {"AWS_ENDPOINT_URL": endpoint}
+    return {"AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_ENDPOINT": endpoint, "AZURE_STORAGE_TOKEN": ""}

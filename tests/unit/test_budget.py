@@ -1,0 +1,418 @@
+"""The budget of a mover: its rate, its order, changes while it is drawn on, and room for a flush. No real time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tierckpt.errors import ConfigError
+from tierckpt.layout import control_file
+from tierckpt.mover import budget as budgets
+from tierckpt.mover.budget import Budget, Control, change_control, read_control
+from tierckpt.mover.mark import STEP_BACK_SECONDS_MAX, FlushMark, StepBack, flushing
+
+MIB = 1 << 20
+
+
+class FakeTime:
+    """A clock that moves when somebody sleeps; ``late`` is how much every sleep oversleeps, as real timers do."""
+
+    def __init__(self, late: float = 0.0) -> None:
+        self.now, self.late = 1000.0, late
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def nap(self, seconds: float) -> None:
+        self.now += seconds + self.late
+        await asyncio.sleep(0)
+
+
+def budget_of(rate: int | None, time: FakeTime, **options: object) -> Budget:
+    return Budget(rate, 4, clock=time, nap=time.nap, **options)  # type: ignore[arg-type]
+
+
+async def spent_in(budget: Budget, chunks: int, size_bytes: int) -> None:
+    for _ in range(chunks):
+        await budget.spend(size_bytes)
+
+
+@pytest.mark.parametrize("late", [0.0, 0.003, 0.05])
+@pytest.mark.parametrize("size_bytes", [4096, MIB, 8 * MIB, 64 * MIB])
+async def test_the_long_run_rate_is_exact_for_any_chunk_and_any_late_timer(size_bytes: int, late: float) -> None:
+    """G1: within 2 %, where a budget that forgets what it overslept would lose up to half."""
+    time, rate = FakeTime(late), 8 * MIB
+    budget, chunks = budget_of(rate, time), max(32, (256 * MIB) // size_bytes) if size_bytes > 4096 else 20_000
+    begun = time.now
+    await spent_in(budget, chunks, size_bytes)
+    allowed = rate * (time.now - begun)
+    assert chunks * size_bytes == pytest.approx(allowed + max(size_bytes, rate / 4), rel=0.02)
+
+
+async def test_control_a_budget_that_forgets_what_it_overslept_is_found() -> None:
+    class Forgetful(Budget):
+        def _earn(self, capacity_bytes: float) -> None:
+            super()._earn(min(capacity_bytes, self._burst_bytes()))
+
+    time, rate, chunks = FakeTime(0.05), 8 * MIB, 64
+    budget, begun = Forgetful(rate, 4, clock=time, nap=time.nap), time.now
+    await spent_in(budget, chunks, 8 * MIB)
+    allowed = rate * (time.now - begun)
+    assert chunks * 8 * MIB != pytest.approx(allowed + 8 * MIB, rel=0.02)
+
+
+async def test_no_window_lets_more_through_than_the_rate_and_a_burst() -> None:
+    time, rate, size_bytes = FakeTime(0.002), 8 * MIB, MIB
+    budget = budget_of(rate, time)
+    times = []
+    for number in range(300):
+        await budget.spend(size_bytes)
+        times.append(time.now)
+        if number % 50 == 49:
+            time.now += 3.0  # nothing to send for a while: that earns a burst and no more
+    for width in (2, 5, 20, 100):
+        for first, last in zip(times, times[width:], strict=False):
+            assert width * size_bytes <= rate * (last - first) + 2 * 0.25 * rate + size_bytes
+
+
+async def test_streams_get_equal_shares_in_the_order_they_ask() -> None:
+    """G2: after the first chunk, which nobody had to wait for, everybody has one turn in four."""
+    time = FakeTime()
+    budget = budget_of(4 * MIB, time)
+    order: list[int] = []
+
+    async def stream(number: int) -> None:
+        for _ in range(10):
+            await budget.spend(MIB)
+            order.append(number)
+
+    await asyncio.gather(*(stream(number) for number in range(4)))
+    for turn in range(1, 33, 4):
+        assert sorted(order[turn : turn + 4]) == [0, 1, 2, 3]
+
+
+async def test_the_rate_changes_while_somebody_waits_for_it() -> None:
+    time = FakeTime()
+    budget = budget_of(1024, time)
+    waiting = asyncio.create_task(spent_in(budget, 3, MIB))  # over half an hour at this rate
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    before = time.now
+    budget.update(bytes_per_second=100 * MIB)
+    await waiting
+    assert time.now - before <= 0.2 + 2 * budgets.NAP_SECONDS + MIB / 1024  # the debt was at most one chunk
+    budget.update(bytes_per_second=None)
+    before = time.now
+    await spent_in(budget, 1000, 64 * MIB)
+    assert time.now == before
+
+
+async def test_nothing_passes_while_paused_and_a_pause_earns_no_more_than_a_burst() -> None:
+    time = FakeTime()
+    budget = budget_of(MIB, time)
+    await budget.spend(MIB)
+    budget.pause()
+    passed: list[float] = []
+
+    async def stream() -> None:
+        for _ in range(4):
+            await budget.spend(MIB)
+            passed.append(time.now)
+
+    task = asyncio.create_task(stream())
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert passed == []
+    assert time.now > 1050.0
+    resumed = time.now
+    budget.resume()
+    await task
+    assert passed[-1] - resumed == pytest.approx(3.0, abs=0.5)
+
+
+async def test_more_and_fewer_files_at_a_time_while_they_run() -> None:
+    budget, running, most = Budget(None, 2), 0, 0
+    go = asyncio.Event()
+
+    async def file() -> None:
+        nonlocal running, most
+        async with budget.slot():
+            running += 1
+            most = max(most, running)
+            await go.wait()
+            running -= 1
+
+    tasks = [asyncio.create_task(file()) for _ in range(12)]
+    await settle()
+    assert running == 2
+    budget.update(concurrency=5)
+    await settle()
+    assert running == 5
+    budget.update(concurrency=1)  # those that run finish, and only then is there one at a time
+    tasks[5].cancel()  # one that waits goes away without taking a place with it
+    go.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (running, most) == (0, 5)
+    async with budget.slot():
+        assert budget._running == 1
+
+
+async def test_a_place_given_and_cancelled_in_one_moment_is_not_lost() -> None:
+    budget = Budget(None, 1)
+    holder = budget.slot()
+    await holder.__aenter__()
+    waiting = asyncio.create_task(budget.slot().__aenter__())
+    await settle()
+    await holder.__aexit__(None, None, None)  # gives the place to the waiting task ...
+    waiting.cancel()  # ... which is gone
+    await asyncio.gather(waiting, return_exceptions=True)
+    async with asyncio.timeout(1):
+        async with budget.slot():
+            pass
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bytes_per_second": 0},
+        {"bytes_per_second": -5},
+        {"bytes_per_second": 1.5},
+        {"bytes_per_second": True},
+        {"bytes_per_second": "fast"},
+        {"concurrency": 0},
+        {"concurrency": 257},
+        {"concurrency": "4"},
+        {"paused": "yes"},
+        {"bytes_per_second": MIB, "concurrency": 0},
+    ],
+)
+def test_a_change_that_cannot_work_is_refused_and_changes_nothing(change: dict[str, object]) -> None:
+    budget = Budget(5 * MIB, 3)
+    with pytest.raises(ConfigError):
+        budget.update(**change)  # type: ignore[arg-type]
+    assert (budget.bytes_per_second, budget.concurrency, budget.paused) == (5 * MIB, 3, False)
+
+
+# --- the control file ------------------------------------------------------------------------------------------
+
+
+async def test_the_control_file_rules_every_mover_and_gives_back_what_it_took(tmp_path: Path) -> None:
+    time = FakeTime()
+    movers = [budget_of(rate, time, local_root=tmp_path) for rate in (None, 3 * MIB)]
+
+    def state() -> list[tuple[int | None, int, bool]]:
+        time.now += budgets.LOOK_SECONDS
+        for mover in movers:
+            mover.refresh()
+        return [(mover.bytes_per_second, mover.concurrency, mover.paused) for mover in movers]
+
+    assert state() == [(None, 4, False), (3 * MIB, 4, False)]
+    change_control(tmp_path, bytes_per_second=200 * MIB, paused=True)
+    assert state() == [(200 * MIB, 4, True)] * 2
+    change_control(tmp_path, paused=False, concurrency=7)
+    assert state() == [(200 * MIB, 7, False)] * 2
+    change_control(tmp_path, bytes_per_second=None)
+    assert state() == [(None, 7, False)] * 2
+    change_control(tmp_path, bytes_per_second="default")
+    assert state() == [(None, 7, False), (3 * MIB, 7, False)]
+    control_file(tmp_path).unlink()
+    assert state() == [(None, 4, False), (3 * MIB, 4, False)]
+
+
+async def test_the_control_file_is_looked_at_once_a_second_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time, looks = FakeTime(), 0
+    real = budgets._stamp
+
+    def counted(path: Path) -> tuple[int, int, int] | None:
+        nonlocal looks
+        looks += 1
+        return real(path)
+
+    monkeypatch.setattr(budgets, "_stamp", counted)
+    budget = budget_of(None, time, local_root=tmp_path)
+    for _ in range(1000):
+        await budget.spend(MIB)
+        time.now += 0.01
+    assert looks == 10
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"paused": 1}',
+        b'{"concurrency": 0}',
+        b'{"bytes_per_second": "much"}',
+        b'{"x": 1}',
+    ],
+)
+async def test_a_damaged_control_file_changes_nothing_and_the_next_command_mends_it(
+    damage: bytes, tmp_path: Path
+) -> None:
+    """G4."""
+    time = FakeTime()
+    budget = budget_of(MIB, time, local_root=tmp_path)
+    change_control(tmp_path, bytes_per_second=2 * MIB)
+    budget.refresh()
+    control_file(tmp_path).write_bytes(damage)
+    time.now += 5
+    budget.refresh()
+    assert budget.bytes_per_second == 2 * MIB
+    with pytest.raises(ConfigError):
+        read_control(tmp_path)
+    change_control(tmp_path, paused=False)
+    assert read_control(tmp_path) == Control()
+
+
+def test_a_control_that_no_budget_accepts_is_never_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        change_control(tmp_path, bytes_per_second=0)
+    assert not control_file(tmp_path).exists()
+
+
+# --- room for a flush ------------------------------------------------------------------------------------------
+
+
+def test_a_flush_of_any_process_is_seen_while_it_lasts_and_ends_with_its_process(tmp_path: Path) -> None:
+    mark = FlushMark(tmp_path)
+    assert not mark.is_held()
+    with flushing(tmp_path):
+        assert mark.is_held()
+        with flushing(tmp_path):
+            assert mark.is_held()
+        assert mark.is_held()  # the other rank still writes
+    assert not mark.is_held()
+    code = (
+        "import sys, time; from pathlib import Path; from tierckpt.mover.mark import flushing\n"
+        "with flushing(Path(sys.argv[1])): print('writing', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert mark.is_held()
+        process.kill()
+        process.wait(10)
+    assert not mark.is_held()
+    mark.close()
+
+
+def test_a_flush_never_waits_for_movers_and_goes_on_where_no_mark_can_be_made(tmp_path: Path) -> None:
+    ran = False
+    with flushing(tmp_path / "missing"):
+        ran = True
+    assert ran
+    marks = [FlushMark(tmp_path) for _ in range(20)]
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            for mark in marks:
+                mark.is_held()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(200):
+            with flushing(tmp_path):
+                assert marks[0].is_held()  # each of 200 was seen: no look of a mover stood in its way
+    finally:
+        stop.set()
+        thread.join(10)
+
+
+class Mark:
+    """A flush that a script turns on and off."""
+
+    def __init__(self, is_on: Callable[[], bool]) -> None:
+        self.is_held = is_on
+
+
+async def test_a_drain_leaves_the_disk_to_a_flush_and_is_not_starved_by_one_that_never_ends() -> None:
+    """G3: half of the time is the drain's, whatever training does."""
+    time, writes = FakeTime(), True
+    rule = StepBack(Mark(lambda: writes))  # type: ignore[arg-type]
+    waited = worked = longest = stretch = 0.0
+    for _ in range(100_000):
+        if rule.must_wait(time.now):
+            waited, stretch = waited + 0.001, stretch + 0.001
+        else:
+            worked, stretch = worked + 0.001, 0.0
+        longest = max(longest, stretch)
+        time.now += 0.001
+    assert longest == pytest.approx(STEP_BACK_SECONDS_MAX, abs=0.01)
+    assert waited / (waited + worked) == pytest.approx(0.5, abs=0.03)
+    writes = False
+    time.now += 10
+    assert not rule.must_wait(time.now)
+
+
+async def test_after_a_short_flush_the_drain_goes_on_at_once_and_may_step_back_again_soon() -> None:
+    writes = True
+    rule = StepBack(Mark(lambda: writes))  # type: ignore[arg-type]
+    assert rule.must_wait(10.0)
+    assert rule.must_wait(10.3)
+    writes = False
+    assert not rule.must_wait(10.4)
+    writes = True
+    assert not rule.must_wait(10.7)  # it waited 0.4 s, so 0.4 s are its own
+    assert rule.must_wait(10.81)
+
+
+async def test_a_budget_without_a_rate_steps_back_too(tmp_path: Path) -> None:
+    time = FakeTime()
+    budget = budget_of(None, time, local_root=tmp_path)
+    with flushing(tmp_path):
+        begun = time.now
+        await budget.spend(MIB)
+        assert time.now - begun == pytest.approx(STEP_BACK_SECONDS_MAX, abs=0.1)
+        await spent_in(budget, 50, MIB)
+        assert time.now - begun == pytest.approx(STEP_BACK_SECONDS_MAX, abs=0.1)
+    budget.close()
+
+
+# --- priority --------------------------------------------------------------------------------------------------
+
+
+async def test_the_threads_of_a_budget_step_back_and_the_callers_thread_does_not() -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    budget = Budget(None, 1, nice=15)
+    lowered = await budget.in_background(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    assert (lowered, os.getpriority(os.PRIO_PROCESS, 0)) == (max(15, own), own)
+    budget.close()
+    budget.close()
+
+
+def test_a_process_lowers_all_its_threads_and_those_to_come() -> None:
+    code = (
+        "import json, os, threading\n"
+        "from tierckpt.mover.priority import lower_this_process\n"
+        "stop, seen = threading.Event(), []\n"
+        "def thread(wait):\n"
+        "    wait and stop.wait(10)\n"
+        "    seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))\n"
+        "old = threading.Thread(target=thread, args=(True,)); old.start()\n"
+        "lower_this_process(12); stop.set(); old.join()\n"
+        "new = threading.Thread(target=thread, args=(False,)); new.start(); new.join()\n"
+        "print(json.dumps([*seen, os.getpriority(os.PRIO_PROCESS, 0)]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert all(nice >= 12 for nice in json.loads(done.stdout))

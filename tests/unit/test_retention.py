@@ -1,0 +1,275 @@
+"""The rules of retention, read from top to bottom. N1 to N3 of mover/retention.py, and with them I5, for any run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierckpt.errors import ConfigError
+from tierckpt.manifest import FileEntry, Manifest
+from tierckpt.mover.retention import Health, Policy, Rule, Standing, Verdict, local_health, protect
+from tierckpt.types import Tier
+
+WHOLE, PARTIAL, DAMAGED = Health
+
+
+def local(step: int, health: Health = WHOLE, *, drained: bool = True, held: str = "") -> Standing:
+    return Standing(f"step-{step}", step, Tier.LOCAL, health, drained, held)
+
+
+def shared(step: int, health: Health = WHOLE, held: str = "") -> Standing:
+    return Standing(f"step-{step}", step, Tier.SHARED, health, held=held)
+
+
+def removed(verdicts: Sequence[Verdict], tier: Tier) -> list[int]:
+    return sorted(verdict.copy.step for verdict in verdicts if verdict.remove and verdict.copy.tier is tier)
+
+
+def why(verdicts: Sequence[Verdict], step: int, tier: Tier) -> str:
+    return next(one.reason for one in verdicts if one.copy.step == step and one.copy.tier is tier)
+
+
+def run_of(*steps: int) -> list[Standing]:
+    return [copy for step in steps for copy in (local(step), shared(step))]
+
+
+# --- what a rule keeps ------------------------------------------------------------------------------------------
+
+
+def test_the_newest_are_kept() -> None:
+    verdicts = Policy.of(keep_last=2).judge(run_of(1, 2, 3, 4))
+    assert removed(verdicts, Tier.LOCAL) == removed(verdicts, Tier.SHARED) == [1, 2]
+    assert why(verdicts, 3, Tier.SHARED) == "among the newest 2"
+    assert why(verdicts, 1, Tier.SHARED) == "not among the newest 2"
+
+
+def test_every_nth_step_is_kept_by_its_number_and_not_by_its_place() -> None:
+    verdicts = Policy.of(keep_every=100).judge(run_of(50, 100, 150, 199, 200, 201))
+    assert removed(verdicts, Tier.SHARED) == [50, 150, 199]
+    assert why(verdicts, 100, Tier.SHARED) == "a multiple of 100"
+    assert why(verdicts, 201, Tier.SHARED) == "the newest"
+
+
+def test_both_rules_together_keep_what_either_keeps() -> None:
+    verdicts = Policy.of(keep_last=2, keep_every=10).judge(run_of(10, 15, 20, 21, 22))
+    assert removed(verdicts, Tier.SHARED) == [15]
+    assert why(verdicts, 15, Tier.SHARED) == "not among the newest 2, no multiple of 10"
+
+
+def test_each_tier_has_its_own_rule() -> None:
+    verdicts = Policy.of({"local": 1, "shared": 3}, {"shared": 2}).judge(run_of(1, 2, 3, 4, 5, 6))
+    assert removed(verdicts, Tier.LOCAL) == [1, 2, 3, 4, 5]
+    assert removed(verdicts, Tier.SHARED) == [1, 3]
+
+
+def test_without_a_rule_everything_is_kept() -> None:
+    verdicts = Policy.of({"local": 1}).judge(run_of(1, 2, 3))
+    assert removed(verdicts, Tier.SHARED) == []
+    assert why(verdicts, 1, Tier.SHARED) == "no rule for this tier"
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "3", {"local": 0}, {"attic": 3}])
+@pytest.mark.parametrize("name", ["keep_last", "keep_every"])
+def test_a_rule_that_makes_no_sense_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Policy.of(**{name: value})
+
+
+# --- what no rule removes ---------------------------------------------------------------------------------------
+
+
+def test_a_damaged_newest_one_protects_the_newest_good_one() -> None:
+    copies = [shared(1), shared(2), shared(3, DAMAGED), shared(4, DAMAGED)]
+    verdicts = Policy.of(keep_last=1).judge(copies)
+    assert removed(verdicts, Tier.SHARED) == [1, 3]
+    assert why(verdicts, 2, Tier.SHARED) == "the newest sound one"
+
+
+def test_on_one_node_of_several_a_partial_copy_is_sound_and_a_whole_one_is_kept_too() -> None:
+    verdicts = Policy.of(keep_last=1).judge(
+        [local(1), local(2), local(3, PARTIAL), local(4, PARTIAL), *map(shared, (1, 2, 3, 4))]
+    )
+    assert removed(verdicts, Tier.LOCAL) == [1, 3]
+    assert why(verdicts, 2, Tier.LOCAL) == "the newest whole one"
+
+
+def test_a_local_copy_that_is_not_drained_stays() -> None:
+    verdicts = Policy.of(keep_last=1).judge([local(1), local(2, drained=False), local(3, drained=False), shared(1)])
+    assert removed(verdicts, Tier.LOCAL) == [1]
+    assert why(verdicts, 2, Tier.LOCAL) == "not on the shared tier yet"
+
+
+def test_a_drained_copy_stays_when_the_shared_tier_has_lost_what_it_had() -> None:
+    emptied = Policy.of(keep_last=1).judge([local(1), local(2), local(3)])
+    assert removed(emptied, Tier.LOCAL) == []
+    assert "lost" in why(emptied, 1, Tier.LOCAL)
+    damaged = Policy.of(keep_last=1).judge([local(1), local(2), local(3), shared(1), shared(3, DAMAGED)])
+    assert removed(damaged, Tier.LOCAL) == [1]
+
+
+def test_a_local_copy_may_go_after_the_shared_tier_has_given_that_step_up() -> None:
+    verdicts = Policy.of({"local": 2, "shared": 1}).judge([local(1), local(2), local(3), shared(3)])
+    assert removed(verdicts, Tier.LOCAL) == [1]
+
+
+def test_without_a_drain_the_local_tier_is_the_last_one() -> None:
+    copies = [local(step, drained=False) for step in (1, 2, 3)]
+    assert removed(Policy.of(keep_last=1).judge(copies, drains=False), Tier.LOCAL) == [1, 2]
+
+
+def test_what_is_in_use_stays() -> None:
+    verdicts = Policy.of(keep_last=1).judge([local(1, held="being read"), shared(1, held="being read"), *run_of(2, 3)])
+    assert removed(verdicts, Tier.LOCAL) == removed(verdicts, Tier.SHARED) == [2]
+    assert why(verdicts, 1, Tier.LOCAL) == "being read"
+
+
+# --- for any run (I5) -------------------------------------------------------------------------------------------
+
+counts = st.none() | st.integers(1, 6)
+policies = st.builds(Policy, st.builds(Rule, counts, counts), st.builds(Rule, counts, counts))
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[Standing]:
+    copies = []
+    for step in draw(st.lists(st.integers(0, 30), unique=True, max_size=10)):
+        health = st.sampled_from(Health)
+        held = st.sampled_from(["", "", "being read"])
+        if draw(st.booleans()):
+            copies.append(local(step, draw(health), drained=draw(st.booleans()), held=draw(held)))
+        if draw(st.booleans()):
+            whole_or_not = draw(st.sampled_from([WHOLE, DAMAGED]))
+            copies.append(shared(step, whole_or_not, draw(held)))
+    return copies
+
+
+def left(verdicts: Sequence[Verdict], tier: Tier) -> list[Standing]:
+    return [verdict.copy for verdict in verdicts if not verdict.remove and verdict.copy.tier is tier]
+
+
+def check_i5(copies: list[Standing], verdicts: Sequence[Verdict], *, drains: bool) -> None:
+    """What must hold after a removal, said without the code that decides it."""
+    assert sorted(map(repr, copies)) == sorted(repr(verdict.copy) for verdict in verdicts)
+    for tier in Tier:
+        here = [copy for copy in copies if copy.tier is tier]
+        stay = left(verdicts, tier)
+        for healths in ({*Health}, {WHOLE, PARTIAL}, {WHOLE}):
+            newest = max((copy.step for copy in here if copy.health in healths), default=None)
+            still = max((copy.step for copy in stay if copy.health in healths), default=None)
+            assert still == newest, f"the newest of {healths} on {tier}"
+    safe = [copy.step for copy in left(verdicts, Tier.SHARED) if copy.health is WHOLE]
+    for verdict in verdicts:
+        if verdict.remove:
+            assert not verdict.copy.held
+            assert verdict.reason
+        if verdict.remove and drains and verdict.copy.tier is Tier.LOCAL:
+            assert verdict.copy.is_drained, "the only copy was removed"
+            assert any(step >= verdict.copy.step for step in safe), "nothing as new is left on the shared tier"
+
+
+@given(runs(), policies, st.booleans())
+@settings(max_examples=600, deadline=None)
+def test_never_the_last_good_one_of_a_tier_and_never_the_only_copy(
+    copies: list[Standing], policy: Policy, drains: bool
+) -> None:
+    check_i5(copies, policy.judge(copies, drains=drains), drains=drains)
+
+
+@given(runs(), policies)
+@settings(max_examples=200, deadline=None)
+def test_pruning_twice_removes_nothing_more(copies: list[Standing], policy: Policy) -> None:
+    stay = [verdict.copy for verdict in policy.judge(copies) if not verdict.remove]
+    assert not [verdict for verdict in policy.judge(stay) if verdict.remove]
+
+
+@given(runs(), policies)
+@settings(max_examples=200, deadline=None)
+def test_what_the_rule_keeps_stays(copies: list[Standing], policy: Policy) -> None:
+    verdicts = policy.judge(copies)
+    for tier, rule in ((Tier.LOCAL, policy.local), (Tier.SHARED, policy.shared)):
+        steps = {copy.step for copy in copies if copy.tier is tier}
+        wanted = set(sorted(steps)[-rule.last :]) if rule.last else set()
+        wanted |= {step for step in steps if rule.every and step % rule.every == 0}
+        assert wanted <= {copy.step for copy in left(verdicts, tier)}
+
+
+SEEDED = {
+    "the newest is not protected": lambda verdict: replace(verdict, remove=True),
+    "drained or not": lambda verdict: replace(verdict, remove=verdict.remove or verdict.reason.startswith("not on")),
+    "read or not": lambda verdict: replace(verdict, remove=verdict.remove or verdict.reason == "being read"),
+}
+
+
+@pytest.mark.parametrize("bug", SEEDED)
+def test_a_policy_with_a_bug_is_caught(bug: str) -> None:
+    """The negative control of ``check_i5``."""
+    copies = [
+        *run_of(1, 2, 3),
+        local(4, drained=False),
+        local(0, held="being read"),
+        local(5, drained=False),
+    ]
+    verdicts = Policy.of(keep_last=1).judge(copies)
+    check_i5(copies, verdicts, drains=True)
+    with pytest.raises(AssertionError):
+        check_i5(copies, [SEEDED[bug](verdict) for verdict in verdicts], drains=True)
+
+
+# --- how much of a copy is there --------------------------------------------------------------------------------
+
+
+def manifest_of(*ranks: int) -> Manifest:
+    digest = ("0" * 32,)
+    files = tuple(
+        FileEntry(f"__{rank}_{index}-t{rank}.distcp", 10, digest, rank, f"t{rank}")
+        for rank in ranks
+        for index in (0, 1)
+    )
+    return Manifest("a", len(ranks), 4096, (FileEntry(".metadata", 5, digest, source=".tierckpt/metadata/a"),), files)
+
+
+def write(directory: Path, manifest: Manifest) -> None:
+    for entry in manifest.entries:
+        (directory / entry.key).parent.mkdir(parents=True, exist_ok=True)
+        (directory / entry.key).write_bytes(bytes(entry.size_bytes))
+
+
+@pytest.mark.parametrize(
+    ("lost", "health"),
+    [
+        ((), WHOLE),
+        (("__1_0-t1.distcp", "__1_1-t1.distcp"), PARTIAL),
+        (("__1_0-t1.distcp",), DAMAGED),
+        ((".tierckpt/metadata/a",), DAMAGED),
+        (("__0_0-t0.distcp", "__0_1-t0.distcp", "__1_0-t1.distcp", "__1_1-t1.distcp"), DAMAGED),
+    ],
+)
+def test_a_rank_is_here_or_not_but_never_half(lost: tuple[str, ...], health: Health, tmp_path: Path) -> None:
+    manifest = manifest_of(0, 1)
+    write(tmp_path, manifest)
+    for name in lost:
+        (tmp_path / name).unlink()
+    assert local_health(tmp_path, manifest) is health
+
+
+def test_a_file_of_another_size_or_put_aside_is_damage(tmp_path: Path) -> None:
+    manifest = manifest_of(0, 1)
+    write(tmp_path, manifest)
+    (tmp_path / "__1_1-t1.distcp").write_bytes(b"short")
+    assert local_health(tmp_path, manifest) is DAMAGED
+    write(tmp_path, manifest)
+    for index in (0, 1):
+        path = tmp_path / f"__1_{index}-t1.distcp"
+        path.rename(path.with_name(f"{path.name}.bad"))
+    assert local_health(tmp_path, manifest) is DAMAGED
+
+
+def test_copies_without_a_step_above_them_are_all_newest() -> None:
+    twins = [local(5), replace(local(5), name="other-5")]
+    assert protect(twins).keys() == {"step-5", "other-5"}

@@ -1,0 +1,493 @@
+"""Metadata and items read as data: what DCP writes is understood in full, and nothing else is (S1 to S8)."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import logging
+import pickle
+import random
+import struct
+from collections import OrderedDict
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import tierckpt
+from tests.compat.everything import everything
+from tests.fault import attacks
+from tests.states import load, raises_ours, save, small_state
+from tierckpt.config import Settings
+from tierckpt.dcp import sealed
+from tierckpt.dcp.sealed import Objects, load_metadata, machine, metadata, objects
+from tierckpt.errors import ConfigError, IntegrityError, UnsafeCheckpointError
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.training import state as states
+
+SIZE = torch.Size
+
+
+def read(data: bytes, **options: Any) -> Metadata:
+    return load_metadata(data, where="m", **options)
+
+
+def small(**fields: Any) -> Metadata:
+    """One tensor of two chunks, one object."""
+    properties = TensorProperties(dtype=torch.bfloat16)
+    chunks = [ChunkStorageMetadata(SIZE([row, 0]), SIZE([2, 3])) for row in (0, 2)]
+    entries: dict[str, Any] = {
+        "w": TensorStorageMetadata(properties, SIZE([4, 3]), chunks),
+        "o": BytesStorageMetadata(),
+    }
+    places = {
+        MetadataIndex("w", chunk.offsets, i): _StorageInfo(f"__{i}_0.distcp", 64 * i, 12)
+        for i, chunk in enumerate(chunks)
+    }
+    places[MetadataIndex("o")] = _StorageInfo("__0_0.distcp", 200, 9)
+    whole = {
+        "planner_data": {"w": ("w",), "o": ("o", 0)},
+        "storage_data": places,
+        "storage_meta": StorageMeta("/a", "b"),
+    }
+    return Metadata(entries, **{**whole, **fields})
+
+
+# --- S4: what DCP writes is read as pickle reads it -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", machine.PROTOCOLS)
+def test_every_protocol(protocol: int) -> None:
+    data = pickle.dumps(small(), protocol)
+    assert read(data) == pickle.loads(data) == small()
+
+
+@pytest.mark.parametrize("protocol", machine.PROTOCOLS)
+def test_the_pickler_in_python_writes_the_same_language(protocol: int) -> None:
+    stream = io.BytesIO()
+    pickle._Pickler(stream, protocol).dump(small())  # type: ignore[attr-defined]
+    assert read(stream.getvalue()) == small()
+
+
+def test_what_stock_dcp_saves(tmp_path: Path) -> None:
+    state = {**everything(), **small_state(), "list": [torch.ones(2), {"a": [torch.ones(1)]}]}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    data = (tmp_path / "c/.metadata").read_bytes()
+    assert read(data) == pickle.loads(data)
+    assert isinstance(read(data).storage_meta.checkpoint_id, Path)  # type: ignore[union-attr]
+
+
+def test_what_tierckpt_saves(file_uri: str, local_root: Path) -> None:
+    save(f"{file_uri}/step-1", {**everything(), **small_state()})
+    data = (local_dir(local_root, parse_uri(file_uri)) / "step-1/.metadata").read_bytes()
+    found = read(data)
+    assert found == pickle.loads(data)
+    kept = [e.properties for e in found.state_dict_metadata.values() if isinstance(e, TensorStorageMetadata)]
+    assert len({id(one) for one in kept}) < len(kept)  # shared in the file, shared here
+
+
+def test_many_entries_so_that_the_memo_outgrows_a_byte() -> None:
+    entries = {f"m.{i}": dataclasses.replace(small().state_dict_metadata["w"]) for i in range(500)}
+    big = small(planner_data={name: tuple(name.split(".")) for name in entries})
+    big.state_dict_metadata = {**entries, "x" * 300: BytesStorageMetadata()}
+    for protocol in machine.PROTOCOLS:
+        assert read(pickle.dumps(big, protocol)) == big
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last, torch.preserve_format])
+@pytest.mark.parametrize("kind", [TensorProperties, OldTensorProperties])
+def test_every_memory_format_and_the_properties_of_old_torch(memory_format: torch.memory_format, kind: Any) -> None:
+    meta = small()
+    properties = kind(torch.int8, torch.sparse_coo, True, memory_format, True)
+    meta.state_dict_metadata["w"].properties = properties  # type: ignore[union-attr]
+    found = read(pickle.dumps(meta)).state_dict_metadata["w"].properties  # type: ignore[union-attr]
+    assert found == properties
+    assert type(found) is kind
+
+
+def test_every_dtype_and_layout() -> None:
+    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
+        for layout in metadata._LAYOUTS.values():
+            meta = small(storage_data=None)
+            meta.state_dict_metadata["w"].properties = TensorProperties(dtype, layout)  # type: ignore[union-attr]
+            assert read(pickle.dumps(meta)) == meta
+
+
+def test_an_enum_that_was_pickled_by_name() -> None:
+    """Some Pythons pickle a member as ``getattr(its class, its name)``."""
+    data = pickle.dumps(small(), 2)
+    value = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    at = data.index(value) + len(value)
+    memo, rest = data[at : at + 2], data[at + 2 :]
+    assert memo[:1] == b"q" and rest.startswith(b"K\0\x85q")
+    name = b"X" + struct.pack("<I", 23) + b"TORCH_CONTIGUOUS_FORMAT"
+    by_name = data[: at - len(value)] + b"cbuiltins\ngetattr\n" + value + memo + name + b"\x86" + rest[3:]
+    assert pickle.loads(by_name) == read(by_name) == small()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"storage_meta": None},
+        {"storage_data": None},
+        {"planner_data": None},
+        {"version": "1.0.0"},
+        {"storage_meta": StorageMeta(Path("/run/step-1"), "s", "l", ["a", "b"])},
+        {"planner_data": {"a": [1, -2, 1 << 40, -(1 << 62), 1.5, None, True, False, b"b", (), [], {}, {3: SIZE([1])}]}},
+        {"planner_data": {"a": (1, 2, 3, 4), "b": "ü" * 300, "c": b"\xff" * 300, "d": torch.float8_e5m2}},
+        {"planner_data": [("x", 3)]},
+    ],
+    ids=lambda fields: str(fields)[:40],
+)
+def test_fields_of_every_kind(fields: dict[str, Any]) -> None:
+    for protocol in machine.PROTOCOLS[1:]:  # the second writes bytes as a call of a codec
+        assert read(pickle.dumps(small(**fields), protocol)) == small(**fields)
+
+
+def test_metadata_of_old_releases_lacks_fields() -> None:
+    old = small()
+    for name in ("storage_meta", "version", "planner_data"):
+        del vars(old)[name]
+    assert read(pickle.dumps(old)) == small(storage_meta=None, planner_data=None)
+    young = small()
+    del vars(young.storage_meta)["modules"]
+    assert read(pickle.dumps(young)).storage_meta.modules == []  # type: ignore[union-attr]
+
+
+def test_transforms_and_empty_shards() -> None:
+    meta = small()
+    meta.storage_data[MetadataIndex("o")].transform_descriptors = ["zstd"]
+    meta.storage_data[MetadataIndex("w", [0, 0])] = _StorageInfo("a", 0, 1, ["zstd"])  # compressed: any length
+    meta.state_dict_metadata["w"].chunks.append(ChunkStorageMetadata(SIZE([9, 0]), SIZE([0, 3])))  # type: ignore[union-attr]
+    assert read(pickle.dumps(meta)) == meta
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_paths_of_other_pythons_and_systems(module: str) -> None:
+    data = pickle.dumps(small(storage_meta=StorageMeta(Path("/a/b"))), 3)
+    here = type(Path()).__module__.encode()
+    for name, expected in (("PosixPath", Path("/a/b")), ("WindowsPath", PureWindowsPath("/", "a", "b"))):
+        changed = data.replace(b"c" + here + b"\nPosixPath\n", f"c{module}\n{name}\n".encode())
+        assert read(changed).storage_meta.checkpoint_id == expected  # type: ignore[union-attr]
+
+
+def test_the_metadata_of_one_rank_has_its_own_chunks_only() -> None:
+    meta = small()
+    meta.state_dict_metadata["w"].chunks.pop()  # type: ignore[union-attr]
+    assert read(pickle.dumps(meta), partial=True) == meta
+    with pytest.raises(UnsafeCheckpointError, match="do not fill"):
+        read(pickle.dumps(meta))
+
+
+def test_every_field_of_this_torch_is_known() -> None:
+    """A torch whose metadata says more must be met on purpose: then this test is where to begin."""
+    known = {
+        Metadata: {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"},
+        MetadataIndex: {"fqn", "offset", "index"},
+        ChunkStorageMetadata: {"offsets", "sizes"},
+        TensorStorageMetadata: {"properties", "size", "chunks"},
+        TensorProperties: {"dtype", "layout", "requires_grad", "memory_format", "pin_memory"},
+        BytesStorageMetadata: set(),
+        StorageMeta: {"checkpoint_id", "save_id", "load_id", "modules"},
+        _StorageInfo: {"relative_path", "offset", "length", "transform_descriptors"},
+    }
+    assert {kind: metadata._FIELDS[kind] for kind in known} == known
+
+
+# --- refusals: the corpus is in tests/fault; here is what it has no case for --------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (b"\x80\x01N.", "protocol 2 to 5"),
+        (b"\x80", "ends in the middle"),
+        (b"\x80\x04NN.", "left over"),
+        (b"\x80\x04(N.", "left over"),
+        (b"\x80\x04N", "ends in the middle"),
+        (b"\x80\x04K", "ends in the middle"),
+        (b"\x80\x04J\0\0.", "ends in the middle"),
+        (b"\x80\x04h\x05.", "ends in the middle"),
+        (b"\x80\x04j\x05\0\0\0.", "ends in the middle"),
+        (b"\x80\x04K\x01K\x02\x93.", "not a string"),
+        (b"\x80\x04cos\n", "ValueError"),
+        (b"\x80\x04\x8c\x01\xff.", "UnicodeDecodeError"),
+        (b"\x80\x04](K\x01u.", "puts items into list"),
+        (b"\x80\x04}(K\x01u.", "puts items into dict"),
+        (b"\x80\x04}}.", "left over"),
+        (b"\x80\x04N)R.", "calls NoneType"),
+        (b"\x80\x04N)\x81.", "makes an instance of NoneType"),
+        (b"\x80\x04NNb.", "sets the state of NoneType"),
+        (b"\x80\x04ctorch\nSize\nN\x85R.", "numbers from 0"),
+        (b"\x80\x04ctorch\nSize\n)R.", "TypeError"),
+        (b"\x80\x04N.", "a Metadata belongs"),
+        (b"\x80\x04ctorch.serialization\n_get_layout\n})\x86R.", "TypeError"),
+        (b"\x80\x04ctorch.serialization\n_get_layout\n}\x85R.", "a layout"),
+        (b"\x80\x04cbuiltins\ngetattr\nNN\x86R.", "getattr"),
+    ],
+    ids=str,
+)
+def test_small_programs(data: bytes, match: str) -> None:
+    with pytest.raises(UnsafeCheckpointError, match=match) as caught:
+        read(data)
+    assert caught.value.exit_code == 5
+    assert caught.value.context["file"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"planner_data": {"a": frozenset({1})}}, "opcode|refers to"),
+        ({"planner_data": {"a": OrderedDict()}}, "collections.OrderedDict"),
+        ({"planner_data": {"a": Path("/x")}}, "more than plain data"),
+        ({"storage_meta": "x"}, "a StorageMeta belongs"),
+        ({"storage_meta": StorageMeta("a", modules=[1])}, "not made of strings"),  # type: ignore[list-item]
+        ({"storage_meta": StorageMeta("a", modules="x")}, "modules is not a list"),  # type: ignore[arg-type]
+        ({"storage_meta": StorageMeta("a", save_id=3)}, "save_id"),  # type: ignore[arg-type]
+        ({"storage_data": {MetadataIndex("a"): _StorageInfo("x", 1.5, 1)}}, "number from 0"),  # type: ignore[arg-type]
+        ({"storage_data": {MetadataIndex(7): _StorageInfo("x", 1, 1)}}, "a name"),  # type: ignore[arg-type]
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_fields_that_do_not_fit(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(UnsafeCheckpointError, match=match):
+        read(pickle.dumps(small(**fields)))
+
+
+def test_more_data_than_any_metadata_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pickle.dumps(small())
+    monkeypatch.setattr(metadata, "METADATA_BYTES_MAX", len(data))
+    read(data)
+    monkeypatch.setattr(metadata, "METADATA_BYTES_MAX", len(data) - 1)
+    with pytest.raises(UnsafeCheckpointError, match="more than any"):
+        read(data)
+
+
+def test_only_an_unknown_global_comes_with_the_hint_of_trust() -> None:
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        read(b"\x80\x04cmegatron.core\nMCoreMetadata\n.")
+    assert "trust_pickle=True" in caught.value.hint
+    assert caught.value.context["wanted"] == "megatron.core.MCoreMetadata"
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        read(b"\x80\x04N.")
+    assert "trust_pickle" not in caught.value.hint
+
+
+def test_the_corpus_of_attacks(tmp_path: Path) -> None:
+    """Once more in this process: tests/fault/test_attacks.py does it where an attack that works may do harm."""
+    attacks.save_genuine(tmp_path / "genuine")
+    genuine, canary = (tmp_path / "genuine/.metadata").read_bytes(), tmp_path / "canary"
+    accepted = {"item beyond its file", "good and evil under one name"}
+    for attack in attacks.CORPUS:
+        data = attack.make(canary, pickle.loads(genuine))
+        if attack.name not in accepted and attack.name != "bytearray of 1 TiB":  # there is no limit on memory here
+            with pytest.raises(UnsafeCheckpointError, match=attack.match):
+                Objects().inert(data, "x") if attack.item else read(data)
+    assert not canary.exists()
+
+
+def test_whatever_else_goes_wrong_is_one_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(metadata._Builder, "metadata", full)
+    with pytest.raises(UnsafeCheckpointError, match="MemoryError"):
+        read(pickle.dumps(small()))
+
+
+def test_truncation_at_every_byte_is_refused() -> None:
+    data = pickle.dumps(small())
+    for length in range(len(data)):
+        with pytest.raises(UnsafeCheckpointError):
+            read(data[:length])
+
+
+# --- S7, S8: items ------------------------------------------------------------------------------------------------
+
+
+def saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("value", [3, 1.5, "ü", None, b"\0", [1, (2, {"a": {1}})], 10**30, torch.float32], ids=str)
+def test_objects_come_back(value: Any) -> None:
+    made = Objects().inert(saved(value), "x")
+    assert torch.load(io.BytesIO(made), weights_only=False) == value
+
+
+def test_a_stream_is_data(file_uri: str) -> None:
+    """Trainers have long kept their counters in a BytesIO."""
+    before = torch.serialization.get_safe_globals()
+    made = Objects().inert(saved(io.BytesIO(b"abc")), "x")
+    assert torch.load(io.BytesIO(made), weights_only=False).getvalue() == b"abc"
+    assert torch.serialization.get_safe_globals() == before
+    with torch.serialization.safe_globals([io.BytesIO]):
+        Objects().inert(saved(io.BytesIO(b"abc")), "x")
+        assert io.BytesIO in torch.serialization.get_safe_globals()  # the user's own stays
+
+
+def test_small_objects_are_remembered_and_large_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = itertools.count()
+    right = objects._load
+    monkeypatch.setattr(objects, "_load", lambda *given: next(passes) * 0 or right(*given))
+    known = Objects()
+    for _ in range(10):
+        known.inert(saved(0.1), "lr")
+    assert next(passes) == 2
+    for _ in range(2):
+        known.inert(saved("x" * objects.SMALL_BYTES), "big")
+    assert next(passes) == 7
+
+
+class Mine:
+    """A class of the user's."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mine) and other.value == self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_class_of_the_users_must_be_registered_or_trusted(file_uri: str, caplog: pytest.LogCaptureFixture) -> None:
+    uri, state = f"{file_uri}/step-1", {"mine": Mine(3), "weight": torch.ones(3)}
+    save(uri, state)
+    with pytest.raises(UnsafeCheckpointError, match=r"mine is refused: it needs .*Mine") as caught:
+        load(uri, state)
+    context = caught.value.context
+    assert (context["tensor"], context["checkpoint"], context["tier"]) == ("mine", uri, "local")
+    assert context["file"].endswith(".distcp")
+    assert "torch.serialization.add_safe_globals" in caught.value.hint and "trust_pickle=True" in caught.value.hint
+    with torch.serialization.safe_globals([Mine]):
+        assert load(uri, state)["mine"] == Mine(3)
+    with caplog.at_level(logging.WARNING, "tierckpt"):
+        for _ in range(2):
+            assert load(uri, state, trust_pickle=True)["mine"] == Mine(3)
+    assert len([r for r in caplog.records if r.name.startswith("tierckpt") and "trust_pickle" in r.getMessage()]) == 1
+
+
+def test_a_function_is_not_advised_to_be_registered() -> None:
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        Objects().inert(saved(eval), "x")
+    assert "add_safe_globals" not in caught.value.hint
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        Objects().inert(saved(frozenset({1})), "x")
+    assert "add_safe_globals([frozenset])" in caught.value.hint
+
+
+def test_what_stands_where_a_tensor_belongs() -> None:
+    with pytest.raises(UnsafeCheckpointError, match="w is refused: a dict stands"):
+        sealed.load_tensor(io.BytesIO(saved({})), "w")
+    with pytest.raises(UnsafeCheckpointError, match="cannot read it"):
+        sealed.load_tensor(io.BytesIO(b""), "w")
+
+
+def test_an_error_of_the_file_is_told_as_it_is() -> None:
+    class Broken(io.BytesIO):
+        def read(self, *_: Any) -> bytes:
+            raise IntegrityError("no good copy")
+
+        readinto = seek = tell = read  # type: ignore[assignment]
+
+    with pytest.raises(IntegrityError, match="no good copy"):
+        sealed.load_tensor(Broken(b"x"), "w")
+
+
+# --- the reader ---------------------------------------------------------------------------------------------------
+
+
+def stock(directory: Path, change: Any) -> str:
+    """A checkpoint of stock DCP whose metadata was changed."""
+    dcp.save({"w": torch.ones(4, 4)}, checkpoint_id=directory, no_dist=True)
+    path = directory / ".metadata"
+    meta = pickle.loads(path.read_bytes())
+    change(meta)
+    path.write_bytes(pickle.dumps(meta))
+    return str(directory)
+
+
+def test_an_item_that_the_metadata_places_nowhere(tmp_path: Path) -> None:
+    uri = stock(tmp_path / "c", lambda meta: meta.storage_data.clear())
+    with pytest.raises(IntegrityError, match="nothing about where w is"):
+        load(uri, {"w": torch.ones(4, 4)})
+
+
+def test_a_tensor_smaller_than_its_metadata_says(tmp_path: Path) -> None:
+    def grow(meta: Metadata) -> None:
+        entry: Any = meta.state_dict_metadata["w"]
+        entry.size = entry.chunks[0].sizes = SIZE([4, 5])
+
+    with pytest.raises(IntegrityError, match="less than its metadata says"):
+        load(stock(tmp_path / "c", grow), {"w": torch.ones(4, 5)})
+
+
+def test_metadata_that_even_a_trusting_reader_cannot_read(tmp_path: Path) -> None:
+    uri = stock(tmp_path / "c", lambda meta: None)
+    (tmp_path / "c/.metadata").write_bytes(b"nothing of the kind")
+    with pytest.raises(IntegrityError, match="cannot be unpickled"), raises_ours():
+        dcp.load({"w": torch.ones(1)}, storage_reader=tierckpt.TierStorageReader(uri, trust_pickle=True), no_dist=True)
+
+
+def test_trust_is_said_in_code_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings.load().trust_pickle is False
+    assert Settings.load(trust_pickle=True).trust_pickle is True
+    monkeypatch.setenv("TIERCKPT_TRUST_PICKLE", "true")
+    with pytest.raises(ConfigError, match="the environment"):
+        Settings.load()
+    monkeypatch.delenv("TIERCKPT_TRUST_PICKLE")
+    monkeypatch.chdir(tmp_path)
+    Path("tierckpt.toml").write_text("trust_pickle = true\n")
+    with pytest.raises(ConfigError, match=r"tierckpt\.toml"):
+        Settings.load(trust_pickle=True)
+
+
+# --- what our own Checkpointer saves ------------------------------------------------------------------------------
+
+
+def test_random_states_need_no_trust(file_uri: str) -> None:
+    state = {"rng": tierckpt.RngState()}
+    with tierckpt.Checkpointer(file_uri, drain=False) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait("local")
+        expected = torch.rand(3), random.random(), np.random.rand(3)
+        assert checkpointer.restore(state) == 1
+        again = torch.rand(3), random.random(), np.random.rand(3)
+    assert torch.equal(expected[0], again[0])
+    assert expected[1] == again[1]
+    assert (expected[2] == again[2]).all()
+
+
+def test_what_a_restore_will_refuse_is_told_at_save(caplog: pytest.LogCaptureFixture) -> None:
+    states._told.clear()
+    state = {
+        "loader": {"position": np.int64(3), "seen": [1, (2, Mine(4))], "stream": io.BytesIO(b"a")},
+        "fine": [torch.ones(1), {"a": 1.5, "b": None}, torch.Size([1])],
+        "odd": lambda: 0,
+        "model": torch.nn.Linear(1, 1),
+    }
+    with caplog.at_level(logging.WARNING, "tierckpt"):
+        for _ in range(2):
+            states.collect(state)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2, told
+    assert any("loader.position" in text and "numpy" in text for text in told)
+    assert any("loader.seen" in text and "Mine" in text for text in told)

@@ -1,0 +1,207 @@
+"""What the library says of itself: measures nobody has to hear, log lines a program can read, no secret in any."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+import timeit
+
+import pytest
+
+from tierckpt import telemetry
+from tierckpt.errors import ConfigError
+from tierckpt.layout import parse_uri
+from tierckpt.redaction import carries_credential, redact, redact_all
+from tierckpt.telemetry import BYTES, RELAYED_VALUES_MAX, Metric, Tally, listen, log_to, logger
+
+SECRET = "wJalrXUtnFEMIcanaryK7MDENGbPxRfiCYEXAMPLEKEY"
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------
+
+
+def test_a_measurement_nobody_hears_costs_next_to_nothing() -> None:
+    assert telemetry._listeners == ()
+    seconds = min(timeit.repeat(lambda: BYTES.emit(1, tier="local", direction="read"), number=10_000, repeat=5))
+    assert seconds / 10_000 < 5e-6
+
+
+def test_every_listener_hears_until_it_stops_and_a_failing_one_harms_nobody() -> None:
+    heard: list[tuple[str, float]] = []
+
+    def good(metric: Metric, value: float, labels: object) -> None:
+        heard.append((metric.name, value))
+
+    def bad(*_: object) -> None:
+        raise ValueError("no")
+
+    stops = [listen(bad), listen(good)]
+    BYTES.emit(3, tier="local", direction="read")
+    for stop in stops:
+        stop()
+    BYTES.emit(4, tier="local", direction="read")
+    assert heard == [("tierckpt_bytes_total", 3)]
+
+
+def test_a_tally_adds_up_across_threads_and_keeps_a_bound() -> None:
+    tally = Tally()
+    stop = listen(tally)
+    threads = [
+        threading.Thread(target=lambda: [BYTES.emit(2, tier="local", direction="read") for _ in range(1000)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in range(RELAYED_VALUES_MAX + 10):
+        telemetry.FLUSH_SECONDS.emit(0.1)
+    stop()
+    rows = tally.take()
+    assert ["tierckpt_bytes_total", 8000.0, {"tier": "local", "direction": "read"}] in rows
+    assert len(rows) == 1 + RELAYED_VALUES_MAX
+
+
+# --- logs ------------------------------------------------------------------------------------------------------
+
+
+def lines_of(log_format: str, say: object, level: str = "info") -> list[str]:
+    stream = io.StringIO()
+    stop = log_to(stream, log_format, level)  # type: ignore[arg-type]
+    try:
+        say()  # type: ignore[operator]
+    finally:
+        stop()
+    return stream.getvalue().splitlines()
+
+
+def test_an_event_is_one_line_of_json_with_its_fields() -> None:
+    def say() -> None:
+        logger("test").info("drained %s", "s3://b/run", extra={"uri": "s3://b/run", "size_bytes": 5, "path": object})
+        logger("test").debug("not at this level")
+
+    (line,) = lines_of("json", say)
+    event = json.loads(line)
+    assert (event["level"], event["logger"], event["event"]) == ("info", "tierckpt.test", "drained s3://b/run")
+    assert (event["uri"], event["size_bytes"]) == ("s3://b/run", 5)
+    assert event["time"].endswith("+00:00")
+
+
+def test_a_line_stays_one_line_whatever_is_in_it() -> None:
+    def say() -> None:
+        logger("test").error("two\nlines \u2028 and %s", 'a "quote"')
+        try:
+            int(f"AWS_SECRET_ACCESS_KEY={SECRET}")
+        except ValueError:
+            logger("test").exception("it failed")
+
+    lines = lines_of("json", say)
+    assert len(lines) == 2
+    assert json.loads(lines[0])["event"] == 'two\nlines \u2028 and a "quote"'
+    assert "ValueError" in json.loads(lines[1])["traceback"]
+    assert SECRET not in "".join(lines)
+
+
+def test_a_message_that_cannot_be_formed_is_no_error() -> None:
+    (line,) = lines_of("json", lambda: logger("test").warning("%d", "not a number"))
+    assert "could not be formed" in json.loads(line)["event"]
+
+
+def test_after_stop_the_logger_is_as_it_was() -> None:
+    target = logging.getLogger("tierckpt")
+    before = (target.level, [*target.handlers])
+    lines_of("text", lambda: None, "debug")
+    assert (target.level, target.handlers) == before
+
+
+def test_text_lines_are_for_people() -> None:
+    (line,) = lines_of("text", lambda: logger("test").info("done"))
+    assert line.endswith("INFO tierckpt.test: done")
+
+
+# --- redaction -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"https://h/b?X-Amz-Signature={SECRET}&x=1",
+        f"https://h/b?sv=1&sig={SECRET}",
+        f"sig={SECRET}",
+        f"Authorization: Bearer {SECRET}",
+        f"authorization: AWS4-HMAC-SHA256 Credential={SECRET}/2024/s3, SignedHeaders=host, Signature={SECRET}",
+        f"x-amz-security-token: {SECRET}",
+        f"'x-amz-security-token': '{SECRET}'",
+        f"AccountName=a;AccountKey={SECRET};EndpointSuffix=core",
+        f"aws_secret_access_key={SECRET}",
+        f"<Token-0>{SECRET}</Token-0>",
+        f"<StringToSign>{SECRET} and more",
+        f"SharedKey account:{SECRET}",
+        f"sftp://user:{SECRET}@host/path",
+        f"https%3A%2F%2Fh%3Fsig%3D{SECRET}",
+    ],
+)
+def test_what_looks_like_a_secret_is_masked_and_the_rest_stays(text: str) -> None:
+    assert SECRET not in redact(text)
+    assert "***" in redact(text)
+    assert redact(f"before {text}").startswith("before ")
+
+
+@pytest.mark.parametrize("name", ["AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_KEY", "HF_TOKEN", "MY_PASSWORD"])
+def test_what_the_environment_holds_is_masked_wherever_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "odd/Value+with=signs.0123456789"
+    assert redact(f"told {secret} aloud") == f"told {secret} aloud"
+    monkeypatch.setenv(name, secret)
+    assert redact(f"told {secret} aloud") == "told *** aloud"
+    assert redact("odd%2FValue%2Bwith%3Dsigns.0123456789") == "***"
+    assert redact(f"cut in the middle: {secret[:20]}") == "cut in the middle: ***"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://bucket/run/step-100: attempt 3f9c1d20aa5e77b1 was replaced before it was drained",
+        "the basic idea; a bearer of news; signature of a function; token 3f9c1d20aa5e77b1, key=.tierckpt/claim",
+        "az://box/run cannot be reached: HTTP 503 [uri=az://box/run, endpoint=http://127.0.0.1:10000, tier=shared]",
+        "/data/run?x=1 has 5 bytes, the manifest says 6",
+    ],
+)
+def test_what_people_need_to_read_stays(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/data/run")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:10000")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "s3://bucket/run")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "short")
+    assert redact(text) == text
+
+
+def test_documents_are_redacted_by_name_and_by_value() -> None:
+    document = {
+        "secret_access_key": "anything",
+        "nested": [{"url": f"http://h?sig={SECRET}"}],
+        "count": 3,
+        "none": None,
+    }
+    assert redact_all(document) == {
+        "secret_access_key": "***",
+        "nested": [{"url": "http://h?sig=***"}],
+        "count": 3,
+        "none": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "uri", ["https://h/b?a=1&X-Amz-Signature=abc", "az://b/r?sig=x", "sftp://u:p@h/r", "s3://:p@b"]
+)
+def test_a_uri_with_a_credential_in_it_is_refused_without_repeating_it(uri: str) -> None:
+    assert carries_credential(uri)
+    with pytest.raises(ConfigError, match="carries a credential"):
+        parse_uri(uri)
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://b/a?b", "abfss://box@account.dfs.core.windows.net/r", "sftp://u@h:22/r", "/a?sig=1"]
+)
+def test_other_uris_are_what_they_were(uri: str) -> None:
+    parse_uri(uri)

@@ -1,0 +1,202 @@
+"""What dead trainers leave behind: staged checkpoints that no flush has brought to the SSD.
+
+Each rank of a save hands in a *will* once its state is staged, all of it by descriptor: what is to be written where,
+the memory that holds the bytes, and the lock on the rank's journal entry, which so stays held when the rank is killed.
+It takes the will back when the save has ended, well or not. When all ranks that handed in a will of one save have ended
+before that, the wills are executed, if every rank of the save has handed one in: nothing else can complete it any more.
+Otherwise the save is one that never was, and its memory is freed.
+
+Invariants:
+    E1  A will is executed only when nobody who could still finish or give up that save is alive.
+    E2  Memory is held as long as a will that is not settled needs it; no longer.
+    E3  Executing twice is harmless: the second finds the save committed, or its journal entry gone.
+    E4  From the hand-in until the will is settled, nobody else can take up or clean away the rank's journal entry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..telemetry import logger
+from ..types import Json
+
+log = logger("agent")
+
+EXECUTION_SECONDS_MAX = 1800.0
+STRAGGLER_SECONDS = 3.0
+"""How long a save whose other ranks are gone is kept for a rank that may still hand in its will."""
+POLL_SECONDS = 0.05
+
+
+@dataclass(eq=False)
+class Owner:
+    """A process that talks to the agent."""
+
+    pid: int
+    is_alive: bool = True
+
+
+@dataclass(eq=False)
+class Will:
+    """One rank's, as the agent has it: descriptors by name (``dcp/will.py``)."""
+
+    owner: Owner
+    descriptors: Mapping[str, int]
+
+    def close(self) -> None:
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+        self.descriptors = {}
+
+
+@dataclass(eq=False)
+class Save:
+    """The wills of one save, by rank."""
+
+    name: str
+    world_size: int
+    wills: dict[int, Will] = field(default_factory=dict)
+    has_ended: bool = False
+    """Some rank has seen its end, so the others' wills are worth nothing."""
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.wills) == self.world_size
+
+    @property
+    def has_living_owner(self) -> bool:
+        return any(will.owner.is_alive for will in self.wills.values())
+
+
+class Estate:
+    """All wills of a node. One per agent; its methods run on the agent's event loop."""
+
+    def __init__(self) -> None:
+        self._saves: dict[str, Save] = {}
+        self._settling: set[Save] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.executed = 0
+        self.given_up = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._saves and not self._tasks
+
+    @property
+    def saves(self) -> list[Save]:
+        return [*self._saves.values(), *self._settling]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the wills keep, each piece counted once."""
+        kept = [os.fstat(fd) for save in self.saves for will in save.wills.values() for fd in will.descriptors.values()]
+        return sum({(status.st_dev, status.st_ino): status.st_size for status in kept}.values())
+
+    def has_will_of(self, owner: Owner) -> bool:
+        return any(will.owner is owner for save in self._saves.values() for will in save.wills.values())
+
+    def hand_in(self, owner: Owner, name: str, rank: int, world_size: int, descriptors: Mapping[str, int]) -> None:
+        """Take in a will; the descriptors are the estate's from here on. A second one of a rank replaces the first."""
+        save = self._saves.setdefault(name, Save(name, world_size))
+        old, save.wills[rank] = save.wills.get(rank), Will(owner, descriptors)
+        if old is not None:
+            old.close()
+
+    def take_back(self, name: str, rank: int) -> None:
+        """The save has ended on this rank: there is nothing to execute any more."""
+        save = self._saves.get(name)
+        if save is None:
+            return
+        save.has_ended = True
+        will = save.wills.pop(rank, None)
+        if will is not None:
+            will.close()
+        if not save.wills:
+            del self._saves[name]
+        elif not save.has_living_owner:
+            self._start(save)
+
+    def gone(self, owner: Owner) -> None:
+        """``owner`` has ended. Settles every save that nobody alive can settle any more."""
+        owner.is_alive = False
+        for save in list(self._saves.values()):
+            if not save.has_living_owner and any(will.owner is owner for will in save.wills.values()):
+                self._start(save)
+
+    def _start(self, save: Save) -> None:
+        task = asyncio.create_task(self._settle(save), name=f"estate {save.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def settled(self) -> None:
+        """Return when nothing is being executed."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    async def _settle(self, save: Save) -> None:
+        if not (save.is_complete or save.has_ended):
+            await asyncio.sleep(STRAGGLER_SECONDS)
+        if save.has_living_owner or self._saves.get(save.name) is not save:
+            return  # a straggler has come, and its own end brings us back here; or that end was faster
+        del self._saves[save.name]
+        self._settling.add(save)
+        try:
+            await self._settle_now(save)
+        except Exception as error:
+            self.given_up += 1
+            log.error("a staged save could not be brought to the local tier: %s", error)
+        finally:
+            for will in save.wills.values():
+                will.close()
+            self._settling.discard(save)
+
+    async def _settle_now(self, save: Save) -> None:
+        if save.has_ended:
+            return
+        if save.is_complete:
+            await _execute(save)
+            self.executed += 1
+            return
+        self.given_up += 1
+        log.warning(
+            "a staged save is lost: %d of its %d ranks had staged it on this node when they ended",
+            len(save.wills),
+            save.world_size,
+        )
+
+
+async def _execute(save: Save) -> None:
+    """Flush and commit in a process of its own: it needs torch, and the agent stays small and alive all the same.
+
+    Should the agent be told to end meanwhile, it goes on: it has all that it needs.
+    """
+    process = _start_executor(save)
+    deadline = time.monotonic() + EXECUTION_SECONDS_MAX
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+            raise RuntimeError(f"the process that executes it had not ended after {EXECUTION_SECONDS_MAX:g} s")
+        await asyncio.sleep(POLL_SECONDS)
+    if process.returncode != 0:
+        raise RuntimeError(f"the process that executes it ended with code {process.returncode}")
+
+
+def _start_executor(save: Save) -> subprocess.Popen[bytes]:
+    order: Json = {"wills": [dict(save.wills[rank].descriptors) for rank in sorted(save.wills)]}
+    with tempfile.TemporaryFile() as file:  # not a pipe: nothing here waits for the reader
+        file.write(json.dumps(order).encode())
+        file.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-m", "tierckpt.dcp.executor"],
+            stdin=file,
+            pass_fds=tuple(fd for will in save.wills.values() for fd in will.descriptors.values()),
+        )

@@ -1,0 +1,244 @@
+"""Prometheus metrics of a node: what the mover measures, and what the journal and the local tier say when asked.
+
+Two kinds come together here. Measurements (``telemetry.METRICS``) are added up as they happen, in this process or,
+handed in as rows of a ``Tally``, in a trainer. State (``GAUGES`` below) is read when Prometheus asks, so that it is
+right after a restart of the agent too, and at most once in ``STATE_SECONDS``.
+
+Served on the loopback address only: a page without a password that tells what a node does is not for the network. A
+site's own exporter or sidecar on the node scrapes it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+try:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    from ..errors import MissingExtraError
+
+    raise MissingExtraError("metrics need prometheus-client", hint="pip install 'tierckpt[agent]'") from error
+
+from .. import manifest as manifests
+from .. import telemetry
+from ..errors import ConfigError, TierckptError
+from ..layout import MANIFEST, step_of
+from ..mover import commit
+from ..mover.budget import Budget
+from ..mover.journal import READY, Journal
+from ..mover.retention import nearest_existing
+from ..telemetry import Labels, Metric, logger
+from ..types import Tier
+
+log = logger("agent.metrics")
+
+LOOPBACK = "127.0.0.1"
+STATE_SECONDS = 5.0
+
+GAUGES = {
+    "tierckpt_lag_seconds": "Age of the oldest save that this tier has not committed; 0 when there is none.",
+    "tierckpt_lag_bytes": "Bytes committed on the local tier that the shared tier has not committed.",
+    "tierckpt_queue_entries": "Journal entries, by state; failed are those whose last try ended in an error.",
+    "tierckpt_last_commit_step": "Step of the newest checkpoint that the tier has committed, as this node knows.",
+    "tierckpt_last_commit_time_seconds": "When the newest checkpoint that the tier has committed was saved (Unix).",
+    "tierckpt_local_free_bytes": "Free bytes of the disk of the local tier.",
+    "tierckpt_local_size_bytes": "Size of the disk of the local tier.",
+    "tierckpt_drain_limit_bytes_per_second": "Most that the drains of this agent send; 0 when there is no limit.",
+    "tierckpt_drain_paused": "1 while drains are paused.",
+}
+"""What is read when Prometheus asks, by name."""
+
+Sample: TypeAlias = tuple[str, dict[str, str], float]
+
+
+class Metrics:
+    """The metrics of one node. Measures from the moment it is made until ``close``.
+
+    Args:
+        local_root: the local tier whose journal and checkpoints are read.
+        budget: of the agent's mover, None when there is none.
+    """
+
+    def __init__(self, local_root: Path, budget: Budget | None = None) -> None:
+        self.registry = CollectorRegistry()
+        self._measured = {metric.name: _prometheus(metric, self.registry) for metric in telemetry.METRICS.values()}
+        self.registry.register(_State(NodeState(local_root, budget)))
+        self._stops: list[Callable[[], None]] = [telemetry.listen(self._record)]
+
+    def _record(self, metric: Metric, value: float, labels: Labels, /) -> None:
+        ours = self._measured[metric.name]
+        child = ours.labels(**labels) if metric.labels else ours
+        if isinstance(child, Counter):
+            child.inc(value)
+        elif isinstance(child, Gauge):
+            child.set(value)
+        else:
+            child.observe(value)
+
+    def serve(self, port: int, host: str = LOOPBACK) -> int:
+        """Serve ``/metrics`` on a thread of its own until ``close``. Returns the port; 0 chooses a free one.
+
+        Raises:
+            ConfigError: ``host`` is not a loopback address, or the port is taken.
+        """
+        if not _is_loopback(host):
+            raise ConfigError(
+                f"metrics are served on a loopback address only, {host!r} is none",
+                hint="Scrape them from the node itself, with a sidecar or the node's own exporter",
+            )
+        try:
+            server, thread = start_http_server(port, addr=host, registry=self.registry)
+        except OSError as error:
+            raise ConfigError(
+                f"metrics cannot be served on port {port}: {error.strerror or error}", hint="Set another metrics_port"
+            ) from error
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join(5.0)
+
+        self._stops.append(stop)
+        log.info("metrics on http://%s:%d/metrics", host, server.server_port)
+        return int(server.server_port)
+
+    def close(self) -> None:
+        """Stop measuring and serving. Idempotent."""
+        while self._stops:
+            self._stops.pop()()
+
+
+def _prometheus(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    if metric.kind == "counter":
+        return Counter(metric.name, metric.help, metric.labels, registry=registry)
+    if metric.kind == "gauge":
+        return Gauge(metric.name, metric.help, metric.labels, registry=registry)
+    return Histogram(metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=registry)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name may mean another address tomorrow
+
+
+# --- state -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    """What is kept of a manifest: a node may hold many, of many files."""
+
+    directory: Path
+    attempt: str
+    saved_unix_seconds: float
+
+
+class NodeState:
+    """What the disk says of a node: lag, queue, last commits, room. Blocking; called from the page's threads."""
+
+    def __init__(self, local_root: Path, budget: Budget | None) -> None:
+        self.local_root, self.budget = local_root, budget
+        self._known: dict[Path, tuple[tuple[int, int], _Commit]] = {}
+        self._samples: list[Sample] = []
+        self._read_at: float | None = None
+        self._lock = threading.Lock()
+
+    def samples(self) -> list[Sample]:
+        """Return name, labels and value of each gauge, not older than ``STATE_SECONDS``."""
+        with self._lock:
+            now = time.monotonic()
+            if self._read_at is None or now - self._read_at >= STATE_SECONDS:
+                self._read_at = now
+                try:
+                    self._samples = [*self._read()]
+                except OSError as error:
+                    log.warning("the state of %s could not be read: %s", self.local_root, error)
+                    self._samples = []  # absent tells more than old
+            return self._samples
+
+    def _read(self) -> Iterator[Sample]:
+        yield from self._queue()
+        yield from self._commits()
+        disk = shutil.disk_usage(nearest_existing(self.local_root))
+        yield "tierckpt_local_free_bytes", {}, disk.free
+        yield "tierckpt_local_size_bytes", {}, disk.total
+        if self.budget is not None:
+            yield "tierckpt_drain_limit_bytes_per_second", {}, self.budget.bytes_per_second or 0
+            yield "tierckpt_drain_paused", {}, float(self.budget.paused)
+
+    def _queue(self) -> Iterator[Sample]:
+        entries = Journal(self.local_root).entries()
+        ready = [entry for entry in entries if entry.state == READY]
+        unwritten = [entry for entry in entries if entry.state != READY]
+        now = time.time()
+        for tier, waiting in ((Tier.SHARED, ready), (Tier.LOCAL, unwritten)):
+            oldest = min((entry.created_unix_seconds for entry in waiting), default=now)
+            yield "tierckpt_lag_seconds", {"tier": tier}, max(0.0, now - oldest)
+        yield "tierckpt_lag_bytes", {"tier": Tier.SHARED}, sum(entry.size_bytes for entry in ready)
+        failed = sum(bool(entry.error) for entry in ready)
+        counts = {"writing": len(unwritten), "ready": len(ready) - failed, "failed": failed}
+        for state, count in counts.items():
+            yield "tierckpt_queue_entries", {"state": state}, count
+
+    def _commits(self) -> Iterator[Sample]:
+        newest: dict[Tier, _Commit] = {}
+        for found in self._committed():
+            tiers = [Tier.LOCAL]
+            if commit.is_drained(found.directory, found.attempt):
+                tiers.append(Tier.SHARED)
+            for tier in tiers:
+                if tier not in newest or found.saved_unix_seconds > newest[tier].saved_unix_seconds:
+                    newest[tier] = found
+        for tier, found in newest.items():
+            step = step_of(found.directory.name)
+            if step is not None:
+                yield "tierckpt_last_commit_step", {"tier": tier}, step
+            yield "tierckpt_last_commit_time_seconds", {"tier": tier}, found.saved_unix_seconds
+
+    def _committed(self) -> Iterator[_Commit]:
+        """Yield the committed checkpoints of the local tier; a manifest is decoded once."""
+        root = self.local_root / "checkpoints"
+        known: dict[Path, tuple[tuple[int, int], _Commit]] = {}
+        for path in root.rglob(MANIFEST) if root.is_dir() else ():
+            try:
+                status = path.stat()
+                stamp = (status.st_mtime_ns, status.st_ino)
+                before = self._known.get(path)
+                if before is None or before[0] != stamp:
+                    found = manifests.decode(path.read_bytes(), where=str(path))
+                    before = (stamp, _Commit(path.parent.parent, found.attempt, found.created_unix_seconds))
+            except (OSError, TierckptError) as error:
+                log.debug("%s", error)  # being removed, or damaged: `tierckpt verify` says which
+                continue
+            known[path] = before
+            yield before[1]
+        self._known = known
+
+
+class _State(Collector):
+    """Hands the state of the node to prometheus-client."""
+
+    def __init__(self, state: NodeState) -> None:
+        self._state = state
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return [GaugeMetricFamily(name, text) for name, text in GAUGES.items()]
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        families: dict[str, GaugeMetricFamily] = {}
+        for name, labels, value in self._state.samples():
+            if name not in families:
+                families[name] = GaugeMetricFamily(name, GAUGES[name], labels=[*labels])
+            families[name].add_metric([*labels.values()], value)
+        return families.values()

@@ -1,0 +1,472 @@
+"""The agent process: serves the socket, drains the journal, executes wills, leaves when there is nothing left to do.
+
+Started by the first process of a job that needs it (``mover/contact.py``) or by the site (``tierckpt agent``). It runs
+the same mover that runs inline elsewhere. Its journal is on the SSD, so killing it at any instruction loses nothing
+that was acknowledged: the next one goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from ..config import Settings
+from ..engine import Engine
+from ..errors import TierckptError
+from ..mover import priority
+from ..mover.contact import (
+    DESCRIPTORS_MAX,
+    LOCK_NAME,
+    SOCKET,
+    encode,
+    peer_of,
+    private_directory,
+    socket_path,
+    take_message,
+)
+from ..mover.journal import READY, Entry
+from ..mover.lock import try_lock
+from ..telemetry import emit_rows, logger
+from ..types import Json, Progress
+from .estate import Estate, Owner
+
+log = logger("agent")
+
+LOCK = "agent.lock"
+RESCAN_SECONDS = 1.0
+RETRY_SECONDS_MIN = 5.0
+RETRY_SECONDS_MAX = 300.0
+CONNECTIONS_MAX = 1024
+ERRORS_KEPT = 20
+RECOVER_SECONDS = 60.0
+ENDING_SECONDS = 0.1
+ACCEPT_AGAIN_SECONDS = 1.0
+FINISH_POLL_SECONDS = 0.1
+_SO_PEERPIDFD = 77
+
+
+def run(settings: Settings, *, stay: bool = False) -> int:
+    """Run the agent of ``settings.local_root`` until it may leave (or, with ``stay``, until a signal). Returns the exit
+    code: 0, or 3 when a signal came and not all is on the shared tier.
+
+    Returns 0 at once when an agent runs already.
+    """
+    directory = private_directory(settings.local_root)
+    with try_lock(directory / LOCK) as held:
+        if not held:
+            log.info("an agent runs already for %s", settings.local_root)
+            return 0
+        _allow_descriptors()
+        priority.lower_this_thread(settings.flush_nice)  # the threads it will start inherit that
+        # Whatever this process drains, it drains itself.
+        return asyncio.run(Agent(settings.model_copy(update={"mover": "inline"}), directory, stay=stay).run())
+
+
+class _Connection:
+    """One process of the job. Reads without blocking; descriptors are queued until their message is whole.
+
+    Its end is not the process's: a process that got no answer in time closes it and lives on. The kernel tells by
+    ``pidfd`` (pidfd_open(2)) when the process ends. Where it does not (-1: an old kernel that sees another container's
+    process), the end of the connection has to do, and locks are not taken over: who still holds one is alive.
+    """
+
+    def __init__(self, sock: socket.socket, pid: int) -> None:
+        self.socket = sock
+        self.owner = Owner(pid)
+        self.pidfd = _pidfd_of(sock, pid)
+        self.buffer = bytearray()
+        self.descriptors: list[int] = []
+
+    def read(self) -> bool:
+        """Take in what has come. False when the other side is gone."""
+        size = DESCRIPTORS_MAX * array.array("i").itemsize
+        data, ancillary, flags, _ = self.socket.recvmsg(1 << 16, socket.CMSG_SPACE(size), socket.MSG_CMSG_CLOEXEC)
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(content[: len(content) - len(content) % received.itemsize])
+                self.descriptors.extend(received)
+        if flags & socket.MSG_CTRUNC:
+            return False  # descriptors were lost: what comes now cannot be trusted
+        self.buffer += data
+        return bool(data)
+
+    def close(self) -> None:
+        self.socket.close()
+        _close_all(self.descriptors)
+
+    @property
+    def process_has_ended(self) -> bool:
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+class Agent:
+    """One agent. ``run`` is its whole life."""
+
+    def __init__(self, settings: Settings, directory: Path, *, stay: bool = False) -> None:
+        self.settings = settings
+        self.engine = Engine(settings, self._on_progress)
+        self.estate = Estate()
+        self._directory = directory
+        self._stay = stay
+        self._connections: set[_Connection] = set()
+        self._watched: set[_Connection] = set()
+        """Whose process has not ended, closed ones among them when there is a will of theirs."""
+        self._begun = self._busy_at = time.monotonic()
+        self._retry_at: dict[str, float] = {}
+        self._failures: dict[str, int] = {}
+        self._errors: list[Json] = []
+        self._moving: dict[str, Progress] = {}
+        self._moved_bytes = 0
+        self._stopping = asyncio.Event()
+        self._signalled = False
+        self._metrics: Any = None
+        self._recovered_at = 0.0
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        self._serve_metrics()
+        with self._listen() as listener:
+            loop.add_reader(listener, self._accept, listener)
+            log.info("agent of %s is ready (process %d)", self.settings.local_root, os.getpid())
+            try:
+                await self._work_until_told()
+                code = await self._finish() if self._signalled else 0
+            finally:
+                loop.remove_reader(listener)
+                with contextlib.suppress(FileNotFoundError):
+                    (self._directory / SOCKET).unlink()
+        await self.engine.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        return code
+
+    def _serve_metrics(self) -> None:
+        """Prometheus, where it is asked for. An agent that cannot serve it drains all the same."""
+        if self.settings.metrics_port is None:
+            return
+        try:
+            from .metrics import Metrics
+
+            self._metrics = Metrics(self.settings.local_root, self.engine.budget)
+            self._metrics.serve(self.settings.metrics_port)
+        except (ImportError, TierckptError) as error:
+            log.error("no metrics are served: %s", error)
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        (self._directory / SOCKET).unlink(missing_ok=True)  # we hold the lock: nobody listens there any more
+        with socket_path(self._directory) as path:
+            listener.bind(path)
+        (self._directory / SOCKET).chmod(0o600)
+        listener.listen(128)
+        return listener
+
+    def _on_signal(self) -> None:
+        self._signalled = True
+        self._stopping.set()
+
+    async def _work_until_told(self) -> None:
+        """Look into the journal now and then: a message may be lost with the process that would have sent it."""
+        await self._recover()
+        while not self._stopping.is_set():
+            await self._drain_what_is_ready()
+            if time.monotonic() - self._recovered_at > RECOVER_SECONDS:
+                await self._recover()  # what a rank has written and nobody has named is put away when its time is up
+            if not self._may_leave():
+                self._busy_at = time.monotonic()
+            elif not self._stay and time.monotonic() - self._busy_at >= self.settings.agent_idle_seconds:
+                log.info("agent leaves: nothing to do for %g s", self.settings.agent_idle_seconds)
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), RESCAN_SECONDS)
+
+    def _may_leave(self) -> bool:
+        return not (self._connections or self.engine.draining or self._retry_at) and self.estate.is_empty
+
+    async def _drain_what_is_ready(self) -> None:
+        entries = await self._entries()
+        self._retry_at = {token: at for token, at in self._retry_at.items() if token in {e.token for e in entries}}
+        for entry in entries:
+            if entry.state == READY and time.monotonic() >= self._retry_at.get(entry.token, 0.0):
+                self._submit(entry.token)
+
+    def _submit(self, token: str) -> None:
+        if token in self.engine.draining:
+            return
+        self._retry_at[token] = time.monotonic() + RETRY_SECONDS_MAX  # until it ends, one way or the other
+        self._spawn(self._drain(token))
+
+    async def _drain(self, token: str) -> None:
+        try:
+            await self.engine.submit(token)
+        except TierckptError as error:
+            self._failures[token] = count = self._failures.get(token, 0) + 1
+            wait_seconds = min(RETRY_SECONDS_MIN * 2 ** (count - 1), RETRY_SECONDS_MAX)
+            self._retry_at[token] = time.monotonic() + wait_seconds
+            self._errors = [*self._errors, {"at_unix_seconds": time.time(), **error.to_json()}][-ERRORS_KEPT:]
+        except Exception:
+            log.exception("drain of %s failed; it is tried again", token)  # at the time that _submit has set
+        else:
+            self._failures.pop(token, None)
+            self._retry_at.pop(token, None)
+
+    async def _finish(self) -> int:
+        """After a signal: bring staged saves to the SSD, and drain as far as the grace period allows, newest first.
+
+        The processes of the job may have had the signal too: a checkpoint they have staged is waited for.
+        """
+        deadline = time.monotonic() + self.settings.grace_seconds
+        self._retry_at = {token: at for token, at in self._retry_at.items() if token in self.engine.draining}
+        while time.monotonic() < deadline:
+            await self._drain_what_is_ready()
+            if self.estate.is_empty and not self.engine.draining and not await self._left():
+                break
+            await asyncio.sleep(FINISH_POLL_SECONDS)
+        left = await self._left()
+        for entry in left:
+            log.warning(
+                "%s (%d bytes) is not on the shared tier yet; the next agent goes on",
+                entry.uri,
+                entry.size_bytes,
+            )
+        for save in self.estate.saves:
+            log.warning("%s is staged and not on the local tier", save.name)
+        return 3 if left or self.estate.saves else 0
+
+    async def _left(self) -> list[Entry]:
+        """What is on the local tier and not on the shared one."""
+        return [entry for entry in await self._entries() if entry.state == READY]
+
+    async def _entries(self) -> list[Entry]:
+        """The journal, newest first."""
+        try:
+            return await asyncio.to_thread(self.engine.journal.entries)
+        except OSError as error:
+            log.error("the journal cannot be read: %s", error)
+            return []
+
+    def _on_progress(self, progress: Progress) -> None:
+        before = self._moving.get(progress.what)
+        # A drain that is tried again begins at zero.
+        known_bytes = before.done_bytes if before is not None and before.done_bytes <= progress.done_bytes else 0
+        self._moved_bytes += progress.done_bytes - known_bytes
+        self._moving[progress.what] = progress
+        if progress.done_bytes >= progress.total_bytes:
+            del self._moving[progress.what]
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- the socket ---------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.error("no connection can be accepted: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)  # or this would be called again at once, and for ever
+            loop.call_later(ACCEPT_AGAIN_SECONDS, self._accept_again, listener)
+            return
+        pid, uid = peer_of(sock)
+        if uid not in (os.getuid(), 0) or len(self._connections) >= CONNECTIONS_MAX:
+            log.warning("refused a connection of process %d, user %d", pid, uid)
+            sock.close()
+            return
+        sock.setblocking(False)
+        connection = _Connection(sock, pid)
+        self._connections.add(connection)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(sock, self._readable, connection)
+        if connection.pidfd >= 0:
+            self._watched.add(connection)
+            loop.add_reader(connection.pidfd, self._ended, connection)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _readable(self, connection: _Connection) -> bool:
+        """Read and act. False when there is nothing more to read now, or ever."""
+        try:
+            alive = connection.read()
+            while (message := take_message(connection.buffer)) is not None:
+                self._handle(connection, message)
+        except BlockingIOError:
+            return False
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            log.warning("hung up on process %d: %s", connection.owner.pid, error)
+            alive = False
+        if not alive:
+            self._hang_up(connection)
+        return alive
+
+    def _hang_up(self, connection: _Connection) -> None:
+        asyncio.get_running_loop().remove_reader(connection.socket)
+        connection.close()
+        self._connections.discard(connection)
+        if connection not in self._watched:
+            self.estate.gone(connection.owner)
+        elif self.estate.has_will_of(connection.owner):
+            return  # until its process ends
+        else:
+            self._unwatch(connection)
+        self._spawn(self._after_an_end())
+
+    def _ended(self, connection: _Connection) -> None:
+        """The process has ended, even if somebody it forked still holds the connection open."""
+        self._unwatch(connection)
+        if connection in self._connections:
+            while self._readable(connection):
+                pass  # its last word counts
+        if connection in self._connections:
+            self._hang_up(connection)
+        else:
+            self.estate.gone(connection.owner)
+            self._spawn(self._after_an_end())
+
+    def _unwatch(self, connection: _Connection) -> None:
+        self._watched.discard(connection)
+        asyncio.get_running_loop().remove_reader(connection.pidfd)
+        os.close(connection.pidfd)
+        connection.pidfd = -1
+
+    async def _after_an_end(self) -> None:
+        """A process has ended: what it left unfinished is put away, once its wills are executed."""
+        await asyncio.sleep(ENDING_SECONDS)  # its connection may be closed a moment before its locks
+        await self.estate.settled()
+        await self._recover()
+
+    async def _recover(self) -> None:
+        self._recovered_at = time.monotonic()
+        try:
+            await self.engine.recover()
+        except (OSError, TierckptError) as error:
+            log.error("what earlier processes left cannot be taken up now: %s", error)
+
+    def _handle(self, connection: _Connection, message: Json) -> None:
+        count = message.pop("descriptors", 0)
+        received, connection.descriptors = connection.descriptors[:count], connection.descriptors[count:]
+        verb: Callable[..., Any] | None = getattr(self, f"_on_{message.pop('op', '')}", None)
+        try:
+            answer = verb(connection, received, **message) if verb is not None else _unknown()
+        except Exception as error:
+            self._answer(connection, {"error": f"{type(error).__name__}: {error}"})
+            return
+        finally:
+            _close_all(received)  # those that nobody has taken
+        if asyncio.iscoroutine(answer):
+            self._spawn(self._answer_later(connection, answer))
+        else:
+            self._answer(connection, {"ok": answer})
+
+    async def _answer_later(self, connection: _Connection, work: Coroutine[Any, Any, Any]) -> None:
+        try:
+            answer: Json = {"ok": await work}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        self._answer(connection, answer)
+
+    def _answer(self, connection: _Connection, answer: Json) -> None:
+        try:
+            connection.socket.sendall(encode(answer))
+        except OSError:
+            return  # it went away; reading will say so
+
+    # --- operations ---------------------------------------------------------------------------------------------
+
+    def _on_submit(self, connection: _Connection, received: list[int], token: str) -> None:
+        self._retry_at.pop(token, None)
+        self._submit(token)
+
+    def _on_hand_in(
+        self, connection: _Connection, received: list[int], save: str, rank: int, world_size: int, names: list[str]
+    ) -> None:
+        if len(received) != len(names) or len(set(names)) != len(names):
+            raise ValueError(f"{len(received)} descriptors for the names {names}")
+        descriptors = dict(zip(names, received, strict=True))
+        received.clear()
+        if connection not in self._watched and LOCK_NAME in descriptors:
+            os.close(descriptors.pop(LOCK_NAME))
+        self.estate.hand_in(connection.owner, save, rank, world_size, descriptors)
+
+    def _on_take_back(self, connection: _Connection, received: list[int], save: str, rank: int) -> None:
+        self.estate.take_back(save, rank)
+
+    async def _on_settle(self, connection: _Connection, received: list[int]) -> None:
+        """Answer when no will is being executed any more: then the local tier has all it is going to have."""
+        for ended in [watched for watched in self._watched if watched.process_has_ended]:
+            self._ended(ended)
+        await self.estate.settled()
+
+    def _on_metrics(self, connection: _Connection, received: list[int], rows: list[list[Any]]) -> int:
+        """Take in what another process of this node has measured."""
+        return emit_rows(rows)
+
+    def _on_stop(self, connection: _Connection, received: list[int]) -> None:
+        self._on_signal()
+
+    def _on_status(self, connection: _Connection, received: list[int]) -> Json:
+        return {
+            "pid": os.getpid(),
+            "uptime_seconds": time.monotonic() - self._begun,
+            "processes": len(self._connections) - 1,  # without the one that asks
+            "staged_saves": len(self.estate.saves),
+            "memory_held_bytes": self.estate.size_bytes,
+            "wills_executed": self.estate.executed,
+            "draining": len(self.engine.draining),
+            "moving": [
+                {"what": what, "done_bytes": progress.done_bytes, "total_bytes": progress.total_bytes}
+                for what, progress in self._moving.items()
+            ],
+            "moved_bytes": self._moved_bytes,
+            "errors": self._errors,
+        }
+
+
+def _pidfd_of(sock: socket.socket, pid: int) -> int:
+    """A descriptor that becomes readable when the process on the other side has ended; -1 when there is none."""
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)  # Linux 6.5; of another container's processes too
+    except OSError:
+        pass
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
+
+
+def _allow_descriptors() -> None:
+    """As many open files as this user may have: each staged checkpoint of each rank keeps a few."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+def _unknown() -> Json:
+    raise ValueError("no such operation; the two sides are of different versions of tierckpt")

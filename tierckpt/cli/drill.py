@@ -1,0 +1,58 @@
+"""``tierckpt drill``: bring a random checkpoint back from shared storage alone, compare it, say how long it took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+
+from ..errors import IntegrityError
+from ..types import Json
+from .output import Report, facts, human_bytes, human_seconds, progress_bar, table
+from .session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+
+Seed = Annotated[
+    int | None, typer.Option("--seed", metavar="N", help="Choose the step again that this seed chose before.")
+]
+Scratch = Annotated[
+    Path | None,
+    typer.Option(
+        "--scratch", metavar="DIR", help="Where to restore to. Default: the local root. What was restored is removed."
+    ),
+]
+
+
+def drill(
+    uri: UriArgument,
+    seed: Seed = None,
+    scratch: Scratch = None,
+    as_json: JsonOption = False,
+    local_root: LocalRootOption = None,
+) -> Report:
+    """Restore a random committed step at or under URI from shared storage only, and check every byte.
+
+    Copies on this node are not used. Exit 0 when all came back, 5 when something is damaged or missing, 4 when nothing
+    is committed there.
+    """
+    location = location_of(uri)
+    with progress_bar(as_json=as_json) as listener, open_client(local_root, listener, drain=False) as client:
+        found = client.run(
+            lambda engine: engine.drill(location, seed=seed, scratch=scratch.absolute() if scratch else None)
+        )
+    document = found.to_json()
+    return Report(document, _view(document), IntegrityError.exit_code if found.problems else 0)
+
+
+def _view(document: Json) -> list[RenderableType]:
+    summary = {
+        "checkpoint": document["uri"],
+        "chosen from": f"{document['committed']} committed on shared storage, seed {document['seed']}",
+        "restored": f"{human_bytes(document['restored_bytes'])} of {human_bytes(document['size_bytes'])} "
+        f"in {document['files']} files",
+        "took": f"{human_seconds(document['seconds'])}, {human_bytes(document['bytes_per_second'])}/s",
+        "result": "good" if document["good"] else f"{len(document['problems'])} damaged or missing files",
+    }
+    lines = [(row["file"], row["problem"]) for row in document["problems"]]
+    return [facts(summary), *([table("file problem", lines)] if lines else [])]

@@ -1,0 +1,134 @@
+"""``tierckpt prune``: remove the checkpoints of a run that a rule does not keep. Only looks, unless told ``--yes``."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+
+from ..engine import Engine
+from ..errors import CheckpointNotFoundError, ConfigError, PartialTransferError, TierckptError
+from ..layout import Location
+from ..mover import commit
+from ..mover.prune import FAILED, REMOVED, WOULD_GO, Outcome, PruneResult
+from ..mover.retention import Policy, Rule
+from ..types import Json
+from .output import Report, human_bytes, table
+from .session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+
+
+class Tiers(enum.StrEnum):
+    LOCAL = "local"
+    SHARED = "shared"
+    BOTH = "both"
+
+
+KeepLast = Annotated[
+    int | None, typer.Option("--keep-last", metavar="K", min=1, help="Keep the K newest checkpoints of each tier.")
+]
+KeepEvery = Annotated[
+    int | None, typer.Option("--keep-every", metavar="N", min=1, help="Keep the steps that N divides, too.")
+]
+TierOption = Annotated[Tiers, typer.Option("--tier", help="Where to remove: local, shared or both.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Remove. Without it nothing is removed, only shown.")]
+
+
+def prune(
+    uri: UriArgument,
+    keep_last: KeepLast = None,
+    keep_every: KeepEvery = None,
+    tier: TierOption = Tiers.BOTH,
+    yes: Yes = False,
+    as_json: JsonOption = False,
+    local_root: LocalRootOption = None,
+) -> Report:
+    """Show what retention would remove of the checkpoints directly under URI, and why it keeps the others.
+
+    Never removed: the newest of a tier and its newest good one, a local copy that is not on the shared tier yet, what
+    is being saved, drained or read on this node, and anything that tierckpt did not write.
+    """
+    location = location_of(uri)
+    rule = Rule(keep_last, keep_every)
+    policy = Policy(
+        local=rule if tier is not Tiers.SHARED else Rule(), shared=rule if tier is not Tiers.LOCAL else Rule()
+    )
+    with open_client(local_root) as client:
+        result = client.run(lambda engine: engine.prune(location, policy, dry_run=not yes))
+        if not result.outcomes and not result.leftovers:
+            raise client.run(lambda engine: _nothing_here(engine, location))
+    return Report(_document(location, result, yes), _view(result, yes, bool(policy)), _exit_code(result))
+
+
+async def _nothing_here(engine: Engine, location: Location) -> TierckptError:
+    """Say what is at ``location`` instead of a run of ours."""
+    if await commit.read_shared_manifest(engine.store(location)) or commit.read_local_manifest(
+        engine.directory(location)
+    ):
+        return ConfigError(
+            f"{location.uri} is a checkpoint, not a run of several",
+            hint=f"Prune the run it belongs to: tierckpt prune {location.parent.uri}",
+        )
+    return CheckpointNotFoundError(
+        f"no checkpoint of tierckpt under {location.uri}: nothing here is ours to remove",
+        hint="Give the run that holds step-1, step-2, ...; check the endpoint and local_root",
+    )
+
+
+def _exit_code(result: PruneResult) -> int:
+    """Partial is not success: 3 when something went and something could not, the error's own code when nothing did."""
+    if not result.errors:
+        return 0
+    return PartialTransferError.exit_code if result.only(REMOVED) else result.errors[0].exit_code
+
+
+def _document(location: Location, result: PruneResult, yes: bool) -> Json:
+    going = result.only(REMOVED if yes else WOULD_GO)
+    return {
+        "uri": location.uri,
+        "dry_run": not yes,
+        "copies": [one.to_json() for one in result.outcomes],
+        "others": result.others,
+        "leftovers": result.leftovers,
+        "going": len(going),
+        "going_bytes": _size_bytes(going),
+        "failed": len(result.only(FAILED)),
+        "errors": [error.to_json() for error in result.errors],
+    }
+
+
+def _view(result: PruneResult, yes: bool, has_rule: bool) -> list[RenderableType]:
+    rows: list[tuple[object, ...]] = [
+        (
+            one.copy.name,
+            one.copy.step,
+            one.copy.tier,
+            one.outcome,
+            human_bytes(one.copy.size_bytes),
+            one.copy.health or "",
+            one.reason,
+        )
+        for one in result.outcomes
+    ]
+    rows += [(name, None, None, "kept", None, "", why) for name, why in sorted(result.others.items())]
+    rows += [
+        (name, None, None, "removed" if yes else "would go", None, "", "leftovers of a removal that was cut short")
+        for name in result.leftovers
+    ]
+    view: list[RenderableType] = [table("name >step tier outcome >size files why", rows)]
+    if not has_rule:
+        view.append("No rule was given, so everything is kept: --keep-last K, --keep-every N.")
+    elif not yes:
+        going = result.only(WOULD_GO)
+        size = human_bytes(_size_bytes(going))
+        view.append(f"Nothing was removed. With --yes: {len(going)} of {len(result.outcomes)} copies go, {size}.")
+    else:
+        gone = result.only(REMOVED)
+        failed = f"; {len(result.only(FAILED))} could not be removed" if result.only(FAILED) else ""
+        view.append(f"Removed {len(gone)} copies, {human_bytes(_size_bytes(gone))}{failed}.")
+    return view
+
+
+def _size_bytes(outcomes: list[Outcome]) -> int:
+    return sum(one.copy.size_bytes for one in outcomes)

@@ -1,0 +1,328 @@
+"""A machine for the part of the pickle language that ``.metadata`` is written in. It is not an unpickler.
+
+It makes numbers, strings, containers, the few constants its caller names, and inert records: objects that only remember
+a class name and a state. There is no way in its language to import, to call anything but the caller's functions, or to
+set an attribute of anything. CPython's unpickler is not involved, so what is checked is what is built.
+
+Invariants (tests cite them):
+    S1  Only globals in the caller's exact table are known. Everything else is refused by name.
+    S2  Nothing is allocated for a length that the data does not have; memory and time are linear in its length
+        (at worst 75 bytes for each byte; what DCP writes takes about 10).
+    S3  No hash, comparison or recursion ever meets a nested value: keys of dicts are strings, integers or records.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+MARK, STOP, REDUCE, BUILD, APPEND, SETITEM, APPENDS, SETITEMS = b"(.Rbaseu"
+EMPTY_TUPLE, EMPTY_LIST, EMPTY_DICT, TUPLE = b")]}t"
+BININT1, BININT2, BINGET, LONG_BINGET = b"KMhj"
+PROTO, NEWOBJ, TUPLE1, TUPLE2, TUPLE3, SHORT_BINUNICODE, MEMOIZE = b"\x80\x81\x85\x86\x87\x8c\x94"
+PROTOCOLS = range(2, 6)
+
+
+class Refused(Exception):
+    """What the data asks for is not given. ``wanted`` is the global, when it is one."""
+
+    def __init__(self, reason: str, wanted: str = "") -> None:
+        super().__init__(reason)
+        self.wanted = wanted
+
+
+class Class:
+    """Stands for a class the data may make records of. It is not that class and leads nowhere."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Function:
+    """A function of the caller that the data may call. It must check its arguments: they can be anything made here."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+
+class Record:
+    """An instance as the data describes it: of which class, with which state (None: none given)."""
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: Class) -> None:
+        self.kind = kind
+        self.state: Any = None
+
+
+Globals = Mapping[tuple[str, str], Any]
+
+_KEYS = frozenset({str, int, Record})
+_unpack_double = struct.Struct(">d").unpack_from
+_unpack_int = struct.Struct("<i").unpack_from
+_unpack_unsigned = struct.Struct("<I").unpack_from
+_unpack_long = struct.Struct("<Q").unpack_from
+
+
+def run(data: bytes, known: Globals) -> Any:
+    """Return what ``data`` describes.
+
+    Raises:
+        Refused: anything outside the language, an unknown global, data that ends early or goes on after its end.
+    Cost: 0.13 microseconds an opcode; ten times the memory of what DCP writes.
+    """
+    try:
+        return _Machine(data, known).run()
+    except Refused:
+        raise
+    except (IndexError, struct.error):
+        raise Refused("it ends in the middle, or takes what was never put") from None
+    except Exception as error:
+        raise Refused(f"{type(error).__name__}: {error}") from error
+
+
+class _Machine:
+    __slots__ = ("data", "known", "memo")
+
+    def __init__(self, data: bytes, known: Globals) -> None:
+        self.data = data
+        self.known = known
+        self.memo: list[Any] = []
+
+    def run(self) -> Any:
+        """One long loop, most frequent opcodes first: a call for each would take three times as long."""
+        data, memo = self.data, self.memo
+        stack: list[Any] = []
+        outer: list[list[Any]] = []  # stacks below the open marks
+        at = self._header()
+        while True:
+            op = data[at]
+            at += 1
+            if op == MEMOIZE:
+                memo.append(stack[-1])
+            elif op == BINGET:
+                stack.append(memo[data[at]])
+                at += 1
+            elif op == BININT1:
+                stack.append(data[at])
+                at += 1
+            elif op == REDUCE:
+                arguments = stack.pop()
+                stack[-1] = _call(stack[-1], arguments)
+            elif op == TUPLE1:
+                stack[-1] = (stack[-1],)
+            elif op == TUPLE2:
+                last = stack.pop()
+                stack[-1] = (stack[-1], last)
+            elif op == BININT2:
+                stack.append(data[at] | data[at + 1] << 8)
+                at += 2
+            elif op == SHORT_BINUNICODE:
+                end = at + 1 + data[at]
+                stack.append(str(data[at + 1 : end], "utf-8"))
+                at = end
+            elif op == MARK:
+                outer.append(stack)
+                stack = []
+            elif op == EMPTY_TUPLE:
+                stack.append(())
+            elif op == NEWOBJ:
+                arguments = stack.pop()
+                stack[-1] = _new(stack[-1], arguments)
+            elif op == EMPTY_DICT:
+                stack.append({})
+            elif op == SETITEMS:
+                items, stack = stack, outer.pop()
+                _set_items(stack[-1], items)
+            elif op == BUILD:
+                state = stack.pop()
+                _build(stack[-1], state)
+            elif op == LONG_BINGET:
+                stack.append(memo[_unpack_unsigned(data, at)[0]])
+                at += 4
+            elif op == TUPLE3:
+                last, middle = stack.pop(), stack.pop()
+                stack[-1] = (stack[-1], middle, last)
+            elif op == TUPLE:
+                items, stack = stack, outer.pop()
+                stack.append(tuple(items))
+            elif op == EMPTY_LIST:
+                stack.append([])
+            elif op == APPENDS:
+                items, stack = stack, outer.pop()
+                _append(stack[-1], items)
+            elif op == APPEND:
+                item = stack.pop()
+                _append(stack[-1], [item])
+            elif op == SETITEM:
+                items = [stack.pop(-2), stack.pop()]
+                _set_items(stack[-1], items)
+            elif op == STOP:
+                return self._result(stack, outer, at)
+            else:
+                rare = _RARE.get(op)
+                if rare is None:
+                    raise Refused(f"opcode {bytes([op])!r} at byte {at - 1} is not one that DCP writes")
+                at = rare(self, stack, at)
+
+    def _header(self) -> int:
+        if self.data[0] != PROTO or self.data[1] not in PROTOCOLS:
+            raise Refused("it is no pickle of protocol 2 to 5")
+        return 2
+
+    def _result(self, stack: list[Any], outer: list[list[Any]], at: int) -> Any:
+        if len(stack) != 1 or outer:
+            raise Refused(f"it ends at byte {at}, where something else is missing or left over")
+        if at != len(self.data):
+            raise Refused(f"it goes on after its end, at byte {at}")
+        return stack[0]
+
+    def _take(self, at: int, count: int) -> bytes:
+        taken = self.data[at : at + count]
+        if len(taken) != count:
+            raise Refused(f"a length of {count} at byte {at} is longer than the file")
+        return taken
+
+    # --- opcodes met once in a while: each pushes, and returns where to go on --------------------------------------
+
+    def _none(self, stack: list[Any], at: int) -> int:
+        stack.append(None)
+        return at
+
+    def _true(self, stack: list[Any], at: int) -> int:
+        stack.append(True)
+        return at
+
+    def _false(self, stack: list[Any], at: int) -> int:
+        stack.append(False)
+        return at
+
+    def _int(self, stack: list[Any], at: int) -> int:
+        stack.append(_unpack_int(self.data, at)[0])
+        return at + 4
+
+    def _long(self, stack: list[Any], at: int) -> int:
+        """64 bits and no more: sizes need no more, and wider integers could all be made to share one hash."""
+        count = self.data[at]
+        if count > 8:
+            raise Refused(f"an integer of {count} bytes at byte {at}")
+        stack.append(int.from_bytes(self._take(at + 1, count), "little", signed=True))
+        return at + 1 + count
+
+    def _float(self, stack: list[Any], at: int) -> int:
+        stack.append(_unpack_double(self.data, at)[0])
+        return at + 8
+
+    def _text(self, stack: list[Any], at: int) -> int:
+        count: int = _unpack_unsigned(self.data, at)[0]
+        stack.append(str(self._take(at + 4, count), "utf-8"))
+        return at + 4 + count
+
+    def _short_bytes(self, stack: list[Any], at: int) -> int:
+        count = self.data[at]
+        stack.append(self._take(at + 1, count))
+        return at + 1 + count
+
+    def _bytes(self, stack: list[Any], at: int) -> int:
+        count: int = _unpack_unsigned(self.data, at)[0]
+        stack.append(self._take(at + 4, count))
+        return at + 4 + count
+
+    def _frame(self, stack: list[Any], at: int) -> int:
+        """A hint for those who read streams."""
+        count = _unpack_long(self.data, at)[0]
+        if count > len(self.data) - at - 8:
+            raise Refused(f"a frame of {count} bytes at byte {at} is longer than the file")
+        return at + 8
+
+    def _put(self, stack: list[Any], at: int) -> int:
+        return self._put_at(stack, self.data[at], at + 1)
+
+    def _long_put(self, stack: list[Any], at: int) -> int:
+        return self._put_at(stack, _unpack_unsigned(self.data, at)[0], at + 4)
+
+    def _put_at(self, stack: list[Any], index: int, at: int) -> int:
+        """Picklers number what they remember one by one. Any other index would only make the memo large."""
+        if index != len(self.memo):
+            raise Refused(f"memo index {index} at byte {at} where {len(self.memo)} comes next")
+        self.memo.append(stack[-1])
+        return at
+
+    def _stack_global(self, stack: list[Any], at: int) -> int:
+        name, module = stack.pop(), stack.pop()
+        stack.append(self._lookup(module, name))
+        return at
+
+    def _global(self, stack: list[Any], at: int) -> int:
+        middle = self.data.index(b"\n", at)
+        end = self.data.index(b"\n", middle + 1)
+        stack.append(self._lookup(str(self.data[at:middle], "utf-8"), str(self.data[middle + 1 : end], "utf-8")))
+        return end + 1
+
+    def _lookup(self, module: Any, name: Any) -> Any:
+        if type(module) is not str or type(name) is not str:
+            raise Refused("the name of a global is not a string")
+        if (module, name) not in self.known:
+            wanted = f"{module}.{name}"[:200]
+            raise Refused(f"it refers to {wanted!r}, which is not part of any checkpoint's metadata", wanted)
+        return self.known[module, name]
+
+
+_RARE: dict[int, Callable[[_Machine, list[Any], int], int]] = {
+    ord("N"): _Machine._none,
+    0x88: _Machine._true,
+    0x89: _Machine._false,
+    ord("J"): _Machine._int,
+    0x8A: _Machine._long,
+    ord("G"): _Machine._float,
+    ord("X"): _Machine._text,
+    ord("C"): _Machine._short_bytes,
+    ord("B"): _Machine._bytes,
+    0x95: _Machine._frame,
+    ord("q"): _Machine._put,
+    ord("r"): _Machine._long_put,
+    0x93: _Machine._stack_global,
+    ord("c"): _Machine._global,
+}
+
+
+def _call(function: Any, arguments: Any) -> Any:
+    if type(function) is not Function or type(arguments) is not tuple:
+        _misused("calls", function)
+    return function.call(*arguments)
+
+
+def _new(kind: Any, arguments: Any) -> Record:
+    if type(kind) is not Class or arguments != ():
+        _misused("makes an instance of", kind)
+    return Record(kind)
+
+
+def _build(record: Any, state: Any) -> None:
+    if type(record) is not Record or record.state is not None:
+        _misused("sets the state of", record)
+    record.state = state
+
+
+def _set_items(target: Any, items: list[Any]) -> None:
+    keys = items[::2]
+    if type(target) is not dict or len(items) % 2:
+        _misused("puts items into", target)
+    if not _KEYS.issuperset(map(type, keys)):
+        raise Refused("a key of a dict is neither a string nor an integer nor an index")
+    target.update(zip(keys, items[1::2], strict=True))
+
+
+def _append(target: Any, items: list[Any]) -> None:
+    if type(target) is not list:
+        _misused("appends to", target)
+    target.extend(items)
+
+
+def _misused(what: str, target: Any) -> NoReturn:
+    raise Refused(f"it {what} {type(target).__name__} {getattr(target, 'name', '')}".rstrip())

@@ -1,0 +1,391 @@
+"""``.metadata`` of a DCP checkpoint, read without running anything it says, and checked before anybody acts on it.
+
+Invariants (tests cite them):
+    S4  What is accepted equals what ``pickle.load`` would have given.
+    S5  What is accepted is safe to act on: no path leaves the checkpoint's directory, every chunk lies inside its
+        tensor and the chunks fill it, the bytes of a chunk are stored somewhere, list positions do not outgrow the
+        entries. So to allocate what the metadata says takes no more than items that large.
+    S6  Everything else is refused with one error. Work is linear in the size of the data, however much it shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path, PurePath, PureWindowsPath
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ...errors import UnsafeCheckpointError
+from ..collection import no_collection
+from . import machine
+from .machine import Class, Function, Record, Refused
+
+METADATA_BYTES_MAX = 1 << 31
+ELEMENTS_MAX = 1 << 50
+DEPTH_MAX = 100
+LIST_ITEMS_MIN = 1 << 16
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
+"""Where torch before 2.3 had TensorProperties."""
+
+_PLAIN = frozenset({str, int, float, bool, type(None), bytes, torch.Size, torch.dtype})
+_PATH = frozenset({str, int})
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+_FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+
+def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata:
+    """Return the metadata in ``data``, the same that ``pickle.load`` gives for what DCP writes. No code in it runs.
+
+    Args:
+        data: a whole ``.metadata`` file.
+        where: what errors call it: the file.
+        partial: it is the metadata of one rank, which knows the tensors whole and its own chunks of them only.
+
+    Raises:
+        UnsafeCheckpointError: it is damaged, asks for a global that is not data, or says what cannot be (S5).
+    Cost: as long as ``pickle.loads`` takes, about 30 microseconds for each shard of a tensor; S2 bounds the memory.
+    """
+    try:
+        with no_collection():
+            return _Builder(len(data), partial).metadata(_parse(data))
+    except Refused as error:
+        raise refusal(f"{where} is refused: {error}", error.wanted, file=where) from None
+    except Exception as error:  # whatever else strange values lead to: nothing was kept of them
+        raise refusal(f"{where} is refused: {type(error).__name__}: {error}", file=where) from error
+
+
+def refusal(message: str, wanted: str = "", **context: Any) -> UnsafeCheckpointError:
+    """The error, with the way round it where there is one: only an unknown global may be somebody's own class."""
+    if wanted:
+        hint = (
+            "A checkpoint that you wrote yourself, with classes of your own in its metadata, is read with "
+            "trust_pickle=True, which runs whatever code it names; from anybody else's, keep away"
+        )
+        return UnsafeCheckpointError(message, hint=hint, wanted=wanted, **context)
+    hint = "It is damaged, or made to do harm: use another copy or an older step"
+    return UnsafeCheckpointError(message, hint=hint, **context)
+
+
+def _parse(data: bytes) -> Any:
+    if len(data) > METADATA_BYTES_MAX:
+        raise Refused(f"{len(data)} bytes is more than any metadata has")
+    return machine.run(data, GLOBALS)
+
+
+# --- the functions metadata may call: arguments can be anything --------------------------------------------------
+
+
+def _size(numbers: Any) -> torch.Size:
+    if type(numbers) not in (tuple, list) or (numbers and (set(map(type, numbers)) != {int} or min(numbers) < 0)):
+        raise Refused("a size is not made of numbers from 0")
+    return torch.Size(numbers)
+
+
+def _layout(name: Any) -> torch.layout:
+    if type(name) is not str or name not in _LAYOUTS:
+        raise Refused("a layout that torch does not have")
+    return _LAYOUTS[name]
+
+
+def _format(value: Any) -> torch.memory_format:
+    if type(value) is not int or not 0 <= value < len(_FORMATS):
+        raise Refused("a memory format that DCP does not have")
+    return _FORMATS[value]
+
+
+def _member(owner: Any, name: Any) -> torch.memory_format:
+    """``getattr``, by which some Pythons pickle members of an Enum, for the one Enum there is."""
+    if owner is not _FORMAT or type(name) is not str or name not in _FORMAT_NAMES:
+        raise Refused(
+            "it refers to 'builtins.getattr', which is not part of any checkpoint's metadata", "builtins.getattr"
+        )
+    return _FORMATS[_FORMAT_NAMES.index(name)]
+
+
+def _path(*parts: Any) -> Path:
+    return Path(*_strings(parts))
+
+
+def _windows_path(*parts: Any) -> PureWindowsPath:
+    return PureWindowsPath(*_strings(parts))
+
+
+def _strings(parts: Any) -> Any:
+    if not all(type(part) is str for part in parts):
+        raise Refused("a path is not made of strings")
+    return parts
+
+
+_FORMAT = Function(_format)
+
+
+def _globals() -> dict[tuple[str, str], Any]:
+    """Every global that metadata may name: an exact table, no dotted names, nothing is looked up in a module."""
+    paths = {
+        (module, name): Function(_windows_path if "Windows" in name else _path)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    }
+    dtypes = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    return {
+        **paths,
+        **dtypes,
+        **{(kind.__module__, kind.__name__): _CLASSES[kind] for kind in _CLASSES},
+        (_METADATA, "_MEM_FORMAT_ENCODING"): _FORMAT,
+        (_OLD_METADATA, "MEM_FORMAT_ENCODING"): _FORMAT,
+        ("builtins", "getattr"): Function(_member),
+        ("torch", "Size"): Function(_size),
+        ("torch.serialization", "_get_layout"): Function(_layout),
+    }
+
+
+_CLASSES: dict[Any, Class] = {
+    kind: Class(kind.__name__)
+    for kind in (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        OldTensorProperties,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+        _StorageInfo,
+    )
+}
+_FIELDS = {kind: frozenset(field.name for field in dataclasses.fields(kind)) for kind in _CLASSES}
+GLOBALS = _globals()
+
+
+# --- from records to DCP's classes ------------------------------------------------------------------------------
+
+
+class _Builder:
+    """Makes the real objects, checking each. ``budget`` is what may still be looked at: as much as was written (S6)."""
+
+    def __init__(self, budget: int, partial: bool) -> None:
+        self._budget = budget
+        self._partial = partial
+        self._properties: dict[int, Any] = {}
+        self._paths: set[str] = set()
+
+    def metadata(self, record: Any) -> Metadata:
+        state = _state(record, Metadata, "state_dict_metadata")
+        entries = _dict(state["state_dict_metadata"], "state_dict_metadata")
+        storage, planner = state.get("storage_data"), state.get("planner_data")
+        built = {_text(fqn, "a name"): self._entry(fqn, entry) for fqn, entry in entries.items()}
+        if storage is not None:
+            storage = {_index(key): self._storage(value) for key, value in _dict(storage, "storage_data").items()}
+            _check_stored(built, storage)
+        self._check_plain(planner, 0)
+        _check_positions(planner)
+        meta = state.get("storage_meta")
+        return Metadata(
+            state_dict_metadata=built,
+            planner_data=planner,
+            storage_data=storage,
+            storage_meta=None if meta is None else _storage_meta(meta),
+            version=_optional(state.get("version"), str, "version"),
+        )
+
+    def _entry(self, fqn: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+        if type(record) is Record and record.kind is _CLASSES[BytesStorageMetadata]:
+            _state(record, BytesStorageMetadata)
+            return BytesStorageMetadata()
+        state = _state(record, TensorStorageMetadata, "properties", "size", "chunks")
+        size, chunks = _sizes(state["size"], fqn), state["chunks"]
+        elements = math.prod(size)
+        if elements > ELEMENTS_MAX:
+            raise Refused(f"{fqn:.200} has {elements} elements")
+        if type(chunks) is not list:
+            raise Refused(f"{fqn:.200} has no list of chunks")
+        self._spend(1 + len(chunks))
+        built = [_chunk(chunk, size, fqn) for chunk in chunks]
+        if not self._partial and sum(math.prod(chunk.sizes) for chunk in built) < elements:
+            raise Refused(f"the chunks of {fqn:.200} do not fill it")
+        return TensorStorageMetadata(self._shared_properties(state["properties"]), size, built)
+
+    def _shared_properties(self, record: Any) -> TensorProperties:
+        """Tensors that share one object of them in the file share one here: metadata of our own does that."""
+        if id(record) not in self._properties:
+            self._properties[id(record)] = _properties(record)
+        return self._properties[id(record)]  # type: ignore[no-any-return]
+
+    def _storage(self, record: Any) -> _StorageInfo:
+        state = _state(record, _StorageInfo, "relative_path", "offset", "length")
+        path, offset, length = state["relative_path"], state["offset"], state["length"]
+        if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+            raise Refused("the place of an item is not a number from 0")
+        if type(path) is not str or path not in self._paths:
+            self._paths.add(_relative(path))
+        transforms = state.get("transform_descriptors")
+        if transforms is None:
+            return _StorageInfo(path, offset, length)
+        self._spend(len(_list(transforms, "transform_descriptors")))
+        return _StorageInfo(path, offset, length, _strings(transforms))
+
+    def _check_plain(self, value: Any, depth: int) -> None:
+        """``planner_data`` is for the planner that wrote it: data of any shape, but nothing but data."""
+        if type(value) in _PLAIN:
+            return
+        if depth > DEPTH_MAX:
+            raise Refused(f"planner_data is nested more than {DEPTH_MAX} deep")
+        if type(value) is dict:
+            if not _PATH.issuperset(map(type, value)):
+                raise Refused("a key of planner_data is neither a string nor an integer")
+            value = value.values()
+        elif type(value) not in (tuple, list):
+            raise Refused("planner_data holds more than plain data")
+        self._spend(1 + len(value))
+        if not _PLAIN.issuperset(map(type, value)):
+            for item in value:
+                self._check_plain(item, depth + 1)
+
+    def _spend(self, count: int) -> None:
+        """What is written once may be referred to many times; looking at it each time could take forever."""
+        self._budget -= count
+        if self._budget < 0:
+            raise Refused("it says the same things over and over")
+
+
+def _state(record: Any, kind: Any, *needed: str) -> dict[str, Any]:
+    """The fields of ``record``, which must be of ``kind``, have those ``needed``, and no other than ``kind`` has."""
+    if type(record) is not Record or record.kind is not _CLASSES[kind]:
+        raise Refused(f"something else stands where a {kind.__name__} belongs")
+    state = {} if record.state is None else record.state
+    if type(state) is not dict or not _FIELDS[kind].issuperset(state):
+        raise Refused(f"a {kind.__name__} has fields that this version of torch does not know")
+    for name in needed:
+        if name not in state:
+            raise Refused(f"a {kind.__name__} has no {name}")
+    return state
+
+
+def _index(record: Any) -> MetadataIndex:
+    state = _state(record, MetadataIndex, "fqn")
+    fqn, offset = _text(state["fqn"], "a name"), state.get("offset")
+    if offset is not None and type(offset) is not torch.Size:
+        raise Refused(f"the offset of {fqn:.200} is no size")
+    return MetadataIndex(fqn, offset, _optional(state.get("index"), int, "an index"))
+
+
+def _chunk(record: Any, size: torch.Size, fqn: str) -> ChunkStorageMetadata:
+    state = _state(record, ChunkStorageMetadata, "offsets", "sizes")
+    offsets, sizes = _sizes(state["offsets"], fqn), _sizes(state["sizes"], fqn)
+    if not len(offsets) == len(sizes) == len(size):
+        raise Refused(f"a chunk of {fqn:.200} has another number of dimensions")
+    # An empty chunk holds nothing, wherever it is: ranks that get no rows of a tensor write those.
+    if any(at + count > end for at, count, end in zip(offsets, sizes, size, strict=True)) and 0 not in sizes:
+        raise Refused(f"a chunk of {fqn:.200} lies outside it")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _properties(record: Any) -> Any:
+    old = type(record) is Record and record.kind is _CLASSES[OldTensorProperties]
+    kind: Any = OldTensorProperties if old else TensorProperties
+    state = record.state if type(record) is Record and record.kind is _CLASSES[kind] else None
+    expected = (torch.dtype, torch.layout, bool, torch.memory_format, bool)
+    if type(state) is not tuple or tuple(map(type, state)) != expected:
+        raise Refused("the properties of a tensor are not what they should be")
+    return kind(*state)
+
+
+def _storage_meta(record: Any) -> StorageMeta:
+    state = _state(record, StorageMeta)
+    place = state.get("checkpoint_id")
+    if not isinstance(place, str | PurePath | None):
+        raise Refused("the checkpoint's id is no path")
+    return StorageMeta(
+        checkpoint_id=place,
+        save_id=_optional(state.get("save_id"), str, "save_id"),
+        load_id=_optional(state.get("load_id"), str, "load_id"),
+        modules=list(_strings(_list(state.get("modules", []), "modules"))),
+    )
+
+
+# --- checks of values -------------------------------------------------------------------------------------------
+
+
+def _relative(path: Any) -> str:
+    """Refuse any path that could lead out of the checkpoint's directory, on any store."""
+    if type(path) is not str or any(character in path for character in "\\\0"):
+        raise Refused("the path of a file is not acceptable")
+    if any(part in {"", ".", ".."} for part in path.split("/")):
+        raise Refused(f"the path {path[:200]!r} leads elsewhere")
+    return path
+
+
+def _check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, _StorageInfo]) -> None:
+    """The bytes of a dense chunk lie in its item. An item that is missing is told when it is asked for."""
+    for fqn, entry in entries.items():
+        if isinstance(entry, BytesStorageMetadata) or entry.properties.layout is not torch.strided:
+            continue
+        for chunk in entry.chunks:
+            info = storage.get(MetadataIndex(fqn, chunk.offsets))
+            needed = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+            if info is not None and not info.transform_descriptors and info.length < needed:
+                raise Refused(f"a chunk of {fqn:.200} needs {needed} bytes and has {info.length}")
+
+
+def _check_positions(planner_data: Any) -> None:
+    """Paths of DCP's planner name positions in lists, and loaders make lists that long: not longer than can be."""
+    if type(planner_data) is not dict:
+        return
+    longest: dict[tuple[Any, ...], int] = {}
+    room = LIST_ITEMS_MIN + 16 * len(planner_data)
+    for path in planner_data.values():
+        if type(path) is not tuple or int not in set(map(type, path)) or not _PATH.issuperset(map(type, path)):
+            continue
+        for depth, part in enumerate(path):
+            if type(part) is int:
+                if not 0 <= part < room:
+                    raise Refused(f"planner_data has a list of {part} items")
+                longest[path[:depth]] = max(longest.get(path[:depth], 0), part + 1)
+    if sum(longest.values()) > room:
+        raise Refused(f"planner_data has lists of {sum(longest.values())} items")
+
+
+def _sizes(value: Any, fqn: str) -> torch.Size:
+    if type(value) is not torch.Size:
+        raise Refused(f"a size of {fqn:.200} is none")
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    if type(value) is not str:
+        raise Refused(f"{what} is not a string")
+    return value
+
+
+def _list(value: Any, what: str) -> Any:
+    if type(value) not in (list, tuple):
+        raise Refused(f"{what} is not a list")
+    return value
+
+
+def _dict(value: Any, what: str) -> dict[Any, Any]:
+    if type(value) is not dict:
+        raise Refused(f"{what} is not a dict")
+    return value
+
+
+def _optional(value: Any, kind: type, what: str) -> Any:
+    if value is not None and type(value) is not kind:
+        raise Refused(f"{what} is not of type {kind.__name__}")
+    return value

@@ -1,0 +1,310 @@
+"""How a process of the job reaches its node's agent: one Unix socket under the local root, one message at a time.
+
+A message is a length (4 bytes, big-endian) and a JSON object; descriptors of staging memory travel beside it
+(SCM_RIGHTS, unix(7)). Each gets one answer, ``{"ok": ...}`` or ``{"error": ...}``. Every message says all that it
+needs, so that it can be sent again, to another agent if need be. Only when a process has ended does the agent act on
+what it promised; what it had sent is read first, so the last word of a dying process counts.
+
+Only the user who owns the directory may connect: it is 0700, and both sides look at the other's credentials.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config import Settings
+from ..errors import OperationTimeoutError, PermissionDeniedError, TierckptError
+from ..layout import agent_dir
+from ..stores.local import make_dirs
+from ..telemetry import logger
+from ..types import Json, Tier
+
+log = logger("agent")
+
+SOCKET = "agent.sock"
+LOG = "agent.log"
+WILL_NAME, LOCK_NAME = "will", "lock"
+"""Among the descriptors of a will, those that are not staging memory."""
+LOG_BYTES_MAX = 16 << 20
+MESSAGE_BYTES_MAX = 1 << 20
+DESCRIPTORS_MAX = 64
+ANSWER_SECONDS = 10.0
+START_SECONDS = 20.0
+POLL_SECONDS = 0.02
+
+_LENGTH = struct.Struct("!I")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7), SO_PEERCRED
+
+
+class NoAgentError(TierckptError):
+    """No agent answers on this node. Whoever asked does the work in its own process."""
+
+
+class _Gone(Exception):
+    """The connection was of no use any more."""
+
+
+def encode(message: Json) -> bytes:
+    data = json.dumps(message).encode()
+    return _LENGTH.pack(len(data)) + data
+
+
+def take_message(buffer: bytearray) -> Json | None:
+    """Take the first whole message out of ``buffer``; None while it has not all come.
+
+    Raises ValueError for what is no message: the connection is then of no use.
+    """
+    if len(buffer) < _LENGTH.size:
+        return None
+    (size,) = _LENGTH.unpack_from(buffer)
+    if size > MESSAGE_BYTES_MAX:
+        raise ValueError(f"a message of {size} bytes")
+    if len(buffer) < _LENGTH.size + size:
+        return None
+    message = json.loads(bytes(buffer[_LENGTH.size : _LENGTH.size + size]))
+    del buffer[: _LENGTH.size + size]
+    if not isinstance(message, dict):
+        raise ValueError("a message that is no object")  # noqa: TRY004  # of the same kind as the one above
+    return message
+
+
+def private_directory(local_root: Path) -> Path:
+    """Return the agent's directory, made 0700.
+
+    Raises PermissionDeniedError when it belongs to somebody else: whoever owns it could answer in the agent's name.
+    """
+    directory = agent_dir(local_root)
+    make_dirs(directory.parent)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    status = directory.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionDeniedError(
+            f"{directory} must belong to this user alone (mode 0700)",
+            hint="Give each user a local_root of their own, or `chmod 700` it",
+            tier=Tier.LOCAL,
+        )
+    return directory
+
+
+class socket_path:
+    """A path to the socket that fits into an address, however deep the local root lies (108 bytes, unix(7))."""
+
+    def __init__(self, directory: Path) -> None:
+        self._fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __enter__(self) -> str:
+        return f"/proc/self/fd/{self._fd}/{SOCKET}"
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process and user on the other side, as the kernel knows them."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return pid, uid
+
+
+class Contact:
+    """This process's connection to the agent of a local root. Thread-safe; connects when first asked something."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def ask(
+        self,
+        message: Json,
+        descriptors: Sequence[int] = (),
+        *,
+        start: bool = True,
+        timeout_seconds: float = ANSWER_SECONDS,
+    ) -> Any:
+        """Return the agent's answer.
+
+        Args:
+            start: start an agent when there is none.
+
+        Raises:
+            NoAgentError: none is there, or it went away twice. The message may or may not have been acted upon.
+            OperationTimeoutError: no answer within ``timeout_seconds``. The same holds.
+            TierckptError: the agent refuses.
+        """
+        _reap()
+        with self._lock:
+            try:
+                return self._ask(message, descriptors, start, timeout_seconds)
+            except _Gone as gone:
+                log.info("the agent of %s went away (%s), asking the next one", self.settings.local_root, gone)
+            try:
+                return self._ask(message, descriptors, start, timeout_seconds)
+            except _Gone as gone:
+                raise NoAgentError(f"the agent of {self.settings.local_root} went away: {gone}") from gone
+
+    def _ask(self, message: Json, descriptors: Sequence[int], start: bool, timeout_seconds: float) -> Any:
+        if self._socket is None:
+            self._socket = self._connect(start)
+        try:
+            answer = self._exchange(self._socket, message, descriptors, timeout_seconds)
+        except BaseException as error:
+            self._drop()  # the answer may still come, and it is not that to the next message
+            if isinstance(error, TimeoutError):
+                raise OperationTimeoutError(
+                    f"the agent of {self.settings.local_root} has not answered",
+                    hint=f"Its log is {agent_dir(self.settings.local_root) / LOG}",
+                    waited_seconds=timeout_seconds,
+                ) from error
+            if isinstance(error, OSError | ValueError):
+                raise _Gone(str(error)) from error
+            raise
+        if "error" in answer:
+            raise TierckptError(f"the agent refused: {answer['error']}")
+        return answer.get("ok")
+
+    def _exchange(
+        self, connection: socket.socket, message: Json, descriptors: Sequence[int], timeout_seconds: float
+    ) -> Json:
+        deadline = time.monotonic() + timeout_seconds
+        connection.settimeout(timeout_seconds)
+        data = encode({**message, "descriptors": len(descriptors)})
+        sent = socket.send_fds(connection, [data], list(descriptors)) if descriptors else 0
+        connection.sendall(data[sent:])
+        buffer = bytearray()
+        while (answer := take_message(buffer)) is None:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            received = connection.recv(1 << 16)
+            if not received:
+                raise ConnectionError("it closed the connection")
+            buffer += received
+        return answer
+
+    def _connect(self, start: bool) -> socket.socket:
+        directory = private_directory(self.settings.local_root)
+        deadline = time.monotonic() + START_SECONDS
+        process: subprocess.Popen[bytes] | None = None
+        while True:
+            try:
+                return _open(directory)
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                if not start:
+                    raise NoAgentError(f"no agent runs for {self.settings.local_root}") from error
+                # One that ended well has found another at work; should that be on its way out, the next finds none.
+                if process is None or process.poll() == 0:
+                    process = _start(directory, self.settings)
+                ended = process.poll()
+                if ended or time.monotonic() > deadline:
+                    raise NoAgentError(
+                        f"the agent of {self.settings.local_root} could not be started (exit code {ended})",
+                        hint=f"Its log is {directory / LOG}",
+                    ) from error
+            except PermissionDeniedError:
+                raise
+            except OSError as error:
+                raise NoAgentError(f"the agent of {self.settings.local_root} cannot be reached: {error}") from error
+            time.sleep(POLL_SECONDS)
+
+    def _drop(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: let go of the connection without a word, so that it ends when the parent does."""
+        self._lock = threading.Lock()
+        self._drop()
+
+
+def _open(directory: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(ANSWER_SECONDS)  # one that is stopped does not accept
+    try:
+        with socket_path(directory) as path:
+            connection.connect(path)
+        _, uid = peer_of(connection)
+    except BaseException:
+        connection.close()
+        raise
+    if uid not in (os.getuid(), 0):
+        connection.close()
+        raise PermissionDeniedError(f"the agent behind {directory} runs as user {uid}", tier=Tier.LOCAL)
+    return connection
+
+
+def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
+    """Start an agent that outlives us: a session of its own, no terminal. Two at once are fine, one of them leaves."""
+    log_file = directory / LOG
+    with contextlib.suppress(FileNotFoundError):  # none yet, or another starter was faster
+        if log_file.stat().st_size > LOG_BYTES_MAX:
+            log_file.replace(directory / f"{LOG}.1")
+    with log_file.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tierckpt.agent"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            cwd="/",
+            start_new_session=True,
+        )
+    _children.append(process)
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # type: ignore[union-attr]
+        pipe.write(settings.model_dump_json().encode())
+    log.info("started the agent of %s (process %d)", settings.local_root, process.pid)
+    return process
+
+
+def _reap() -> None:
+    """Wait for agents that have ended: one that left when idle, or found another at work."""
+    for child in [child for child in _children if child.poll() is not None]:
+        with contextlib.suppress(ValueError):
+            _children.remove(child)
+
+
+_contacts: dict[Path, Contact] = {}
+_children: list[subprocess.Popen[bytes]] = []
+"""Agents that this process started: kept so that those that end before us are waited for, and are no zombies."""
+_lock = threading.Lock()
+
+
+def contact_for(settings: Settings) -> Contact:
+    """Return this process's contact to the agent of ``settings.local_root``."""
+    with _lock:
+        if settings.local_root not in _contacts:
+            _contacts[settings.local_root] = Contact(settings)
+        return _contacts[settings.local_root]
+
+
+def close_contacts() -> None:
+    """Let go of every agent: they leave when they have nothing left to do."""
+    with _lock:
+        for contact in _contacts.values():
+            contact.close()
+        _contacts.clear()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for contact in _contacts.values():
+        contact._leave_to_parent()
+    _contacts.clear()
+    _children.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

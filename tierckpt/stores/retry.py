@@ -1,0 +1,274 @@
+"""What is done when a store fails: how often it is asked again, and when it is left alone.
+
+One ``Retries`` belongs to one mover and spans all its stores. It keeps two promises to the servers:
+    R1  Retries are at most a share of the requests that went well, plus a small floor (``Budget``). A store that
+        fails half of the time is not asked twice as much.
+    R2  A store that does not answer at all is asked by one probe at a time, ever more rarely (``Breaker``). Everybody
+        else waits for that probe, and goes on the moment it gets an answer.
+
+The store clients' own retries are switched off, so that what is counted here is what the servers see. The one
+exception is said in remote.py (parts of a large object).
+
+Sources: Brooker, "Exponential Backoff And Jitter" (full jitter) and "Fixing retries with token buckets and circuit
+breakers"; Nygard, "Release It!" (circuit breaker).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
+
+from ..config import Settings
+from ..errors import StoreUnavailableError, TierckptError
+from ..telemetry import RETRIES, logger
+from ..types import Tier
+
+log = logger("stores.retry")
+
+T = TypeVar("T")
+Probe = Callable[[], Awaitable[bool]]
+"""Ask a store for something cheap. True when it answered, whatever it said."""
+
+FLOOR_RETRIES = 10.0
+FLOOR_RETRIES_PER_SECOND = 1.0
+"""The floor of the budget: what a mover that has not sent much yet may retry."""
+BUDGET_RETRIES_MAX = 100.0
+"""What a long good time can save up for a bad one."""
+
+BACKOFF_SECONDS_MIN = 0.2
+BACKOFF_SECONDS_MAX = 10.0
+
+FAILURES_TO_OPEN = 5
+"""Failures in a row, of any requests to one store, after which it counts as down."""
+PROBE_PAUSE_SECONDS_MIN = 0.5
+PROBE_SECONDS_MAX = 10.0
+PATIENCE_SECONDS = 5.0
+"""How long after a store went down its callers still wait for it. Later ones are told at once: a save must not wait
+for a shared tier that is away."""
+
+
+class Budget:
+    """A token bucket: each good request earns a share of a retry, each retry costs one (R1)."""
+
+    def __init__(self, share_max: float) -> None:
+        self.share_max = share_max
+        self._retries = FLOOR_RETRIES
+        self._refilled_at = time.monotonic()
+
+    def earn(self) -> None:
+        self._retries = min(BUDGET_RETRIES_MAX, self._retries + self.share_max)
+
+    def take(self) -> bool:
+        """Pay for one retry; False when there is nothing to pay with."""
+        now = time.monotonic()
+        if self._retries < FLOOR_RETRIES:
+            refill = (now - self._refilled_at) * FLOOR_RETRIES_PER_SECOND
+            self._retries = min(FLOOR_RETRIES, self._retries + refill)
+        self._refilled_at = now
+        if self._retries < 1.0:
+            return False
+        self._retries -= 1.0
+        return True
+
+    async def wait(self, timeout_seconds: float) -> bool:
+        """Pay for one retry as soon as there is something to pay with; False when there is not in time."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self.take():
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(0.1)
+        return True
+
+
+class Breaker:
+    """Whether one store is up, and the one place where its callers wait while it is not (R2)."""
+
+    def __init__(self, name: str, pause_seconds_max: float, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self.name = name
+        self.patience_seconds = patience_seconds
+        self.is_open = False
+        self._pause_seconds_max = pause_seconds_max
+        self._pause_seconds = PROBE_PAUSE_SECONDS_MIN
+        self._failures = 0
+        self._down_since = 0.0
+        self._next_probe_at = 0.0
+        self._last_error = ""
+        self._turn = asyncio.Lock()
+
+    def succeeded(self) -> None:
+        """A request was answered. Closes the breaker, whoever made the request."""
+        if self._down_since:
+            log.warning("%s answers again after %.1f s", self.name, time.monotonic() - self._down_since)
+        self.is_open = False
+        self._failures = 0
+        self._down_since = 0.0
+        self._pause_seconds = PROBE_PAUSE_SECONDS_MIN
+
+    def failed(self, error: TierckptError) -> None:
+        """A request was not answered, or by a server that cannot serve."""
+        self._last_error = error.message
+        self._failures += 1
+        if not self.is_open and self._failures >= FAILURES_TO_OPEN:
+            self.is_open = True
+            if not self._down_since:
+                self._down_since = time.monotonic()
+                log.warning("%s is down, probing it from now on: %s", self.name, error.message)
+            self._plan_probe()
+
+    def _plan_probe(self) -> None:
+        self._next_probe_at = time.monotonic() + self._pause_seconds * random.uniform(0.5, 1.0)
+        self._pause_seconds = min(2 * self._pause_seconds, self._pause_seconds_max)
+
+    async def passed(self, probe: Probe, *, patient: bool = False) -> None:
+        """Return when the store may be asked. At once while it is up.
+
+        While it is down the callers form a line. The first of them sends the probe when one is due; when that is
+        answered, all go on at once.
+
+        Args:
+            patient: wait as long as it takes, not only ``patience_seconds`` from when the store went down.
+
+        Raises:
+            StoreUnavailableError: it is down, and has been for longer than that.
+        """
+        while self.is_open:
+            left = self._down_since + self.patience_seconds - time.monotonic()
+            is_due = time.monotonic() >= self._next_probe_at and not self._turn.locked()
+            if left <= 0 and not (patient or is_due):
+                raise self._unavailable()
+            try:
+                async with asyncio.timeout(None if patient else max(left, PROBE_SECONDS_MAX if is_due else 0.0)):
+                    async with self._turn:
+                        await self._probe_when_due(probe)
+            except TimeoutError:
+                continue
+            if self.is_open and is_due and left <= 0 and not patient:
+                raise self._unavailable()
+
+    async def _probe_when_due(self, probe: Probe) -> None:
+        while self.is_open:
+            await asyncio.sleep(max(0.0, self._next_probe_at - time.monotonic()))
+            if not self.is_open:
+                return  # a request that was under way has been answered meanwhile
+            self._plan_probe()  # before the probe: one that is cancelled counts as well
+            if await probe():
+                # Half closed: the first failure opens it again, and the pauses stay as long as they had become.
+                self.is_open = False
+                self._failures = FAILURES_TO_OPEN - 1
+            elif time.monotonic() > self._down_since + self.patience_seconds:
+                return
+
+    def _unavailable(self) -> StoreUnavailableError:
+        return StoreUnavailableError(
+            f"{self.name} is down: {self._last_error}",
+            hint="It is probed until it answers; what waits for it goes on then",
+            tier=Tier.SHARED,
+            down_seconds=round(time.monotonic() - self._down_since, 1),
+        )
+
+
+class Retries:
+    """The policy of one mover. ``counts`` tells what happened: requests, failures, retries, and why."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.budget = Budget(settings.retry_share_max)
+        self.counts: Counter[str] = Counter()
+        self._breakers: dict[str, Breaker] = {}
+
+    def breaker(self, name: str) -> Breaker:
+        """The breaker of the store ``name`` (a bucket): one for all checkpoints in it."""
+        if name not in self._breakers:
+            patience = min(PATIENCE_SECONDS, self.settings.store_timeout_seconds)
+            self._breakers[name] = Breaker(name, self.settings.drain_retry_seconds_max, patience)
+        return self._breakers[name]
+
+    async def run(self, breaker: Breaker, probe: Probe, request: Callable[[], Awaitable[T]]) -> T:
+        """Make one idempotent request, again while it fails in a way that may pass, with full jitter.
+
+        Raises:
+            StoreUnavailableError: attempts, time (``store_timeout_seconds``) or budget are spent, or the store is down.
+        Cost: at most ``1 + retry_attempts_max`` requests; none while the store is known to be down.
+        """
+        return await self.again(
+            lambda: self.once(breaker, probe, request), timeout_seconds=self.settings.store_timeout_seconds
+        )
+
+    async def once(self, breaker: Breaker, probe: Probe, request: Callable[[], Awaitable[T]]) -> T:
+        """Make one request that cannot be repeated as it is, when the store is up."""
+        await breaker.passed(probe)
+        self.counts["requests"] += 1
+        try:
+            result = await request()
+        except StoreUnavailableError as error:
+            self.counts["failures"] += 1
+            if _is_answer(error):
+                breaker.succeeded()
+            else:
+                breaker.failed(error)
+            raise
+        except TierckptError:
+            self._went_well(breaker)  # "not found" is an answer
+            raise
+        self._went_well(breaker)
+        return result
+
+    def _went_well(self, breaker: Breaker) -> None:
+        self.budget.earn()
+        breaker.succeeded()
+
+    async def again(self, work: Callable[[], Awaitable[T]], *, timeout_seconds: float = math.inf) -> T:
+        """Do ``work``, which makes its requests by ``once``, again while it fails in a way that may pass.
+
+        A failure that went through here before, further down, is not tried again: retries do not multiply.
+        """
+        attempts = 0
+        last: StoreUnavailableError | None = None
+        deadline = time.monotonic() + timeout_seconds
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(_may_pass),
+            stop=stop_after_attempt(1 + self.settings.retry_attempts_max) | stop_after_delay(timeout_seconds),
+            wait=wait_random_exponential(multiplier=BACKOFF_SECONDS_MIN, max=BACKOFF_SECONDS_MAX),
+            reraise=True,
+        )
+        try:
+            async for attempt in retrying:
+                with attempt:
+                    if last is not None:
+                        await self.pay(last, deadline)
+                    attempts += 1
+                    try:
+                        return await work()
+                    except StoreUnavailableError as error:
+                        last = error
+                        raise
+        except StoreUnavailableError as error:
+            error.context.setdefault("attempts", attempts)
+            raise
+        raise AssertionError("unreachable")  # reraise=True: the last failure is raised above
+
+    async def pay(self, failure: TierckptError, deadline: float = math.inf) -> None:
+        """Take one retry from the budget; raise ``failure`` when there is none before ``deadline`` (monotonic)."""
+        left = min(deadline - time.monotonic(), self.settings.store_timeout_seconds)
+        if not await self.budget.wait(left):
+            self.counts["retries_refused"] += 1
+            raise failure
+        self.counts["retries"] += 1
+        RETRIES.emit(1, operation="request")
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, StoreUnavailableError) and not error.context.keys() & {"down_seconds", "attempts"}
+
+
+def _is_answer(error: StoreUnavailableError) -> bool:
+    """True when a server that works said "not now": a conflict of two writes, a credential just renewed."""
+    status = error.context.get("status")
+    return isinstance(status, int) and status in {401, 403, 404, 409}
