@@ -228,6 +228,10 @@ class Engine:
             [result for result in results if isinstance(result, TierckptError)],
         )
 
+    async def hurry(self) -> None:
+        """From now on the drains of this process let nothing go before the newest checkpoint: it will be stopped."""
+        self._drainer.budget.hurry()
+
     async def idle(self, timeout_seconds: float) -> builtins.list[Entry]:
         """Wait until this process drains nothing, at most ``timeout_seconds``. Returns what is still in its hands.
 

@@ -84,7 +84,7 @@ class Nursery:
         return json.loads(self._process.stdout.readline())
 
     def start(self, scenario: str, folder: Path, world_size: int = 1, **arguments: Any) -> Job:
-        """Start the ranks of ``agent_scenarios.<scenario>(folder=..., **arguments)``; each writes its log to ``folder``."""
+        """Start the ranks of ``agent_scenarios.<scenario>(folder=..., **arguments)``. Their logs are in ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         env = {name: value for name, value in os.environ.items() if name.startswith(("TIERCKPT_", "AWS_"))}
         arguments["folder"] = str(folder)

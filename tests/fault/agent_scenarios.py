@@ -7,6 +7,7 @@ can count that it did; ranks die when all of them are there, one a moment after 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import signal
 import time
@@ -157,12 +158,11 @@ def _first_half(real: Callable[..., Any], reached: Callable[[], None]) -> Callab
 def all_die(uri: str, folder: str, point: str, **settings: Any) -> None:
     """Step 1 is committed, and all ranks are killed at ``point`` of step 2."""
     points = Points(folder)
-    with_world = (points.rank, points.world_size)
     checkpointer = _checkpointer(uri, **settings)
-    checkpointer.save(1, state_of(points.rank, 1, with_world[1]))
+    checkpointer.save(1, state_of(points.rank, 1, points.world_size))
     checkpointer.wait("local")
     _arm(points, point, lambda: points.reach("killed"))
-    checkpointer.save(2, state_of(points.rank, 2, with_world[1]))
+    checkpointer.save(2, state_of(points.rank, 2, points.world_size))
     points.await_all("killed")
     points.die(after_seconds=points.rank * STAGGER_SECONDS)
 
@@ -183,7 +183,7 @@ def one_never_stages(uri: str, folder: str, **settings: Any) -> None:
 
 
 def one_dies(uri: str, folder: str, killed: int, point: str, **settings: Any) -> None:
-    """Only ``killed`` is killed, at ``point`` of step 2. The others say what became of the save, and live on for a while."""
+    """Only ``killed`` is killed, at ``point`` of step 2. The others say what became of the save, and live on."""
     points = Points(folder)
     checkpointer = _checkpointer(uri, timeout_seconds=3.0, **settings)
     checkpointer.save(1, state_of(points.rank, 1, points.world_size))
@@ -229,7 +229,7 @@ def killed_while_a_slot_is_used_again(uri: str, folder: str, seeded: bool = Fals
     checkpointer.wait("local")
     _arm(points, "flushed", lambda: points.reach("flushed"))
     if seeded:
-        _replace(TierStorageWriter, "_note", lambda _: lambda writer, save, files: setattr(save, "entry", _with(save, files)))
+        _replace(TierStorageWriter, "_note", lambda _: _note_nothing)
     before = _allocations()
     checkpointer.save(2, state_of(0, 2))
     points.await_all("flushed")
@@ -241,10 +241,8 @@ def killed_while_a_slot_is_used_again(uri: str, folder: str, seeded: bool = Fals
     points.die()
 
 
-def _with(save: Any, files: Any) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(save.entry, files=files)
+def _note_nothing(_: Any, save: Any, files: Any) -> None:
+    save.entry = dataclasses.replace(save.entry, files=files)
 
 
 def _allocations() -> int:
@@ -288,7 +286,7 @@ class _Endless(Dataset[int]):
 
 
 def killed_while_workers_live_on(uri: str, folder: str, **settings: Any) -> None:
-    """A DataLoader worker, and a child that C code forked, have copies of all descriptors and live on after the kill."""
+    """A DataLoader worker, and a child that C code forked, have copies of descriptors and live on after the kill."""
     points = Points(folder)
     checkpointer = _checkpointer(uri, **settings)
     checkpointer.save(1, state_of(0, 1))

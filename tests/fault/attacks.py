@@ -1,9 +1,4 @@
-"""Attacks on whoever opens a checkpoint, each tried in a process of its own with little memory.
-
-Run as a program: imports torch once, then forks for each attack, so that one may die and take nobody with it.
-    python -m tests.fault.attacks corpus DIR          one JSON object for each attack
-    python -m tests.fault.attacks bugs DIR            one for each seeded bug, with the attack that must find it
-    python -m tests.fault.attacks fuzz DIR SECONDS    mutated metadata and manifests; one at the end
+"""Attacks on whoever opens a checkpoint: the bytes of each. ``attacks_try.py`` tries them.
 
 An attack says what it does to a reader that trusts (``control``), so that a corpus gone stale is noticed:
     runs      code of its own, which makes a canary file
@@ -14,50 +9,22 @@ An attack says what it does to a reader that trusts (``control``), so that a cor
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
 import os
 import pickle
-import re
-import resource
-import shutil
-import signal
 import struct
-import sys
-import time
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-
-from tests.states import raises_ours
-from tierckpt import TierStorageReader
-from tierckpt.dcp.sealed import machine, objects
-from tierckpt.dcp.sealed import metadata as sealed
-
-MEMORY_BYTES = 1 << 30
-"""What an attempt may have beyond what the process has at its start."""
-ATTEMPT_SECONDS = 20
-BUG_SECONDS = 5
-"""For a bug whose attack goes on forever. Refused it takes 10 milliseconds."""
-GROWN_BYTES_MAX = 300 << 20
-CACHES = {"__slotnames__"}
-"""What pickling a class leaves on it by itself."""
-CLASSES = (
-    *(kind for kind in vars(metadata).values() if isinstance(kind, type) and kind.__module__ == metadata.__name__),
-    filesystem._StorageInfo,
-    OldTensorProperties,
-)
 
 
 class Call:
@@ -413,228 +380,3 @@ ITEMS = [
     Attack("an item that is noise", lambda *_: bytes(range(256)), "cannot read it", "", item=True),
 ]
 CORPUS = [*LANGUAGE, *BOMBS, *LIES, *ITEMS]
-
-
-# --- seeded bugs: each must be found ----------------------------------------------------------------------------
-
-
-def _any_global(self: Any, module: Any, name: Any) -> Any:
-    import importlib
-
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return self.known.get((module, name), machine.Function(found))
-
-
-def _trusting_load(stream: Any, map_location: Any, _: str) -> Any:
-    return torch.load(stream, map_location=map_location, weights_only=False)
-
-
-def _any_memo_index(self: Any, stack: list[Any], index: int, at: int) -> int:
-    self.memo.extend([0] * index)
-    return at
-
-
-class _Everything:
-    issuperset = staticmethod(lambda _: True)
-
-
-BUGS: dict[str, tuple[Any, str, Any, str]] = {
-    "paths are not checked": (sealed, "_relative", lambda path: path, "path '../../etc/passwd'"),
-    "any global is known": (machine._Machine, "_lookup", _any_global, "os.system in planner_data"),
-    "keys are not checked": (machine, "_KEYS", _Everything, "a million tuples deep as a key"),
-    "memo indices are not checked": (machine._Machine, "_put_at", _any_memo_index, "memo bomb"),
-    "lengths are not checked": (machine._Machine, "_take", lambda *given: bytes(given[-1]), "BINBYTES of 4 GiB"),
-    "nothing is counted": (sealed._Builder, "_spend", lambda *_: None, "chunks of all tensors shared"),
-    "ends are not checked": (machine._Machine, "_result", lambda *given: given[1][0], "a second pickle behind"),
-    "list positions are not checked": (sealed, "_check_positions", lambda _: None, "list of 2**40 items"),
-    "bytes of chunks are not counted": (sealed, "_check_stored", lambda *_: None, "item shorter than its tensor"),
-    "ranges are not checked": (TierStorageReader, "_check_inside", lambda *_: None, "item beyond its file"),
-    "items are trusted": (objects, "_load", _trusting_load, "os.system in an item"),
-    "items are handed on as they are": (objects.Objects, "inert", lambda *given: given[1], "os.system in an item"),
-}
-"""What to break (object, attribute, replacement), and the attack that must then get through."""
-
-
-# --- trying -----------------------------------------------------------------------------------------------------
-
-
-def save_genuine(directory: Path) -> None:
-    """Save with stock DCP."""
-    state = {"weight": torch.arange(16.0).reshape(4, 4), "list": [torch.zeros(2), {"n": 1}], "evil": {"x": "harmless"}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=directory, no_dist=True)
-
-
-def prepare(attack: Attack, directory: Path, canary: Path) -> Path:
-    """A checkpoint of stock DCP, with the attack in it."""
-    checkpoint = directory / "checkpoint"
-    shutil.rmtree(checkpoint, ignore_errors=True)
-    shutil.copytree(directory / "genuine", checkpoint)
-    canary.unlink(missing_ok=True)
-    good: Metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
-    if attack.item:
-        data = attack.make(canary, good)
-        (checkpoint / "__9_9.distcp").write_bytes(data)
-        info = good.storage_data[MetadataIndex("evil.x")]
-        info.relative_path, info.offset, info.length = "__9_9.distcp", 0, len(data)
-        (checkpoint / ".metadata").write_bytes(pickle.dumps(good))
-    else:
-        (checkpoint / ".metadata").write_bytes(attack.make(canary, good))
-    return checkpoint
-
-
-def fingerprint() -> dict[str, str]:
-    return {
-        kind.__qualname__: repr(sorted((k, repr(v)) for k, v in vars(kind).items() if k not in CACHES))
-        for kind in CLASSES
-    }
-
-
-def open_checkpoint(checkpoint: Path, local_root: Path, **options: Any) -> None:
-    target = {"weight": torch.zeros(4, 4), "list": [torch.ones(2), {"n": 0}], "evil": {"x": ""}}
-    with raises_ours():
-        reader = TierStorageReader(checkpoint, local_root=local_root, mover="inline", allow_tmpfs=True, **options)
-        dcp.load(target, storage_reader=reader, no_dist=True)
-
-
-def attempt(action: Callable[[], None], seconds: int = ATTEMPT_SECONDS) -> dict[str, Any]:
-    """Run ``action`` in a fork with little memory. What it raised, how it ended, what it left behind in classes."""
-    before_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    out, into = os.pipe()
-    begun = time.monotonic()
-    child = os.fork()
-    if child == 0:
-        os.close(out)
-        _in_child(action, into, seconds)
-    os.close(into)
-    with os.fdopen(out, "rb") as stream:
-        said = stream.read()
-    _, status, usage = os.wait4(child, 0)
-    report = json.loads(said) if said else {"error": "", "message": ""}
-    return {
-        **report,
-        "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
-        "grown_bytes": max(0, usage.ru_maxrss * 1024 - before_bytes),
-        "seconds": round(time.monotonic() - begun, 3),
-    }
-
-
-def _in_child(action: Callable[[], None], into: int, seconds: int) -> None:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(seconds)
-    size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (size_bytes, size_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    before, report = fingerprint(), {"error": "", "message": ""}
-    with contextlib.redirect_stderr(io.StringIO()):
-        try:
-            action()
-        except BaseException as error:
-            report = {"error": type(error).__name__, "message": str(error)[:600] + str(error)[600:][-300:]}
-    try:
-        after = fingerprint()
-    except Exception:
-        after = {}
-    report["polluted"] = [name for name in before if before[name] != after.get(name)]
-    os.write(into, json.dumps(report).encode())
-    os._exit(0)
-
-
-def run_corpus(directory: Path) -> Iterator[dict[str, Any]]:
-    """Each attack on our reader, on our reader told to trust, and on plain pickle."""
-    canary = directory / "canary"
-    for attack in CORPUS:
-        report = {"name": attack.name, "sealed": _sealed_report(attack, directory)}
-        checkpoint = prepare(attack, directory, canary)
-        if attack.control in {"runs", "pollutes", "dies"}:
-            trusting = attempt(lambda at=checkpoint: open_checkpoint(at, directory / "local", trust_pickle=True))
-            report["trusted"] = {**trusting, "canary": canary.exists()}
-        if attack.control in {"believed", "dies"}:
-            data = (checkpoint / ".metadata").read_bytes()
-            report["stock"] = attempt(lambda data=data: _believe(data))
-        yield report
-
-
-def run_bugs(directory: Path) -> Iterator[dict[str, Any]]:
-    """Each seeded bug, and how the attack that must find it fares then."""
-    attacks = {attack.name: attack for attack in CORPUS}
-    for bug, (owner, attribute, broken, name) in BUGS.items():
-        right = getattr(owner, attribute)
-        setattr(owner, attribute, broken)
-        try:
-            yield {"bug": bug, "name": name, "sealed": _sealed_report(attacks[name], directory, BUG_SECONDS)}
-        finally:
-            setattr(owner, attribute, right)
-
-
-def _sealed_report(attack: Attack, directory: Path, seconds: int = ATTEMPT_SECONDS) -> dict[str, Any]:
-    canary = directory / "canary"
-    checkpoint = prepare(attack, directory, canary)
-    report = attempt(lambda: open_checkpoint(checkpoint, directory / "local"), seconds)
-    return {**report, "canary": canary.exists()}
-
-
-def is_refused(attack: Attack, report: dict[str, Any]) -> bool:
-    """Refused for the right reason, quickly, with nothing run, changed, or allocated."""
-    return (
-        report["error"] in {"UnsafeCheckpointError", "IntegrityError"}
-        and re.search(attack.match, report["message"]) is not None
-        and is_harmless(report)
-    )
-
-
-def is_harmless(report: dict[str, Any]) -> bool:
-    return (
-        not report["canary"]
-        and not report["signal"]
-        and not report["polluted"]
-        and report["grown_bytes"] < GROWN_BYTES_MAX
-        and report["seconds"] < ATTEMPT_SECONDS
-    )
-
-
-def works(attack: Attack, report: dict[str, Any]) -> bool:
-    """Does the attack do what it says to a reader that trusts?"""
-    if attack.control == "runs":
-        return bool(report["trusted"]["canary"])
-    if attack.control == "pollutes":
-        return bool(report["trusted"]["polluted"])
-    if attack.control == "believed":
-        return not report["stock"]["error"]
-    tried = (report["trusted"], report["stock"])
-    return any(one["signal"] or "MemoryError" in one["error"] + one["message"] for one in tried)
-
-
-def _believe(data: bytes) -> None:
-    stream = io.BytesIO(data)
-    pickle.load(stream)
-
-
-def main() -> None:
-    what, directory = sys.argv[1], Path(sys.argv[2])
-    if what == "fuzz":
-        from tests.fault.attacks_fuzz import fuzz
-
-        print(json.dumps(attempt_fuzz(lambda: fuzz(directory, float(sys.argv[3])))))
-        return
-    save_genuine(directory / "genuine")
-    for report in run_corpus(directory) if what == "corpus" else run_bugs(directory):
-        print(json.dumps(report), flush=True)
-
-
-def attempt_fuzz(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    before = fingerprint()
-    size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (size_bytes, size_bytes))
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    counts = action()
-    counts["grown_bytes"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - rss) * 1024
-    counts["polluted"] = [name for name, seen in fingerprint().items() if before[name] != seen]
-    return counts
-
-
-if __name__ == "__main__":
-    main()

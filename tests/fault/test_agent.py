@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -13,7 +12,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from tierckpt.mover import contact as contacts
 from tierckpt.mover.budget import change_control
 from tierckpt.mover.commit import is_drained, read_local_manifest
 from tierckpt.mover.contact import SOCKET, Contact, NoAgentError
-from tierckpt.mover.journal import READY, Journal
+from tierckpt.mover.journal import Journal
 from tierckpt.mover.lock import try_lock
 
 pytestmark = pytest.mark.distributed
@@ -263,3 +261,234 @@ def _attempt(root: Path, uri: str) -> str:
 
 def _files_of_an_agent(root: Path) -> list[str]:
     return ["agent.lock", "agent.log", *([SOCKET] if runs(root) else [])]
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_save_that_one_rank_had_not_staged_is_none(
+    world_size: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    job = nursery.start("one_never_stages", tmp_path / "job", world_size, uri=file_uri, **SETTINGS)
+    assert job.codes() == [-signal.SIGKILL] * world_size, job.output()
+    assert len(list(job.folder.glob("killed.*"))) == world_size
+    settle(local_root, job)
+    assert "1 of its 2 ranks had staged it" in log_of(local_root)
+    assert_is_step(file_uri, 1, local_root, world_size)
+    assert list(local_dir(local_root, parse_uri(f"{file_uri}/step-2")).glob("*.distcp")) == []
+
+
+# --- one rank killed ------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_killed_fails_the_save_on_all(
+    nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    """The coordinator lives and says so: nothing is committed, and no memory is kept while the others live on."""
+    job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=2, point="handed in", **SETTINGS)
+    outcomes = _outcomes_of(job, [0, 1])
+    assert {outcome for outcome, _ in outcomes} == {"OperationTimeoutError"}, job.output()
+    assert max(float(seconds) for _, seconds in outcomes) < 15
+    until(lambda: status(local_root)["memory_held_bytes"] == 0, 10, "the memory to be released")
+    assert status(local_root)["processes"] == 2  # while they live
+    (job.folder / "leave").touch()
+    assert job.codes() == [0, 0, -signal.SIGKILL]
+    settle(local_root, job)
+    assert_is_step(file_uri, 1, local_root, 3)
+    assert list(local_dir(local_root, parse_uri(f"{file_uri}/step-2")).glob("*.distcp")) == []
+
+
+def test_when_the_coordinator_is_killed_what_the_others_wrote_is_not_thrown_away(
+    nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    """Nobody alive knows whether it was committed. It was not, and when the others have ended too, it is."""
+    job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=0, point="flushed", **SETTINGS)
+    outcomes = _outcomes_of(job, [1, 2])
+    assert "no error" not in {outcome for outcome, _ in outcomes}
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
+    (job.folder / "leave").touch()
+    assert job.codes() == [-signal.SIGKILL, 0, 0]
+    settle(local_root, job)
+    assert_is_step(file_uri, 2, local_root, 3)
+
+
+def test_when_the_coordinator_is_killed_after_its_commit_the_others_keep_what_it_names(
+    nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=0, point="committed", **SETTINGS)
+    outcomes = _outcomes_of(job, [1, 2])
+    assert "no error" not in {outcome for outcome, _ in outcomes}  # they cannot know
+    assert_is_step(file_uri, 2, local_root, 3)  # while they live
+    (job.folder / "leave").touch()
+    assert job.codes() == [-signal.SIGKILL, 0, 0]
+    settle(local_root, job)
+    assert_is_step(file_uri, 2, tmp_path / "another node", 3)
+
+
+def _outcomes_of(job: Job, ranks: list[int]) -> list[tuple[str, str]]:
+    files = [job.folder / f"outcome.{rank}" for rank in ranks]
+    try:
+        until(
+            lambda: all(file.exists() and file.read_text() for file in files), 40, "the others to say what became of it"
+        )
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{job.output()}") from None
+    told = [file.read_text().split("|") for file in files]
+    return [(outcome, seconds) for outcome, seconds in told]
+
+
+# --- memory that is used again --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scenario", "right", "wrong"),
+    [
+        ("killed_while_a_slot_is_used_again", {1: True, 2: True, 3: True}, {1: True, 2: False, 3: True}),
+        ("killed_when_a_staged_one_was_dropped", {1: True, 2: True, 4: True}, {1: True, 2: True, 3: False, 4: True}),
+    ],
+)
+def test_no_checkpoint_is_ever_made_of_memory_that_another_one_has_taken(
+    scenario: str,
+    right: dict[int, bool],
+    wrong: dict[int, bool],
+    nursery: Nursery,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = {}
+    for seeded in (False, True):
+        place = tmp_path / str(seeded)
+        monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(place / "local"))
+        jobs[seeded] = nursery.start(scenario, place / "job", uri=str(place / "run"), seeded=seeded, **SETTINGS)
+    for job in jobs.values():
+        assert job.codes() == [-signal.SIGKILL], job.output()
+        assert (job.folder / "killed.0").exists()
+        assert (job.folder / "memory used again.0").exists(), job.output()  # what this is about did happen
+    assert _committed_after(jobs[False]) == right
+    assert _committed_after(jobs[True]) == wrong  # the control: this harness can find it
+
+
+def _committed_after(job: Job) -> dict[int, bool]:
+    """For each step that is committed then: whether it holds what was saved as that step."""
+    root, uri = job.folder.parent / "local", str(job.folder.parent / "run")
+    settle(root, job)
+    steps = sorted(int(path.name.removeprefix("step-")) for path in local_dir(root, parse_uri(uri)).glob("step-*"))
+    committed = [step for step in steps if read_local_manifest(local_dir(root, parse_uri(f"{uri}/step-{step}")))]
+    return {step: holds(uri, step, root) for step in committed}
+
+
+# --- restart --------------------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_trainer_waits_for_what_was_staged_though_workers_of_the_dead_one_live_on(
+    nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    job = nursery.start("killed_while_workers_live_on", tmp_path / "job", uri=file_uri, **SETTINGS)
+    assert job.codes() == [-signal.SIGKILL], job.output()
+    assert (job.folder / "killed.0").exists()
+    workers = [int((job.folder / name).read_text()) for name in ("worker", "forked")]
+    try:
+        again = nursery.start("restarts", tmp_path / "again", uri=file_uri, **SETTINGS)
+        assert again.codes() == [0], again.output()
+        step, is_same, _ = (again.folder / "restored").read_text().split("|")
+        assert (step, is_same) == ("2", "True"), log_of(local_root)
+        assert all(_state_of(worker) != "Z" for worker in workers)  # they did live on
+    finally:
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+    settle(local_root, again)
+
+
+# --- the drain ------------------------------------------------------------------------------------------------------
+
+
+class Puts:
+    """Requests that put a shard, counted at the server."""
+
+    def __init__(self) -> None:
+        self.of: Counter[str] = Counter()
+
+    def __call__(self, verb: str, path: str, head: bytes) -> None:
+        if verb == "PUT" and ".distcp" in path:
+            self.of[path.partition("?")[0]] += 1
+
+
+def test_the_drain_outlives_trainer_and_agent_and_sends_no_finished_shard_again(
+    nursery: Nursery, moto: S3Server, s3_uri: str, local_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy, puts = FaultProxy(moto.endpoint), Puts()
+    proxy.answer = puts
+    slow = {"shard_size_bytes_max": 150_000, "concurrency": 1, "staging_memory": "private"}
+    with proxy.running() as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        settings = SETTINGS | slow | {"drain_bytes_per_second": 500_000}
+        job = nursery.start("saves_and_stays", tmp_path / "job", uri=s3_uri, **settings)
+        until(lambda: len(puts.of) >= 2, 30, "the drain to begin")
+        job.kill()
+        assert job.codes() == [-signal.SIGKILL]
+        after_trainer = len(puts.of)
+        (entry,) = Journal(local_root).entries()
+        until(lambda: len(puts.of) >= after_trainer + 2, 20, "the agent to go on without the trainer")
+        os.kill(status(local_root)["pid"], signal.SIGKILL)
+        until(lambda: not runs(local_root), 5, "the agent to be gone")
+        finished = len(puts.of)
+        shards = [file for file in entry.files if file.path.endswith(".distcp")]
+        assert finished < len(shards)  # both were killed in the middle of it
+        assert Journal(local_root).entries() == [entry]
+        nursery.start("restarts", tmp_path / "again", uri=s3_uri, **SETTINGS | slow).codes()
+        until(lambda: is_quiet(local_root), 30, "the next agent to finish")
+    assert len(puts.of) == len(shards)
+    assert sum(puts.of.values()) <= len(shards) + 1, puts.of  # the one that was on its way when the agent was killed
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint)
+    close_all()
+    assert_is_step(s3_uri, 1, tmp_path / "another node")
+
+
+def test_a_job_that_ends_in_order_leaves_nothing_to_do(
+    nursery: Nursery, s3_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    job = nursery.start("saves_and_ends", tmp_path / "job", uri=s3_uri, **SETTINGS)
+    assert job.codes() == [0], job.output()
+    assert_is_step(s3_uri, 1, tmp_path / "another node")
+    assert Journal(local_root).entries() == []
+    until(lambda: not runs(local_root), IDLE_SECONDS + 4, "the agent to leave")
+    assert "lost" not in log_of(local_root)
+
+
+def test_sigterm_drains_newest_first_as_far_as_the_grace_period_allows(s3_uri: str, local_root: Path) -> None:
+    change_control(local_root, paused=True)  # what is saved stays in the journal
+    for step in (1, 2):
+        save(f"{s3_uri}/step-{step}", whole_state(step))
+    close_all()
+    (newest, oldest) = Journal(local_root).entries()
+    # After a first chunk the rate has 2 s of debt: time for the newest and not for the other.
+    slow = {"drain_bytes_per_second": newest.size_bytes // 2, "grace_seconds": 4.0, "concurrency": 1}
+    process = _agent(local_root, **slow)
+    until((agent_dir(local_root) / SOCKET).exists, 20, "the agent to start")
+    begun = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)  # both wait to send their first chunk
+    change_control(local_root, paused=False)
+    assert process.wait(20) == 3
+    assert 3.5 < time.monotonic() - begun < 10
+    assert [entry.uri for entry in Journal(local_root).entries()] == [oldest.uri]
+    assert f"{oldest.uri} ({oldest.size_bytes} bytes) is not on the shared tier yet" in log_of(local_root)
+
+    process = _agent(local_root, grace_seconds=20.0)
+    until((agent_dir(local_root) / SOCKET).exists, 20, "the next agent to start")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert Journal(local_root).entries() == []
+    for step in (1, 2):
+        assert holds(s3_uri, step, local_root.parent / "another node")
+
+
+def _agent(root: Path, **settings: Any) -> subprocess.Popen[bytes]:
+    """An agent that is a child of ours, so that we see its exit code."""
+    agent_dir(root).mkdir(mode=0o700, exist_ok=True)
+    with (agent_dir(root) / "agent.log").open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tierckpt.agent"], stdin=subprocess.PIPE, stdout=output, stderr=output
+        )
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(Settings.load(local_root=root, **SETTINGS | settings).model_dump_json().encode())
+    return process

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault import attacks
+from tests.fault import attacks, attacks_try
 from tests.states import save, small_state
 
 FUZZ_SECONDS = float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", "10"))
@@ -25,7 +25,7 @@ HARMLESS = {"good and evil under one name"}
 
 def run(what: str, directory: Path, *options: str, timeout_seconds: float = 170) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fault.attacks", what, str(directory), *options],
+        [sys.executable, "-m", "tests.fault.attacks_try", what, str(directory), *options],
         capture_output=True,
         timeout=timeout_seconds,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -46,15 +46,15 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 def test_an_attack_is_refused(name: str, reports: dict[str, dict[str, Any]]) -> None:
     report = reports[name]["sealed"]
     if name in HARMLESS:
-        assert attacks.is_harmless(report) and not report["error"], report
+        assert attacks_try.is_harmless(report) and not report["error"], report
     else:
-        assert attacks.is_refused(ATTACKS[name], report), report
+        assert attacks_try.is_refused(ATTACKS[name], report), report
 
 
 @pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if attack.control])
 def test_it_is_an_attack(name: str, reports: dict[str, dict[str, Any]]) -> None:
     """The control: a reader that trusts runs it, dies of it, is changed by it, or believes it."""
-    assert attacks.works(ATTACKS[name], reports[name]), reports[name]
+    assert attacks_try.works(ATTACKS[name], reports[name]), reports[name]
 
 
 def test_the_corpus_is_as_large_as_planned() -> None:
@@ -67,8 +67,8 @@ def test_the_corpus_is_as_large_as_planned() -> None:
 
 def test_every_seeded_bug_is_found(tmp_path: Path) -> None:
     found = run("bugs", tmp_path)
-    assert [report["bug"] for report in found] == list(attacks.BUGS)
-    missed = [report for report in found if attacks.is_refused(ATTACKS[report["name"]], report["sealed"])]
+    assert [report["bug"] for report in found] == list(attacks_try.BUGS)
+    missed = [report for report in found if attacks_try.is_refused(ATTACKS[report["name"]], report["sealed"])]
     assert not missed
 
 
@@ -78,7 +78,7 @@ def test_mutated_metadata_and_manifests(tmp_path: Path) -> None:
     [counts] = run("fuzz", tmp_path, str(FUZZ_SECONDS), timeout_seconds=FUZZ_SECONDS + 150)
     print(counts)
     assert counts["polluted"] == []
-    assert counts["grown_bytes"] < attacks.GROWN_BYTES_MAX
+    assert counts["grown_bytes"] < attacks_try.GROWN_BYTES_MAX
     assert counts["metadata"] > 100 * FUZZ_SECONDS
     assert counts["manifest"] > 30 * FUZZ_SECONDS
     assert 0 < counts["metadata_accepted"] < counts["metadata"]
@@ -88,7 +88,7 @@ def test_mutated_metadata_and_manifests(tmp_path: Path) -> None:
 def test_the_command_line_unpickles_nothing(tmp_path: Path, local_root: Path) -> None:
     """`ls`, `info` and `verify` do their work, on our checkpoints and on stock's, where pickle and torch are not."""
     save(str(tmp_path / "run/step-1"), small_state())
-    attacks.save_genuine(tmp_path / "stock")
+    attacks_try.save_genuine(tmp_path / "stock")
     commands = [
         ["ls", str(tmp_path / "run")],
         ["info", str(tmp_path / "run/step-1")],

@@ -153,7 +153,8 @@ def resume(world: World) -> None:
         world.save(1, 2, LOCAL)
         world.save(2, 3, LOCAL)
     sweep = sweep_saver.Saver(world.settings, lambda work: get_client(world.settings).run(lambda _: work))
-    sweep.leave_unfinished(parse_uri(world.uri(3)), "3")
+    for step in (1, 3):
+        sweep.leave_unfinished(parse_uri(world.uri(step)), "unfinished")
     close_all()
     with no_links():
         get_client(world.settings).recover()

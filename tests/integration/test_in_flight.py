@@ -90,9 +90,7 @@ def test_the_policy_skip_leaves_one_out_and_says_so(file_uri: str, gate: Gate) -
     assert restored(file_uri) == 3.0
 
 
-def test_the_policy_drop_gives_the_slot_of_the_oldest_not_begun_to_the_newest(
-    file_uri: str, gate: Gate
-) -> None:
+def test_the_policy_drop_gives_the_slot_of_the_oldest_not_begun_to_the_newest(file_uri: str, gate: Gate) -> None:
     options: dict[str, Any] = {"checkpoints_in_flight_max": 2, "staging_policy": "drop_oldest_unflushed"}
     checkpointer = Checkpointer(file_uri, **options)
     futures = [checkpointer.save(1, state(1.0))]

@@ -16,7 +16,7 @@ import pytest
 from tierckpt.errors import ConfigError
 from tierckpt.layout import control_file
 from tierckpt.mover import budget as budgets
-from tierckpt.mover.budget import Budget, Control, change_control, read_control
+from tierckpt.mover.budget import Budget, Control, Share, change_control, read_control
 from tierckpt.mover.mark import STEP_BACK_SECONDS_MAX, FlushMark, StepBack, flushing
 
 MIB = 1 << 20
@@ -163,7 +163,52 @@ async def test_more_and_fewer_files_at_a_time_while_they_run() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (running, most) == (0, 5)
     async with budget.slot():
-        assert budget._running == 1
+        assert budget._running.total() == 1
+
+
+async def order_of(budget: Budget, holder: Share, waiting: list[Share]) -> list[float]:
+    """The order in which files that wait for the only place get it, once ``holder`` lets go."""
+    order: list[float] = []
+
+    async def file(share: Share) -> None:
+        async with share.slot():
+            order.append(share.newness)
+
+    async with holder.slot():
+        tasks = [asyncio.create_task(file(share)) for share in waiting]
+        await settle()
+        assert order == []
+    async with asyncio.timeout(1):
+        await asyncio.gather(*tasks)
+    return order
+
+
+async def test_places_go_to_the_newest_checkpoint_that_waits_but_one_that_has_begun_is_finished_first() -> None:
+    """G4."""
+    budget = Budget(None, 1)
+    begun, older, newer, newest = (budget.share(newness) for newness in (1.0, 2.0, 3.0, 4.0))
+    assert await order_of(budget, begun, [older, newest, begun, newer]) == [1.0, 4.0, 3.0, 2.0]
+
+
+async def test_in_a_hurry_the_newest_waits_for_no_place_and_the_others_wait_for_it() -> None:
+    """G4."""
+    budget = Budget(None, 1)
+    older, newer = budget.share(1.0), budget.share(2.0)
+    async with older.slot():
+        place = newer.slot()
+        waiting = asyncio.create_task(place.__aenter__())
+        await settle()
+        assert not waiting.done()
+        budget.hurry()
+        await settle()
+        assert waiting.done()
+        outdone = asyncio.create_task(older.spend(MIB))
+        await settle()
+        assert not outdone.done()
+        await newer.spend(MIB)
+        await place.__aexit__(None, None, None)
+        async with asyncio.timeout(1):
+            await outdone
 
 
 async def test_a_place_given_and_cancelled_in_one_moment_is_not_lost() -> None:

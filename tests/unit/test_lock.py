@@ -1,5 +1,9 @@
 """Locks of one node: one holder (K1), and a removed lock file lets no second one in (K3). K2: fault/test_ranks.py."""
 
+import os
+import signal
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -37,3 +41,33 @@ def test_waiting_has_a_deadline(tmp_path: Path) -> None:
         assert held
         with pytest.raises(OperationTimeoutError, match=r"0\.1 s"), lock(path, 0.1, "the thing"):
             pytest.fail("two holders")
+
+
+def test_a_lock_is_inherited_with_its_descriptor_when_its_holder_is_killed(tmp_path: Path) -> None:  # K4
+    path = tmp_path / "lock"
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        with try_lock(path) as hold:
+            socket.send_fds(theirs, [b"x"], [hold.descriptor])
+            time.sleep(60)
+        os._exit(1)
+    _, (inherited,), _, _ = socket.recv_fds(ours, 1, 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with try_lock(path) as other:
+        assert not other  # nobody gets it in between
+    with try_lock(path, inherited=inherited) as ours_now:
+        assert ours_now
+    with try_lock(path) as free:
+        assert free
+
+
+def test_a_lock_let_go_of_in_order_is_not_inherited(tmp_path: Path) -> None:  # K2, K4
+    path = tmp_path / "lock"
+    with try_lock(path) as hold:
+        inherited = os.dup(hold.descriptor)
+    with try_lock(path) as next_holder:
+        assert next_holder
+        with try_lock(path, inherited=inherited) as late:
+            assert not late

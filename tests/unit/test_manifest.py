@@ -250,7 +250,7 @@ def test_a_file_that_is_no_object_is_refused() -> None:
         manifests.decode(resealed(lambda body: body["files"].append("__0_0.distcp")))
 
 
-@pytest.mark.parametrize("number", [b"1e999", b"-1e999"])
+@pytest.mark.parametrize("number", [b"1e999", b"-1e999", b"NaN", b"Infinity"])
 def test_a_number_that_json_takes_and_no_float_holds_is_refused(number: bytes) -> None:
     with pytest.raises(ManifestError):
         manifests.decode(checkpoint().encode().replace(b"12.5", number))

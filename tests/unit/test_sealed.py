@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import tierckpt
 from tests.compat.everything import everything
-from tests.fault import attacks
+from tests.fault import attacks, attacks_try
 from tests.states import load, raises_ours, save, small_state
 from tierckpt.config import Settings
 from tierckpt.dcp import sealed
@@ -290,7 +290,7 @@ def test_only_an_unknown_global_comes_with_the_hint_of_trust() -> None:
 
 def test_the_corpus_of_attacks(tmp_path: Path) -> None:
     """Once more in this process: tests/fault/test_attacks.py does it where an attack that works may do harm."""
-    attacks.save_genuine(tmp_path / "genuine")
+    attacks_try.save_genuine(tmp_path / "genuine")
     genuine, canary = (tmp_path / "genuine/.metadata").read_bytes(), tmp_path / "canary"
     accepted = {"item beyond its file", "good and evil under one name"}
     for attack in attacks.CORPUS:

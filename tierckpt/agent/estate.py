@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..telemetry import logger
@@ -77,9 +77,14 @@ class Save:
 
 
 class Estate:
-    """All wills of a node. One per agent; its methods run on the agent's event loop."""
+    """All wills of a node. One per agent; its methods run on the agent's event loop.
 
-    def __init__(self) -> None:
+    Args:
+        on_settled: called when a save that dead ranks have left is settled, one way or the other.
+    """
+
+    def __init__(self, on_settled: Callable[[], None] = lambda: None) -> None:
+        self._on_settled = on_settled
         self._saves: dict[str, Save] = {}
         self._settling: set[Save] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -157,6 +162,7 @@ class Estate:
             for will in save.wills.values():
                 will.close()
             self._settling.discard(save)
+            self._on_settled()
 
     async def _settle_now(self, save: Save) -> None:
         if save.has_ended:

@@ -118,7 +118,7 @@ class Agent:
     def __init__(self, settings: Settings, directory: Path, *, stay: bool = False) -> None:
         self.settings = settings
         self.engine = Engine(settings, self._on_progress)
-        self.estate = Estate()
+        self.estate = Estate(lambda: self._spawn(self._recover()))  # what no will protects any more is put away
         self._directory = directory
         self._stay = stay
         self._connections: set[_Connection] = set()
@@ -197,7 +197,8 @@ class Agent:
                 await asyncio.wait_for(self._stopping.wait(), RESCAN_SECONDS)
 
     def _may_leave(self) -> bool:
-        return not (self._connections or self.engine.draining or self._retry_at) and self.estate.is_empty
+        has_work = self._connections or self._tasks or self.engine.draining or self._retry_at
+        return not has_work and self.estate.is_empty
 
     async def _drain_what_is_ready(self) -> None:
         entries = await self._entries()
@@ -232,6 +233,7 @@ class Agent:
         The processes of the job may have had the signal too: a checkpoint they have staged is waited for.
         """
         deadline = time.monotonic() + self.settings.grace_seconds
+        self.engine.budget.hurry()
         self._retry_at = {token: at for token, at in self._retry_at.items() if token in self.engine.draining}
         while time.monotonic() < deadline:
             await self._drain_what_is_ready()
@@ -325,6 +327,7 @@ class Agent:
         asyncio.get_running_loop().remove_reader(connection.socket)
         connection.close()
         self._connections.discard(connection)
+        self._busy_at = time.monotonic()
         if connection not in self._watched:
             self.estate.gone(connection.owner)
         elif self.estate.has_will_of(connection.owner):

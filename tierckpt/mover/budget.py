@@ -1,7 +1,9 @@
 """The interference budget of a mover (P8): bytes per second, files at a time, pause, and room for a flush.
 
 All drains of one mover draw on one budget, chunk by chunk and in the order in which they ask, so that none of them
-starves. Everything can be changed while they run: by ``update`` in the process, and for every mover of the node by the
+starves. Places go to the newest checkpoint that waits (PCcheck's order), but one that has begun is finished first: were
+it left for each newer one, a job that saves faster than it can drain would never have a whole checkpoint on the shared
+tier. When the end is near (``hurry``), nothing is before the newest. Everything can be changed while they run: by ``update`` in the process, and for every mover of the node by the
 control file, which ``tierckpt drain --limit`` writes and which each mover looks at once a second.
 
 Invariants (tests cite them):
@@ -9,7 +11,9 @@ Invariants (tests cite them):
         0.25 s worth that a late wake-up makes up for: the long-run rate is exact although no timer is.
     G2  Chunks are let through in the order in which they asked.
     G3  While a flush writes on this node, drains leave the disk to it for at most half of the time (``mark.py``).
-    G4  A damaged control file changes nothing; a missing one means what the settings say.
+    G4  Of the files that wait for a place, those of checkpoints that have begun are first, then the newest checkpoint's.
+        In a hurry the newest checkpoint waits for no place and no turn, and all others wait while it sends.
+    G5  A damaged control file changes nothing; a missing one means what the settings say.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import asyncio
 import enum
 import json
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -75,6 +79,40 @@ class Control:
         return document
 
 
+@dataclass(slots=True)
+class Share:
+    """What the drain of one checkpoint draws on.
+
+    Attributes:
+        newness: when the checkpoint was saved, Unix seconds; larger is newer.
+        has_begun: whether a file of it has had a place.
+    """
+
+    budget: Budget
+    newness: float = 0.0
+    has_begun: bool = False
+
+    async def spend(self, size_bytes: int) -> None:
+        """Return when ``size_bytes`` may be read and sent (G1 to G4). A chunk may be larger than a second's worth."""
+        await self.budget.spend(size_bytes, self.newness)
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold one of the budget's ``concurrency`` places (G4)."""
+        async with self.budget.slot(self):
+            yield
+
+    async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run blocking ``work`` on a thread that steps back from training."""
+        return await self.budget.in_background(work, *arguments)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    place: asyncio.Future[None]
+    share: Share
+
+
 class Budget:
     """What the drains of one mover may take. Belongs to one event loop.
 
@@ -102,8 +140,10 @@ class Budget:
         self._credit_bytes = self._burst_bytes()
         self._credited_at = clock()
         self._turn = asyncio.Lock()
-        self._running = 0
-        self._queue: deque[asyncio.Future[None]] = deque()
+        self._hurried = False
+        self._running: Counter[float] = Counter()
+        """How many files of a checkpoint, by its newness, hold a place."""
+        self._queue: list[_Waiter] = []
         self._control = control_file(local_root) if local_root is not None else None
         self._control_seen: tuple[int, int, int] | None = None
         self._look_at = 0.0
@@ -144,6 +184,11 @@ class Budget:
     def resume(self) -> None:
         self.update(paused=False)
 
+    def hurry(self) -> None:
+        """From now on nothing is before the newest checkpoint: the mover will be stopped before all are drained."""
+        self._hurried = True
+        self._admit()
+
     def refresh(self) -> None:
         """Take over what the control file says, if it has changed. Cost: one stat, at most once a second."""
         now = self._clock()
@@ -163,7 +208,7 @@ class Budget:
                 paused=control.paused,
             )
         except ConfigError as error:
-            log.warning("the budget stays as it is: %s", error)  # G4
+            log.warning("the budget stays as it is: %s", error)  # G5
 
     def _say(self) -> None:
         rate = "no limit" if self.bytes_per_second is None else f"{self.bytes_per_second} bytes/s"
@@ -174,16 +219,33 @@ class Budget:
 
     # --- spending it -------------------------------------------------------------------------------------------
 
-    async def spend(self, size_bytes: int) -> None:
-        """Return when ``size_bytes`` may be read and sent (G1, G2, G3). A chunk may be larger than a second's worth."""
+    def share(self, newness: float) -> Share:
+        """A share for the drain of a checkpoint that was saved at ``newness`` (Unix seconds)."""
+        return Share(self, newness)
+
+    async def spend(self, size_bytes: int, newness: float = 0.0) -> None:
+        """Return when ``size_bytes`` may be read and sent (G1 to G4). A chunk may be larger than a second's worth."""
+        while not await self._try_spend(size_bytes, newness):
+            await self._nap(NAP_SECONDS)
+
+    async def _try_spend(self, size_bytes: int, newness: float) -> bool:
+        """Spend when it is our turn, or return False when a newer checkpoint must go before us (G4)."""
+        if self._is_outdone(newness):
+            return False
         async with self._turn:
             self._earn(self._burst_bytes())
             while (seconds := self._seconds_to_wait(size_bytes)) > 0:
                 await self._nap(min(seconds, NAP_SECONDS))
                 # Waiting for credit, a late wake-up is made up for; waiting for anything else earns only a burst.
                 self._earn(self._burst_bytes() * (1 if self.paused else 2))
+                if self._is_outdone(newness):
+                    return False
             if self.bytes_per_second is not None:
                 self._credit_bytes -= size_bytes
+            return True
+
+    def _is_outdone(self, newness: float) -> bool:
+        return self._hurried and any(other > newness for other in self._running)
 
     def _seconds_to_wait(self, size_bytes: int) -> float:
         self.refresh()
@@ -207,35 +269,55 @@ class Budget:
         self._credit_bytes = min(self._credit_bytes + earned, capacity_bytes)
 
     @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Hold one of ``concurrency`` places; first come, first served."""
+    async def slot(self, share: Share | None = None) -> AsyncIterator[None]:
+        """Hold one of ``concurrency`` places (G4); among equals, first come, first served."""
+        share = share or Share(self)
         self.refresh()
-        if self._queue or self._running >= self.concurrency:
-            place = asyncio.get_running_loop().create_future()
-            self._queue.append(place)
-            try:
-                await place
-            except BaseException:
-                if place.done() and not place.cancelled():
-                    self._leave()  # given and cancelled in one moment: the next one has it
-                raise
-        else:
-            self._running += 1
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), share)
+        self._queue.append(waiter)
+        self._admit()
+        try:
+            await waiter.place
+        except BaseException:
+            if waiter in self._queue:
+                self._queue.remove(waiter)
+            elif not waiter.place.cancelled():
+                self._leave(share)  # given and cancelled in one moment: the next one has it
+            raise
         try:
             yield
         finally:
-            self._leave()
+            self._leave(share)
 
-    def _leave(self) -> None:
-        self._running -= 1
+    def _leave(self, share: Share) -> None:
+        self._running[share.newness] -= 1
+        self._running += Counter()  # drops what is at zero
         self._admit()
 
     def _admit(self) -> None:
-        while self._queue and self._running < self.concurrency:
-            place = self._queue.popleft()
-            if not place.done():
-                self._running += 1
-                place.set_result(None)
+        while self._queue:
+            first = min(self._queue, key=self._rank)  # of equals the one that asked first
+            if self._running.total() >= self.concurrency and not self._may_push_in(first.share):
+                return
+            self._queue.remove(first)
+            if not first.place.done():
+                first.share.has_begun = True
+                self._running[first.share.newness] += 1
+                first.place.set_result(None)
+
+    def _rank(self, waiter: _Waiter) -> tuple[bool, float]:
+        """The least is admitted next."""
+        return not self._hurried and not waiter.share.has_begun, -waiter.share.newness
+
+    def _may_push_in(self, share: Share) -> bool:
+        """In a hurry the newest need not wait until an older file is through: that one makes room by waiting (G4)."""
+        holders = self._running.items()
+        return (
+            self._hurried
+            and share.newness > 0
+            and all(newness <= share.newness for newness, _ in holders)
+            and self._running[share.newness] < self.concurrency
+        )
 
     # --- threads -----------------------------------------------------------------------------------------------
 

@@ -154,7 +154,8 @@ def commit_local_fragment(
         whole = manifests.merge([manifests.decode(path.read_bytes(), where=str(path)) for path in parts])
         _publish(directory, location, whole, {entry.path: _kept(directory, entry, whole) for entry in whole.metadata})
         for path in parts:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # it is committed; what stays here goes with the checkpoint
+                path.unlink(missing_ok=True)
         return whole
 
 
@@ -300,11 +301,6 @@ def stale_metadata(old: Manifest, new: Manifest) -> list[str]:
     """Stock metadata of ``old`` that ``new`` does not write over: the one was saved with collectives, the other not."""
     kept = {entry.path for entry in new.metadata}
     return [entry.path for entry in old.metadata if entry.path not in kept]
-
-
-def remove_local_files(directory: Path, entries: list[FileEntry]) -> None:
-    for entry in entries:
-        (directory / entry.key).unlink(missing_ok=True)
 
 
 def remove_local(directory: Path, attempt: str | None = None) -> bool:

@@ -220,6 +220,7 @@ class Drainer:
     async def send_files(self, entry: Entry) -> None:
         """Put this rank's files on the shared tier, then its part record (and the manifest-to-be, if it has one)."""
         store, directory = self.store(entry.location), self.directory(entry.location)
+        share = self.budget.share(entry.created_unix_seconds)
         done = 0
 
         def on_bytes(count: int) -> None:
@@ -228,8 +229,8 @@ class Drainer:
             self._listener(Progress(f"drain {entry.uri}", done, entry.size_bytes))
 
         async def move(file: manifests.FileEntry) -> None:
-            async with self.budget.slot():
-                await send(store, directory / file.key, file, entry.chunk_size_bytes, on_bytes, self.budget)
+            async with share.slot():
+                await send(store, directory / file.key, file, entry.chunk_size_bytes, on_bytes, share)
 
         try:
             async with asyncio.TaskGroup() as group:

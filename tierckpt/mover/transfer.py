@@ -20,7 +20,7 @@ from ..stores.common import settled
 from ..stores.local import fsync_dir, make_dirs, translate_os_error
 from ..telemetry import BYTES, FILE_SECONDS, FILES
 from ..types import Buffer, ByteRange, Tier
-from .budget import Budget
+from .budget import Share
 from .lock import lock_async
 from .retry import again, verified
 
@@ -35,14 +35,14 @@ async def send(
     entry: FileEntry,
     chunk_size_bytes: int,
     on_bytes: OnBytes,
-    budget: Budget | None = None,
+    share: Share | None = None,
 ) -> None:
     """Put the local file ``path`` under ``entry.key``. Returns when it is whole and durable there.
 
     Nothing is sent when it is there already: names are new for every save and puts are all or nothing, so an object
     of this name and size is the file. A link replaces the copy where store and path share a filesystem.
 
-    What is read and sent is taken from ``budget``, chunk by chunk; a link takes nothing.
+    What is read and sent is taken from ``share``, chunk by chunk; a link takes nothing.
 
     A transfer that fails in a way that may pass begins again, and so finds out by the HEAD when it was only the answer
     that got lost.
@@ -59,13 +59,13 @@ async def send(
 
     async def attempt() -> None:
         count(-counted)
-        await _send(store, path, entry, chunk_size_bytes, count, budget)
+        await _send(store, path, entry, chunk_size_bytes, count, share)
 
     await again(store, attempt)
 
 
 async def _send(
-    store: Store, path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, budget: Budget | None
+    store: Store, path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, share: Share | None
 ) -> None:
     try:
         if (await store.head(entry.key)).size_bytes == entry.size_bytes:
@@ -78,20 +78,20 @@ async def _send(
         BYTES.emit(entry.size_bytes, tier=Tier.SHARED, direction="linked")
         return
     begun = time.monotonic()
-    pieces = _checked_chunks(path, entry, chunk_size_bytes, on_bytes, budget)
+    pieces = _checked_chunks(path, entry, chunk_size_bytes, on_bytes, share)
     await store.put_stream(entry.key, pieces, entry.size_bytes)
     _count("send", begun)
 
 
 async def _checked_chunks(
-    path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, budget: Budget | None
+    path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, share: Share | None
 ) -> AsyncIterator[Buffer]:
-    in_thread = budget.in_background if budget is not None else asyncio.to_thread
+    in_thread = share.in_background if share is not None else asyncio.to_thread
     file = await asyncio.to_thread(open_file, path)
     try:
         for byte_range, digest in entry.chunks(chunk_size_bytes):
-            if budget is not None:
-                await budget.spend(byte_range.size_bytes)
+            if share is not None:
+                await share.spend(byte_range.size_bytes)
             chunk = await settled(in_thread(pread_all, file, byte_range, path))
             _expect(await in_thread(_has_digest, chunk, digest, byte_range), entry, byte_range, Tier.LOCAL, str(path))
             yield chunk

@@ -509,6 +509,7 @@ class Checkpointer:
 
         Raises nothing that waiting could not mend. What the agent drains it goes on to drain after this process.
         """
+        self._client.run(lambda engine: engine.hurry())
         futures.wait([future for _, future in self._running], max(0.0, deadline - time.monotonic()))
         left = [f"{record.uri} did not reach the local tier in time" for record, _ in self._unfinished()]
         entries = self._client.run(lambda engine: engine.idle(max(0.0, deadline - time.monotonic())))

@@ -18,6 +18,9 @@ from ..errors import CheckpointSkippedError, CommitAbandonedError, OperationTime
 
 T = TypeVar("T")
 
+VERDICT_SECONDS = 10.0
+"""How much longer the other ranks wait than rank 0, so that they hear from it what it waited for in vain."""
+
 
 class Exchange:
     """One gather and one broadcast among ranks through the rendezvous store: no collective, so any thread may do it.
@@ -50,7 +53,8 @@ class Exchange:
             self.may_be_done = verdict[0] == "ok"
             store.set(f"{self.key}/verdict", pickle.dumps(verdict))
         else:
-            verdict = self._get(store, f"{self.key}/verdict", "rank 0 to commit")
+            deadline = time.monotonic() + self.timeout_seconds + VERDICT_SECONDS
+            verdict = self._get(store, f"{self.key}/verdict", "rank 0 to commit", deadline)
             self.may_be_done = verdict[0] == "ok"
         with contextlib.suppress(Exception):  # the store may end with rank 0, and what is decided is decided
             store.delete_key(f"{self.key}/{rank}")
@@ -61,9 +65,11 @@ class Exchange:
         return verdict[1]  # type: ignore[no-any-return]
 
     def _decide(self, store: Any, world: int, then: Callable[[list[Any]], T]) -> tuple[str, Any]:
+        deadline = time.monotonic() + self.timeout_seconds  # one for all: they write at the same time
         try:
             outcomes = [
-                self._get(store, f"{self.key}/{rank}", f"rank {rank} to write its shards") for rank in range(world)
+                self._get(store, f"{self.key}/{rank}", f"rank {rank} to write its shards", deadline)
+                for rank in range(world)
             ]
             if self.previous_key:
                 store.delete_key(f"{self.previous_key}/verdict")  # every rank has read it: all are done with this one
@@ -72,8 +78,8 @@ class Exchange:
         except BaseException as error:
             return "error", portable(error)
 
-    def _get(self, store: Any, key: str, what: str) -> Any:
-        deadline, pause = time.monotonic() + self.timeout_seconds, 0.002
+    def _get(self, store: Any, key: str, what: str, deadline: float) -> Any:
+        pause = 0.002
         while not store.check([key]):
             if time.monotonic() > deadline:
                 raise OperationTimeoutError(

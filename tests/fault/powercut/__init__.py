@@ -1,6 +1,6 @@
 """Power cuts: a virtual machine that saves and drains without a pause, and whose power goes at a random moment.
 
-    python -m tests.fault.powercut --cuts 100 --file-systems ext4,xfs [--replays 2] [--bug all] [--seed N] [--jobs 1]
+    python -m tests.fault.powercut --cuts 100 --file-systems ext4,xfs [--replays 5] [--bug all] [--seed N] [--jobs 1]
 
 Needs root (loop mounts) and four Debian packages: ``qemu-system-x86``, ``busybox-static``, ``e2fsprogs``, ``xfsprogs``.
 The guest's kernel is another, ``linux-image-cloud-amd64``; it is unpacked and never installed. Processors are emulated

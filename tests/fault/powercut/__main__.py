@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tests.fault.powercut", description="power cuts of a virtual machine that saves"
     )
     parser.add_argument("--cuts", type=int, default=100, help="kills of a machine, over all file systems")
-    parser.add_argument("--replays", type=int, default=2, help="replays of each kill's log with a volatile disk cache")
+    parser.add_argument("--replays", type=int, default=5, help="replays of each kill's log with a volatile disk cache")
     parser.add_argument("--file-systems", default="ext4,xfs", type=lambda text: text.split(","))
     parser.add_argument("--bug", default=[], action="append", choices=[*BUGS, "all"], help="find this seeded bug too")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))

@@ -12,6 +12,7 @@ from tierckpt.layout import MANIFEST
 from tierckpt.stores import local
 
 _fsync = os.fsync
+_link = os.link
 _replace = Path.replace
 _write_new = local._write_new
 
@@ -44,15 +45,23 @@ def _only(kind: Callable[[int], bool]) -> Callable[[int], None]:
 
 
 def rename_before_fsync() -> None:
-    """What is renamed is made durable afterwards, the name before the bytes."""
+    """What gets its name, by rename or link, is made durable afterwards: the name before the bytes."""
+
+    def named(path: Path) -> None:
+        local.fsync_dir(path.parent)
+        local._fsync_file(path)
 
     def replace(self: Path, target: Any) -> Path:
         result = _replace(self, target)
-        local.fsync_dir(Path(target).parent)
-        local._fsync_file(Path(target))
+        named(Path(target))
         return result
 
+    def link(source: Any, target: Any) -> None:
+        _link(source, target)
+        named(Path(target))
+
     local._write_new = _unsynced
+    os.link = link  # type: ignore[assignment]
     Path.replace = replace  # type: ignore[method-assign, assignment]
 
 

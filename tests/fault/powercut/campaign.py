@@ -9,6 +9,7 @@ import random
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from tests.fault.powercut import machine, writelog
 from tests.fault.powercut.events import REST, Event
 from tests.fault.powercut.judge import Verdict, events_on, judge
 from tests.fault.powercut.machine import FILE_SYSTEM_BYTES, Frozen, MachineError
+from tests.fault.powercut.writelog import Request
 
-BUG_KILLS = 12
-BUG_REPLAYS = 4
+BUG_KILLS = 6
+BUG_REPLAYS = 30
 """Cuts within which a seeded bug must be found: so many kills, and so many replays of each."""
 _NEW_MOUNTS = 0x00020000
 
-SECONDS = (1.0, 12.0)
+SECONDS = (0.5, 9.0)
 """How long a machine runs before its power goes, from and to."""
 EXAMPLES = 5
 
@@ -105,11 +107,14 @@ class Campaign:
         for _ in range(2 * kills + 10):
             if figures.kills >= kills or (until_found and figures.wrong):
                 break
-            self.one(figures, made, bug)
+            for _ in self.one(figures, made, bug):
+                if until_found and figures.wrong:
+                    break
             figures.seconds = time.monotonic() - began
         return figures
 
-    def one(self, figures: Figures, made: random.Random, bug: str) -> None:
+    def one(self, figures: Figures, made: random.Random, bug: str) -> Iterator[None]:
+        """One kill and its replays; yields after each that was judged."""
         order = {"seed": made.randrange(1 << 30), "bug": bug}
         left = machine.cut(self.frozen, self.folder / "cut", made.uniform(*SECONDS), order)
         said = events_on(left.disk)
@@ -117,13 +122,16 @@ class Campaign:
             figures.unheard += 1
             return
         self._check_line(left.heard, said)
-        for _ in range(self.replays):
-            self._replay(left, figures, made)
         if said[-1].kind == REST:
             figures.at_rest += 1
-            return
-        figures.kills += 1
-        figures.add("kill", judge(left.disk, self.frozen.file_system, self.mount))
+        else:
+            figures.kills += 1
+            figures.add("kill", judge(left.disk, self.frozen.file_system, self.mount))
+            yield
+        requests = writelog.read(left.log)
+        for _ in range(self.replays):
+            self._replay(left, requests, figures, made)
+            yield
 
     @staticmethod
     def _check_line(heard: list[Event], said: list[Event]) -> None:
@@ -131,9 +139,8 @@ class Campaign:
         if not set(heard) <= set(said):
             raise MachineError(f"heard on the serial line and not on the disk: {set(heard) - set(said)}")
 
-    def _replay(self, left: machine.Cut, figures: Figures, made: random.Random) -> None:
+    def _replay(self, left: machine.Cut, requests: list[Request], figures: Figures, made: random.Random) -> None:
         """Build the disk that a volatile cache would have left at a random point of the log, and judge it."""
-        requests = writelog.read(left.log)
         point = made.randrange(1, len(requests) + 1)
         way = made.choice(writelog.WAYS)
         disk = self.folder / "replayed"

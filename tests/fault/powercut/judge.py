@@ -159,9 +159,11 @@ def _check_restore(job: Job, world: World, newest: str, found: State) -> None:
 def _save_on(world: World, found: State) -> None:
     """The next save works, over the newest and under a new name."""
     newest = max(step_of(name) or 0 for name, _ in found)
+    job = Job(world)
     for step in (newest, newest + 1):
         with contextlib.suppress(CommitAbandonedError):  # one rank of the save that was cut: its entry stays
-            Job(world).save(step, "afterwards", ranks=2)
+            job.save(step, "afterwards", ranks=2)
         for tier in (LOCAL, SHARED):
             if checker.committed_in(world.place(f"step-{step}", tier), may_lack=False) != "afterwards":
                 raise Violation(f"step-{step} cannot be saved after the cut")
+    job.wait(job.engine.idle(10.0))

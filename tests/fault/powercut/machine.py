@@ -87,6 +87,7 @@ class Machine:
         )
         disk = f"drive=logged,write-cache=on,logical_block_size={BLOCK_BYTES},physical_block_size={BLOCK_BYTES}"
         return [
+            *("setpriv", "--pdeathsig", "KILL"),  # it does not outlive us
             *(QEMU, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
             *("-machine", "pc", "-accel", "tcg", "-cpu", "max", "-smp", "1", "-m", f"{MEMORY_MIB}"),
             *("-kernel", str(kernel), "-initrd", str(initrd)),

@@ -144,7 +144,8 @@ def files_before_manifest() -> None:
     def remove_local(directory: Path, *arguments: Any) -> bool:
         manifest = commit.read_local_manifest(directory)
         if manifest is not None:
-            commit.remove_local_files(directory, list(manifest.entries))
+            for entry in manifest.entries:
+                (directory / entry.key).unlink(missing_ok=True)
         return real(directory, *arguments)
 
     replace(real, remove_local)

@@ -186,7 +186,7 @@ def an_hour_passes(world: World) -> None:
 def sent(world: World) -> dict[str, tuple[int, int]]:
     """The shards on the shared tier, each with what tells a file from a new one of the same name and bytes."""
     paths = Path(world.run.path).rglob(f"*{SHARD_SUFFIX}")
-    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths if not path.name[0] == "."}
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths if path.name[0] != "."}
 
 
 def tree(world: World) -> list[str]:

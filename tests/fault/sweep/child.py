@@ -1,4 +1,4 @@
-"""Forked processes that do one thing and are gone: alone, or under strace, which counts, kills, or answers for the kernel.
+"""Forked processes that do one thing and are gone: alone, or under strace, which counts, kills, answers for the kernel.
 
 Whoever imports this has one thread and forks children that have one thread: what the n-th system call of a name is
 stays the same from one child to the next.

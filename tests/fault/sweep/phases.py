@@ -20,8 +20,8 @@ from tierckpt.mover import drain, transfer
 from tierckpt.mover.disk import check_local_root, typed_errors
 from tierckpt.stores.local import LocalStore
 
-WAIT_SECONDS = 0.5
-drain.POLL_SECONDS_MIN = 0.2
+WAIT_SECONDS = 0.3
+drain.POLL_SECONDS_MIN = 0.1
 """Long enough for the other ranks to be done: how often a mover looks must not depend on how fast this machine is."""
 
 LOCAL, SHARED, TARGET = "local", "shared", "target"

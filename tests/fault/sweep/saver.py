@@ -1,4 +1,4 @@
-"""A save as ``dcp/writer.py`` does it, without torch: the same functions of ``mover`` and ``engine``, in the same order.
+"""A save as ``dcp/writer.py`` does it, without torch: the same functions of mover and engine, in the same order.
 
 ``test_kill_sweep.py`` holds the system calls of this one against those of the real writer.
 """
@@ -221,5 +221,5 @@ class _OneSave:
 
 
 async def inline(work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
-    """Stands for ``asyncio.to_thread``: one thread makes every system call, in one order, so that calls can be counted."""
+    """Stands for ``asyncio.to_thread``: one thread makes every system call, in one order, so they can be counted."""
     return work(*arguments, **options)

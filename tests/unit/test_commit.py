@@ -1,0 +1,349 @@
+"""The commit on each tier: who wins, what an error or a race leaves, and that nothing committed is touched by it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt import manifest as manifests
+from tierckpt.errors import (
+    AlreadyCommittedError,
+    BucketNotFoundError,
+    IntegrityError,
+    ManifestError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreError,
+)
+from tierckpt.layout import (
+    CLAIM,
+    DRAINED,
+    MANIFEST,
+    METADATA,
+    Location,
+    attempt_metadata,
+    parse_uri,
+    part,
+    pending,
+)
+from tierckpt.manifest import FileEntry, Manifest, digest_of
+from tierckpt.mover import commit
+from tierckpt.mover.commit import removal_note
+from tierckpt.stores import local
+from tierckpt.stores.local import LocalStore
+
+CHUNK = 4096
+
+
+def shard(attempt: str) -> str:
+    return f"__0_0-{attempt}.distcp"
+
+
+def saved(directory: Path, attempt: str, *replaces: str) -> tuple[Manifest, dict[str, bytes]]:
+    """The shard of a save, and what it would commit."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data, metadata = f"data of {attempt}".encode(), f"metadata of {attempt}".encode()
+    (directory / shard(attempt)).write_bytes(data)
+    files = (FileEntry(shard(attempt), len(data), (digest_of(data),), 0, attempt),)
+    source = attempt_metadata(attempt)
+    entry = FileEntry(METADATA, len(metadata), (digest_of(metadata),), 0, attempt, source=source)
+    return Manifest(attempt, 1, CHUNK, (entry,), files, replaces, 1.0), {METADATA: metadata}
+
+
+def committed(directory: Path, attempt: str, *replaces: str) -> Manifest:
+    manifest, metadata = saved(directory, attempt, *replaces)
+    commit.commit_local(directory, at(directory), manifest, metadata)
+    return manifest
+
+
+def at(directory: Path) -> Location:
+    return parse_uri(directory)
+
+
+def names(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+
+
+def stands(directory: Path, attempt: str) -> bool:
+    """True when ``attempt`` is committed, its files are there, and plain PyTorch reads it too."""
+    manifest = commit.read_local_manifest(directory)
+    return (
+        manifest is not None
+        and manifest.attempt == attempt
+        and (directory / shard(attempt)).read_bytes() == f"data of {attempt}".encode()
+        and (directory / METADATA).read_bytes() == f"metadata of {attempt}".encode()
+    )
+
+
+def denied(directory: Path) -> bool:
+    raise PermissionError(13, "Permission denied")
+
+
+# --- local tier ---------------------------------------------------------------------------------------------------
+
+
+def test_a_save_that_was_not_told_of_another_does_not_replace_it(tmp_path: Path) -> None:
+    committed(tmp_path, "one")
+    with pytest.raises(AlreadyCommittedError, match="one"):
+        committed(tmp_path, "two")
+    assert stands(tmp_path, "one")
+
+
+def test_the_replaced_files_go_with_the_commit(tmp_path: Path) -> None:
+    committed(tmp_path, "one")
+    committed(tmp_path, "two", "one")
+    assert stands(tmp_path, "two")
+    assert not {name for name in names(tmp_path) if "one" in name}
+
+
+@pytest.mark.parametrize("before", [(), ("one",)], ids=["first", "replacing"])
+@pytest.mark.parametrize("failing", [METADATA, "manifest.json"])
+def test_a_commit_that_cannot_be_made_durable_is_taken_back(
+    failing: str, before: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file was renamed, and then the directory's fsync failed: the caller deletes the new shards."""
+    for attempt in before:
+        committed(tmp_path, attempt)
+    failures = [StoreError("no fsync")]
+
+    def durable_write(path: Path, data: bytes) -> None:
+        local.durable_write(path, data)
+        if path.name == failing and failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(commit, "durable_write", durable_write)
+    with pytest.raises(StoreError, match="no fsync"):
+        committed(tmp_path, "two", *before)
+    assert commit.forget_local(tmp_path, "two")
+    if before:
+        assert stands(tmp_path, "one")
+    else:
+        assert commit.read_local_manifest(tmp_path) is None if tmp_path.exists() else True
+        assert not (tmp_path / METADATA).exists()
+
+
+def test_a_commit_that_cannot_clean_up_after_itself_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    committed(tmp_path, "one")
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "_finish_removal", denied)
+        committed(tmp_path, "two", "one")
+    assert stands(tmp_path, "two")
+    assert commit.finish_removal(tmp_path)
+    assert not {name for name in names(tmp_path) if "one" in name}
+
+
+def test_forgetting_a_save_that_did_commit_deletes_nothing(tmp_path: Path) -> None:
+    manifest = committed(tmp_path, "one")
+    assert not commit.forget_local(tmp_path, "one", manifest)
+    assert stands(tmp_path, "one")
+
+
+def test_forgetting_a_save_leaves_the_one_that_stands(tmp_path: Path) -> None:
+    committed(tmp_path, "one")
+    manifest, metadata = saved(tmp_path, "two", "one")
+    commit.keep_metadata(tmp_path, manifest, metadata)
+    (tmp_path / METADATA).write_bytes(metadata[METADATA])  # it got that far
+    assert commit.forget_local(tmp_path, "two", manifest)
+    assert stands(tmp_path, "one")
+    assert not {name for name in names(tmp_path) if "two" in name}
+
+
+def test_nothing_is_forgotten_beside_a_damaged_manifest(tmp_path: Path) -> None:
+    committed(tmp_path, "one")
+    (tmp_path / MANIFEST).write_bytes(b"{")
+    with pytest.raises(ManifestError):
+        commit.forget_local(tmp_path, "one")
+    assert (tmp_path / shard("one")).exists()
+
+
+def test_what_is_not_there_is_forgotten_and_removed_already(tmp_path: Path) -> None:
+    assert commit.forget_local(tmp_path / "none", "one")
+    assert not commit.finish_removal(tmp_path / "none")
+    commit.mark_drained(tmp_path / "none", "one")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_commit_elsewhere_is_adopted_only_over_what_it_may_replace(tmp_path: Path) -> None:
+    committed(tmp_path, "one")
+    other, metadata = saved(tmp_path, "other")
+    commit.adopt_local(tmp_path, other, metadata)  # not told to replace "one", which is nowhere else
+    assert stands(tmp_path, "one")
+    commit.mark_drained(tmp_path, "one")
+    commit.adopt_local(tmp_path, other, metadata)
+    commit.adopt_local(tmp_path, other, metadata)
+    assert stands(tmp_path, "other")
+
+
+def test_a_removal_asks_which_attempt_it_is_of(tmp_path: Path) -> None:
+    committed(tmp_path, "one")
+    assert not commit.remove_local(tmp_path, "two")
+    assert stands(tmp_path, "one")
+    assert commit.remove_local(tmp_path, "one")
+    assert not tmp_path.exists()
+
+
+def test_a_damaged_note_of_a_removal_removes_nothing(tmp_path: Path) -> None:
+    manifest = committed(tmp_path, "one")
+    note = tmp_path / removal_note("gone")
+    note.parent.mkdir(exist_ok=True)
+    note.write_bytes(replace(manifest, attempt="gone").encode().replace(b"gone", b"lost"))
+    (tmp_path / MANIFEST).unlink()
+    assert commit.finish_removal(tmp_path)
+    assert (tmp_path / shard("one")).exists()
+    assert note.exists()  # for a person to look at
+
+
+@pytest.mark.parametrize("remove", [commit.remove_local, commit.finish_removal])
+def test_a_removal_that_is_not_allowed_says_so(
+    remove: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed(tmp_path, "one")
+    monkeypatch.setattr(commit, "_finish_removal", denied)
+    with pytest.raises(PermissionDeniedError):
+        remove(tmp_path)
+
+
+def test_the_directory_may_vanish_before_its_lock_is_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removal that ends just then takes the empty directory away."""
+    real, tries = commit.lock, []
+
+    @contextmanager
+    def lock(path: Path, *rest: Any) -> Iterator[None]:
+        tries.append(path)
+        if len(tries) == 1:
+            path.parent.rmdir()
+        with real(path, *rest):
+            yield
+
+    monkeypatch.setattr(commit, "lock", lock)
+    committed(tmp_path, "one")
+    assert len(tries) == 2
+    assert stands(tmp_path, "one")
+
+
+# --- shared tier --------------------------------------------------------------------------------------------------
+
+
+class Store(LocalStore):
+    """A shared tier on which something happens just before a put."""
+
+    before_put: Callable[[str], None] = staticmethod(lambda key: None)
+
+    async def put(self, key: str, data: Any, *, if_absent: bool = False) -> None:
+        self.before_put(key)
+        await super().put(key, data, if_absent=if_absent)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "shared")
+
+
+def drained(store: Store, attempt: str, *replaces: str) -> Manifest:
+    manifest, metadata = saved(store.root, attempt, *replaces)
+    commit.keep_metadata(store.root, manifest, metadata)
+    asyncio.run(commit.commit_shared(store, at(store.root), manifest))
+    return manifest
+
+
+def test_a_rival_that_has_the_claim_wins(store: Store) -> None:
+    drained(store, "one")
+    with pytest.raises(AlreadyCommittedError, match="one"):
+        drained(store, "two")
+    assert stands(store.root, "one")
+
+
+def test_a_later_save_that_takes_the_claim_over_meanwhile_is_not_covered(store: Store) -> None:
+    def take_over(key: str) -> None:
+        if key == METADATA:
+            (store.root / CLAIM).write_bytes(manifests.seal({"attempt": "later", "replaces": ["one"]}))
+
+    store.before_put = take_over  # type: ignore[method-assign]
+    with pytest.raises(AlreadyCommittedError, match="replaced this one"):
+        drained(store, "one")
+    assert not (store.root / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("winner", ["one", "two", None])
+def test_the_first_manifest_is_put_only_where_none_is(winner: str | None, store: Store) -> None:
+    """``one`` finds that somebody was faster: another mover of its own, a rival, or one that is gone again."""
+
+    def be_faster(key: str) -> None:
+        if key != MANIFEST:
+            return
+        if winner is None:
+            raise PreconditionFailedError("it exists")
+        (store.root / MANIFEST).write_bytes(saved(store.root, winner)[0].encode())
+
+    store.before_put = be_faster  # type: ignore[method-assign]
+    if winner == "one":
+        drained(store, "one")
+        assert stands(store.root, "one")
+    else:
+        with pytest.raises(AlreadyCommittedError, match=winner or "unknown"):
+            drained(store, "one")
+
+
+def test_metadata_that_was_damaged_on_its_way_is_not_published(store: Store) -> None:
+    manifest, metadata = saved(store.root, "one")
+    commit.keep_metadata(store.root, manifest, metadata)
+    (store.root / attempt_metadata("one")).write_bytes(b"metadata of onE")
+    with pytest.raises(IntegrityError, match="not what was saved"):
+        asyncio.run(commit.commit_shared(store, at(store.root), manifest))
+    assert not {METADATA, MANIFEST} & names(store.root)
+
+
+def test_what_a_lost_node_left_of_a_replaced_save_is_removed(store: Store) -> None:
+    """``one`` was never committed: its coordinator left the manifest to be, a rank its shard and part record."""
+    one, _ = saved(store.root, "one")
+    rank = replace(one.files[0], path=shard("rank1"), token="rank1", rank=1)
+    (store.root / shard("rank1")).write_bytes(b"data of rank1")
+    asyncio.run(store.put(pending("one"), replace(one, files=(*one.files, rank)).encode()))
+    asyncio.run(store.put(part("rank1"), b"{}"))
+    asyncio.run(store.put(pending("zero"), b"{"))  # damaged: it names nobody
+    drained(store, "two", "one", "zero")
+    assert names(store.root) == {shard("two"), METADATA, MANIFEST, CLAIM, attempt_metadata("two")}
+
+
+def test_a_clean_up_that_was_cut_short_is_finished_by_the_next_try(store: Store) -> None:
+    one = drained(store, "one")
+    two = drained(store, "two", "one")
+    (store.root / shard("one")).write_bytes(b"data of one")
+    asyncio.run(store.put(removal_note("one"), one.encode()))
+    asyncio.run(commit.commit_shared(store, at(store.root), two))
+    assert stands(store.root, "two")
+    assert not {name for name in names(store.root) if "one" in name}
+    assert asyncio.run(commit.replaced_by_claim(store)) == {"one"}
+
+
+@pytest.mark.parametrize("read", [commit.read_shared_manifest, commit.read_claim, commit.replaced_by_claim])
+def test_a_place_that_does_not_exist_is_not_an_empty_place(read: Callable[[Any], Any]) -> None:
+    class NoBucket:
+        uri = "s3://none/x"
+
+        async def get(self, key: str) -> bytes:
+            raise BucketNotFoundError("no bucket none")
+
+    with pytest.raises(BucketNotFoundError):
+        asyncio.run(read(NoBucket()))
+
+
+@pytest.mark.parametrize(
+    "body", [{"attempt": "a/b", "replaces": []}, {"attempt": "a", "replaces": "b"}, {"attempt": "a", "replaces": [1]}]
+)
+def test_a_claim_that_names_no_attempt_is_refused(body: dict[str, Any], store: Store) -> None:
+    asyncio.run(store.put(CLAIM, manifests.seal(body)))
+    with pytest.raises(ManifestError, match=r"claim\.json"):
+        asyncio.run(commit.read_claim(store))
+
+
+def test_a_drained_mark_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
+    committed(tmp_path, "one")
+    (tmp_path / DRAINED).mkdir()
+    assert not commit.is_drained(tmp_path, "one")
