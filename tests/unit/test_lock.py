@@ -1,5 +1,6 @@
 """Locks of one node: one holder (K1), and a removed lock file lets no second one in (K3). K2: fault/test_ranks.py."""
 
+import errno
 import os
 import signal
 import socket
@@ -41,6 +42,19 @@ def test_waiting_has_a_deadline(tmp_path: Path) -> None:
         assert held
         with pytest.raises(OperationTimeoutError, match=r"0\.1 s"), lock(path, 0.1, "the thing"):
             pytest.fail("two holders")
+
+
+def test_a_lock_is_let_go_of_though_its_file_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lock"
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch, try_lock(path, remove=True) as held:
+        patch.setattr(Path, "unlink", fail)
+        assert held
+    with try_lock(path) as held:
+        assert held
 
 
 def test_a_lock_is_inherited_with_its_descriptor_when_its_holder_is_killed(tmp_path: Path) -> None:  # K4

@@ -17,7 +17,7 @@ import fcntl
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,10 +55,13 @@ def try_lock(path: Path, *, remove: bool = False, inherited: int | None = None) 
             pass
         yield Hold(held, file)
     finally:
-        if held and remove:
-            path.unlink(missing_ok=True)
-        fcntl.flock(file, fcntl.LOCK_UN)  # K2
-        os.close(file)
+        try:
+            if held and remove:
+                with suppress(OSError):  # a file that stays is what the next holder locks
+                    path.unlink()
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # K2
+            os.close(file)
 
 
 @contextmanager
