@@ -18,13 +18,14 @@ from .errors import (
     CommitAbandonedError,
     ConfigError,
     IntegrityError,
+    ManifestError,
     ObjectNotFoundError,
     OperationTimeoutError,
     StoreUnavailableError,
     TierckptError,
     UncommittedCheckpointError,
 )
-from .layout import MANIFEST, PRIVATE_DIR, SHARD_SUFFIX, Location, attempt_metadata, local_dir, step_of
+from .layout import MANIFEST, PRIVATE_DIR, Location, local_dir, step_of
 from .manifest import FileEntry, Manifest
 from .mover import catalog, commit, leases
 from .mover.budget import Budget
@@ -154,7 +155,7 @@ class Engine:
             elif entry.state == WRITTEN:
                 await self._take_up_written(entry)
             else:
-                await asyncio.to_thread(self._remove_unfinished, entry)
+                await self._put_away(entry)
 
     async def _take_up_written(self, entry: Entry) -> None:
         """A rank that ended between its last shard and the news of the commit: find out what became of the save.
@@ -179,18 +180,36 @@ class Engine:
             if self.settings.drain:
                 self.submit(entry.token)
         elif time.time() - entry.created_unix_seconds > self.settings.commit_timeout_seconds:
-            await asyncio.to_thread(self._remove_unfinished, entry)
+            await self._put_away(entry)
 
-    def _remove_unfinished(self, entry: Entry) -> None:
+    async def _put_away(self, entry: Entry) -> None:
+        """Remove the shards of a save that never finished, unless a commit names them: then it did, and is drained."""
+        try:
+            was_committed = await asyncio.to_thread(self._remove_unfinished, entry)
+        except ManifestError as error:
+            log.warning("%s: whether it was committed cannot be known (%s); its files stay", entry.uri, error)
+            return
+        if was_committed and self.settings.drain:
+            self.submit(entry.token)
+
+    def _remove_unfinished(self, entry: Entry) -> bool:
         with self.journal.own(entry.token) as dead:
             current = self.journal.read(entry.token)
             if not dead or current is None or current.state != entry.state:
-                return
+                return False
             directory = self.directory(entry.location)
-            for path in (*directory.glob(f"*-{entry.token}{SHARD_SUFFIX}"), directory / attempt_metadata(entry.token)):
-                path.unlink(missing_ok=True)
+            local = commit.read_local_manifest(directory)
+            if local is not None and entry.token in local.tokens | {local.attempt}:
+                # The disk gave back an old state of the entry. What a later one said is in the manifest as well.
+                files = tuple(file for file in local.entries if file.token == entry.token)
+                manifest = local if local.attempt == entry.token else None
+                self.journal.write(replace(entry, state=READY, files=files, manifest=manifest))
+                log.warning("%s: an old state of its journal entry was found, it is committed", entry.uri)
+                return True
+            commit.forget_local(directory, entry.token)
             self.journal.remove(entry.token)
             log.info("removed the shards of a save to %s that never finished", entry.uri)
+            return False
 
     async def _drain(self, token: str) -> DrainResult:
         uri = ""
@@ -593,12 +612,15 @@ async def _stands(checkpoint: Checkpoint) -> bool:
     """False when a removal or another save was faster than the lease on ``checkpoint``."""
     if checkpoint.manifest is None:
         return True
-    local = await asyncio.to_thread(commit.read_local_manifest, checkpoint.directory)
+    try:
+        local = await asyncio.to_thread(commit.read_local_manifest, checkpoint.directory)
+    except ManifestError:
+        local = None  # the one on the shared tier is what was found
     if local is not None and local.attempt == checkpoint.manifest.attempt:
         return True
     try:
         shared = await commit.read_shared_manifest(checkpoint.store)
-    except StoreUnavailableError:
+    except (StoreUnavailableError, ManifestError):
         return True  # then the restore says what it cannot read
     return shared is not None and shared.attempt == checkpoint.manifest.attempt
 

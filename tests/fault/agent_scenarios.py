@@ -1,4 +1,4 @@
-"""What one rank does in the tests of the agent. Run by ``agent_ranks.py``.
+"""What one rank does in the tests of the agent. Run by ``nursery.py``.
 
 A *point* is a place in a save where a rank is to be killed. When a rank gets there it leaves a file, so that the test
 can count that it did; ranks die when all of them are there, one a moment after the other, as a job's ranks do.
@@ -28,6 +28,7 @@ from tierckpt.training import testament
 
 STAGGER_SECONDS = 0.15
 """Between the deaths of two ranks: long enough for the agent to act on each before it hears of the next."""
+COLLECTIVE_TIMEOUT_SECONDS = 60.0
 FOR_EVER_SECONDS = 1000.0
 TENSORS = 8
 ELEMENTS = 1 << 16

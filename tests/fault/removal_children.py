@@ -170,7 +170,8 @@ def shards_first(bug: str) -> None:
         def remove_local(directory: Path, attempt: str | None = None) -> bool:
             manifest = commit.read_local_manifest(directory)
             if manifest is not None:
-                commit.remove_local_files(directory, list(manifest.entries))
+                for entry in manifest.entries:
+                    (directory / entry.key).unlink()
                 (directory / METADATA).unlink(missing_ok=True)
             (directory / MANIFEST).unlink(missing_ok=True)
             return True

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 import tierckpt
-from tests.fault.agent_ranks import Job, Nursery
 from tests.fault.agent_scenarios import whole_state
+from tests.fault.nursery import Job, Nursery
 from tests.servers.faultproxy import FaultProxy
 from tests.services import S3Server
 from tests.states import load, same, save
@@ -42,7 +42,7 @@ SETTINGS = {"agent_idle_seconds": IDLE_SECONDS, "mover": "agent"}
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
-    with Nursery.running() as running:
+    with Nursery.running("tests.fault.agent_scenarios") as running:
         yield running
 
 

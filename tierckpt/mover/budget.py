@@ -3,15 +3,16 @@
 All drains of one mover draw on one budget, chunk by chunk and in the order in which they ask, so that none of them
 starves. Places go to the newest checkpoint that waits (PCcheck's order), but one that has begun is finished first: were
 it left for each newer one, a job that saves faster than it can drain would never have a whole checkpoint on the shared
-tier. When the end is near (``hurry``), nothing is before the newest. Everything can be changed while they run: by ``update`` in the process, and for every mover of the node by the
-control file, which ``tierckpt drain --limit`` writes and which each mover looks at once a second.
+tier. When the end is near (``hurry``), nothing is before the newest. Everything can be changed while they run: by
+``update`` in the process, and for every mover of the node by the control file, which ``tierckpt drain --limit`` writes
+and which each mover looks at once a second.
 
 Invariants (tests cite them):
     G1  Over any time t at most ``rate * t`` bytes are let through, plus the larger of 0.25 s worth and one chunk, plus
         0.25 s worth that a late wake-up makes up for: the long-run rate is exact although no timer is.
     G2  Chunks are let through in the order in which they asked.
     G3  While a flush writes on this node, drains leave the disk to it for at most half of the time (``mark.py``).
-    G4  Of the files that wait for a place, those of checkpoints that have begun are first, then the newest checkpoint's.
+    G4  Of the files that wait for a place those of checkpoints that have begun are first, then those of the newest.
         In a hurry the newest checkpoint waits for no place and no turn, and all others wait while it sends.
     G5  A damaged control file changes nothing; a missing one means what the settings say.
 """

@@ -36,9 +36,10 @@ from ..stores.base import Store
 from ..stores.common import settled
 from ..stores.local import durable_write, fsync_dir, make_dirs, translate_os_error
 from ..telemetry import logger
-from ..types import ByteRange, Progress, ProgressListener, Tier
+from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
 from .lock import try_lock
 from .retention import nearest_existing
+from .retry import verified
 from .transfer import check, pwrite_all
 
 log = logger("prefetch")
@@ -260,7 +261,7 @@ class _Job:
     ) -> None:
         try:
             try:
-                data = await self.store.get_range(item.key, byte_range, if_match=item.etag)
+                data = await verified(self.store, lambda: self._read_chunk(chunk, item, byte_range))
             except PreconditionFailedError as error:
                 raise IntegrityError(
                     f"{item.key} changed in the store while it was being fetched",
@@ -268,15 +269,19 @@ class _Job:
                     file=item.path,
                     tier=Tier.SHARED,
                 ) from error
-            if item.digests:
-                entry = FileEntry(item.path, item.size_bytes, item.digests)
-                await check(data, item.digests[chunk], entry, byte_range, Tier.SHARED, self.store.uri)
             await settled(asyncio.to_thread(pwrite_all, file, data, byte_range.start, path))
             os.write(self.log, f"{index} {chunk}\n".encode())  # O_APPEND and short: atomic between tasks
             self.fetched_bytes += byte_range.size_bytes
             self._advance(byte_range.size_bytes)
         finally:
             self.gate.release()
+
+    async def _read_chunk(self, chunk: int, item: Wanted, byte_range: ByteRange) -> Buffer:
+        data = await self.store.get_range(item.key, byte_range, if_match=item.etag)
+        if item.digests:
+            entry = FileEntry(item.path, item.size_bytes, item.digests)
+            await check(data, item.digests[chunk], entry, byte_range, Tier.SHARED, self.store.uri)
+        return data
 
     def _advance(self, size_bytes: int) -> None:
         self.done_bytes += size_bytes

@@ -19,7 +19,7 @@ from ..telemetry import logger
 from ..types import Buffer, ByteRange, Json, ProgressListener, Tier
 from .catalog import Checkpoint
 from .prefetch import from_listing, from_manifest, prefetch
-from .transfer import check, open_file, pread_all
+from .transfer import check, get_checked, open_file, pread_all
 
 log = logger("restore")
 
@@ -107,9 +107,7 @@ class _Nearest:
             except TierckptError as error:
                 self._give_up_local(entry, error)
         try:
-            data = await self._checkpoint.store.get_range(key, byte_range)
-            await check(data, digest, entry, byte_range, Tier.SHARED, self.uri)
-            return data
+            return await get_checked(self._checkpoint.store, entry, byte_range, digest)
         except (IntegrityError, ObjectNotFoundError) as error:
             self.lost[entry.path] = f"local: {self._bad[key]}; shared: {error.message}"
             raise

@@ -194,7 +194,7 @@ class RemoteStore:
                 await obstore.head_async(bucket, CLAIM)
         except (obstore_errors.BaseError, OSError, ValueError) as error:
             self.retries.counts["probes"] += 1
-            return not isinstance(self._translate(error, None), StoreUnavailableError)
+            return not isinstance(self._translate(error, None, self._is_proven), StoreUnavailableError)
         self.retries.counts["probes"] += 1
         return True
 
@@ -459,19 +459,21 @@ class RemoteStore:
     @contextlib.asynccontextmanager
     async def _errors(self, key: str | None, *, writing: bool = False) -> AsyncIterator[None]:
         """Translate what obstore raises. ``key`` None means that the request was about the bucket itself."""
+        generation, was_proven = self._generation, self._is_proven  # others may renew the credentials meanwhile
         try:
             yield
         except (TierckptError, asyncio.CancelledError):
             raise
         except (obstore_errors.BaseError, OSError, ValueError) as error:
-            ours = self._translate(error, key)
+            ours = self._translate(error, key, was_proven)
             if isinstance(ours, ObjectNotFoundError) and await self._bucket_is_missing(key, writing):
                 ours = self._missing_bucket()
             if not isinstance(ours, PermissionDeniedError | StoreUnavailableError):
-                self._is_proven = True
+                self._is_proven |= generation == self._generation
             raise ours from error
         else:
-            self._bucket_exists = self._is_proven = True
+            self._bucket_exists = True
+            self._is_proven |= generation == self._generation
 
     async def _bucket_is_missing(self, key: str | None, writing: bool) -> bool:
         """Tell a missing bucket from a missing key, which answer alike. One listing, once per store."""
@@ -497,8 +499,8 @@ class RemoteStore:
             endpoint=self._endpoint or None,
         )
 
-    def _translate(self, error: Exception, key: str | None) -> TierckptError:
-        if http_status(error) == 400 and not error_code(error) and self._is_proven:
+    def _translate(self, error: Exception, key: str | None, was_proven: bool) -> TierckptError:
+        if http_status(error) == 400 and not error_code(error) and was_proven:
             # S3 says "expired" with status 400, and to a HEAD without a word more.
             return refused(self.location, key, self._endpoint, "HTTP 400")
         return translate(error, self.location, key, self._endpoint)

@@ -7,6 +7,6 @@ calls     what strace wrote: the system calls on our files, and what may be inje
 order     what must be on the disk before what, read off such a list
 checker   what must hold afterwards, whatever happened
 bugs      seeded bugs; each harness must find those it is there for
+races     many processes that save to one id: ``python -m tests.fault.sweep.races FOLDER RACES``
 run       the program: ``python -m tests.fault.sweep.run kills|errnos|bugs FOLDER``
-race      many processes that save one id at once
 """

@@ -180,6 +180,15 @@ FOUND_BY = {
 }
 """At least these. Which others do is in the outcome."""
 
+TRIED_IN_A_PART: dict[str, set[str]] = {
+    "short write ignored": {ERRNOS},
+    "fsync tried again": {ERRNOS},
+    "error swallowed": {ERRNOS},
+    "commit before the shards": {KILLS},
+    "files before the manifest": {KILLS},
+}
+"""What is looked for besides the order when the sweep is not full: kills and errors take seconds for each bug."""
+
 PHASE_OF = {"files before the manifest": "retention"}
 """Where a bug shows, if not when a checkpoint is saved over another of the same id."""
 

@@ -154,10 +154,12 @@ class Sweep:
             self.bench.bug = bug
             phase = BY_NAME[bugs.PHASE_OF.get(bug, "overwrite")]
             calls, disorder = self.bench.record(phase)
-            hits = [bugs.ORDER] if disorder else []
-            hits += [bugs.KILLS] if self._kills_find(phase, calls) else []
-            hits += [bugs.ERRNOS] if self._errnos_find(phase, calls) else []
-            found[bug] = hits
+            found[bug] = hits = [bugs.ORDER] if disorder else []
+            tried = {bugs.KILLS, bugs.ERRNOS} if is_full() else bugs.TRIED_IN_A_PART.get(bug, set())
+            if bugs.KILLS in tried and self._kills_find(phase, calls):
+                hits.append(bugs.KILLS)
+            if bugs.ERRNOS in tried and self._errnos_find(phase, calls):
+                hits.append(bugs.ERRNOS)
         self.bench.bug = ""
         return found
 

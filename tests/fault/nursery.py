@@ -1,8 +1,8 @@
-"""Ranks for the tests of the agent: real processes, forked from one that has torch imported already.
+"""Ranks for tests: real processes, forked from one that has torch imported already.
 
 Importing torch takes seconds; the tests start dozens of ranks. ``Nursery`` is the test's side. The other side is this
-module run as a program: it forks the ranks of a scenario (``agent_scenarios.py``), each the head of a session of its
-own, and says how they ended. Nothing there has a thread, so that forking is sound.
+module run as a program: it forks the ranks of a scenario (a function of the module that the nursery was given), each
+the head of a session of its own, and says how they ended. Nothing there has a thread, so that forking is sound.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.services import REPOSITORY, _die_with_parent, free_port
-
-SCENARIOS = "tests.fault.agent_scenarios"
-COLLECTIVE_TIMEOUT_SECONDS = 60.0
 
 
 @dataclass
@@ -58,9 +55,9 @@ class Nursery:
 
     @classmethod
     @contextmanager
-    def running(cls) -> Iterator[Nursery]:
+    def running(cls, scenarios: str) -> Iterator[Nursery]:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", __name__, scenarios],
             cwd=REPOSITORY,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -84,7 +81,7 @@ class Nursery:
         return json.loads(self._process.stdout.readline())
 
     def start(self, scenario: str, folder: Path, world_size: int = 1, **arguments: Any) -> Job:
-        """Start the ranks of ``agent_scenarios.<scenario>(folder=..., **arguments)``. Their logs are in ``folder``."""
+        """Start the ranks of ``<scenario>(folder=..., **arguments)``. Their logs are in ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         env = {name: value for name, value in os.environ.items() if name.startswith(("TIERCKPT_", "AWS_"))}
         arguments["folder"] = str(folder)
@@ -95,7 +92,7 @@ class Nursery:
 def _serve() -> None:
     import torch  # noqa: F401
 
-    import tests.fault.agent_scenarios  # noqa: F401
+    scenarios = importlib.import_module(sys.argv[1])
 
     if threading.active_count() != 1 or len(os.listdir("/proc/self/task")) != 1:  # noqa: PTH208
         raise RuntimeError("forking is not sound here: there is another thread")
@@ -103,7 +100,7 @@ def _serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if request["verb"] == "start":
-            answer: Any = _start(request)
+            answer: Any = _start(request, scenarios)
         elif request["verb"] == "wait":
             answer = _wait(request["pids"], request["timeout_seconds"], ended)
         else:
@@ -111,17 +108,17 @@ def _serve() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _start(request: dict[str, Any]) -> list[int]:
+def _start(request: dict[str, Any], scenarios: Any) -> list[int]:
     pids, port = [], str(free_port())
     for rank in range(request["world_size"]):
         pid = os.fork()
         if pid == 0:
-            _become_rank(request, rank, port)
+            _become_rank(request, scenarios, rank, port)
         pids.append(pid)
     return pids
 
 
-def _become_rank(request: dict[str, Any], rank: int, port: str) -> None:
+def _become_rank(request: dict[str, Any], scenarios: Any, rank: int, port: str) -> None:
     os.setsid()
     _die_with_parent()
     log = os.open(Path(request["arguments"]["folder"]) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -134,22 +131,22 @@ def _become_rank(request: dict[str, Any], rank: int, port: str) -> None:
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world_size}
     os.environ.update(request["env"] | ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
     try:
-        _run(request)
+        _run(request, scenarios)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     sys.exit(0)  # with all that Python does at the end of a program
 
 
-def _run(request: dict[str, Any]) -> None:
+def _run(request: dict[str, Any], scenarios: Any) -> None:
     import logging
 
     import torch.distributed as dist
 
     logging.basicConfig(level=logging.INFO)
     if request["world_size"] > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
-    getattr(importlib.import_module(SCENARIOS), request["scenario"])(**request["arguments"])
+        dist.init_process_group("gloo", timeout=timedelta(seconds=scenarios.COLLECTIVE_TIMEOUT_SECONDS))
+    getattr(scenarios, request["scenario"])(**request["arguments"])
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,0 +1,150 @@
+"""What four ranks do of which one is killed in the middle of something. Run by ``nursery.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import tierckpt
+from tierckpt.dcp.reader import TierStorageReader
+from tierckpt.dcp.stager import TierStager
+from tierckpt.dcp.writer import TierStorageWriter
+from tierckpt.errors import TierckptError
+from tierckpt.mover import commit, flush
+from tierckpt.mover.drain import Drainer
+from tierckpt.training import checkpointer as checkpointers
+from tierckpt.training.exchange import Exchange
+
+COLLECTIVE_TIMEOUT_SECONDS = 10.0
+SAVE_TIMEOUT_SECONDS = 5.0
+ELEMENTS = 1 << 16
+
+
+def state_of(rank: int, step: int) -> dict[str, Any]:
+    """What ``rank`` saves as ``step``."""
+    own = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(100 * step + rank))
+    return {f"own-{rank}": own, "replicated": torch.full((ELEMENTS,), float(step)), "step": step}
+
+
+def _before(owner: Any, name: str) -> None:
+    """Have this process killed when ``name`` is called."""
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, die)
+
+
+def _after(owner: Any, name: str) -> None:
+    """Have this process killed when ``name`` has done its work."""
+    real = getattr(owner, name)
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        value = real(*args, **kwargs)
+        if hasattr(value, "wait"):
+            value.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, die)
+
+
+SAVE_PHASES: dict[str, Callable[[], None]] = {
+    "local plan": lambda: _before(TierStorageWriter, "prepare_local_plan"),
+    "staging": lambda: _before(TierStager, "stage_items"),
+    "flush": lambda: _before(flush._File, "finish"),
+    "written": lambda: _after(TierStorageWriter, "write_data"),
+    "hand over": lambda: _before(TierStorageWriter, "hand_over"),
+    "drain": lambda: _before(Drainer, "send_files"),
+}
+COORDINATOR_PHASES: dict[str, Callable[[], None]] = {
+    "global plan": lambda: _before(TierStorageWriter, "prepare_global_plan"),
+    "commit": lambda: _before(commit, "commit_local"),
+    "committed": lambda: _after(commit, "commit_local"),
+}
+RESTORE_PHASES: dict[str, Callable[[], None]] = {
+    "finding the step": lambda: _before(checkpointers.Checkpointer, "_uri_to_restore"),
+    "planning to read": lambda: _before(TierStorageReader, "prepare_local_plan"),
+    "reading": lambda: _before(TierStorageReader, "read_data"),
+}
+PHASES = SAVE_PHASES | COORDINATOR_PHASES | RESTORE_PHASES
+
+
+def wait_for_ever() -> None:
+    """Seeded bug: ranks wait for each other without a deadline."""
+
+    def get(self: Exchange, store: Any, key: str, what: str, deadline: float) -> Any:
+        while True:
+            time.sleep(1)
+
+    Exchange._get = get  # type: ignore[method-assign]
+
+
+def commit_without_the_dead() -> None:
+    """Seeded bug: the coordinator commits what it has heard of when the time is up."""
+    real = Exchange._get
+
+    def get(self: Exchange, store: Any, key: str, what: str, deadline: float) -> Any:
+        try:
+            return real(self, store, key, what, deadline)
+        except TierckptError:
+            return "ok", []
+
+    Exchange._get = get  # type: ignore[method-assign]
+
+
+BUGS = {"wait for ever": wait_for_ever, "commit without the dead": commit_without_the_dead}
+
+
+def lose_a_rank(folder: str, uri: str, way: str, phase: str, victim: int, bug: str = "") -> None:
+    """Save step 1, then step 2 or restore while ``victim`` dies in ``phase``. Each survivor leaves what it was told."""
+    rank = dist.get_rank()
+    checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=SAVE_TIMEOUT_SECONDS)
+    checkpointer.save(1, state_of(rank, 1))
+    checkpointer.wait()
+    dist.barrier()
+    if bug:
+        BUGS[bug]()
+    if rank == victim:
+        PHASES[phase]()
+    begun = time.monotonic()
+    told = "ok"
+    try:
+        if phase in RESTORE_PHASES:
+            checkpointer.restore(state_of(rank, 0))
+        elif way == "dcp.save":
+            dcp.save(state_of(rank, 2), storage_writer=tierckpt.TierStorageWriter(f"{uri}/step-2"))
+        else:
+            checkpointer.save(2, state_of(rank, 2))
+            checkpointer.wait("local")
+            told = "saved"
+            checkpointer.wait()
+    except Exception as error:  # gloo's are RuntimeErrors
+        told = f"{told}, {type(error).__name__}"
+    seconds = time.monotonic() - begun
+    (Path(folder) / f"told-{rank}").write_text(json.dumps([told, seconds]))
+    os._exit(0)  # the process group is broken: leave as a job does that is about to be restarted
+
+
+def come_back(folder: str, uri: str) -> None:
+    """The job again: restore the newest step, whole on every rank and the same one, then save and drain another."""
+    rank = dist.get_rank()
+    with tierckpt.Checkpointer(uri, timeout_seconds=20) as checkpointer:
+        state = state_of(rank, 0)
+        step = checkpointer.restore(state)
+        wanted = state_of(rank, step or 0)
+        whole = all(
+            torch.equal(value, wanted[name]) if isinstance(value, torch.Tensor) else value == wanted[name]
+            for name, value in state.items()
+        )
+        checkpointer.save(3, state_of(rank, 3))
+        checkpointer.wait()
+    (Path(folder) / f"back-{rank}").write_text(json.dumps([step, whole]))

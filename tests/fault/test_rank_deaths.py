@@ -1,0 +1,125 @@
+"""A rank of four is killed in each phase of a save and of a restore: the others return, and the job comes back.
+
+Cites docs/internals/commit.md 4. ``TIERCKPT_TEST_RANK_DEATHS`` is how often (``make torture``: 10).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fault.nursery import Job, Nursery
+from tests.fault.rank_scenarios import COORDINATOR_PHASES, RESTORE_PHASES, SAVE_PHASES
+
+RANKS = 4
+LAST = RANKS - 1
+RETURN_SECONDS_MAX = 30.0
+TIMES = int(os.environ.get("TIERCKPT_TEST_RANK_DEATHS", "1"))
+AT_ONCE = 6
+"""Jobs that run side by side: most of the time of each is waiting."""
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300 * TIMES)]
+
+
+@dataclass(frozen=True)
+class Death:
+    way: str
+    phase: str
+    victim: int
+    bug: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.way}: rank {self.victim} in {self.phase} {self.bug}".strip()
+
+
+DEATHS = [
+    *(Death("Checkpointer", phase, victim) for phase in (*SAVE_PHASES, *RESTORE_PHASES) for victim in (0, LAST)),
+    *(Death("Checkpointer", phase, 0) for phase in COORDINATOR_PHASES),
+    *(Death("dcp.save", phase, victim) for phase in ("local plan", "flush", "written") for victim in (0, LAST)),
+    *(Death("dcp.save", phase, 0) for phase in COORDINATOR_PHASES),
+]
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery.running("tests.fault.rank_scenarios") as running:
+        yield running
+
+
+def lose_ranks(nursery: Nursery, folder: Path, deaths: list[Death], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What goes wrong when each of ``deaths`` comes to pass, each in a job of its own."""
+    jobs: list[tuple[Death, Path, Job]] = []
+    for number, death in enumerate(deaths):
+        home = folder / str(number)
+        monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(home / "local"))
+        options: dict[str, Any] = {"way": death.way, "phase": death.phase, "victim": death.victim, "bug": death.bug}
+        jobs.append((death, home, nursery.start("lose_a_rank", home, RANKS, uri=f"file://{home}/shared", **options)))
+    problems = []
+    back: list[tuple[Death, Path, Job]] = []
+    for death, home, job in jobs:
+        codes = job.codes(RETURN_SECONDS_MAX + 30)
+        job.kill()
+        problems += [f"{death}: {text}" for text in _problems(death, home, codes, job)]
+        monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(home / "local"))
+        back.append((death, home, nursery.start("come_back", home, RANKS, uri=f"file://{home}/shared")))
+    for death, home, job in back:
+        codes = job.codes(60)
+        job.kill()
+        problems += [f"{death}, then: {text}" for text in _problems_after(home, codes, job)]
+    return problems
+
+
+def _told(home: Path) -> dict[int, tuple[str, float]]:
+    return {int(path.name[5:]): tuple(json.loads(path.read_text())) for path in home.glob("told-*")}
+
+
+def _problems(death: Death, home: Path, codes: list[int | None], job: Job) -> Iterator[str]:
+    if codes[death.victim] != -9:
+        yield f"nobody died there: {codes}"
+    told = _told(home)
+    for rank in set(range(RANKS)) - {death.victim}:
+        if rank not in told:
+            yield f"rank {rank} has not returned ({codes[rank]})\n{job.output()[-2000:]}"
+        elif told[rank][1] > RETURN_SECONDS_MAX:
+            yield f"rank {rank} took {told[rank][1]:.1f} s"
+
+
+def _problems_after(home: Path, codes: list[int | None], job: Job) -> Iterator[str]:
+    if codes != [0] * RANKS:
+        yield f"the job does not come back: {codes}\n{job.output()[-3000:]}"
+        return
+    found = [json.loads((home / f"back-{rank}").read_text()) for rank in range(RANKS)]
+    steps = {step for step, _ in found}
+    saved = any(told.startswith("saved") for told, _ in _told(home).values())
+    if len(steps) != 1 or not steps <= {1, 2} or not all(whole for _, whole in found):
+        yield f"restored {found}"
+    elif saved and steps != {2}:
+        yield f"went back to step 1, though a rank was told that step 2 was saved: {_told(home)}"
+
+
+def test_the_others_return_and_the_job_comes_back(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
+    problems = []
+    deaths = DEATHS * TIMES
+    for at in range(0, len(deaths), AT_ONCE):
+        problems += lose_ranks(nursery, tmp_path / str(at), deaths[at : at + AT_ONCE], monkeypatch)
+    record_property("deaths", len(DEATHS) * TIMES)
+    assert not problems, "\n".join(problems)
+
+
+def test_what_would_be_wrong_is_found(nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control."""
+    bugs = [
+        Death("Checkpointer", "flush", LAST, "wait for ever"),
+        Death("Checkpointer", "flush", LAST, "commit without the dead"),
+    ]
+    problems = lose_ranks(nursery, tmp_path, bugs, monkeypatch)
+    assert any("wait for ever: rank" in problem and "has not returned" in problem for problem in problems), problems
+    assert any("commit without the dead, then:" in problem for problem in problems), problems
