@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Collection, Iterable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from pathlib import Path
 
 from .config import Settings
@@ -18,7 +17,6 @@ from .errors import (
     CommitAbandonedError,
     ConfigError,
     IntegrityError,
-    ManifestError,
     ObjectNotFoundError,
     OperationTimeoutError,
     StoreUnavailableError,
@@ -32,9 +30,10 @@ from .mover.budget import Budget
 from .mover.catalog import Checkpoint, Row
 from .mover.drain import Drainer, DrainResult
 from .mover.drill import DrillReport, choose, drill
-from .mover.journal import READY, WRITTEN, Entry, Journal
+from .mover.journal import READY, Entry, Journal
 from .mover.prefetch import PrefetchResult, from_listing, from_manifest, prefetch
 from .mover.prune import Pruner, PruneResult, finish_local
+from .mover.recovery import take_up
 from .mover.restore import RestoreResult, restore
 from .mover.retention import Policy, Rule
 from .mover.transfer import fetch
@@ -149,67 +148,8 @@ class Engine:
         """
         await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
         for entry in await asyncio.to_thread(self.journal.entries):
-            if entry.state == READY:
-                if self.settings.drain:
-                    self.submit(entry.token)
-            elif entry.state == WRITTEN:
-                await self._take_up_written(entry)
-            else:
-                await self._put_away(entry)
-
-    async def _take_up_written(self, entry: Entry) -> None:
-        """A rank that ended between its last shard and the news of the commit: find out what became of the save.
-
-        The commit is known by a manifest that names the entry: the one of this node, or what the coordinator's mover
-        has left on the shared tier. While there is none the shards stay, because the coordinator's node may be slow or
-        away; after ``commit_timeout_seconds`` no mover waits for them any more.
-        """
-        local = await asyncio.to_thread(commit.read_local_manifest, self.directory(entry.location))
-        named = local is not None and entry.token in local.tokens
-        if not named and self.settings.drain:
-            try:
-                named = await self._drainer.is_named(entry)
-            except TierckptError as error:
-                log.warning("%s: whether it was committed cannot be known yet (%s)", entry.uri, error)
-                return
-        if named:
-            with self.journal.own(entry.token) as dead:
-                if not dead:
-                    return
-                await asyncio.to_thread(self.journal.write, replace(entry, state=READY))
-            if self.settings.drain:
+            if await take_up(entry, self._drainer) and self.settings.drain:
                 self.submit(entry.token)
-        elif time.time() - entry.created_unix_seconds > self.settings.commit_timeout_seconds:
-            await self._put_away(entry)
-
-    async def _put_away(self, entry: Entry) -> None:
-        """Remove the shards of a save that never finished, unless a commit names them: then it did, and is drained."""
-        try:
-            was_committed = await asyncio.to_thread(self._remove_unfinished, entry)
-        except ManifestError as error:
-            log.warning("%s: whether it was committed cannot be known (%s); its files stay", entry.uri, error)
-            return
-        if was_committed and self.settings.drain:
-            self.submit(entry.token)
-
-    def _remove_unfinished(self, entry: Entry) -> bool:
-        with self.journal.own(entry.token) as dead:
-            current = self.journal.read(entry.token)
-            if not dead or current is None or current.state != entry.state:
-                return False
-            directory = self.directory(entry.location)
-            local = commit.read_local_manifest(directory)
-            if local is not None and entry.token in local.tokens | {local.attempt}:
-                # The disk gave back an old state of the entry. What a later one said is in the manifest as well.
-                files = tuple(file for file in local.entries if file.token == entry.token)
-                manifest = local if local.attempt == entry.token else None
-                self.journal.write(replace(entry, state=READY, files=files, manifest=manifest))
-                log.warning("%s: an old state of its journal entry was found, it is committed", entry.uri)
-                return True
-            commit.forget_local(directory, entry.token)
-            self.journal.remove(entry.token)
-            log.info("removed the shards of a save to %s that never finished", entry.uri)
-            return False
 
     async def _drain(self, token: str) -> DrainResult:
         uri = ""
@@ -573,7 +513,7 @@ class Engine:
     async def _restore(self, checkpoint: Checkpoint, directory: Path) -> RestoreResult | None:
         """Restore ``checkpoint``; None when it was removed, or replaced, before it was held: look again."""
         async with self.reading(checkpoint):
-            if not await _stands(checkpoint):
+            if not await catalog.stands(checkpoint):
                 return None
             return await restore(
                 checkpoint,
@@ -582,6 +522,10 @@ class Engine:
                 concurrency=self.settings.concurrency * 2,
                 listener=self._listener,
             )
+
+    async def stands(self, checkpoint: Checkpoint) -> bool:
+        """False when a removal or another save was faster than the lease on ``checkpoint``."""
+        return await catalog.stands(checkpoint)
 
     def reading(self, checkpoint: Checkpoint) -> AbstractAsyncContextManager[None]:
         """Hold ``checkpoint`` against retention and eviction on this node while it is read."""
@@ -606,23 +550,6 @@ class Engine:
     ) -> PruneResult:
         """``prune`` to the newest ``local`` and ``shared`` checkpoints. None keeps all of that tier."""
         return await self.prune(location, Policy(Rule(local), Rule(shared)))
-
-
-async def _stands(checkpoint: Checkpoint) -> bool:
-    """False when a removal or another save was faster than the lease on ``checkpoint``."""
-    if checkpoint.manifest is None:
-        return True
-    try:
-        local = await asyncio.to_thread(commit.read_local_manifest, checkpoint.directory)
-    except ManifestError:
-        local = None  # the one on the shared tier is what was found
-    if local is not None and local.attempt == checkpoint.manifest.attempt:
-        return True
-    try:
-        shared = await commit.read_shared_manifest(checkpoint.store)
-    except (StoreUnavailableError, ManifestError):
-        return True  # then the restore says what it cannot read
-    return shared is not None and shared.attempt == checkpoint.manifest.attempt
 
 
 async def _claimed(store: Store) -> bool:

@@ -229,9 +229,14 @@ def seal(body: dict[str, Any]) -> bytes:
 
 
 def unseal(
-    data: Buffer, fields: frozenset[str], *, where: str, size_bytes_max: int = RECORD_BYTES_MAX
+    data: Buffer,
+    fields: frozenset[str],
+    *,
+    where: str,
+    newer: frozenset[str] = frozenset(),
+    size_bytes_max: int = RECORD_BYTES_MAX,
 ) -> dict[str, Any]:
-    """Decode a small record that ``seal`` made, exactly ``fields``. Values are the caller's to check.
+    """Decode a small record that ``seal`` made: exactly ``fields``, with or without ``newer``. Values are not checked.
 
     A record without a ``self_digest`` is one of release 0.1 and is taken as it is, if its fields are exactly these: so
     damage to the name of the digest does not pass for age.
@@ -244,7 +249,7 @@ def unseal(
         raise ManifestError(f"{where}: {reason}", hint="The record is damaged; what it says is not acted upon")
 
     body = _parse(data, size_bytes_max, bad)
-    if not isinstance(body, dict) or body.keys() - {"self_digest"} != fields:
+    if not isinstance(body, dict) or body.keys() - {"self_digest"} not in (fields, fields | newer):
         bad("not a record of these fields")
     if "self_digest" in body:
         _check_seal(body, data, bad)

@@ -8,7 +8,7 @@ import os
 import pickle
 import uuid
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
 from ..config import Settings
+from ..engine import Engine
 from ..errors import CheckpointNotFoundError, IntegrityError, TierckptError, UnsafeCheckpointError
 from ..layout import METADATA, rank_metadata
 from ..manifest import FileEntry
+from ..mover import leases
 from ..mover.catalog import Checkpoint
 from ..mover.copies import CheckedFile, Copy, LocalCopy, RemoteCopy
 from ..telemetry import logger
@@ -33,6 +35,8 @@ from .mount import Mount
 from .sealed import Objects, load_metadata, load_tensor
 
 log = logger("restore")
+
+FINDS_MAX = 5
 
 
 class TierStorageReader(Mount, StorageReader):
@@ -67,6 +71,7 @@ class TierStorageReader(Mount, StorageReader):
         self.storage_data: dict[Any, Any] = {}
         self.load_id = str(uuid.uuid4())
         self._checkpoint: Checkpoint | None = None
+        self._lease = contextlib.ExitStack()
         self._error: TierckptError | None = None
         self._point_to(uri if uri is not None else path)
 
@@ -74,7 +79,7 @@ class TierStorageReader(Mount, StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.storage_data = {}
-        self._checkpoint = None
+        self._let_go()
         self._error = None
         if checkpoint_id is not None:
             self._point_to(checkpoint_id)
@@ -125,7 +130,15 @@ class TierStorageReader(Mount, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        checkpoint = self._find()
+        try:
+            self._read_data(self._find(), plan, planner)
+        finally:
+            self._let_go()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_data(self, checkpoint: Checkpoint, plan: LoadPlan, planner: LoadPlanner) -> None:
         requests: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             requests.setdefault(self._info(item).relative_path, []).append(item)
@@ -140,9 +153,6 @@ class TierStorageReader(Mount, StorageReader):
             with self._open(checkpoint, entries[name]) as stream:
                 for item in items:
                     self._read_item(item, stream, planner, objects)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     # --- one item -----------------------------------------------------------------------------------------------
 
@@ -210,9 +220,25 @@ class TierStorageReader(Mount, StorageReader):
     # --- files --------------------------------------------------------------------------------------------------
 
     def _find(self) -> Checkpoint:
+        """Find the checkpoint and hold it against removal until its data is read, or the reader is reset."""
+        for _ in range(FINDS_MAX):
+            if self._checkpoint is not None:
+                break
+            found = self._client.run(lambda engine: engine.find(self.location))
+            self._lease.enter_context(leases.reading(self.settings.local_root, found.directory))
+            self._checkpoint = found
+            if not self._client.run(partial(Engine.stands, checkpoint=found)):
+                self._let_go()  # removed or replaced before it was held: look again
         if self._checkpoint is None:
-            self._checkpoint = self._client.run(lambda engine: engine.find(self.location))
+            raise CheckpointNotFoundError(
+                f"{self.path} is replaced as fast as it can be found",
+                hint="Another job saves to this id; give each job a place of its own",
+            )
         return self._checkpoint
+
+    def _let_go(self) -> None:
+        self._checkpoint = None
+        self._lease.close()
 
     def _entry(self, checkpoint: Checkpoint, name: str) -> FileEntry:
         """The manifest's entry of ``name``; for stock checkpoints one made from its size, without digests."""

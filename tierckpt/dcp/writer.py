@@ -41,7 +41,7 @@ from ..config import Settings
 from ..errors import CheckpointError, ConfigError, OperationTimeoutError, TierckptError
 from ..layout import METADATA, SHARD_SUFFIX, Location, attempt_metadata, local_dir, rank_metadata, shard_name
 from ..manifest import FileEntry, Manifest, chunk_count, digest_of
-from ..mover import commit, space
+from ..mover import commit, leases, space
 from ..mover.catalog import file_size
 from ..mover.disk import check_local_root
 from ..mover.flush import Flushed, Shard, flush, round_up, segment_bytes
@@ -358,8 +358,10 @@ class TierStorageWriter(Mount, StorageWriter):
         """Open the journal entry of this rank's save and hold it: from now on every file has a name there (J1)."""
         self._client.recover()
         directory = local_dir(self.settings.local_root, self.location)
-        make_dirs(directory)
         lock = contextlib.ExitStack()
+        # What stands there may be removed meanwhile, but not the directory that we are about to write to.
+        lock.enter_context(leases.reading(self.settings.local_root, directory))
+        make_dirs(directory)
         hold = lock.enter_context(self._journal.own(token))
         entry = self._journal.open(token, self.location, self.rank, int(self.settings.chunk_size_bytes))
         self._save = _Save(entry, directory, lock, hold.descriptor)

@@ -13,6 +13,7 @@ from ..errors import (
     ManifestError,
     ObjectNotFoundError,
     StoreError,
+    StoreUnavailableError,
     TierckptError,
     UncommittedCheckpointError,
 )
@@ -144,6 +145,23 @@ async def is_stock(store: Store) -> bool:
             return True
         return False
     return False
+
+
+async def stands(checkpoint: Checkpoint) -> bool:
+    """False when a removal or another save was faster than the lease on ``checkpoint``."""
+    if checkpoint.manifest is None:
+        return True
+    try:
+        local = await asyncio.to_thread(commit.read_local_manifest, checkpoint.directory)
+    except ManifestError:
+        local = None  # the one on the shared tier is what was found
+    if local is not None and local.attempt == checkpoint.manifest.attempt:
+        return True
+    try:
+        shared = await commit.read_shared_manifest(checkpoint.store)
+    except (StoreUnavailableError, ManifestError):
+        return True  # then the restore says what it cannot read
+    return shared is not None and shared.attempt == checkpoint.manifest.attempt
 
 
 async def _has_leftovers(directory: Path, store: Store) -> bool:

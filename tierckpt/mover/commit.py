@@ -53,6 +53,7 @@ from ..telemetry import logger
 from ..types import Json, Tier
 from .disk import typed_errors
 from .lock import lock
+from .retry import verified
 
 log = logger("commit")
 
@@ -84,13 +85,15 @@ def read_local_manifest(directory: Path) -> Manifest | None:
 
 
 async def read_shared_manifest(store: Store) -> Manifest | None:
+    async def read() -> Manifest:
+        return manifests.decode(await store.get(MANIFEST), where=f"{store.uri}/{MANIFEST}")
+
     try:
-        data = await store.get(MANIFEST)
+        return await verified(store, read)
     except BucketNotFoundError:
         raise  # a place that does not exist is not an empty place
     except ObjectNotFoundError:
         return None
-    return manifests.decode(data, where=f"{store.uri}/{MANIFEST}")
 
 
 async def replaced_by_claim(store: Store) -> frozenset[str]:
@@ -109,17 +112,39 @@ async def read_claim(store: Store) -> str | None:
 
 
 async def _read_claim(store: Store) -> Json | None:
+    """A verdict against a save hangs on the claim, and it names no file whose digest would tell a wrong answer. So it
+    says where it belongs; one from elsewhere is asked for again, and believed when it comes again: the checkpoint was
+    copied here, or this mount has another name on the node that wrote it.
+    """
+    where = f"{store.uri}/{CLAIM}"
+    from_elsewhere: Json | None = None
+
+    async def read() -> Json:
+        nonlocal from_elsewhere
+        claim = manifests.unseal(
+            await store.get(CLAIM),
+            CLAIM_FIELDS,
+            where=where,
+            newer=frozenset({"uri"}),
+            size_bytes_max=manifests.MANIFEST_BYTES_MAX,
+        )
+        if not manifests.is_token(claim["attempt"]) or not manifests.is_tokens(claim["replaces"]):
+            raise ManifestError(f"{where}: it names no attempt", hint="The claim was not written by tierckpt")
+        if claim.get("uri", store.uri) != store.uri:
+            from_elsewhere = claim
+            raise ManifestError(f"{where} was written for {claim['uri']!r}")
+        return claim
+
     try:
-        data = await store.get(CLAIM)
+        return await verified(store, read)
     except BucketNotFoundError:
         raise
     except ObjectNotFoundError:
         return None
-    where = f"{store.uri}/{CLAIM}"
-    claim = manifests.unseal(data, CLAIM_FIELDS, where=where, size_bytes_max=manifests.MANIFEST_BYTES_MAX)
-    if not manifests.is_token(claim["attempt"]) or not manifests.is_tokens(claim["replaces"]):
-        raise ManifestError(f"{where}: it names no attempt", hint="The claim was not written by tierckpt")
-    return claim
+    except ManifestError:
+        if from_elsewhere is None:
+            raise
+        return from_elsewhere
 
 
 # --- local tier ------------------------------------------------------------------------------------------------
@@ -252,8 +277,23 @@ def forget_local(directory: Path, token: str, manifest: Manifest | None = None) 
         for path in (*directory.glob(f"*-{token}{SHARD_SUFFIX}"), directory / attempt_metadata(token)):
             if str(path.relative_to(directory)) not in named:
                 path.unlink(missing_ok=True)
-        _remove_empty(directory)
         return standing is None or token not in standing.tokens | {standing.attempt}
+
+
+def remove_unfinished(directory: Path, token: str) -> None:
+    """Delete the files of one rank's save that has no commit.
+
+    The directory stays: the next save may be at work in it.
+    """
+    for path in (*directory.glob(f"*-{token}{SHARD_SUFFIX}"), directory / attempt_metadata(token)):
+        path.unlink(missing_ok=True)
+
+
+def remove_empty(directory: Path) -> None:
+    """Remove ``directory`` if nothing of anybody is in it. Hold its lease: who saves makes it before its first file."""
+    if (directory / PRIVATE_DIR).is_dir():
+        with _locked(directory):
+            _remove_empty(directory)
 
 
 def adopt_local(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
@@ -499,7 +539,7 @@ def check_bytes(data: bytes, entry: FileEntry, chunk_size_bytes: int, where: str
 
 
 async def _claim(store: Store, location: Location, manifest: Manifest) -> None:
-    claim = manifests.seal({"attempt": manifest.attempt, "replaces": sorted(manifest.replaces)})
+    claim = manifests.seal({"attempt": manifest.attempt, "replaces": sorted(manifest.replaces), "uri": store.uri})
     try:
         await store.put(CLAIM, claim, if_absent=True)
         return

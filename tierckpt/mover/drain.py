@@ -32,7 +32,7 @@ from ..stores.local import make_dirs, translate_os_error
 from ..stores.retry import Retries
 from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, logger
 from ..types import Progress, ProgressListener, Tier
-from . import commit
+from . import commit, leases
 from .budget import Budget
 from .journal import READY, Entry, Journal
 from .lock import lock_async
@@ -210,12 +210,18 @@ class Drainer:
         if current is not None and _is_commit_of(current, entry):
             return "committed"
         log.info("%s: attempt %s was replaced before it was drained", entry.uri, entry.token)
-        await asyncio.to_thread(commit.forget_local, directory, entry.token, entry.manifest)
+        await asyncio.to_thread(self._forget_local, directory, entry)
         if entry.is_fragment or await self._pending_manifest(entry, store) is None:
             await store.delete(part(entry.token))
             for file in entry.files:
                 await store.delete(file.key)
         return "superseded"
+
+    def _forget_local(self, directory: Path, entry: Entry) -> None:
+        commit.forget_local(directory, entry.token, entry.manifest)
+        with leases.removing(self.settings.local_root, directory) as free:
+            if free:
+                commit.remove_empty(directory)
 
     async def send_files(self, entry: Entry) -> None:
         """Put this rank's files on the shared tier, then its part record (and the manifest-to-be, if it has one)."""

@@ -1,0 +1,49 @@
+"""A trainer that is told to go while 1 GiB is on its way. Run by ``nursery.py``."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tierckpt
+
+COLLECTIVE_TIMEOUT_SECONDS = 60.0
+TENSORS = 16
+ELEMENTS = 1 << 24
+"""64 MiB each, 1 GiB together."""
+FOR_EVER_SECONDS = 1000.0
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {f"{index}": torch.arange(ELEMENTS, dtype=torch.int32) * step + index for index in range(TENSORS)}
+
+
+def train_until_told(folder: str, uri: str, **settings: Any) -> None:
+    """Save steps 1 and 2; the second is still on its way to the SSD when the file ``staged`` appears."""
+    state = state_of(1)
+    checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=60, **settings)
+    checkpointer.save(1, {"small": torch.ones(8)})
+    checkpointer.wait("local")
+    checkpointer.save(2, state)
+    (Path(folder) / "staged").touch()
+    time.sleep(FOR_EVER_SECONDS)
+
+
+def come_back(folder: str, uri: str, drain: bool = False, **settings: Any) -> None:
+    """Restore the newest step and tell which it is and whether every byte is there; drain first if asked to."""
+    with tierckpt.Checkpointer(uri, timeout_seconds=60, **settings) as checkpointer:
+        if drain:
+            tierckpt.wait(f"{uri}/step-2", timeout_seconds=60, **settings)
+        location = tierckpt.latest(uri, **settings)
+        step = int(location.rpartition("-")[2]) if location else None
+        whole = False
+        if step == 2:
+            wanted = state_of(1)
+            state = {name: torch.zeros_like(value) for name, value in wanted.items()}
+            checkpointer.restore(state, step)
+            whole = all(torch.equal(state[name], value) for name, value in wanted.items())
+    (Path(folder) / "back").write_text(json.dumps([step, whole]))

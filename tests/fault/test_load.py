@@ -1,0 +1,57 @@
+"""Many jobs save on one node at once: none fails, and none waits much longer than another.
+
+``TIERCKPT_TEST_SAVERS`` is how many (``make torture``: 64).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fault.nursery import Nursery
+
+SAVERS = int(os.environ.get("TIERCKPT_TEST_SAVERS", "8"))
+SAVES = 4
+FAIRNESS_MAX = 3.0
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60 + 20 * SAVERS)]
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery.running("tests.fault.load_scenarios") as running:
+        yield running
+
+
+@pytest.fixture
+def shared() -> Iterator[str]:
+    """Another file system, so that bytes are copied; for very many savers the same one, as memory has no room."""
+    folder = tempfile.mkdtemp(prefix="tierckpt-test-", dir="/dev/shm" if SAVERS <= 8 else None)
+    yield f"file://{folder}"
+    shutil.rmtree(folder)
+
+
+def test_savers_of_one_node_share_it_fairly(
+    nursery: Nursery, tmp_path: Path, shared: str, record_property: Any
+) -> None:
+    options = {"uri": shared, "savers": SAVERS, "saves": SAVES}
+    jobs = [nursery.start("save_often", tmp_path, saver=saver, **options) for saver in range(SAVERS)]
+    codes = [job.codes(30 + 15 * SAVERS)[0] for job in jobs]
+    for job in jobs:
+        job.kill()
+    assert codes == [0] * SAVERS, jobs[0].output()[-5000:]
+    took = [json.loads((tmp_path / f"took-{saver}").read_text()) for saver in range(SAVERS)]
+    assert [(step, whole) for _, _, step, whole in took] == [(SAVES, True)] * SAVERS
+    for tier, column in (("local", 0), ("shared", 1)):
+        seconds = [one[column] for one in took]
+        fairness = max(seconds) / min(seconds)
+        record_property(f"{tier}_fairness", round(fairness, 2))
+        record_property(f"{tier}_seconds", round(max(seconds), 2))
+        assert fairness <= FAIRNESS_MAX, f"to the {tier} tier: {sorted(seconds)}"

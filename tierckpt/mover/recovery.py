@@ -1,0 +1,77 @@
+"""What becomes of a journal entry whose process has ended: it is drained, kept for later, or its shards are removed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+from ..errors import ManifestError, TierckptError
+from ..telemetry import logger
+from . import commit
+from .drain import Drainer
+from .journal import READY, WRITTEN, Entry
+
+log = logger("recovery")
+
+
+async def take_up(entry: Entry, drainer: Drainer) -> bool:
+    """Return True when ``entry`` is to be drained.
+
+    The shards of a save that never finished are removed, and the entry with them. What cannot be known yet stays as it
+    is; what a live process holds is left alone.
+    """
+    if entry.state == READY:
+        return True
+    try:
+        if entry.state == WRITTEN:
+            return await _take_up_written(entry, drainer)
+        return await asyncio.to_thread(_put_away, entry, drainer)
+    except ManifestError as error:
+        log.warning("%s: whether it was committed cannot be known (%s); its files stay", entry.uri, error)
+        return False
+
+
+async def _take_up_written(entry: Entry, drainer: Drainer) -> bool:
+    """A rank that ended between its last shard and the news of the commit: find out what became of the save.
+
+    The commit is known by a manifest that names the entry: the one of this node, or what the coordinator's mover has
+    left on the shared tier. While there is none the shards stay, because the coordinator's node may be slow or away;
+    after ``commit_timeout_seconds`` no mover waits for them any more.
+    """
+    local = await asyncio.to_thread(commit.read_local_manifest, drainer.directory(entry.location))
+    named = local is not None and entry.token in local.tokens
+    if not named and drainer.settings.drain:
+        try:
+            named = await drainer.is_named(entry)
+        except TierckptError as error:
+            log.warning("%s: whether it was committed cannot be known yet (%s)", entry.uri, error)
+            return False
+    if not named:
+        is_old = time.time() - entry.created_unix_seconds > drainer.settings.commit_timeout_seconds
+        return is_old and await asyncio.to_thread(_put_away, entry, drainer)
+    with drainer.journal.own(entry.token) as dead:
+        if dead:
+            await asyncio.to_thread(drainer.journal.write, replace(entry, state=READY))
+        return bool(dead)
+
+
+def _put_away(entry: Entry, drainer: Drainer) -> bool:
+    """Remove a save that never finished, unless a commit names it: then it did, and True is returned."""
+    journal, directory = drainer.journal, drainer.directory(entry.location)
+    with journal.own(entry.token) as dead:
+        current = journal.read(entry.token)
+        if not dead or current is None or current.state != entry.state:
+            return False
+        local = commit.read_local_manifest(directory)
+        if local is not None and entry.token in local.tokens | {local.attempt}:
+            # The disk gave back an old state of the entry. What a later one said is in the manifest as well.
+            files = tuple(file for file in local.entries if file.token == entry.token)
+            manifest = local if local.attempt == entry.token else None
+            journal.write(replace(entry, state=READY, files=files, manifest=manifest))
+            log.warning("%s: an old state of its journal entry was found; it is committed", entry.uri)
+            return True
+        commit.remove_unfinished(directory, entry.token)
+        journal.remove(entry.token)
+        log.info("removed the shards of a save to %s that never finished", entry.uri)
+        return False
