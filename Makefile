@@ -6,6 +6,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST_ARGS ?=
+# Most tests wait for processes and servers; two at a time use a machine of two cores.
+PYTEST_WORKERS ?= 2
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -29,7 +31,7 @@ azurite:
 	  --loglevel=error azurite; } || echo "Azurite could not be installed; its tests will be skipped"
 
 test: $(STAMP) azurite ## run every test suite (servers that are not there are skipped, with the reason)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ the head of a session of its own, and says how they ended. Nothing there has a t
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -96,6 +97,7 @@ def _serve() -> None:
 
     if threading.active_count() != 1 or len(os.listdir("/proc/self/task")) != 1:  # noqa: PTH208
         raise RuntimeError("forking is not sound here: there is another thread")
+    gc.freeze()  # or each child would copy, page by page, what its first collections look at
     ended: dict[int, int] = {}
     for line in sys.stdin:
         request = json.loads(line)

@@ -32,7 +32,7 @@ from tests.fault.sweep.calls import Call, answers
 from tests.fault.sweep.child import Ended
 from tests.fault.sweep.phases import BY_NAME, PHASES, Phase
 
-KILLS = 360
+KILLS = 310
 ERRNOS = 400
 HALVES = 40
 PAIRS = int(os.environ.get("TIERCKPT_TEST_SWEEP_PAIRS", "2500"))
