@@ -1,6 +1,7 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
-.PHONY: help test azurite check lint types layers demo compat-frameworks bench bench-arena bench-digest bench-plan bench-save clean
+.PHONY: help test azurite check lint types layers demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
+  bench-plan bench-save clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -50,6 +51,29 @@ demo: $(STAMP) ## train, kill, lose the node, resume from S3, export, prefetch, 
 compat-frameworks: $(STAMP) ## install Accelerate and Lightning, kill and resume training drivers built on them
 	$(BIN)/python -m pip install --quiet -c constraints.txt accelerate lightning
 	$(BIN)/python -m pytest tests/compat/test_frameworks.py
+
+# Each harness of tests/fault, as long as it is worth; what it is in CI is in docs/internals/testing.md. TORTURE takes a part.
+TORTURE ?= sweeps crash bits fuzz stores deaths preemption load
+TORTURE_sweeps := TIERCKPT_TEST_SWEEP=full test_sweeps.py
+TORTURE_crash := TIERCKPT_TEST_CRASH_STATES=600000 test_crash_states.py
+TORTURE_bits := TIERCKPT_TEST_BIT_FLIPS=every test_bit_faults.py
+TORTURE_fuzz := TIERCKPT_TEST_FUZZ_SECONDS=1800 test_fuzz.py tests/fault/test_attacks.py
+TORTURE_stores := TIERCKPT_TEST_STORE_FAULT_SECONDS=600 test_store_faults.py
+TORTURE_deaths := TIERCKPT_TEST_RANK_DEATHS=10 test_rank_deaths.py
+TORTURE_preemption := TIERCKPT_TEST_PREEMPTIONS=17 test_preemption.py
+TORTURE_load := TIERCKPT_TEST_SAVERS=64 test_load.py
+
+torture: $(STAMP) ## every fault harness at full length (hours); TORTURE="sweeps crash" for a part
+	@for part in $(TORTURE); do echo "== $$part"; $(MAKE) --no-print-directory torture-$$part || exit 1; done
+
+torture-%: $(STAMP)
+	env $(firstword $(TORTURE_$*)) $(BIN)/python -m pytest -o timeout=0 -rA tests/fault/$(wordlist 2,9,$(TORTURE_$*)) | tail -n 40
+
+powercut: $(STAMP) ## cut the power of virtual machines that save, 100 times (needs root, qemu-system-x86, xfsprogs)
+	$(BIN)/python -m tests.fault.powercut --cuts 100 --bug all
+
+soak: $(STAMP) ## an hour of saves under random faults and kills
+	$(BIN)/python -m tests.fault.soak --seconds 3600
 
 bench: $(STAMP) ## print the tables of bench/README.md
 	@for table in bench/*.py; do echo "== $$table"; $(BIN)/python $$table || exit 1; done

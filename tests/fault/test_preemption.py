@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_on_the_ssd_and_said_and_drained_by_the_next_proces
     slow = {"drain_bytes_per_second": SLOW_BYTES_PER_SECOND, "grace_seconds": SHORT_GRACE_SECONDS}
     code, seconds, log = preempt(nursery, tmp_path, shared, mover="inline", **slow)
     assert (code, seconds < SHORT_GRACE_SECONDS + 5) == (-signal.SIGTERM, True), log[-2000:]
-    assert f"{shared.removeprefix('file://')}/step-2 is on the local tier only; `tierckpt drain --wait` finishes it" in log
+    assert f"{shared.removeprefix('file://')}/step-2 is on the local tier only; `tierckpt drain --wait` finishes" in log
     other = {"mover": "inline", "local_root": str(tmp_path / "another node")}
     assert comes_back(nursery, tmp_path, shared, **other) == (1, False)  # what is committed there is older, and whole
     assert comes_back(nursery, tmp_path, shared, mover="inline", drain=True) == (2, True)

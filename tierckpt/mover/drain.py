@@ -43,6 +43,8 @@ log = logger("drain")
 
 POLL_SECONDS_MIN = 0.05
 POLL_SECONDS_MAX = 2.0
+STORES_MAX = 16
+"""Steps that are drained or looked at at a time are few; each has connections of its own."""
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Drainer:
         self.journal = Journal(settings.local_root)
         self._listener = listener
         self._stores: dict[Location, Store] = {}
+        """The stores used last, the latest one at the end."""
         self.retries = Retries(settings)
         """How often this mover asks its stores again, and which of them are down."""
         self.budget = Budget(
@@ -76,9 +79,11 @@ class Drainer:
         """Tokens whose files are sent and which wait for other ranks' parts."""
 
     def store(self, location: Location) -> Store:
-        if location not in self._stores:
-            self._stores[location] = open_store(location, self.settings, self.retries)
-        return self._stores[location]
+        store = self._stores.pop(location, None) or open_store(location, self.settings, self.retries)
+        self._stores[location] = store
+        if len(self._stores) > STORES_MAX:
+            del self._stores[next(iter(self._stores))]  # its connections close when whoever uses it is done
+        return store
 
     def directory(self, location: Location) -> Path:
         return local_dir(self.settings.local_root, location)

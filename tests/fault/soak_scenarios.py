@@ -1,0 +1,75 @@
+"""Two trainers of a long run under faults: one that is never killed, one that often is. Run by ``nursery.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tierckpt
+from tierckpt.errors import TierckptError
+
+COLLECTIVE_TIMEOUT_SECONDS = 60.0
+TENSORS = 8
+ELEMENTS = 1 << 19
+"""2 MiB each, 16 MiB together."""
+KEEP = 3
+RESTORE_EVERY = 5
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {str(index): torch.arange(ELEMENTS, dtype=torch.int32) * (step % 97) + index for index in range(TENSORS)}
+
+
+def _is(state: dict[str, Any], step: int) -> bool:
+    return all(torch.equal(state[name], value) for name, value in state_of(step).items())
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def train(folder: str, uri: str, name: str, seconds: float, **settings: Any) -> None:
+    """Resume from the newest step, then save one after the other, restoring now and then. Each line tells a step.
+
+    What goes wrong on the way to shared storage may be told; what is restored must be the step it says it is.
+    """
+    line = os.open(Path(folder) / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    deadline = time.monotonic() + seconds
+    pause = random.Random(os.getpid())
+    with tierckpt.Checkpointer(f"{uri}/{name}", keep_last=KEEP, timeout_seconds=60, **settings) as checkpointer:
+        state = state_of(0)
+        restored = checkpointer.restore(state)
+        facts: dict[str, Any] = {"restored": restored, "good": restored is None or _is(state, restored)}
+        os.write(line, (json.dumps(facts) + "\n").encode())
+        step = restored or 0
+        while time.monotonic() < deadline:
+            step += 1
+            told = ""
+            try:
+                checkpointer.save(step, state_of(step))
+            except TierckptError as error:  # of an earlier step's drain, and this one is not saved
+                told = type(error).__name__
+            try:
+                checkpointer.wait("local")
+            except TierckptError as error:
+                told = type(error).__name__
+            good = True
+            if step % RESTORE_EVERY == 0:
+                found = checkpointer.restore(state, None)
+                good = found is not None and _is(state, found)
+            facts = {
+                "step": step,
+                "told": told,
+                "good": good,
+                "resident_bytes": _resident_bytes(),
+                "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
+                "threads": len(os.listdir("/proc/self/task")),  # noqa: PTH208
+            }
+            os.write(line, (json.dumps(facts) + "\n").encode())
+            time.sleep(pause.uniform(0.05, 0.3))
