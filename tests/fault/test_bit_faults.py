@@ -31,7 +31,7 @@ from tierckpt.engine import Engine
 from tierckpt.errors import IntegrityError, ManifestError, TierckptError
 from tierckpt.layout import CLAIM, DRAINED, MANIFEST, METADATA, local_dir, parse_uri, part, pending
 from tierckpt.manifest import Manifest
-from tierckpt.mover import commit, verify
+from tierckpt.mover import commit, transfer, verify
 from tierckpt.mover.journal import READY, WRITING, Entry
 from tierckpt.mover.verify import VerifyReport
 from tierckpt.stores.local import LocalStore
@@ -427,3 +427,47 @@ def test_without_a_digest_flips_go_unseen(
         kind = node.kinds[index % len(node.kinds)]
         put(node, kind, flipped(kind, chance), tally, "flip")
     assert missed <= {text.removeprefix("flip of ") for text in tally.undetected}
+
+
+# --- between the local commit and the shared one ---------------------------------------------------------------------
+
+
+def drained_after_damage(root: Path) -> tuple[str, bool]:
+    """Flip one bit of a shard that is committed here, then drain: what the mover says, and whether others can load it.
+
+    The shared tier is told that it cannot link, so that bytes are sent.
+    """
+    options = {"local_root": root / "local", "chunk_size_bytes": "16KiB", "mover": "inline", "allow_tmpfs": True}
+    location = parse_uri(root / "shared" / "step-1")
+    engine = Engine(Settings.load(None, **options))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer.TierStorageWriter, "_hand_over", lambda self, save: self._release())  # killed then
+        save(location.uri, state_of(1), **options)
+    [shard] = local_dir(root / "local", location).glob("*.distcp")
+    bit_flipped = bytearray(shard.read_bytes())
+    bit_flipped[len(bit_flipped) // 2] ^= 1
+    overwrite(shard, bytes(bit_flipped))
+
+    async def drain() -> tuple[str, bool]:
+        _, errors = await engine.drain_all(patient=False)
+        committed = await commit.read_shared_manifest(engine.store(location)) is not None
+        await engine.close()
+        return ", ".join(type(error).__name__ for error in errors), committed
+
+    return asyncio.run(drain())
+
+
+async def never_links(*_: Any) -> bool:
+    return False
+
+
+def test_a_shard_that_was_damaged_before_the_drain_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalStore, "link", never_links)
+    assert drained_after_damage(tmp_path) == ("IntegrityError", False)
+
+
+def test_a_digest_taken_from_what_is_sent_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: "digest after upload" says yes to whatever lies on the disk."""
+    monkeypatch.setattr(LocalStore, "link", never_links)
+    monkeypatch.setattr(transfer, "_has_digest", lambda *_: True)
+    assert drained_after_damage(tmp_path) == ("", True)
