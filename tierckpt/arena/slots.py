@@ -295,14 +295,19 @@ class Arena:
         return ", ".join(f"checkpoint {lease.number} is {lease.state}" for lease in self._leases)
 
 
-class Bounce:
-    """A few small pieces of huge-page memory in which the bytes of a write come together when they lie apart.
+READ_THREADS = 4
+"""More than there may be cores: while one digests and copies, the disk has the requests of others."""
 
-    At most ``count_max`` of them exist; they are handed from flush to flush. Thread-safe.
+
+class Bounce:
+    """A few small pieces of huge-page memory for bytes on their way between a file and memory that is not aligned.
+
+    At most ``count_max`` of them exist; they are handed from flush to flush, or from load to load. Thread-safe.
     """
 
-    def __init__(self, count_max: int) -> None:
+    def __init__(self, count_max: int, what: str = "write") -> None:
         self.count_max = count_max
+        self._what = what
         self._free: list[Memory] = []
         self._taken = 0
         self._changed = threading.Condition()
@@ -331,7 +336,7 @@ class Bounce:
         with self._changed:
             if not self._changed.wait_for(lambda: self._taken < self.count_max, timeout_seconds):
                 raise OperationTimeoutError(
-                    f"all {self.count_max} write buffers are in use by other saves",
+                    f"all {self.count_max} {self._what} buffers have been in use all the time",
                     hint="Look for a hung disk",
                     waited_seconds=timeout_seconds,
                 )
@@ -355,7 +360,7 @@ class Bounce:
 
 
 _shared: dict[tuple[object, ...], Arena] = {}
-_bounces: dict[int, Bounce] = {}
+_bounces: dict[tuple[str, int], Bounce] = {}
 _shared_lock = threading.Lock()
 
 
@@ -388,7 +393,13 @@ def bounce_for(settings: Settings) -> Bounce:
     """The process's write buffers."""
     count = settings.flush_threads_max
     with _shared_lock:
-        return _bounces.setdefault(count, Bounce(count))
+        return _bounces.setdefault(("write", count), Bounce(count))
+
+
+def read_buffers() -> Bounce:
+    """The process's read buffers: one for each thread that reads."""
+    with _shared_lock:
+        return _bounces.setdefault(("read", READ_THREADS), Bounce(READ_THREADS, "read"))
 
 
 def leases() -> list[Lease]:

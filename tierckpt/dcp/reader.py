@@ -7,7 +7,8 @@ import io
 import os
 import pickle
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +19,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
+from ..arena.slots import read_buffers
 from ..config import Settings
 from ..engine import Engine
 from ..errors import CheckpointNotFoundError, IntegrityError, TierckptError, UnsafeCheckpointError
@@ -28,10 +29,12 @@ from ..layout import METADATA, rank_metadata
 from ..manifest import FileEntry
 from ..mover import leases
 from ..mover.catalog import Checkpoint
-from ..mover.copies import CheckedFile, Copy, LocalCopy, RemoteCopy
+from ..mover.copies import CheckedFile, Copies, Copy, LocalCopy, RemoteCopy
+from ..mover.pull import Piece, pull
 from ..telemetry import logger
 from ..types import ByteRange, Tier
 from .mount import Mount
+from .reading import RawRead, Read, Shapes, WholeRead, by_file, frame_of, windows
 from .sealed import Objects, load_metadata, load_tensor
 
 log = logger("restore")
@@ -69,6 +72,7 @@ class TierStorageReader(Mount, StorageReader):
         self.settings = Settings.load(settings, **overrides)
         self.transforms = _StorageReaderTransforms(_extension_registry)
         self.storage_data: dict[Any, Any] = {}
+        self._shapes = Shapes(Metadata(state_dict_metadata={}))
         self.load_id = str(uuid.uuid4())
         self._checkpoint: Checkpoint | None = None
         self._lease = contextlib.ExitStack()
@@ -103,7 +107,7 @@ class TierStorageReader(Mount, StorageReader):
 
     def _read_metadata(self, name: str) -> Metadata:
         checkpoint = self._find()
-        with self._open(checkpoint, self._entry(checkpoint, name)) as stream:
+        with CheckedFile(self._copies(checkpoint, self._entry(checkpoint, name))) as stream:
             data = stream.read()
         where = f"{self.path}/{name}"
         if self.settings.trust_pickle:
@@ -122,6 +126,7 @@ class TierStorageReader(Mount, StorageReader):
         if metadata.storage_data is None:
             raise IntegrityError(f"the metadata of {self.path} says nothing about where its data is", file=METADATA)
         self.storage_data = metadata.storage_data
+        self._shapes = Shapes(metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -139,52 +144,98 @@ class TierStorageReader(Mount, StorageReader):
         return future
 
     def _read_data(self, checkpoint: Checkpoint, plan: LoadPlan, planner: LoadPlanner) -> None:
-        requests: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            requests.setdefault(self._info(item).relative_path, []).append(item)
-        entries = {name: self._entry(checkpoint, name) for name in requests}
+        entries = {
+            name: self._entry(checkpoint, name) for name in {self._info(item).relative_path for item in plan.items}
+        }
         for item in plan.items:
             self._check_inside(item, entries[self._info(item).relative_path])
-        objects = Objects()
         if checkpoint.manifest is not None:
             self._client.run(lambda engine: engine.fetch_missing(checkpoint, entries.values()))
-        for name, items in requests.items():
-            items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
-            with self._open(checkpoint, entries[name]) as stream:
-                for item in items:
-                    self._read_item(item, stream, planner, objects)
+        items = sorted(plan.items, key=lambda item: (self._info(item).relative_path, self._info(item).offset))
+        work = _Load(planner, Objects())
+        with contextlib.ExitStack() as open_files:
+            files = {
+                name: open_files.enter_context(contextlib.closing(self._copies(checkpoint, entry)))
+                for name, entry in entries.items()
+            }
+            for window in windows(self._prepare(item, work, files) for item in items):
+                self._read_window(window, work, files)
+
+    def _prepare(self, item: ReadItem, work: _Load, files: Mapping[str, Copies]) -> Read:
+        info = self._info(item)
+
+        def take(item: ReadItem, stream: io.BytesIO) -> None:
+            self._take_whole(item, stream, work, files[info.relative_path])
+
+        whole = WholeRead(item, info.offset, info.length, take)
+        # Metadata of old DCP versions has no transform_descriptors.
+        if item.type == LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None):
+            return whole
+        stored = self._shapes.of(item)
+        frame = frame_of(*stored, info.length) if stored is not None else None
+        if stored is None or frame is None:
+            return whole
+        self._check_part(item, stored[1])
+        return RawRead(item, info.offset, frame, *stored, self._target(item, work.planner))
+
+    def _read_window(self, window: list[Read], work: _Load, files: Mapping[str, Copies]) -> None:
+        owned = by_file(window, lambda read: self._info(read.item).relative_path)
+
+        def name(error: TierckptError, copies: Copies, piece: Piece) -> None:
+            item = next(read.item for known, read in owned[copies.entry.path] if known is piece)
+            error.context |= {"tensor": item.storage_index.fqn, "checkpoint": self.path}
+
+        pull(
+            [(files[path], [piece for piece, _ in pieces]) for path, pieces in owned.items()],
+            read_buffers(),
+            on_error=name,
+        )
+        for read in window:
+            if not read.finish():  # not the frame that its metadata lets expect
+                info = self._info(read.item)
+                with CheckedFile(files[info.relative_path]) as stream:
+                    stream.seek(info.offset)
+                    self._take_whole(read.item, io.BytesIO(stream.read(info.length)), work, files[info.relative_path])
+            elif isinstance(read, RawRead):
+                work.planner.commit_tensor(read.item, read.target)
 
     # --- one item -----------------------------------------------------------------------------------------------
 
-    def _read_item(self, item: ReadItem, stream: CheckedFile, planner: LoadPlanner, objects: Objects) -> None:
-        with self._naming(item, stream):
+    def _take_whole(self, item: ReadItem, stream: io.BytesIO, work: _Load, copies: Copies) -> None:
+        """Parse an item by torch and hand it to the planner."""
+        with self._naming(item, copies):
             source = self._source(item, stream)
             if item.type == LoadItemType.BYTE_IO:
                 data = source.read(-1)
-                content: Any = data if self.settings.trust_pickle else objects.inert(data, item.storage_index.fqn)
+                content: Any = data if self.settings.trust_pickle else work.objects.inert(data, item.storage_index.fqn)
             else:
                 seekable = source if source.seekable() else io.BytesIO(source.read(-1))
                 content = self._part(item, load_tensor(seekable, item.storage_index.fqn))
         if item.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(item, io.BytesIO(content))
+            work.planner.load_bytes(item, io.BytesIO(content))
             return
-        target = planner.resolve_tensor(item).detach()
-        if target.size() != content.size():
-            raise self._unfit(item, f"has shape {tuple(content.size())}, {tuple(target.size())} was planned")
+        target = self._target(item, work.planner)
         target.copy_(content)
-        planner.commit_tensor(item, target)
+        work.planner.commit_tensor(item, target)
 
-    def _source(self, item: ReadItem, stream: CheckedFile) -> Any:
-        info = self._info(item)
-        view = cast(Any, _create_file_view(stream, info.offset, info.length))
-        # Metadata of old DCP versions has no transform_descriptors.
-        return self.transforms.transform_load_stream(item, getattr(info, "transform_descriptors", None) or (), view)
+    def _target(self, item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != torch.Size(item.lengths):
+            raise self._unfit(item, f"has shape {tuple(item.lengths)}, {tuple(target.size())} was planned")
+        return target
+
+    def _source(self, item: ReadItem, stream: io.BytesIO) -> Any:
+        descriptors = getattr(self._info(item), "transform_descriptors", None) or ()
+        return self.transforms.transform_load_stream(item, descriptors, cast(Any, stream))
 
     def _part(self, item: ReadItem, stored: torch.Tensor) -> torch.Tensor:
-        wanted = zip(item.storage_offsets, item.lengths, stored.size(), strict=False)
-        if len(item.lengths) != stored.dim() or any(at + count > size for at, count, size in wanted):
-            raise self._unfit(item, f"has shape {tuple(stored.size())}, less than its metadata says")
+        self._check_part(item, stored.size())
         return narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+
+    def _check_part(self, item: ReadItem, stored: torch.Size) -> None:
+        wanted = zip(item.storage_offsets, item.lengths, stored, strict=False)
+        if len(item.lengths) != len(stored) or any(at + count > size for at, count, size in wanted):
+            raise self._unfit(item, f"has shape {tuple(stored)}, less than its metadata says")
 
     def _info(self, item: ReadItem) -> _StorageInfo:
         try:
@@ -207,14 +258,14 @@ class TierStorageReader(Mount, StorageReader):
         )
 
     @contextlib.contextmanager
-    def _naming(self, item: ReadItem, stream: CheckedFile) -> Iterator[None]:
+    def _naming(self, item: ReadItem, copies: Copies) -> Iterator[None]:
         """Add to an error of ours which checkpoint and item it is about, and where content that is refused lies."""
         try:
             yield
         except TierckptError as error:
             error.context |= {"tensor": item.storage_index.fqn, "checkpoint": self.path}
             if isinstance(error, UnsafeCheckpointError):
-                error.context |= {"file": self._info(item).relative_path, "tier": _tier(stream)}
+                error.context |= {"file": self._info(item).relative_path, "tier": copies.tier}
             raise
 
     # --- files --------------------------------------------------------------------------------------------------
@@ -254,7 +305,7 @@ class TierStorageReader(Mount, StorageReader):
             file=name,
         )
 
-    def _open(self, checkpoint: Checkpoint, entry: FileEntry) -> CheckedFile:
+    def _copies(self, checkpoint: Checkpoint, entry: FileEntry) -> Copies:
         chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest else int(self.settings.chunk_size_bytes)
         copies: list[Copy] = []
         local = checkpoint.local_path(entry)
@@ -266,15 +317,18 @@ class TierStorageReader(Mount, StorageReader):
             copies.append(
                 RemoteCopy(f"{self.path}/{entry.key}", lambda byte_range: self._get_range(entry.key, byte_range))
             )
-        return CheckedFile(entry, chunk, copies)
+        return Copies(entry, chunk, copies)
 
     def _get_range(self, key: str, byte_range: ByteRange) -> Any:
         return self._client.run(lambda engine: engine.get_range(self.location, key, byte_range))
 
 
-def _tier(stream: CheckedFile) -> str | None:
-    """The tier of the copy that ``stream`` reads now."""
-    return next((str(copy.tier) for copy in stream._copies), None)
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """One ``read_data``."""
+
+    planner: LoadPlanner
+    objects: Objects
 
 
 def _trusting_load(data: bytes, where: str) -> Metadata:
