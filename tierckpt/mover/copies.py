@@ -16,6 +16,7 @@ from ..telemetry import QUARANTINES, logger
 from ..types import Buffer, ByteRange, Tier
 from .disk import typed_errors
 from .flush import BLOCK_BYTES, round_up
+from .resident import Resident
 from .transfer import open_file, pread_all
 
 log = logger("restore")
@@ -51,6 +52,7 @@ class LocalCopy:
         self._file = -1
         self._direct_file = -1
         self._may_direct = True
+        self._resident: Resident | None = None
         self._lock = threading.Lock()
 
     def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Buffer:
@@ -64,9 +66,9 @@ class LocalCopy:
 
     def _read_into(self, into: memoryview, byte_range: ByteRange) -> int:
         """Return how many bytes of the range are in ``into`` now: fewer than asked for where the file is too short."""
-        done = self._read_cached(into, byte_range)
-        if done < byte_range.size_bytes and byte_range.start % BLOCK_BYTES == 0:
-            done = max(done, self._read_direct(into, byte_range))
+        done = 0
+        if byte_range.start % BLOCK_BYTES == 0 and not self._is_cached(byte_range):
+            done = self._read_direct(into, byte_range)
         while done < byte_range.size_bytes:
             count = os.preadv(self._file, [into[done : byte_range.size_bytes]], byte_range.start + done)
             if not count:
@@ -74,12 +76,16 @@ class LocalCopy:
             done += count
         return done
 
-    def _read_cached(self, into: memoryview, byte_range: ByteRange) -> int:
-        """Take the range from the page cache if all of it is there, at once; else nothing worth keeping."""
-        try:
-            return os.preadv(self._file, [into[: byte_range.size_bytes]], byte_range.start, os.RWF_NOWAIT)
-        except OSError:  # not there (EAGAIN), or a file system that cannot tell
-            return 0
+    def _is_cached(self, byte_range: ByteRange) -> bool:
+        """True when the whole range is in the page cache.
+
+        Asked of the kernel by ``mincore``: a read with RWF_NOWAIT, when it finds nothing, starts readahead of what is
+        then read past it. Cost: some 20 us for 8 MiB.
+        """
+        with self._lock:
+            if self._resident is None:
+                self._resident = Resident(self._file)
+        return self._resident.has(byte_range)
 
     def _read_direct(self, into: memoryview, byte_range: ByteRange) -> int:
         with self._lock:
@@ -117,6 +123,7 @@ class LocalCopy:
             if file >= 0:
                 os.close(file)
         self._file = self._direct_file = -1
+        self._resident = None
 
 
 class RemoteCopy:

@@ -1,0 +1,173 @@
+"""Pieces of files into memory: what is touched is read once, verified, and copied to where it goes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tierckpt.arena.slots import Bounce
+from tierckpt.errors import IntegrityError, ObjectNotFoundError, TierckptError
+from tierckpt.manifest import FileEntry, digest_of
+from tierckpt.mover.copies import Copies, LocalCopy, RemoteCopy
+from tierckpt.mover.pull import Piece, pull
+from tierckpt.mover.resident import Resident
+from tierckpt.types import ByteRange, Tier
+
+CHUNK = 16 * 1024
+SIZE = 10 * CHUNK + 123
+
+
+@pytest.fixture(scope="module")
+def buffers() -> Bounce:
+    return Bounce(3, "read")
+
+
+def content(size: int = SIZE) -> bytes:
+    return random.Random(size).randbytes(size)
+
+
+def entry_of(data: bytes) -> FileEntry:
+    return FileEntry("shard", len(data), tuple(digest_of(data[at : at + CHUNK]) for at in range(0, len(data), CHUNK)))
+
+
+class Counted(LocalCopy):
+    """A copy that notes what it is asked for."""
+
+    def __init__(self, path: Path, tier: Tier = Tier.LOCAL) -> None:
+        super().__init__(path, tier)
+        self.asked: list[int] = []
+
+    def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> memoryview | bytes:
+        self.asked.append(byte_range.start // CHUNK)
+        return super().read(byte_range, into)  # type: ignore[return-value]
+
+
+def pulled(copies: Copies, spans: list[tuple[int, int]], buffers: Bounce) -> list[bytes]:
+    memories = [bytearray(stop - start) for start, stop in spans]
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
+    pieces = [Piece(*span, address) for span, address in zip(spans, addresses, strict=True)]
+    pull([(copies, pieces)], buffers)
+    copies.close()
+    return [bytes(memory) for memory in memories]
+
+
+SPANS = [
+    (0, 1),
+    (5, CHUNK),
+    (CHUNK - 1, CHUNK + 1),
+    (3 * CHUNK, 6 * CHUNK + 7),
+    (SIZE - 1, SIZE),
+    (4 * CHUNK, 4 * CHUNK + 9),
+]
+
+
+def is_right(found: list[bytes], data: bytes) -> bool:
+    return found == [data[start:stop] for start, stop in SPANS]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_each_piece_has_its_bytes_and_each_chunk_that_is_touched_is_read_once(
+    cached: bool, tmp_path: Path, buffers: Bounce
+) -> None:
+    data, path = content(), tmp_path / "shard"
+    path.write_bytes(data)
+    if not cached:
+        forget(path)
+    copy = Counted(path)
+    assert is_right(pulled(Copies(entry_of(data), CHUNK, [copy]), SPANS, buffers), data)
+    assert sorted(copy.asked) == [0, 1, 3, 4, 5, 6, 10]
+
+
+def test_chunks_that_are_no_blocks_are_read_too(tmp_path: Path, buffers: Bounce) -> None:
+    data, path = content(5000), tmp_path / "shard"
+    path.write_bytes(data)
+    entry = FileEntry("shard", len(data), tuple(digest_of(data[at : at + 1000]) for at in range(0, len(data), 1000)))
+    assert pulled(Copies(entry, 1000, [LocalCopy(path)]), [(999, 4321)], buffers) == [data[999:4321]]
+
+
+def test_a_bad_chunk_comes_from_the_next_copy_and_the_bad_one_is_set_aside(tmp_path: Path, buffers: Bounce) -> None:
+    data, path = content(), tmp_path / "shard"
+    path.write_bytes(data[: 5 * CHUNK] + b"\0" * 8 + data[5 * CHUNK + 8 :])
+    store = RemoteCopy("s3://bucket/shard", lambda byte_range: data[byte_range.start : byte_range.stop])
+    assert is_right(pulled(Copies(entry_of(data), CHUNK, [LocalCopy(path), store]), SPANS, buffers), data)
+    assert [found.name for found in tmp_path.iterdir()] == ["shard.bad"]
+
+
+@pytest.mark.parametrize("size", [0, 3 * CHUNK, SIZE - 1])
+def test_a_short_copy_is_a_bad_one(size: int, tmp_path: Path, buffers: Bounce) -> None:
+    data, path = content(), tmp_path / "shard"
+    path.write_bytes(data[:size])
+    with pytest.raises(IntegrityError, match="no good copy of shard"):
+        pulled(Copies(entry_of(data), CHUNK, [LocalCopy(path)]), SPANS, buffers)
+
+
+def test_a_copy_that_cannot_be_read_is_passed_over_and_stays(tmp_path: Path, buffers: Bounce) -> None:
+    data, path = content(), tmp_path / "shard"
+    path.write_bytes(data)
+
+    def missing(_: ByteRange) -> bytes:
+        raise ObjectNotFoundError("it is gone")
+
+    copies = Copies(entry_of(data), CHUNK, [RemoteCopy("s3://bucket/shard", missing), LocalCopy(path)])
+    assert is_right(pulled(copies, SPANS, buffers), data)
+    assert path.exists()
+
+
+def test_an_error_names_who_wanted_the_bytes_and_nothing_more_is_read(tmp_path: Path, buffers: Bounce) -> None:
+    data, path = content(1000 * CHUNK), tmp_path / "shard"
+    path.write_bytes(b"\0" * CHUNK + data[CHUNK:])
+    copy = Counted(path)
+    copies = Copies(entry_of(data), CHUNK, [copy])
+    memory = bytearray(len(data))
+    piece = Piece(0, len(data), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+    named: list[Piece] = []
+
+    def name(error: TierckptError, _: Copies, piece: Piece) -> None:
+        named.append(piece)
+        error.context["tensor"] = "weight"
+
+    with pytest.raises(IntegrityError) as caught:
+        pull([(copies, [piece])], buffers, on_error=name)
+    copies.close()
+    assert caught.value.context["tensor"] == "weight"
+    assert set(named) == {piece}
+    assert len(copy.asked) < 500
+
+
+def test_files_without_digests_are_taken_as_they_are(tmp_path: Path, buffers: Bounce) -> None:
+    """Stock DCP's."""
+    data, path = content(), tmp_path / "shard"
+    path.write_bytes(data)
+    assert is_right(pulled(Copies(FileEntry("shard", SIZE, ()), CHUNK, [LocalCopy(path)]), SPANS, buffers), data)
+
+
+# --- what is in the page cache -----------------------------------------------------------------------------------
+
+
+def forget(path: Path) -> None:
+    """Have the page cache let go of ``path``."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_what_is_in_the_page_cache_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content())
+    with path.open("rb") as file:
+        assert Resident(file.fileno()).has(ByteRange(0, SIZE))
+        assert not Resident(file.fileno()).has(ByteRange(0, SIZE + 1))
+        forget(path)
+        assert not Resident(file.fileno()).has(ByteRange(0, SIZE))
+        os.pread(file.fileno(), 1, 2 * CHUNK)
+        assert not Resident(file.fileno()).has(ByteRange(0, SIZE))
+
+
+def test_of_an_empty_file_nothing_is_there(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (tmp_path / "file").open("rb") as file:
+        assert not Resident(file.fileno()).has(ByteRange(0, 1))
