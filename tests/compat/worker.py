@@ -7,23 +7,31 @@ passes, every rank is killed and the test fails with what they printed: nothing 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tests.services import REPOSITORY, free_port
+from tests.fault.nursery import Nursery
+from tests.services import REPOSITORY
 
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
 OUTPUT_CHARS_MAX = 6000
+PRELOAD = (
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "tierckpt.training.checkpointer",
+)
 
 
 def launch(
@@ -36,31 +44,43 @@ def launch(
 ) -> Any:
     """Run ``module:function`` on ``world_size`` ranks; return what rank 0 returned. Fails, never hangs."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
-        folder, port = Path(scratch), str(free_port())
-        ranks = [
-            start(
-                [
-                    sys.executable,
-                    "-m",
-                    "tests.compat.worker",
-                    scenario,
-                    json.dumps(arguments),
-                    str(folder / "result.json"),
-                ],
-                folder / f"rank-{rank}.log",
-                {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(world_size),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                    **(env or {}),
-                },
-            )
-            for rank in range(world_size)
-        ]
-        finish(ranks, folder, timeout_seconds)
-        return json.loads((folder / "result.json").read_text())
+        folder = Path(scratch)
+        call = {"function": scenario, "arguments": arguments}
+        job = _nursery().start("run", folder, world_size, env=env, **call)
+        codes = job.codes(timeout_seconds, until_one_fails=True)
+        try:
+            if None in codes and not any(codes):
+                _dump_stacks(pid for pid, code in zip(job.pids, codes, strict=True) if code is None)
+                raise AssertionError(f"still running after {timeout_seconds:g} s\n{_output(folder)}")
+            if any(codes):
+                raise AssertionError(f"exit codes by rank: {codes}\n{_output(folder)}")
+            return json.loads((folder / "result.json").read_text())
+        finally:
+            job.kill()
+            _kill_groups(job.pids)
+
+
+@lru_cache(maxsize=1)
+def _nursery() -> Nursery:
+    """Ranks are forked from a process that has torch imported already; it ends with this one."""
+    return _held.enter_context(Nursery.running(__name__))
+
+
+_held = contextlib.ExitStack()
+
+
+def run(folder: str, function: str, arguments: dict[str, Any]) -> None:
+    """One rank of ``launch``."""
+    import torch.distributed as dist
+
+    module, _, name = function.partition(":")
+    scenario = getattr(importlib.import_module(module), name)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
+    outcome = scenario(**arguments)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (Path(folder) / "result.json").write_text(json.dumps(outcome))
 
 
 def start(command: list[str], output: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -96,11 +116,21 @@ def finish(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_secon
 
 
 def dump_stacks(processes: list[subprocess.Popen[bytes]]) -> None:
+    _dump_stacks(process.pid for process in processes if process.poll() is None)
+
+
+def _dump_stacks(pids: Iterable[int]) -> None:
     """End each with SIGABRT, on which Python prints where every thread stands: a hang must say where it hangs."""
-    for process in processes:
-        if process.poll() is None:
-            process.send_signal(signal.SIGABRT)
+    for pid in pids:
+        os.kill(pid, signal.SIGABRT)
     time.sleep(2)
+
+
+def _kill_groups(pids: Iterable[int]) -> None:
+    """SIGKILL what the ranks have spawned."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def kill(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -116,22 +146,3 @@ def kill(processes: list[subprocess.Popen[bytes]]) -> None:
 def _output(folder: Path) -> str:
     logs = sorted(folder.glob("*.log"))
     return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-OUTPUT_CHARS_MAX:]}" for log in logs)
-
-
-def _main(scenario: str, arguments: str, result: str) -> None:
-    import torch.distributed as dist
-
-    module, _, name = scenario.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
-    try:
-        outcome = function(**json.loads(arguments))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            Path(result).write_text(json.dumps(outcome))
-    finally:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.services import REPOSITORY, _die_with_parent, free_port
+
+OUR_ENV = ("TIERCKPT_", "AWS_", "AZURE_", "AZURITE_", "GOOGLE_")
 
 
 @dataclass
@@ -35,9 +37,11 @@ class Job:
     pids: list[int]
     folder: Path
 
-    def codes(self, timeout_seconds: float = 60.0) -> list[int | None]:
+    def codes(self, timeout_seconds: float = 60.0, *, until_one_fails: bool = False) -> list[int | None]:
         """How each rank has ended (as ``Popen.returncode``), None for one that is alive when the time is up."""
-        codes: list[int | None] = self.nursery.ask(verb="wait", pids=self.pids, timeout_seconds=timeout_seconds)
+        codes: list[int | None] = self.nursery.ask(
+            verb="wait", pids=self.pids, timeout_seconds=timeout_seconds, until_one_fails=until_one_fails
+        )
         return codes
 
     def output(self) -> str:
@@ -64,11 +68,11 @@ class Nursery:
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=_die_with_parent,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1"},
         )
         try:
             nursery = cls(process)
-            nursery.ask(verb="wait", pids=[], timeout_seconds=0)
+            nursery.ask(verb="wait", pids=[], timeout_seconds=0, until_one_fails=False)
             yield nursery
         finally:
             process.kill()
@@ -81,10 +85,21 @@ class Nursery:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def start(self, scenario: str, folder: Path, world_size: int = 1, **arguments: Any) -> Job:
-        """Start the ranks of ``<scenario>(folder=..., **arguments)``. Their logs are in ``folder``."""
+    def start(
+        self,
+        scenario: str,
+        folder: Path,
+        world_size: int = 1,
+        *,
+        env: Mapping[str, str] | None = None,
+        **arguments: Any,
+    ) -> Job:
+        """Start the ranks of ``<scenario>(folder=..., **arguments)``. Their logs are in ``folder``.
+
+        They have this process's settings and credentials in their environment, and ``env``.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        env = {name: value for name, value in os.environ.items() if name.startswith(("TIERCKPT_", "AWS_"))}
+        env = {name: value for name, value in os.environ.items() if name.startswith(OUR_ENV)} | dict(env or {})
         arguments["folder"] = str(folder)
         pids = self.ask(verb="start", scenario=scenario, world_size=world_size, arguments=arguments, env=env)
         return Job(self, pids, folder)
@@ -94,6 +109,8 @@ def _serve() -> None:
     import torch  # noqa: F401
 
     scenarios = importlib.import_module(sys.argv[1])
+    for name in getattr(scenarios, "PRELOAD", ()):
+        importlib.import_module(name)
 
     if threading.active_count() != 1 or len(os.listdir("/proc/self/task")) != 1:  # noqa: PTH208
         raise RuntimeError("forking is not sound here: there is another thread")
@@ -104,7 +121,7 @@ def _serve() -> None:
         if request["verb"] == "start":
             answer: Any = _start(request, scenarios)
         elif request["verb"] == "wait":
-            answer = _wait(request["pids"], request["timeout_seconds"], ended)
+            answer = _wait(request["pids"], request["timeout_seconds"], request["until_one_fails"], ended)
         else:
             answer = _kill(request["pid"], ended)
         print(json.dumps(answer), flush=True)
@@ -127,7 +144,7 @@ def _become_rank(request: dict[str, Any], scenarios: Any, rank: int, port: str) 
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, nothing), (1, log), (2, log)):
         os.dup2(source, target)
-    for name in [name for name in os.environ if name.startswith(("TIERCKPT_", "AWS_"))]:
+    for name in [name for name in os.environ if name.startswith(OUR_ENV)]:
         del os.environ[name]
     world_size = str(request["world_size"])
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world_size}
@@ -153,14 +170,15 @@ def _run(request: dict[str, Any], scenarios: Any) -> None:
         dist.destroy_process_group()
 
 
-def _wait(pids: list[int], timeout_seconds: float, ended: dict[int, int]) -> list[int | None]:
+def _wait(pids: list[int], timeout_seconds: float, until_one_fails: bool, ended: dict[int, int]) -> list[int | None]:
     deadline = time.monotonic() + timeout_seconds
     while True:
         for pid in [pid for pid in pids if pid not in ended]:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 ended[pid] = os.waitstatus_to_exitcode(status)
-        if all(pid in ended for pid in pids) or time.monotonic() > deadline:
+        has_failed = until_one_fails and any(ended.get(pid) for pid in pids)
+        if has_failed or all(pid in ended for pid in pids) or time.monotonic() > deadline:
             return [ended.get(pid) for pid in pids]
         time.sleep(0.02)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import os
 import pickle
 import secrets
 import threading
@@ -270,6 +271,10 @@ class _Cache:
     """Memories of this process, newest first. Bounded; shared by all planners, because many jobs make one per save."""
 
     def __init__(self) -> None:
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Remember nothing, as another coordinator: ranks that were forked from one process are not one."""
         self.coordinator = secrets.token_hex(8)
         self._memories: list[_Memory] = []
         self._generations: OrderedDict[str, _Generation] = OrderedDict()
@@ -343,6 +348,7 @@ class _Cache:
 
 
 cache = _Cache()
+os.register_at_fork(after_in_child=cache.start_anew)
 
 
 # --- the planner --------------------------------------------------------------------------------------------------
