@@ -1,0 +1,191 @@
+"""What a load reads, and how: the rows that are asked for, straight to where they belong, without parsing items."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+import tierckpt
+from tests.states import raises_ours, save
+from tierckpt.dcp import reader as readers
+from tierckpt.dcp import reading
+from tierckpt.errors import IntegrityError
+from tierckpt.mover.copies import LocalCopy
+from tierckpt.types import ByteRange
+
+CHUNK = 64 * 1024
+ROWS, COLUMNS = 1000, 250
+
+
+class Rows:
+    """A planner that wants parts of tensors."""
+
+    def __init__(self, **targets: torch.Tensor) -> None:
+        self.targets, self.committed = targets, []  # type: ignore[var-annotated]
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        return self.targets[item.storage_index.fqn]
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        self.committed.append(item.storage_index.fqn)
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("nothing here is an object")
+
+
+def part(name: str, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> ReadItem:
+    index = MetadataIndex(name, torch.Size([0] * len(offsets)))
+    sizes = torch.Size(lengths), torch.Size(offsets)
+    return ReadItem(LoadItemType.TENSOR, index, torch.Size([0] * len(offsets)), index, sizes[1], sizes[0])
+
+
+def read(uri: str, items: list[ReadItem], **targets: torch.Tensor) -> None:
+    reader = tierckpt.TierStorageReader(uri)
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    planner = Rows(**targets)
+    reader.read_data(LoadPlan(items), planner)  # type: ignore[arg-type]
+    assert sorted(planner.committed) == sorted(item.storage_index.fqn for item in items)
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of tensors that torch has parsed."""
+    names: list[str] = []
+    real = readers.load_tensor
+
+    def load_tensor(stream: Any, name: str) -> torch.Tensor:
+        names.append(name)
+        return real(stream, name)
+
+    monkeypatch.setattr(readers, "load_tensor", load_tensor)
+    return names
+
+
+@pytest.fixture
+def chunks_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The chunks that were read of files on the SSD, but for the metadata."""
+    indices: list[int] = []
+    real = LocalCopy.read
+
+    def note(self: LocalCopy, byte_range: ByteRange, into: memoryview | None = None) -> Any:
+        if into is not None:
+            indices.append(byte_range.start // CHUNK)
+        return real(self, byte_range, into)
+
+    monkeypatch.setattr(LocalCopy, "read", note)
+    return indices
+
+
+@pytest.fixture
+def matrix(file_uri: str) -> tuple[str, torch.Tensor]:
+    """A tensor of a million bytes, sixteen chunks."""
+    tensor = torch.randn(ROWS, COLUMNS)
+    save(f"{file_uri}/step-1", {"matrix": tensor}, chunk_size_bytes=CHUNK)
+    return f"{file_uri}/step-1", tensor
+
+
+def test_rows_are_read_and_nothing_more(
+    matrix: tuple[str, torch.Tensor], parsed: list[str], chunks_read: list[int]
+) -> None:
+    uri, tensor = matrix
+    target = torch.empty(300, COLUMNS)
+    read(uri, [part("matrix", (500, 0), (300, COLUMNS))], matrix=target)
+    assert torch.equal(target, tensor[500:800])
+    first, last = 500 * COLUMNS * 4 // CHUNK, (800 * COLUMNS * 4 + 4096) // CHUNK
+    assert sorted(chunks_read) == [0, *range(first, last + 1)]  # the head of the item is in the first
+    assert parsed == []
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        torch.empty(300, 100),
+        torch.empty(100, 300).t(),
+        torch.empty(300, 100, dtype=torch.float64),
+        torch.empty(300, 100, dtype=torch.complex64),
+        torch.empty(600, 200)[::2, ::2],
+    ],
+    ids=["contiguous", "transposed", "wider", "complex", "strided"],
+)
+def test_columns_come_through_rows(matrix: tuple[str, torch.Tensor], target: torch.Tensor, parsed: list[str]) -> None:
+    uri, tensor = matrix
+    read(uri, [part("matrix", (600, 50), (300, 100))], matrix=target)
+    assert torch.equal(target, tensor[600:900, 50:150].to(target.dtype))
+    assert parsed == []
+
+
+def test_items_of_stock_dcp_are_read_without_parsing_too(file_uri: str, parsed: list[str]) -> None:
+    state = {"w": torch.randn(100, 10), "b": torch.randn(7).bfloat16(), "n": torch.tensor(3), "e": torch.empty(0, 4)}
+    dcp.save(state, storage_writer=FileSystemWriter(f"{file_uri}/stock"), no_dist=True)
+    loaded = {name: torch.ones_like(value) for name, value in state.items()}
+    with raises_ours():
+        dcp.load(loaded, storage_reader=tierckpt.TierStorageReader(f"{file_uri}/stock"), no_dist=True)
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    assert parsed == []
+
+
+def test_what_has_not_the_frame_of_its_metadata_is_parsed(file_uri: str, parsed: list[str]) -> None:
+    """Stock DCP stores a conjugate view as one: the raw bytes are not its values."""
+    state = {"plain": torch.randn(10), "view": torch.randn(50, dtype=torch.complex64).conj()}
+    dcp.save(state, storage_writer=FileSystemWriter(f"{file_uri}/stock"), no_dist=True)
+    loaded = {name: torch.ones_like(value) for name, value in state.items()}
+    with raises_ours():
+        dcp.load(loaded, storage_reader=tierckpt.TierStorageReader(f"{file_uri}/stock"), no_dist=True)
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    assert parsed == ["view"]
+
+
+def test_what_needs_memory_of_its_own_is_read_in_windows(
+    matrix: tuple[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri, tensor = matrix
+    windows: list[int] = []
+    real = reading.windows
+
+    def counted(reads: Any) -> Any:
+        for window in real(reads):
+            windows.append(len(window))
+            yield window
+
+    monkeypatch.setattr(reading, "WINDOW_BYTES", 2 * 100 * COLUMNS * 4)
+    monkeypatch.setattr(readers, "windows", counted)
+    loaded = {f"part-{at}": torch.empty(100, 10) for at in range(0, ROWS, 100)}
+    planner = Rows(**loaded)
+
+    def resolve(item: ReadItem) -> torch.Tensor:
+        return loaded[f"part-{item.storage_offsets[0]}"]
+
+    monkeypatch.setattr(planner, "resolve_tensor", resolve)
+    reader = tierckpt.TierStorageReader(uri)
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    items = [part("matrix", (at, 5), (100, 10)) for at in range(0, ROWS, 100)]
+    reader.read_data(LoadPlan(items), planner)  # type: ignore[arg-type]
+    assert windows == [2, 2, 2, 2, 2]
+    assert all(torch.equal(loaded[f"part-{at}"], tensor[at : at + 100, 5:15]) for at in range(0, ROWS, 100))
+
+
+def test_a_part_beyond_the_tensor_is_refused(matrix: tuple[str, torch.Tensor]) -> None:
+    uri, _ = matrix
+    with pytest.raises(IntegrityError, match="less than its metadata says"):
+        read(uri, [part("matrix", (900, 0), (200, COLUMNS))], matrix=torch.empty(200, COLUMNS))
+
+
+def test_a_bad_chunk_names_the_tensor_and_the_checkpoint(file_uri: str) -> None:
+    state = {"first": torch.randn(100_000), "second": torch.randn(100_000)}
+    save(f"{file_uri}/step-1", state, chunk_size_bytes=CHUNK)
+    [shard] = Path(file_uri).rglob("*.distcp")  # a link to the one on the SSD: both copies are bad
+    data = bytearray(shard.read_bytes())
+    data[-3 * CHUNK] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(IntegrityError) as caught, raises_ours():
+        dcp.load(state, storage_reader=tierckpt.TierStorageReader(f"{file_uri}/step-1"), no_dist=True)
+    assert caught.value.context["tensor"] == "second"
+    assert caught.value.context["checkpoint"] == f"{file_uri}/step-1"
