@@ -1,14 +1,14 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
 .PHONY: help test azurite check lint types layers demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
-  bench-plan bench-save clean
+  bench-load bench-plan bench-save clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST_ARGS ?=
-# Most tests wait for processes and servers; two at a time use a machine of two cores.
-PYTEST_WORKERS ?= 2
+# Most tests wait for processes and servers: three at a time use a machine of two cores.
+PYTEST_WORKERS ?= 3
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -86,6 +86,9 @@ bench-digest: $(STAMP) ## measure the digest candidates
 
 bench-plan: $(STAMP) ## planning: 256 ranks x 2,000 tensors, and 50,000 tensors
 	$(BIN)/python bench/plan.py
+
+bench-load: $(STAMP) ## load: the disk, stock PyTorch, safetensors, tierckpt (20 minutes, root)
+	$(BIN)/python bench/load.py $(BENCH_ARGS)
 
 bench-save: $(STAMP) ## save: the disk's limit, stock PyTorch, tierckpt (25 minutes)
 	$(BIN)/python bench/save.py $(BENCH_ARGS)
