@@ -155,8 +155,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     async def link(self: LocalStore, key: str, source: Path) -> bool:
         return False
 
-    async def inline(work: Callable[..., Any], /, *arguments: Any) -> Any:
-        return work(*arguments)
+    async def inline(work: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+        return work(*arguments, **named)
 
     logging.disable(logging.CRITICAL)  # each fault is logged, which costs more than to find it
     with pytest.MonkeyPatch.context() as patch:
