@@ -25,7 +25,8 @@ from tierckpt.training import checkpointer as checkpointers
 from tierckpt.training.exchange import Exchange
 
 COLLECTIVE_TIMEOUT_SECONDS = 10.0
-SAVE_TIMEOUT_SECONDS = 5.0
+SAVE_TIMEOUT_SECONDS = 10.0
+"""The other ranks wait ten seconds more for the verdict of rank 0: 20 of the 30 seconds that they may take."""
 ELEMENTS = 1 << 16
 
 

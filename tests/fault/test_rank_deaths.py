@@ -21,7 +21,7 @@ RANKS = 4
 LAST = RANKS - 1
 RETURN_SECONDS_MAX = 30.0
 TIMES = int(os.environ.get("TIERCKPT_TEST_RANK_DEATHS", "1"))
-AT_ONCE = 10
+AT_ONCE = 7
 """Jobs that run side by side: most of the time of each is waiting."""
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300 * TIMES)]
