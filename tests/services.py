@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import fcntl
 import os
 import secrets
 import shutil
@@ -17,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -40,6 +42,26 @@ def unavailable(reason: str) -> NoReturn:
     if ENVIRONMENT.get("TIERCKPT_TEST_REQUIRE_SERVERS") == "1":
         pytest.fail(f"TIERCKPT_TEST_REQUIRE_SERVERS=1 and {reason}")
     pytest.skip(reason)
+
+
+@contextmanager
+def shared_memory_alone() -> Iterator[None]:
+    """No other test measures what the machine has in shared memory, or takes much of it, meanwhile.
+
+    Tests run in several processes, and the kernel counts that memory for all of them together.
+    """
+    with (Path(tempfile.gettempdir()) / "shared-memory-of-tests.lock").open("w") as lock:
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        yield
+    time.sleep(0.2)  # whoever waits is next
 
 
 @dataclass(frozen=True)

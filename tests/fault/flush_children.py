@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 import tierckpt
+from tests.services import shared_memory_alone
 from tests.states import raises_ours, same
 from tierckpt.arena import capacity
 from tierckpt.dcp import copying
@@ -217,7 +218,8 @@ def kills(folder: Path) -> dict[str, Any]:
     ):
         if not (phase == "while staging" and way == "sync"):
             outcome[f"{phase} {way}".strip()] = kill(folder / str(number), phase, way)
-    return {"outcome": outcome, "memory": memory(folder / "memory")}
+    with shared_memory_alone():
+        return {"outcome": outcome, "memory": memory(folder / "memory")}
 
 
 def memory(folder: Path) -> list[int]:

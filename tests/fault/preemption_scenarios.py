@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import time
 from pathlib import Path
@@ -22,15 +23,27 @@ def state_of(step: int) -> dict[str, Any]:
     return {f"{index}": torch.arange(ELEMENTS, dtype=torch.int32) * step + index for index in range(TENSORS)}
 
 
-def train_until_told(folder: str, uri: str, **settings: Any) -> None:
-    """Save steps 1 and 2; the second is still on its way to the SSD when the file ``staged`` appears."""
+def train_until_told(folder: str, uri: str, stuck: bool = False, **settings: Any) -> None:
+    """Save steps 1 and 2; the second is still on its way to the SSD when the file ``staged`` appears.
+
+    ``stuck``: then the main thread is in C and stays there, as in a collective whose other rank is gone.
+    """
     state = state_of(1)
     checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=60, **settings)
     checkpointer.save(1, {"small": torch.ones(8)})
     checkpointer.wait("local")
     checkpointer.save(2, state)
     (Path(folder) / "staged").touch()
+    if stuck:
+        _wait_in_c()
     time.sleep(FOR_EVER_SECONDS)
+
+
+def _wait_in_c() -> None:
+    condition, mutex = ctypes.create_string_buffer(128), ctypes.create_string_buffer(128)  # zeros: initialised
+    c = ctypes.CDLL(None)
+    c.pthread_mutex_lock(mutex)
+    c.pthread_cond_wait(condition, mutex)  # no signal ends it
 
 
 def come_back(folder: str, uri: str, drain: bool = False, **settings: Any) -> None:

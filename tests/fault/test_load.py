@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.fault.nursery import Nursery
+from tests.services import shared_memory_alone
 
 SAVERS = int(os.environ.get("TIERCKPT_TEST_SAVERS", "8"))
 SAVES = 4
@@ -33,9 +34,10 @@ def nursery() -> Iterator[Nursery]:
 @pytest.fixture
 def shared() -> Iterator[str]:
     """Another file system, so that bytes are copied; for very many savers the same one, as memory has no room."""
-    folder = tempfile.mkdtemp(prefix="tierckpt-test-", dir="/dev/shm" if SAVERS <= 8 else None)
-    yield f"file://{folder}"
-    shutil.rmtree(folder)
+    folder = tempfile.mkdtemp(prefix="shared-", dir="/dev/shm" if SAVERS <= 8 else None)
+    with shared_memory_alone():
+        yield f"file://{folder}"
+        shutil.rmtree(folder)
 
 
 def test_savers_of_one_node_share_it_fairly(

@@ -20,6 +20,7 @@ import pytest
 
 from tests.fault.nursery import Nursery
 from tests.fault.test_agent import IDLE_SECONDS, until
+from tests.services import shared_memory_alone
 
 KILL_SECONDS = 30.0
 TIMES = int(os.environ.get("TIERCKPT_TEST_PREEMPTIONS", "1"))
@@ -40,9 +41,10 @@ def nursery() -> Iterator[Nursery]:
 @pytest.fixture
 def shared() -> Iterator[str]:
     """Memory, which stands for storage on another file system than the SSD: nothing can be linked."""
-    folder = tempfile.mkdtemp(prefix="tierckpt-test-", dir="/dev/shm")
-    yield f"file://{folder}/run"
-    shutil.rmtree(folder)
+    folder = tempfile.mkdtemp(prefix="shared-", dir="/dev/shm")
+    with shared_memory_alone():
+        yield f"file://{folder}/run"
+        shutil.rmtree(folder)
 
 
 def preempt(nursery: Nursery, folder: Path, shared: str, **settings: Any) -> tuple[int | None, float, str]:
@@ -67,11 +69,12 @@ def comes_back(nursery: Nursery, folder: Path, shared: str, **arguments: Any) ->
     return step, whole
 
 
+@pytest.mark.parametrize("stuck", [False, True])
 @pytest.mark.parametrize("time_of", range(TIMES))
 def test_what_fits_into_the_grace_period_is_on_shared_storage(
-    nursery: Nursery, tmp_path: Path, shared: str, time_of: int
+    nursery: Nursery, tmp_path: Path, shared: str, time_of: int, stuck: bool
 ) -> None:
-    code, seconds, log = preempt(nursery, tmp_path, shared, mover="inline", grace_seconds=25)
+    code, seconds, log = preempt(nursery, tmp_path, shared, mover="inline", grace_seconds=25, stuck=stuck)
     assert (code, seconds < KILL_SECONDS) == (-signal.SIGTERM, True), log[-2000:]
     assert comes_back(nursery, tmp_path, shared, mover="inline", local_root=str(tmp_path / "another node")) == (2, True)
 

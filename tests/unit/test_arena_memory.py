@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.services import shared_memory_alone
 from tierckpt.arena import capacity, numa, pages, pinning
 from tierckpt.arena import memory as memory_module
 from tierckpt.arena.memory import HUGE_PAGE_BYTES, Kind, Memory
@@ -353,6 +354,13 @@ HOLD = """
 """
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with shared_memory_alone():
+        yield
+
+
+@pytest.mark.usefixtures("alone")
 def test_nothing_is_left_of_a_killed_owner() -> None:
     before = meminfo("Shmem")
     owner = subprocess.Popen(
@@ -434,6 +442,7 @@ def test_an_address_space_limit_is_an_error_of_ours() -> None:
     assert run_python(code) == "True True"
 
 
+@pytest.mark.usefixtures("alone")
 def test_memory_that_goes_while_it_is_being_filled_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when all ranks of a node allocate at once: each saw enough, together they have not."""
     before, calls = meminfo("Shmem"), []

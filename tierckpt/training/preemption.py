@@ -1,13 +1,17 @@
 """SIGTERM: what is staged reaches the SSD, and as much as can be reaches shared storage, before the process ends.
 
 A scheduler that takes a node back sends SIGTERM and, after a grace period, SIGKILL. The handler is installed with the
-first Checkpointer, in the main thread, and only where nobody else handles the signal. It does not do the work itself:
-the interrupted thread may hold any lock. A thread of its own does, while training goes on; then the process ends by the
-same signal, so that whoever started it sees the status it expects. A second SIGTERM meanwhile changes nothing.
+first Checkpointer, in the main thread, and only where nobody else handles the signal. Python runs handlers between two
+bytecodes of the main thread, which may be inside a collective that waits for a rank that is gone, or asleep: so the
+signal's number also arrives, at once, in a pipe that a thread of ours reads (``signal.set_wakeup_fd``). Whichever
+comes first starts the thread that does the work, while training goes on; the interrupted thread, which may hold any
+lock, does none of it. Then the process ends by the same signal, so that whoever started it sees the status it expects.
+A second SIGTERM meanwhile changes nothing.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -18,9 +22,6 @@ from weakref import WeakSet
 from ..telemetry import logger
 
 log = logger("checkpointer")
-
-END_SECONDS = 2.0
-"""How long the main thread has to run the handler a second time; it may be inside a long call of another library."""
 
 
 class Saver(Protocol):
@@ -33,7 +34,10 @@ class Saver(Protocol):
 
 
 _savers: WeakSet[Any] = WeakSet()
-_state = {"ending": False, "done": False}
+_begun = threading.Lock()
+"""Taken for good by the first SIGTERM, and only ever tried: nothing waits for it."""
+_pipe: list[int] = []
+"""The wakeup descriptor's pipe: where to read, where to write. Empty while nothing is watched."""
 
 
 def watch(saver: Saver) -> None:
@@ -42,24 +46,58 @@ def watch(saver: Saver) -> None:
         return
     _savers.add(saver)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        _listen()
         signal.signal(signal.SIGTERM, _on_signal)
 
 
 def forget(saver: Saver) -> None:
     """``saver`` is closed. With the last one the signal is again what it was."""
     _savers.discard(saver)
-    if _savers or _state["ending"] or threading.current_thread() is not threading.main_thread():
+    if not _savers and not _begun.locked() and threading.current_thread() is threading.main_thread():
+        _let_go()
+
+
+def _listen() -> None:
+    """Start the thread that hears of a signal while the main thread cannot. Yields to a loop that has the wakeup."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writing, False)
+    previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    if previous != -1:
+        signal.set_wakeup_fd(previous)
+        os.close(reading)
+        os.close(writing)
         return
+    _pipe[:] = [reading, writing]
+    threading.Thread(target=_hear, args=(reading,), name="tierckpt-signals", daemon=True).start()
+
+
+def _hear(reading: int) -> None:
+    while numbers := os.read(reading, 64):
+        if signal.SIGTERM in numbers:
+            _begin()
+    os.close(reading)
+
+
+def _let_go() -> None:
+    """Give back the signal, and the pipe, at whose end the thread ends."""
     if signal.getsignal(signal.SIGTERM) is _on_signal:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if _pipe:
+        _, writing = _pipe
+        _pipe.clear()
+        current = signal.set_wakeup_fd(-1)
+        if current not in (-1, writing):
+            signal.set_wakeup_fd(current)  # somebody's loop has taken it since
+        os.close(writing)
 
 
 def _on_signal(number: int, frame: Any) -> None:
-    if _state["done"]:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
-    elif not _state["ending"]:
-        _state["ending"] = True
+    if not _pipe:
+        _begin()
+
+
+def _begin() -> None:
+    if _begun.acquire(blocking=False):
         threading.Thread(target=_end, name="tierckpt-sigterm", daemon=True).start()
 
 
@@ -74,19 +112,20 @@ def _end() -> None:
                 log.warning("%s", sentence)
         except Exception as error:
             log.error("a save did not reach safety: %s", error)
-    _state["done"] = True
-    main = threading.main_thread().ident
-    if main is not None:
-        signal.pthread_kill(main, signal.SIGTERM)
-    time.sleep(END_SECONDS)
-    os._exit(128 + signal.SIGTERM)
+    # signal.signal is refused outside the main thread, which may never run Python again.
+    ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, ctypes.c_void_p(signal.SIG_DFL))
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _start_anew() -> None:
-    """In a forked child: the parent's saves are not ours, and a SIGTERM ends us as it would any process."""
+    """In a forked child: the parent's saves are not ours, its pipe would tell it of our signals."""
+    global _begun
+    _begun = threading.Lock()
     _savers.clear()
-    if signal.getsignal(signal.SIGTERM) is _on_signal:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    reading = _pipe[:1]
+    _let_go()
+    for file in reading:
+        os.close(file)
 
 
 os.register_at_fork(after_in_child=_start_anew)
