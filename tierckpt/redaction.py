@@ -82,6 +82,17 @@ def redact(text: str) -> str:
     return text
 
 
+def printable(error: BaseException) -> BaseException | None:
+    """Return ``error``, to be raised from, if a traceback may print it: None when its text tells a secret."""
+    link: BaseException | None = error
+    while link is not None:
+        text = f"{link}\n{link!r}"
+        if redact(text) != text:
+            return None
+        link = link.__cause__ or link.__context__
+    return error
+
+
 def redact_all(value: Any) -> Any:
     """Return ``value`` (of JSON's types) with every text in it redacted, and what a secret's name stands for masked."""
     if isinstance(value, str):

@@ -132,9 +132,24 @@ def test_a_pause_stops_every_mover_of_the_node_and_resume_lets_them_go_on(
     stood_at = drain.done_bytes
     time.sleep(0.6)
     assert drain.done_bytes == stood_at < STATE_BYTES
+    assert command("status")["budget"]["paused"] is True
     assert command("drain", "--resume", "--limit", "none")["paused"] is False
+    assert command("status")["budget"] == {
+        "bytes_per_second": None,
+        "concurrency": Settings.load().concurrency,
+        "paused": False,
+        "problem": None,
+    }
     drain.finish()
     assert same(load(uri, state, local_root=local_root / "elsewhere"), state)
+
+
+def test_status_tells_of_a_damaged_control_file(local_root: Path, command: Callable[..., dict[str, Any]]) -> None:
+    local_root.mkdir(parents=True, exist_ok=True)
+    (local_root / "control.json").write_text("{")
+    assert "is not a control file" in command("status")["budget"]["problem"]
+    command("drain", "--resume")
+    assert command("status")["budget"]["problem"] is None
 
 
 def test_a_save_of_another_process_has_the_disk_to_itself_while_it_writes(file_uri: str, local_root: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tierckpt import telemetry
 from tierckpt.errors import ConfigError
 from tierckpt.layout import parse_uri
-from tierckpt.redaction import carries_credential, redact, redact_all
+from tierckpt.redaction import carries_credential, printable, redact, redact_all
 from tierckpt.telemetry import BYTES, RELAYED_VALUES_MAX, Metric, Tally, listen, log_to, logger
 
 SECRET = "wJalrXUtnFEMIcanaryK7MDENGbPxRfiCYEXAMPLEKEY"
@@ -189,6 +189,15 @@ def test_documents_are_redacted_by_name_and_by_value() -> None:
         "count": 3,
         "none": None,
     }
+
+
+def test_an_error_is_a_printable_cause_unless_its_text_or_that_of_what_it_came_from_tells_a_secret() -> None:
+    told = ValueError(f"GET http://h/b?sig={SECRET} failed")
+    behind = ValueError("refused")
+    behind.__cause__ = told
+    assert [printable(error) for error in (told, behind)] == [None, None]
+    harmless = ValueError("refused")
+    assert printable(harmless) is harmless
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from ..config import Settings
 from ..errors import ConfigError, TierckptError
 from ..layout import MANIFEST, Location, agent_dir
 from ..mover import commit
+from ..mover.budget import UNCHANGED, read_control
 from ..mover.catalog import file_size
 from ..mover.contact import SOCKET, Contact
 from ..mover.journal import READY, Entry, Journal
@@ -73,6 +74,7 @@ def _document(settings: Settings) -> Json:
         "journal": journal,
         "journal_bytes": sum(item["size_bytes"] for item in journal),
         "lag_seconds": max((item["age_seconds"] for item in waiting), default=0.0),
+        "budget": _budget(settings),
         "agent": _agent(settings),
         "local": local,
         "local_bytes": sum(item["size_bytes"] for item in local),
@@ -93,6 +95,19 @@ def _agent(settings: Settings) -> Json | None:
     finally:
         contact.close()
     return answer
+
+
+def _budget(settings: Settings) -> Json:
+    """What the node's drains may take: its control file (`tierckpt drain --limit`, `--pause`) over the settings."""
+    rate: int | None = settings.drain_bytes_per_second
+    document: Json = {"bytes_per_second": rate, "concurrency": settings.concurrency, "paused": False, "problem": None}
+    try:
+        control = read_control(settings.local_root)
+    except ConfigError as error:  # movers keep to what stood there before; `status` is how one learns of it
+        return document | {"problem": error.message}
+    if control.bytes_per_second is not UNCHANGED:
+        document["bytes_per_second"] = control.bytes_per_second
+    return document | {"concurrency": control.concurrency or settings.concurrency, "paused": control.paused}
 
 
 def _entry(entry: Entry) -> Json:
@@ -152,6 +167,14 @@ def _agent_line(agent: Json | None) -> str:
     )
 
 
+def _budget_line(budget: Json) -> str:
+    if budget["problem"]:
+        return str(budget["problem"])
+    rate = budget["bytes_per_second"]
+    allowed = f"{human_bytes(rate)}/s" if rate else "as fast as the store takes it"
+    return f"{'paused; ' if budget['paused'] else ''}{allowed}, {budget['concurrency']} files at a time"
+
+
 def _view(document: Json) -> list[RenderableType]:
     summary = {
         "local root": document["local_root"],
@@ -159,6 +182,7 @@ def _view(document: Json) -> list[RenderableType]:
         "to drain": f"{human_bytes(document['journal_bytes'])} in {len(document['journal'])} entries, "
         f"the oldest {human_seconds(document['lag_seconds'])} old",
         "local tier": f"{human_bytes(document['local_bytes'])} in {len(document['local'])} directories",
+        "drains": _budget_line(document["budget"]),
         "agent": _agent_line(document["agent"]),
     }
     waiting = [

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, PermissionDeniedError
+from ..redaction import printable
 
 METADATA_TIMEOUT_SECONDS = 1.0
 METADATA_ADDRESSES = {
@@ -101,7 +102,7 @@ def _ask_boto3(bucket: str) -> tuple[Callable[[], dict[str, Any]] | None, str]:
     except BotoCoreError as error:  # no such profile, half a key pair, a broken file
         raise PermissionDeniedError(
             f"no credentials found for s3://{bucket}: boto3 says: {error}", hint=_S3_HINT, uri=f"s3://{bucket}"
-        ) from error
+        ) from printable(error)
     if found is None:
         return None, ""
 

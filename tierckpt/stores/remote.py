@@ -38,6 +38,7 @@ from ..errors import (
     TierckptError,
 )
 from ..layout import CLAIM, Location
+from ..redaction import printable
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, settled, short_answer
@@ -125,7 +126,7 @@ class RemoteStore:
         except (obstore_errors.BaseError, ValueError) as error:
             raise ConfigError(
                 f"cannot open {self.uri}: {first_line(error)}", hint="Check the environment variables of this cloud"
-            ) from error
+            ) from printable(error)
 
     def _client_timeout_seconds(self, part_retries: int) -> float:
         # A part is not watched while it is sent, so its whole time is limited.
@@ -470,7 +471,7 @@ class RemoteStore:
                 ours = self._missing_bucket()
             if not isinstance(ours, PermissionDeniedError | StoreUnavailableError):
                 self._is_proven |= generation == self._generation
-            raise ours from error
+            raise ours from printable(error)
         else:
             self._bucket_exists = True
             self._is_proven |= generation == self._generation

@@ -21,6 +21,7 @@ from ..errors import (
     TierckptError,
 )
 from ..layout import Location
+from ..redaction import redact
 from ..types import Tier
 
 EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
@@ -121,4 +122,4 @@ def error_code(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:300]
+    return redact(str(error).partition("\n")[0])[:300]  # in this order: half a secret does not look like one

@@ -37,6 +37,7 @@ from ..errors import (
     TierckptError,
 )
 from ..layout import Location
+from ..redaction import printable
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, is_temporary, settled, short_answer
 from .local import translate_os_error
@@ -80,9 +81,9 @@ def open_universal(location: Location) -> UniversalStore:
     try:
         fs, root = fsspec.url_to_fs(location.uri)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"fsspec cannot open {location.uri}: {error}", uri=location.uri) from error
+        raise ConfigError(f"fsspec cannot open {location.uri}: {error}", uri=location.uri) from printable(error)
     except Exception as error:
-        raise _translate(error, location.uri) from error
+        raise _translate(error, location.uri) from printable(error)
     return UniversalStore(fs, root, location.uri)
 
 
@@ -317,7 +318,7 @@ def _errors(uri: str) -> Iterator[None]:
     except TierckptError:
         raise
     except Exception as error:
-        raise _translate(error, uri) from error
+        raise _translate(error, uri) from printable(error)
 
 
 def _translate(error: Exception, uri: str) -> TierckptError:
