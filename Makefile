@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
 .PHONY: help test azurite check lint types layers demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
-  bench-load bench-plan bench-save clean
+  bench-load bench-plan bench-safetensors bench-save clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -53,7 +53,7 @@ compat-frameworks: $(STAMP) ## install Accelerate and Lightning, kill and resume
 	$(BIN)/python -m pytest tests/compat/test_frameworks.py
 
 # Each harness of tests/fault, as long as it is worth; what it is in CI is in docs/internals/testing.md. TORTURE takes a part.
-TORTURE ?= sweeps crash bits fuzz stores deaths preemption load
+TORTURE ?= sweeps crash bits fuzz stores deaths preemption load safetensors readers fsspec
 TORTURE_sweeps := TIERCKPT_TEST_SWEEP=full test_sweeps.py
 TORTURE_crash := TIERCKPT_TEST_CRASH_STATES=600000 test_crash_states.py
 TORTURE_bits := TIERCKPT_TEST_BIT_FLIPS=every test_bit_faults.py
@@ -62,6 +62,9 @@ TORTURE_stores := TIERCKPT_TEST_STORE_FAULT_SECONDS=600 test_store_faults.py
 TORTURE_deaths := TIERCKPT_TEST_RANK_DEATHS=10 test_rank_deaths.py
 TORTURE_preemption := TIERCKPT_TEST_PREEMPTIONS=17 test_preemption.py
 TORTURE_load := TIERCKPT_TEST_SAVERS=64 test_load.py
+TORTURE_safetensors := TIERCKPT_TEST_FUZZ_SECONDS=1800 test_safetensors_fuzz.py
+TORTURE_readers := TIERCKPT_TEST_CACHE_READERS=300 test_cache_readers.py
+TORTURE_fsspec := TIERCKPT_TEST_FSSPEC=all ../contract/test_fsspec.py
 
 torture: $(STAMP) ## every fault harness at full length (hours); TORTURE="sweeps crash" for a part
 	@for part in $(TORTURE); do echo "== $$part"; $(MAKE) --no-print-directory torture-$$part || exit 1; done
@@ -86,6 +89,9 @@ bench-digest: $(STAMP) ## measure the digest candidates
 
 bench-plan: $(STAMP) ## planning: 256 ranks x 2,000 tensors, and 50,000 tensors
 	$(BIN)/python bench/plan.py
+
+bench-safetensors: $(STAMP) ## model files: the disk, safetensors, its faster peers, tierckpt (root)
+	$(BIN)/python bench/load_safetensors.py $(BENCH_ARGS)
 
 bench-load: $(STAMP) ## load: the disk, stock PyTorch, safetensors, tierckpt (20 minutes, root)
 	$(BIN)/python bench/load.py $(BENCH_ARGS)

@@ -1,6 +1,6 @@
 """How fast do we load? Beside the raw reads of this disk, stock PyTorch and safetensors.
 
-    python bench/load.py [--cases large,many,small,rows] [--rounds 5] [--scale 1.0] [--dir DIR]
+    python bench/load.py [--cases large,many,small,rows,columns,model] [--rounds 5] [--scale 1.0] [--dir DIR]
 
 Each sample is a process of its own: the state to load into is there and touched, the page cache is dropped (cold;
 mincore says whether it is) or filled (warm), one load is timed, and what came is compared. Rounds are interleaved.
@@ -47,8 +47,11 @@ CASES = {
     "large": (32, 64 * MiB, "2 GiB in 32 tensors"),
     "many": (4000, MiB // 2, "2 GiB in 4,000 tensors"),
     "small": (50_000, 256, "50,000 tensors of 256 bytes"),
-    "rows": (32, 64 * MiB, "every second quarter of the rows of 32 tensors, 512 MiB of 2 GiB"),
+    "rows": (32, 64 * MiB, "the second quarter of the rows of 32 tensors, 512 MiB of 2 GiB"),
+    "columns": (32, 64 * MiB, "half of the columns of 32 tensors, 1 GiB of 2 GiB"),
+    "model": (32, 64 * MiB, "a seventh of the tensors: the model without its optimizer"),
 }
+MEASURED = ("cpu_seconds", "peak_extra_bytes", "times_read")
 State = dict[str, torch.Tensor]
 
 
@@ -64,7 +67,23 @@ class Place:
 
     def state(self) -> State:
         state = tensors(self.count, self.size_bytes)
-        return {name: value.reshape(64, -1) for name, value in state.items()} if self.case == "rows" else state
+        return {name: value.reshape(64, -1) for name, value in state.items()} if self.is_part else state
+
+    @property
+    def is_part(self) -> bool:
+        """True when a part of each tensor is wanted."""
+        return self.case in {"rows", "columns"}
+
+    def wanted(self) -> State:
+        """What a load of this case brings."""
+        state = self.state()
+        if self.case == "model":
+            return dict(list(state.items())[: self.count // 7])
+        return {name: value[self.part(value)].clone() for name, value in state.items()} if self.is_part else state
+
+    def part(self, value: torch.Tensor) -> tuple[slice, slice]:
+        rows, columns = value.shape
+        return (slice(16, 32), slice(0, columns)) if self.case == "rows" else (slice(0, rows), slice(0, columns // 2))
 
     def files(self, row: str) -> list[Path]:
         place = {"tierckpt": self.folder / "local", "raw": self.folder / "stock"}.get(row, self.folder / row)
@@ -77,14 +96,14 @@ class Place:
 
 def save_all(place: Place) -> None:
     """Leave the state in each row's format."""
-    from safetensors.torch import save_file
-
     state = place.state()
     with_settings = {"local_root": place.folder / "local", "mover": "inline"}
     dcp.save(state, storage_writer=tierckpt.TierStorageWriter(place.uri, **with_settings), no_dist=True)
     tierckpt.wait(place.uri, **with_settings)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(f"{place.folder}/stock", thread_count=2), no_dist=True)
-    if place.case != "rows":
+    if place.case in WHOLE:
+        from safetensors.torch import save_file
+
         torch.save(state, place.folder / "torch.load")
         save_file(state, place.folder / "safetensors")
 
@@ -93,8 +112,8 @@ def save_all(place: Place) -> None:
 
 
 def raw(place: Place, _: State) -> Callable[[], State]:
-    """The limit: O_DIRECT into huge pages, two threads, 8 MiB a read; for rows, that many of them."""
-    share = 4 if place.case == "rows" else 1
+    """The limit: O_DIRECT into huge pages, two threads, 8 MiB a read; for a part, no more than that."""
+    share = {"rows": 4, "model": 7}.get(place.case, 1)  # columns lie in all rows
     jobs = [
         (path, at, min(READ_BYTES, path.stat().st_size - at))
         for path in place.files("raw")
@@ -126,11 +145,15 @@ def raw(place: Place, _: State) -> Callable[[], State]:
 
 def by_reader(make: Callable[[Place], Any]) -> Callable[[Place, State], Callable[[], State]]:
     def row(place: Place, into: State) -> Callable[[], State]:
+        make(place).read_metadata()  # what is imported and started once for a process is not part of a load
+
         def load() -> State:
             reader = make(place)
-            if place.case == "rows":
+            if place.is_part:
+                whole = place.size_bytes // 4 // 64
+                items = [_part(name, place.part(torch.empty(64, whole, device="meta"))) for name in into]
                 reader.set_up_storage_reader(reader.read_metadata(), True)
-                reader.read_data(LoadPlan([_quarter(name, value) for name, value in into.items()]), _Into(into)).wait()
+                reader.read_data(LoadPlan(items), _Into(into)).wait()
             else:
                 dcp.load(into, storage_reader=reader, no_dist=True)
             return into
@@ -153,10 +176,11 @@ class _Into:
         """Nothing is left to do."""
 
 
-def _quarter(name: str, value: torch.Tensor) -> ReadItem:
-    index = MetadataIndex(name, torch.Size([0, 0]))
-    zero = torch.Size([0, 0])
-    return ReadItem(LoadItemType.TENSOR, index, zero, index, torch.Size([16, 0]), value.size())
+def _part(name: str, part: tuple[slice, slice]) -> ReadItem:
+    index, zero = MetadataIndex(name, torch.Size([0, 0])), torch.Size([0, 0])
+    offsets = torch.Size([one.start for one in part])
+    lengths = torch.Size([one.stop - one.start for one in part])
+    return ReadItem(LoadItemType.TENSOR, index, zero, index, offsets, lengths)
 
 
 def torch_load(place: Place, _: State) -> Callable[[], State]:
@@ -179,15 +203,15 @@ ROWS: dict[str, Callable[[Place, State], Callable[[], State]]] = {
     "safetensors": safetensors_load,
 }
 WARM = {"tierckpt", "stock", "safetensors"}
+WHOLE = {"large", "many", "small"}
+"""Cases that other formats than DCP's can show too."""
 
 
 # --- samples -----------------------------------------------------------------------------------------------------
 
 
 def sample(place: Place, row: str, temperature: str) -> dict[str, float]:
-    wanted = place.state()
-    if place.case == "rows":
-        wanted = {name: value[16:32].clone() for name, value in wanted.items()}
+    wanted = place.wanted()
     load = ROWS[row](place, {name: torch.ones_like(value) for name, value in wanted.items()})
     files = place.files(row)
     os.sync()
@@ -197,14 +221,21 @@ def sample(place: Place, row: str, temperature: str) -> dict[str, float]:
             path.read_bytes()
     elif any(is_cached(path) for path in files):
         raise SystemExit("the page cache was not dropped")
+    read_before = read_bytes()
     with Meter() as meter:
         begun = time.perf_counter()
         got = load()
         seconds = time.perf_counter() - begun
+    read = (read_bytes() - read_before) / sum(value.nbytes for value in wanted.values())
     if row != "raw" and not all(torch.equal(got[name], value) for name, value in wanted.items()):
         raise SystemExit(f"{row} loaded something else than was saved")
-    found = meter.sample(Timing(seconds, seconds))
-    return {key: found[key] for key in ("durable_seconds", "cpu_seconds", "peak_extra_bytes")}
+    found = meter.sample(Timing(seconds, seconds, {"times_read": read}))
+    return {key: found[key] for key in ("durable_seconds", *MEASURED)}
+
+
+def read_bytes() -> int:
+    """What this process has had the disks read: by the kernel's account, whoever asked and in whichever way."""
+    return int(Path("/proc/self/io").read_text().partition("\nread_bytes: ")[2].partition("\n")[0])
 
 
 def is_cached(path: Path) -> bool:
@@ -230,8 +261,7 @@ def samples(given: argparse.Namespace, case: str, folder: Path) -> dict[str, dic
         name: {
             "seconds": statistics.median(one["durable_seconds"] for one in found[name]),
             "times_raw": statistics.median(ratios[name]),
-            "cpu_seconds": statistics.median(one["cpu_seconds"] for one in found[name]),
-            "peak_extra_bytes": statistics.median(one["peak_extra_bytes"] for one in found[name]),
+            **{key: statistics.median(one[key] for one in found[name]) for key in MEASURED},
         }
         for name, _ in ((row if heat == "cold" else f"{row}, warm", heat) for row, heat in _rows(case))
     }
@@ -239,7 +269,7 @@ def samples(given: argparse.Namespace, case: str, folder: Path) -> dict[str, dic
 
 def _rows(case: str) -> Iterator[tuple[str, str]]:
     for row in ROWS:
-        if case == "rows" and row in {"torch.load", "safetensors"}:
+        if case not in WHOLE and row in {"torch.load", "safetensors"}:
             continue
         yield row, "cold"
         if row in WARM:
@@ -259,11 +289,12 @@ def _run(words: list[str], given: argparse.Namespace) -> str:
 
 def table_of(case: str, rows: dict[str, dict[str, Any]]) -> Table:
     table = Table(title=CASES[case][2])
-    for column in ("", "s", "x raw", "CPU-s", "extra RSS, MiB"):
+    for column in ("", "s", "x raw", "CPU-s", "extra RSS, MiB", "read, x wanted"):
         table.add_column(column, justify="left" if not column else "right")
     for name, row in rows.items():
         extra = f"{row['peak_extra_bytes'] / MiB:.0f}"
-        table.add_row(name, f"{row['seconds']:.2f}", f"{row['times_raw']:.2f}", f"{row['cpu_seconds']:.2f}", extra)
+        times = [f"{row[key]:.2f}" for key in ("seconds", "times_raw", "cpu_seconds")]
+        table.add_row(name, *times, extra, f"{row['times_read']:.2f}")
     return table
 
 

@@ -23,8 +23,10 @@ _HOME = {
     "TierStorageReader": ".dcp.reader",
     "TierStorageWriter": ".dcp.writer",
     "latest": ".client",
+    "load_model": ".training.restoring",
     "load_safetensors": ".loading.safetensors",
     "prefetch": ".client",
+    "stream_safetensors": ".loading.safetensors",
     "wait": ".client",
 }
 
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
     from .dcp.stager import TierStager as TierStager
     from .dcp.writer import TierStorageWriter as TierStorageWriter
     from .loading.safetensors import load_safetensors as load_safetensors
+    from .loading.safetensors import stream_safetensors as stream_safetensors
     from .training.checkpointer import Checkpointer as Checkpointer
+    from .training.restoring import load_model as load_model
     from .training.state import PerRank as PerRank
     from .training.state import RngState as RngState
 

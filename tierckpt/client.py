@@ -8,10 +8,11 @@ the parent. At exit the process waits for its drains, at most ``exit_timeout_sec
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures.thread  # noqa: F401  # imported first, so that its own exit hook runs after ours
+import concurrent.futures
+import concurrent.futures.thread  # imported first, so that its own exit hook runs after ours
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,9 +23,12 @@ from .errors import ConfigError, TierckptError
 from .layout import parse_uri
 from .mover.contact import Contact, close_contacts, contact_for
 from .mover.journal import Entry
+from .mover.prefetch import PrefetchResult, Wanted
+from .mover.shelf import Kind, patiently
+from .mover.through import Cached
 from .stores.schemes import check_location
 from .telemetry import Tally, ignore_progress, listen, logger
-from .types import ProgressListener, Tier
+from .types import Buffer, ByteRange, ProgressListener, Tier
 
 log = logger("client")
 
@@ -62,6 +66,10 @@ class Client:
         except BaseException:
             future.cancel()
             raise
+
+    def start(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
+        """Begin ``work(engine)`` on the loop and return at once."""
+        return asyncio.run_coroutine_threadsafe(work(self.engine), self._loop)
 
     def submit(self, token: str) -> None:
         """Have a journal entry drained in the background: by the agent, or by this process."""
@@ -195,29 +203,150 @@ def prefetch(
     uri: str | os.PathLike[str],
     to: str | os.PathLike[str] | None = None,
     *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    pin: bool = False,
+    wait_seconds: float | None = None,
     settings: Settings | None = None,
     listener: ProgressListener = ignore_progress,
     **overrides: Any,
 ) -> Path:
-    """Fill a directory of this node with a checkpoint or a directory of model files; return the directory.
+    """Fill a directory of this node with a checkpoint or the files of a model; return the directory.
 
     When it returns every file is there, whole and durable; until then the directory is not there at all (or, where it
-    held other files before, has no receipt). A killed prefetch goes on where it stopped.
+    held other files before, has no receipt). A killed prefetch goes on where it stopped, and several processes of a
+    node that ask for the same share the work. While this process lives, nobody evicts what it was given.
 
     Args:
-        to: the directory; default is where this node's local tier mirrors ``uri``.
+        to: the directory. Default: the node cache, and for a checkpoint of ours the local tier, where restore finds it.
+        include: globs of the files to take, by path below ``uri``; none takes all. ``*`` matches slashes too.
+        exclude: globs of files to leave out.
+        pin: keep it in the node cache until it is unpinned; other versions of ``uri`` are unpinned.
+        wait_seconds: wait so long for what is not committed or not there yet. None: that is an error.
 
     Raises:
         PartialTransferError: some files could not be had; ``.failures`` names them.
         CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError, CapacityError, StoreError.
+        OperationTimeoutError: ``wait_seconds`` have passed.
     """
     location = check_location(parse_uri(uri))
+    include, exclude = _globs(include), _globs(exclude)
     client = Client(Settings.load(settings, **overrides), listener)
     try:
         target = Path(to).absolute() if to is not None else None
-        return client.run(lambda engine: engine.prefetch(location, target)).directory
+
+        async def fetch(engine: Engine) -> PrefetchResult:
+            def once() -> Awaitable[PrefetchResult]:
+                return engine.prefetch(location, target, include=include, exclude=exclude, pin=pin, keep=True)
+
+            return await once() if wait_seconds is None else await patiently(once, wait_seconds, location.uri)
+
+        return client.run(fetch).directory
     finally:
         client.close()
+
+
+def _globs(value: str | Sequence[str]) -> Sequence[str]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+class CachedView:
+    """What a URI holds, through the node cache, for synchronous callers. ``open_cached`` makes it; close it.
+
+    Bytes are of the version that was there when it was opened, or an error. What this node has is read from its files;
+    what it lacks is fetched, once per node, and kept. Any thread may use it.
+    """
+
+    def __init__(self, client: Client, cached: Cached) -> None:
+        self._client, self._cached = client, cached
+        self._filling: concurrent.futures.Future[None] | None = None
+
+    @property
+    def files(self) -> dict[str, Wanted]:
+        """Every file by its path below the URI; of a URI that is one object, that object by its name."""
+        return self._cached.files
+
+    @property
+    def only(self) -> Wanted | None:
+        """The file of a URI that is one object."""
+        return self._cached.only
+
+    @property
+    def chunk_size_bytes(self) -> int:
+        """What is fetched at a time: a read costs whole chunks."""
+        return self._cached.chunk_size_bytes
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory of real files, once all of them are whole; else None."""
+        return self._cached.directory
+
+    def path(self, path: str) -> Path:
+        """Where a file lies now, whole or with holes. The name may change once, when all becomes whole."""
+        return self._cached.path(path)
+
+    def landed(self, path: str, start: int = 0, stop: int | None = None) -> bool:
+        """True when bytes ``start`` to ``stop`` are on this node. Cost: microseconds."""
+        return self._cached.landed(path, self._range(path, start, stop))
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> memoryview:
+        """Return bytes ``start`` to ``stop`` (default: the end). Raises IntegrityError, StoreError."""
+        wanted = self._range(path, start, stop)
+        into = memoryview(bytearray(wanted.size_bytes))
+        self.read_into(path, start, into)
+        return into.toreadonly()
+
+    def read_into(self, path: str, start: int, into: Buffer) -> None:
+        """Fill ``into``, which is writable, with the bytes from ``start`` on."""
+        view = memoryview(into).cast("B")
+        wanted = ByteRange(start, start + len(view))
+        if not self._cached.read_landed(path, wanted, view):  # what has landed needs no event loop
+            self._client.run(lambda _: self._cached.read_into(path, wanted, view))
+
+    def wait(self, path: str, start: int = 0, stop: int | None = None, timeout_seconds: float = 60.0) -> None:
+        """Return when the bytes have landed, whoever fetches them. Raises OperationTimeoutError."""
+        wanted = self._range(path, start, stop)
+        self._client.run(lambda _: self._cached.wait(path, wanted, timeout_seconds))
+
+    def fill(self, paths: Iterable[str] | None = None) -> None:
+        """Fetch all of ``paths`` (default: every file)."""
+        self._client.run(lambda _: self._cached.fill(paths))
+
+    def fill_in_background(self, paths: Iterable[str] | None = None) -> None:
+        """Begin to fetch all of ``paths`` and return at once; reads take what has landed. ``close`` ends it."""
+        if self._filling is None:
+            self._filling = self._client.start(lambda _: self._cached.fill(paths))
+
+    def close(self) -> None:
+        """Give up the lease; end what fills in the background. What has landed stays. Idempotent."""
+        if self._filling is not None:
+            self._filling.cancel()
+            concurrent.futures.wait([self._filling], timeout=CLOSE_TIMEOUT_SECONDS)
+        self._client.run(lambda _: self._cached.close())
+
+    def _range(self, path: str, start: int, stop: int | None) -> ByteRange:
+        return ByteRange(start, self._cached.file(path).size_bytes if stop is None else stop)
+
+    def __enter__(self) -> CachedView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_cached(
+    uri: str | os.PathLike[str], *, kind: Kind = "auto", settings: Settings | None = None, **overrides: Any
+) -> CachedView:
+    """Open what ``uri`` holds now (a model directory, a checkpoint, one object) through the node cache.
+
+    Args:
+        kind: ``"object"`` or ``"directory"`` where the caller knows; that saves requests.
+
+    Raises ObjectNotFoundError, UncommittedCheckpointError, StoreError.
+    """
+    location = check_location(parse_uri(uri))
+    client = get_client(Settings.load(settings, **overrides))
+    return CachedView(client, client.run(lambda engine: engine.cached(location, kind=kind)))
 
 
 def close_all() -> None:

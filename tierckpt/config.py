@@ -77,6 +77,13 @@ class Settings(BaseSettings):
     """Of one processor, what a background flush may take while the node's processors are busy with other work. 1: all.
     It never waits while they are not."""
 
+    read_mode: Literal["auto", "direct", "buffered"] = "auto"
+    """How files are read from disks. ``auto``: from the page cache what is there, the rest in the way that the first
+    large load finds to be the best of this device. ``direct``: past the page cache. ``buffered``: through it."""
+
+    read_threads_max: int = Field(default=8, ge=1, le=64)
+    """Most threads that one load reads with. What the disk likes is measured; this only bounds it. Each has a chunk."""
+
     flush_nice: int = Field(default=10, ge=0, le=19)
     """How far the flush steps back from training: the nice value of its threads. 0 is no lower than the trainer."""
 
@@ -122,6 +129,24 @@ class Settings(BaseSettings):
 
     local_full_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long a save waits for room before it raises ``CapacityError``."""
+
+    share_reads: bool = True
+    """Ranks of one node that load the same bytes read them once, and copy them from memory that they share."""
+
+    share_reads_bytes_max: ByteSize = Field(default=ByteSize(64 * MiB), ge=2 * MiB)
+    """Memory for that, for all ranks of a node together, while they load."""
+
+    share_reads_timeout_seconds: float = Field(default=30.0, gt=0)
+    """A rank that has had nothing from the others for this long reads the rest for itself."""
+
+    cache_bytes_max: ByteSize | None = Field(default=None, gt=0)
+    """Most bytes of the node cache (``<local_root>/cache``). None: what the disk has, up to ``cache_high_water``."""
+
+    cache_high_water: float = Field(default=0.9, gt=0, le=1)
+    """Share of the local disk in use at which a prefetch evicts what the cache has not used for longest."""
+
+    cache_low_water: float = Field(default=0.8, gt=0, le=1)
+    """Share of the local disk down to which it then evicts."""
 
     trust_pickle: bool = False
     """Load items that only an unrestricted unpickler can read. It runs whatever code the checkpoint names: say True

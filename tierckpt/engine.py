@@ -6,10 +6,11 @@ import asyncio
 import builtins
 import secrets
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from .cache.pool import Room
 from .config import Settings
 from .errors import (
     BucketNotFoundError,
@@ -23,24 +24,27 @@ from .errors import (
     TierckptError,
     UncommittedCheckpointError,
 )
-from .layout import MANIFEST, PRIVATE_DIR, Location, local_dir, step_of
+from .layout import MANIFEST, Location, local_dir, step_of
 from .manifest import FileEntry, Manifest
 from .mover import catalog, commit, leases
+from .mover.browse import Browser
 from .mover.budget import Budget
 from .mover.catalog import Checkpoint, Row
 from .mover.drain import Drainer, DrainResult
 from .mover.drill import DrillReport, choose, drill
 from .mover.journal import READY, Entry, Journal
-from .mover.prefetch import PrefetchResult, from_listing, from_manifest, prefetch
+from .mover.prefetch import PrefetchResult, prefetch
 from .mover.prune import Pruner, PruneResult, finish_local
 from .mover.recovery import take_up
 from .mover.restore import RestoreResult, restore
 from .mover.retention import Policy, Rule
+from .mover.shelf import Check, Held, Kind, Shelf, refuse_pin
+from .mover.through import Cached
 from .mover.transfer import fetch
 from .mover.verify import VerifyReport, verify
 from .stores.base import Store
 from .telemetry import ignore_progress, logger
-from .types import Buffer, ByteRange, Progress, ProgressListener, Tier
+from .types import Buffer, ByteRange, ObjectInfo, Progress, ProgressListener, Tier
 
 log = logger("engine")
 
@@ -60,6 +64,8 @@ class Engine:
         self.settings = settings
         self._listener = listener
         self._drainer = Drainer(settings, listener)
+        self.shelf = Shelf(settings, self.store, listener)
+        self.browser = Browser(self.store, self.find, self.directory)
         self._drains: dict[str, asyncio.Task[DrainResult]] = {}
         self._failures: dict[str, tuple[str, TierckptError]] = {}
         self.committed_at: dict[str, float] = {}
@@ -462,30 +468,66 @@ class Engine:
                 return False
             return True
 
-    async def prefetch(self, location: Location, directory: Path | None) -> PrefetchResult:
-        """Fill ``directory`` (default: where this node's local tier mirrors the URI) with a checkpoint or model."""
-        store = self.store(location)
-        manifest = await commit.read_shared_manifest(store)
-        if manifest is None and await _claimed(store):
-            raise UncommittedCheckpointError(
-                f"{location.uri} is not committed on the shared tier",
-                hint="Wait for its drain (`tierckpt drain --wait` on the training nodes), or take an older step",
-            )
-        wanted = from_manifest(manifest) if manifest else await from_listing(store)
-        target = directory or self.directory(location)
+    async def cached(self, location: Location, *, kind: Kind = "auto", info: ObjectInfo | None = None) -> Cached:
+        """Open what ``location`` holds now (files, a model, one object) through the node cache. Close what is returned.
+
+        Raises ObjectNotFoundError. docs/internals/cache.md says how to use it.
+        """
+        return await self.shelf.open(await self.shelf.freeze(location, kind=kind, info=info))
+
+    async def prefetch(
+        self,
+        location: Location,
+        directory: Path | None,
+        *,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        pin: bool = False,
+        keep: bool = False,
+    ) -> PrefetchResult:
+        """Have a checkpoint or model on this node, whole: in ``directory``, or where it belongs.
+
+        A checkpoint of ours belongs on the local tier, anything else in the node cache. ``keep``: nobody evicts it from
+        there while this process lives.
+        """
+        held = await self.shelf.freeze(location, include=include, exclude=exclude)
+        target = directory or self.local_place(held)
+        if target is None:
+            return await self.shelf.prefetch(held, pin=pin, keep=keep)
+        if pin:
+            refuse_pin(held)
         if location.scheme == "file" and target.absolute() == Path(location.path):
             raise ConfigError(f"{target} is both source and target of the prefetch", hint="Give another --to")
         result = await prefetch(
-            store,
-            wanted,
+            held.store,
+            held.frozen.files,
             target,
-            chunk_size_bytes=manifest.chunk_size_bytes if manifest else int(self.settings.chunk_size_bytes),
+            chunk_size_bytes=held.frozen.chunk_size_bytes,
             concurrency=self.settings.concurrency * 2,
             listener=self._listener,
         )
-        if manifest is not None and directory is None:
-            await self._adopt(store, target, manifest)
+        if held.manifest is not None and directory is None:
+            await self._adopt(held.store, target, held.manifest)
         return result
+
+    async def check_prefetched(
+        self, location: Location, directory: Path | None, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    ) -> Check:
+        """Say what of a checkpoint or model is on this node: in ``directory``, or where it belongs. Changes nothing."""
+        return await self.shelf.check_at(location, lambda held: directory or self.local_place(held), include, exclude)
+
+    async def plan_prefetch(
+        self, location: Location, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    ) -> Room | None:
+        """What the cache would evict for a prefetch; None where it has no part in it. Changes nothing."""
+        held = await self.shelf.freeze(location, include=include, exclude=exclude)
+        if self.local_place(held) is not None:
+            return None
+        return await asyncio.to_thread(self.shelf.pool.plan, held.frozen)
+
+    def local_place(self, held: Held) -> Path | None:
+        """Where a checkpoint of ours, all of it, goes by default; None for what goes to the node cache."""
+        return self.directory(held.location) if held.manifest is not None and not held.is_filtered else None
 
     async def restore(self, location: Location, directory: Path) -> RestoreResult:
         """Make ``directory`` a plain copy of the newest usable checkpoint at or under ``location``.
@@ -550,8 +592,3 @@ class Engine:
     ) -> PruneResult:
         """``prune`` to the newest ``local`` and ``shared`` checkpoints. None keeps all of that tier."""
         return await self.prune(location, Policy(Rule(local), Rule(shared)))
-
-
-async def _claimed(store: Store) -> bool:
-    """True when a save of ours has begun to drain here: its files are not a model to fetch as it stands."""
-    return bool(await store.list_dirs(PRIVATE_DIR)) or await commit.read_claim(store) is not None

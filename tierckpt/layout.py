@@ -7,6 +7,7 @@ A checkpoint directory looks the same on every tier, so what is true of the buck
     <checkpoint>/.tierckpt/manifest.json            the commit: written last, names every file with size and digests
     <checkpoint>/.tierckpt/claim.json               which attempt owns this id (shared tier only)
     <checkpoint>/.tierckpt/metadata/<attempt>       the metadata bytes that belong to the manifest's attempt
+    <checkpoint>/.tierckpt/blocks/<token>           digests of the blocks of one rank's shards
     <checkpoint>/.tierckpt/pending/<attempt>.json   the manifest to be, until every rank has drained (shared tier only)
     <checkpoint>/.tierckpt/parts/<token>.json       one rank has drained its shards (shared tier only)
     <checkpoint>/.tierckpt/removed/<attempt>.json   a removal that is under way: what is still to be deleted
@@ -16,7 +17,9 @@ The local root holds::
     <local_root>/checkpoints/<scheme>/<authority>/<path>/...     the local tier, mirroring the URI
     <local_root>/journal/<token>.json                            what a mover still has to drain
     <local_root>/control.json                                    what people ask of this node's movers: rate, pause
+    <local_root>/read-ways.json                                  how each device of the node is read best
     <local_root>/flush.mark                                      locked (shared) by whoever writes a checkpoint
+    <local_root>/cache/                                          the node cache: models and data files (cache/pool.py)
     <local_root>/leases/                                         flocks of those who read a checkpoint
     <local_root>/agent/                                          the agent's socket, lock and log; wills of staged saves
 """
@@ -38,6 +41,7 @@ CLAIM = ".tierckpt/claim.json"
 PENDING_DIR = ".tierckpt/pending"
 PARTS_DIR = ".tierckpt/parts"
 METADATA_DIR = ".tierckpt/metadata"
+BLOCKS_DIR = ".tierckpt/blocks"
 DRAINED = ".tierckpt/drained.json"
 """Local tier only: the shared tier has committed this attempt, so the local copy may be evicted."""
 
@@ -160,8 +164,22 @@ def flush_mark(local_root: Path) -> Path:
     return Path(local_root, "flush.mark")
 
 
+def read_ways(local_root: Path) -> Path:
+    return Path(local_root, "read-ways.json")
+
+
 def attempt_metadata(attempt: str) -> str:
     return f"{METADATA_DIR}/{attempt}"
+
+
+def blocks_file(token: str) -> str:
+    """Name of the digests of the blocks of one rank's shards, which partial reads check against."""
+    return f"{BLOCKS_DIR}/{token}"
+
+
+def private_files(token: str) -> tuple[str, ...]:
+    """What a rank's save writes beside its shards."""
+    return attempt_metadata(token), blocks_file(token)
 
 
 def pending(attempt: str) -> str:

@@ -24,6 +24,12 @@ from .types import Buffer, ByteRange
 FORMAT = "tierckpt-manifest"
 VERSION = 1
 DIGEST = "xxh3-128"
+"""Digests of whole chunks. What this release reads, and writes while no chunk has more than one block."""
+TREE_DIGEST = "xxh3-128-blocks"
+"""Digests of larger chunks are of the digests of their blocks (docs/adr/0011-digests-of-blocks.md)."""
+BLOCK_BYTES = 256 * 1024
+"""What one block digest covers: the least that a partial read must read to be sure of a byte."""
+BLOCK_DIGEST_BYTES = 16
 SIZE_BYTES_MAX = 1 << 50
 FILES_MAX = 4_000_000
 RANKS_MAX = 10_000_000
@@ -33,19 +39,54 @@ NAME_BYTES_MAX = 255
 
 Bad = Callable[[str], NoReturn]
 
-_HEX = re.compile(r"^[0-9a-f]{32}\Z")
+_DIGEST = re.compile(r"^t?[0-9a-f]{32}\Z")
 _TOKEN = re.compile(r"^[A-Za-z0-9_.-]{1,80}\Z")
 
 
 def digest_of(data: Buffer) -> str:
-    """XXH3-128 of ``data``, seed 0, as 32 lower-case hex digits, most significant first (xxHash's canonical form).
+    """The digest of a chunk: XXH3-128, seed 0, as 32 lower-case hex digits, most significant first (canonical form).
+
+    Of a chunk of more than ``BLOCK_BYTES`` it is ``t`` and the XXH3-128 of the digests of its blocks, one after
+    another, so that who has those can tell a good block without the rest of the chunk.
 
     It finds damage, not malice: other bytes with the same digest can be made on purpose, and are not met by accident.
-    docs/adr/0006-digest-xxh3.md says why that is enough.
+    docs/adr/0006-digest-xxh3.md says why that is enough, docs/adr/0011-digests-of-blocks.md why blocks.
 
     Cost: 0.04 CPU-seconds per GiB. Data of more than 64 KiB is digested without the GIL, less than that with it
     (it takes 3 microseconds). ``update``, because the one-shot functions hold the GIL throughout before xxhash 4.
     """
+    return digest_of_blocks(blocks_of(data))
+
+
+def blocks_of(data: Buffer) -> bytes:
+    """The digests of the blocks of one chunk, one after another: ``BLOCK_DIGEST_BYTES`` each. The cost of a digest."""
+    view = memoryview(data).cast("B")
+    if len(view) <= BLOCK_BYTES:
+        return block_digest(view)
+    return b"".join(block_digest(view[start : start + BLOCK_BYTES]) for start in range(0, len(view), BLOCK_BYTES))
+
+
+def block_digest(data: Buffer) -> bytes:
+    """The digest of one block, at most ``BLOCK_BYTES``."""
+    digest = xxh3_128()
+    digest.update(data)
+    return digest.digest()
+
+
+def digest_of_blocks(blocks: bytes) -> str:
+    """The digest of the chunk whose blocks have these digests. A chunk of one block is not digested twice."""
+    return blocks.hex() if len(blocks) == BLOCK_DIGEST_BYTES else f"t{xxh3_128(blocks).hexdigest()}"
+
+
+def has_digest(data: Buffer, digest: str) -> bool:
+    """True when ``digest`` is that of the chunk ``data``, in the form of this release or of the first."""
+    if digest.startswith("t") or len(data) <= BLOCK_BYTES:
+        return digest_of(data) == digest
+    return _plain_digest(data) == digest
+
+
+def _plain_digest(data: Buffer) -> str:
+    """One digest whatever the size: of our records, and of chunks in manifests of ``DIGEST``."""
     digest = xxh3_128()
     digest.update(data)
     return digest.hexdigest()
@@ -53,6 +94,12 @@ def digest_of(data: Buffer) -> str:
 
 def chunk_count(size_bytes: int, chunk_size_bytes: int) -> int:
     return -(-size_bytes // chunk_size_bytes)
+
+
+def block_count(size_bytes: int, chunk_size_bytes: int) -> int:
+    """How many blocks a file has. They are counted anew in each chunk, so that none lies in two."""
+    chunks, rest = divmod(size_bytes, chunk_size_bytes)
+    return chunks * chunk_count(chunk_size_bytes, BLOCK_BYTES) + chunk_count(rest, BLOCK_BYTES)
 
 
 class Digester:
@@ -65,28 +112,40 @@ class Digester:
         self.chunk_size_bytes = chunk_size_bytes
         self.size_bytes = 0
         self._digests: list[str] = []
+        self._blocks: list[bytes] = []
         self._hash = xxh3_128()
-        self._room = chunk_size_bytes
+        self._in_block = self._in_chunk = 0
 
     def update(self, data: Buffer) -> None:
         view = memoryview(data).cast("B")
         self.size_bytes += len(view)
-        while len(view) >= self._room:
-            self._hash.update(view[: self._room])
-            view = view[self._room :]
-            self._digests.append(self._hash.hexdigest())
-            self._hash.reset()
-            self._room = self.chunk_size_bytes
-        if view:
-            self._hash.update(view)
-            self._room -= len(view)
+        while view:
+            count = min(len(view), BLOCK_BYTES - self._in_block, self.chunk_size_bytes - self._in_chunk)
+            self._hash.update(view[:count])
+            view = view[count:]
+            self._in_block += count
+            self._in_chunk += count
+            if self._in_chunk == self.chunk_size_bytes:
+                self._end_chunk()
+            elif self._in_block == BLOCK_BYTES:
+                self._end_block()
 
     def finish(self) -> tuple[str, ...]:
-        if self._room != self.chunk_size_bytes:
-            self._digests.append(self._hash.hexdigest())
-            self._hash.reset()
-            self._room = self.chunk_size_bytes
+        if self._in_chunk:
+            self._end_chunk()
         return tuple(self._digests)
+
+    def _end_block(self) -> None:
+        self._blocks.append(self._hash.digest())
+        self._hash.reset()
+        self._in_block = 0
+
+    def _end_chunk(self) -> None:
+        if self._in_block:
+            self._end_block()
+        self._digests.append(digest_of_blocks(b"".join(self._blocks)))
+        self._blocks = []
+        self._in_chunk = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +207,7 @@ class Manifest:
         return {
             "format": FORMAT,
             "version": VERSION,
-            "digest": DIGEST,
+            "digest": _algorithm(self.entries),
             "attempt": self.attempt,
             "replaces": sorted(self.replaces),
             "created_unix_seconds": self.created_unix_seconds,
@@ -191,11 +250,11 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         bad("not a tierckpt manifest")
     version, digest = body.get("version"), body.get("digest")
-    if version != VERSION or digest != DIGEST:
+    if version != VERSION or digest not in (DIGEST, TREE_DIGEST):
         # Never half-believed: what another release means by a digest or a field is not ours to guess.
         bad(
             f"version {version!r:.40} with digest {digest!r:.40} is not known to this release, "
-            f"which reads version {VERSION} with digest {DIGEST!r}",
+            f"which reads version {VERSION} with digest {DIGEST!r} or {TREE_DIGEST!r}",
             hint="Read it with the release that wrote it. Its data files are plain DCP and load with stock PyTorch",
         )
     _check_seal(body, data, bad)
@@ -220,12 +279,14 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
         bad("a file is named twice")
     if not metadata:
         bad("no metadata file")
+    if digest != _algorithm(metadata + files):
+        bad(f"it has other digests than {digest!r}")
     return Manifest(attempt, world, chunk, metadata, files, tuple(replaces), float(created))
 
 
 def seal(body: dict[str, Any]) -> bytes:
     """Encode ``body`` canonically, with a ``self_digest`` of everything else (M2, M3)."""
-    return _canonical({**body, "self_digest": digest_of(_canonical(body))})
+    return _canonical({**body, "self_digest": _plain_digest(_canonical(body))})
 
 
 def unseal(
@@ -272,7 +333,7 @@ def _check_seal(body: dict[str, Any], data: Buffer, bad: Bad) -> None:
         rest = _canonical(body)
     except (ValueError, RecursionError) as error:
         bad(f"not encodable ({error})")
-    if claimed != digest_of(rest):
+    if claimed != _plain_digest(rest):
         bad("its own digest does not match")
     if data != _canonical({**body, "self_digest": claimed}):
         bad("its own digest matches and its bytes are not canonical: something was added to it")
@@ -307,9 +368,15 @@ def _decode_entry(item: Any, chunk: int, bad: Bad) -> FileEntry:
     # The list is already in memory, so counting it allocates nothing however absurd the size.
     if not isinstance(digests, list) or len(digests) != chunk_count(size, chunk):
         bad(f"{path}: {size} bytes need {chunk_count(size, chunk)} digests")
-    if not all(isinstance(digest, str) and _HEX.match(digest) for digest in digests):
+    if not all(isinstance(digest, str) and _DIGEST.match(digest) for digest in digests):
         bad(f"{path}: a digest is not 32 hex digits")
     return FileEntry(path, size, tuple(digests), rank, token, source)
+
+
+def _algorithm(entries: Iterable[FileEntry]) -> str:
+    """The name of what ``entries`` are digested with."""
+    has_tree = any(digest.startswith("t") for entry in entries for digest in entry.digests)
+    return TREE_DIGEST if has_tree else DIGEST
 
 
 def is_safe_path(path: Any) -> TypeGuard[str]:

@@ -87,6 +87,7 @@ RETRIES = Metric("counter", "tierckpt_retries_total", "Tries again after a failu
 QUARANTINES = Metric("counter", "tierckpt_quarantines_total", "Bad copies set aside, by tier.", ("tier",))
 ERRORS = Metric("counter", "tierckpt_errors_total", "Errors that ended an operation.", ("operation", "error"))
 COMMITS = Metric("counter", "tierckpt_commits_total", "Checkpoints committed by this node, by tier.", ("tier",))
+READS_ALONE = Metric("counter", "tierckpt_reads_alone_total", "Loads in which a rank gave up reading with its node.")
 STEPPED_BACK_SECONDS = Metric(
     "counter", "tierckpt_stepped_back_seconds_total", "Time in which drains left the disk to a flush."
 )

@@ -44,6 +44,8 @@ class Progress:
     what: str
     done_bytes: int
     total_bytes: int
+    note: str = ""
+    """More that a person may want to see: where the bytes come from."""
 
 
 class ProgressListener(Protocol):

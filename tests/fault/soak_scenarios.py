@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,15 @@ def _is(state: dict[str, Any], step: int) -> bool:
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _threads_by_name() -> dict[str, int]:
+    """What would tell who starts them, should their number grow."""
+    names: Counter[str] = Counter()
+    for comm in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended
+            names[comm.read_text().strip()] += 1
+    return names
 
 
 def train(folder: str, uri: str, name: str, seconds: float, **settings: Any) -> None:
@@ -70,6 +81,7 @@ def train(folder: str, uri: str, name: str, seconds: float, **settings: Any) -> 
                 "resident_bytes": _resident_bytes(),
                 "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
                 "threads": len(os.listdir("/proc/self/task")),  # noqa: PTH208
+                "threads_by_name": _threads_by_name(),
             }
             os.write(line, (json.dumps(facts) + "\n").encode())
             time.sleep(pause.uniform(0.05, 0.3))

@@ -31,7 +31,7 @@ from tierckpt.engine import Engine
 from tierckpt.errors import IntegrityError, ManifestError, TierckptError
 from tierckpt.layout import CLAIM, DRAINED, MANIFEST, METADATA, local_dir, parse_uri, part, pending
 from tierckpt.manifest import Manifest
-from tierckpt.mover import commit, transfer, verify
+from tierckpt.mover import commit, copies, transfer, verify
 from tierckpt.mover.journal import READY, WRITING, Entry
 from tierckpt.mover.verify import VerifyReport
 from tierckpt.stores.local import LocalStore
@@ -94,7 +94,9 @@ class Node:
         found = {}
         for tier, directory in ((Tier.LOCAL, self.local), (Tier.SHARED, self.shared)):
             manifest = manifests.decode((directory / MANIFEST).read_bytes())
-            names = {"shard": manifest.files[0].key, "metadata": manifest.metadata[0].key, "stock metadata": METADATA}
+            digests, shard = sorted(entry.key for entry in manifest.files)
+            names = {"shard": shard, "metadata": manifest.metadata[0].key, "stock metadata": METADATA}
+            names["block digests"] = digests
             names |= {"manifest": MANIFEST} | ({"drained": DRAINED} if tier is Tier.LOCAL else {"claim": CLAIM})
             found |= {f"{tier} {role}": (directory / name).read_bytes() for role, name in names.items()}
             self.names = {**getattr(self, "names", {}), **{f"{tier} {role}": name for role, name in names.items()}}
@@ -161,6 +163,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     logging.disable(logging.CRITICAL)  # each fault is logged, which costs more than to find it
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalStore, "link", link)
+        for module in (manifests, copies):
+            patch.setattr(module, "BLOCK_BYTES", 1024)
         node = Node(tmp_path_factory.mktemp("node"))
         patch.setattr(asyncio, "to_thread", inline)
         yield node

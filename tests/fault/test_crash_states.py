@@ -35,7 +35,7 @@ from tierckpt.dcp import writer as dcp_writer
 from tierckpt.errors import CapacityError, ManifestError, StoreError, TierckptError
 from tierckpt.layout import MANIFEST, METADATA, local_dir, parse_uri
 from tierckpt.manifest import Digester, Manifest
-from tierckpt.mover import commit, flush, journal, transfer
+from tierckpt.mover import blocks, commit, copies, flush, journal, transfer
 from tierckpt.mover.retention import Policy
 from tierckpt.stores import local
 from tierckpt.stores.local import LocalStore
@@ -240,6 +240,8 @@ def no_durable_manifest() -> Iterator[None]:
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_saver, "SHARD_BYTES", (5_000, 700))
     monkeypatch.setattr(sweep_saver, "CHUNK_BYTES", 4096)
+    for module in (manifests, copies):  # so that there are block digests beside the shards
+        monkeypatch.setattr(module, "BLOCK_BYTES", 1024)
 
 
 def record(run: Callable[[World], None], root: Path) -> World:
@@ -637,7 +639,12 @@ def shards_before_the_journal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(journal.Journal, "open", open_entry)
 
 
+def block_digests_that_are_not_durable(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(blocks, "durable_write", lambda path, data: path.write_bytes(data))
+
+
 SEEDED = {
+    "block digests that are not durable": (block_digests_that_are_not_durable, save_linked, {"torn"}),
     "no file fsync": (no_fsync(stat.S_ISREG), save_linked, {"lost", "torn", "damaged"}),
     "no directory fsync": (no_fsync(stat.S_ISDIR), save_linked, {"lost"}),
     "rename before fsync": (rename_before_fsync, save_linked, {"damaged"}),

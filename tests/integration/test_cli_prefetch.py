@@ -160,14 +160,15 @@ def wait_for_landing(served: Path, model: dict[str, bytes], goal_bytes: int, pro
 
 def landed_bytes(served: Path, model: dict[str, bytes]) -> int:
     """Bytes of the chunks that the progress file names, checked against the files beside it."""
-    incoming = served.with_name(f".{served.name}.incoming")
-    try:
-        lines = (incoming / ".tierckpt/progress").read_text().splitlines()[1:]
-    except FileNotFoundError:
+    incoming = next(served.parent.glob(f".{served.name}.*.incoming"), None)
+    progress = next(incoming.glob(".tierckpt/filling/progress-*"), None) if incoming else None
+    if incoming is None or progress is None:
         return 0
     names, count = sorted(model), 0
-    for line in lines:
-        index, chunk = map(int, line.split())
+    for line in progress.read_text().splitlines():
+        if not line or line[0] in "!=":
+            continue
+        index, chunk = map(int, line.split()[:2])
         expected = model[names[index]][chunk * 64 * KIB : (chunk + 1) * 64 * KIB]
         with (incoming / names[index]).open("rb") as file:
             file.seek(chunk * 64 * KIB)

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from safetensors.torch import load_file, save_file
 
 import tierckpt
 from tests.compat.worker import launch
-from tests.services import S3Server
 from tests.states import same, save, small_state
 from tierckpt.client import close_all
 from tierckpt.errors import (
@@ -223,8 +221,8 @@ import os, signal, sys
 from tierckpt.loading import export
 
 write = export._write
-def once(path, tensors):
-    write(path, tensors)
+def once(*arguments):
+    write(*arguments)
     os.kill(os.getpid(), signal.SIGKILL)
 export._write = once
 export.export_safetensors(sys.argv[1], sys.argv[2], shard_size_bytes_max=1000)
@@ -333,23 +331,6 @@ def test_files_that_the_index_does_not_name_are_left_alone(model: tuple[Path, di
     directory, tensors = model
     save_file({"w0": torch.zeros(1), "extra": torch.zeros(1)}, directory / "consolidated.safetensors")
     assert same(tierckpt.load_safetensors(directory), tensors)
-
-
-@pytest.mark.parametrize("scheme", ["s3", "file"])
-def test_a_uri_is_fetched_once_and_read_here(
-    scheme: str, model: tuple[Path, dict[str, torch.Tensor]], s3_uri: str, moto: S3Server, tmp_path: Path
-) -> None:
-    directory, tensors = model
-    bucket = urlsplit(s3_uri).netloc
-    for path in directory.iterdir():
-        moto.client().upload_file(str(path), bucket, f"run/model/{path.name}")
-    uri = f"{s3_uri}/model" if scheme == "s3" else directory.as_uri()
-    part = f"{uri}/model-00002-of-00002.safetensors"
-    assert same(tierckpt.load_safetensors(part), {name: tensors[name] for name in ("w2", "w3")})  # one file of it
-    assert same(tierckpt.load_safetensors(uri), tensors)
-    assert local_dir(tmp_path / "local", parse_uri(uri)).joinpath("config.json").read_text() == "{}"
-    assert same(tierckpt.load_safetensors(part), {name: tensors[name] for name in ("w2", "w3")})
-    assert same(tierckpt.load_safetensors(uri), tensors)
 
 
 def test_the_device_is_honoured(model: tuple[Path, dict[str, torch.Tensor]]) -> None:

@@ -27,7 +27,7 @@ from tests.services import REPOSITORY
 from tests.unit.flush_elsewhere import Frame
 from tierckpt.arena.memory import Memory
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError
-from tierckpt.manifest import digest_of
+from tierckpt.manifest import blocks_of, digest_of
 from tierckpt.mover import flush as flush_module
 from tierckpt.mover import priority
 from tierckpt.mover.flush import Flushed, Image, Record, Shard, flush, round_up, segment_bytes
@@ -213,7 +213,7 @@ SEEDED: dict[str, tuple[str, Callable[..., Any]]] = {
     "gaps are left as they were": ("_Place.zero", lambda self, start, end: None),
     "a CRC of some of the parts": ("Record.crc", lambda self: max(self.crcs.items())[1][0]),
     "the size is not cut": ("_File.finish", lambda self, durable: None),
-    "digests of something else": ("digest_of", lambda data: digest_of(bytes(len(data)))),
+    "digests of something else": ("blocks_of", lambda data: blocks_of(bytes(len(data)))),
     "an item is overlooked": ("_overlapping", lambda records, start, end: _overlapping(records, start, end)[1:]),
     "data that is not brought": ("_Job._bring", lambda self, record, target, start, count: None),
 }

@@ -41,7 +41,7 @@ PREFAULT_THREADS = 2  # 1.5 to 1.9 times as fast as one; both wait in the kernel
 _PIECE_BYTES = 64 << 20
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MADV_HUGEPAGE, _MADV_WIPEONFORK, _MADV_POPULATE_WRITE = 14, 18, 23
+_MADV_REMOVE, _MADV_HUGEPAGE, _MADV_WIPEONFORK, _MADV_KEEPONFORK, _MADV_POPULATE_WRITE = 9, 14, 18, 19, 23
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_HUGETLB, _MFD_NOEXEC_SEAL, _MFD_HUGE_2MB = 0x1, 0x2, 0x4, 0x8, 21 << 26
 _F_ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing
 _FAILED = ctypes.c_void_p(-1).value
@@ -149,8 +149,22 @@ class Memory:
         return memory
 
     @classmethod
-    def open(cls, name: str) -> Memory:
+    def reserve(cls, size_bytes: int) -> Memory:
+        """Return new shared memory (SHM) whose pages come with their first use, by whichever process that is.
+
+        Raises:
+            CapacityError: the node has not got that much to give now.
+        """
+        size_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        capacity.require(size_bytes, asked_bytes=size_bytes)
+        return cls(size_bytes, Kind.SHM, _create(Kind.SHM, size_bytes))
+
+    @classmethod
+    def open(cls, name: str, *, fill: bool = True) -> Memory:
         """Return the shared memory that another process of this user calls ``name``.
+
+        Args:
+            fill: have all its pages in place at once. False: they come with their first use.
 
         Raises:
             ConfigError: there is none by this name: its owner has ended or closed it, or the name was never one.
@@ -162,7 +176,7 @@ class Memory:
         except OSError as error:
             hint = "Its owner has ended, or belongs to another user; descriptors can also be passed over a socket"
             raise ConfigError(f"arena {name} cannot be opened: {error.strerror}", hint=hint) from error
-        return cls._adopt(fd, _kind_of(fd))
+        return cls._adopt(fd, _kind_of(fd), fill=fill)
 
     @classmethod
     def from_fd(cls, fd: int, kind: Kind) -> Memory:
@@ -174,7 +188,7 @@ class Memory:
         return cls._adopt(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), kind)
 
     @classmethod
-    def _adopt(cls, fd: int, kind: Kind | None) -> Memory:
+    def _adopt(cls, fd: int, kind: Kind | None, *, fill: bool = True) -> Memory:
         size_bytes = os.fstat(fd).st_size
         if kind is None or size_bytes == 0 or size_bytes % HUGE_PAGE_BYTES or _kind_of(fd) is not kind:
             what = _target_of(fd)
@@ -182,6 +196,8 @@ class Memory:
             hint = "Its owner may have ended and its number been given to another process"
             raise ConfigError(f"{what} is not {'an' if kind is None else f'a {kind}'} arena", hint=hint)
         memory = cls(size_bytes, kind, fd)
+        if not fill:
+            return memory
         try:
             memory._prefault(fresh=False)
         except BaseException:
@@ -193,6 +209,17 @@ class Memory:
     def name(self) -> str | None:
         """What another process of this user passes to ``open`` while this one lives; None for PRIVATE."""
         return None if self.fd is None else f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    def keep_on_fork(self) -> None:
+        """From now on a forked child sees what is in here, copied on write, as it does of any other memory.
+
+        For memory that has become somebody's data: nothing may read into it directly any more.
+        """
+        self._advise(_MADV_KEEPONFORK)
+
+    def discard(self) -> None:
+        """Give the pages back, for every process that has them. The memory stays, and reads as zeros."""
+        self._advise(_MADV_REMOVE)
 
     def before_close(self, action: Callable[[], object]) -> None:
         """Have ``action`` run when this is closed, while the memory is still mapped. Last added runs first."""

@@ -396,10 +396,10 @@ def bounce_for(settings: Settings) -> Bounce:
         return _bounces.setdefault(("write", count), Bounce(count))
 
 
-def read_buffers() -> Bounce:
+def read_buffers(threads_max: int = READ_THREADS) -> Bounce:
     """The process's read buffers: one for each thread that reads."""
     with _shared_lock:
-        return _bounces.setdefault(("read", READ_THREADS), Bounce(READ_THREADS, "read"))
+        return _bounces.setdefault(("read", threads_max), Bounce(threads_max, "read"))
 
 
 def leases() -> list[Lease]:

@@ -18,7 +18,7 @@ from ..redaction import redact, redact_all
 from ..stores.local import translate_os_error
 from ..telemetry import log_to
 from ..types import Tier
-from . import agent, doctor, drain, drill, export, info, ls, prefetch, prune, restore, status, verify
+from . import agent, doctor, drain, drill, export, info, ls, prefetch, prune, restore, simulate, size, status, verify
 from .output import Output, Report, hush
 
 INTERRUPTED = 130
@@ -45,6 +45,8 @@ for _verb in (
     prune.prune,
     doctor.doctor,
     export.export,
+    size.size,
+    simulate.simulate,
 ):
     app.command()(_verb)
 

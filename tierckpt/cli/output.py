@@ -120,14 +120,20 @@ def progress_bar(*, as_json: bool) -> Iterator[types.ProgressListener]:
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     tasks: dict[str, Any] = {}
     with Progress(*columns, console=_console(sys.stderr), transient=True) as bars:
 
         def listen(progress: types.Progress, /) -> None:
             if progress.what not in tasks:
-                tasks[progress.what] = bars.add_task(_printable(progress.what), total=None)
-            bars.update(tasks[progress.what], completed=progress.done_bytes, total=progress.total_bytes)
+                tasks[progress.what] = bars.add_task(_printable(progress.what), total=None, note="")
+            bars.update(
+                tasks[progress.what],
+                completed=progress.done_bytes,
+                total=progress.total_bytes,
+                note=_printable(progress.note),
+            )
 
         yield listen
 

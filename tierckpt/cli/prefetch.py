@@ -1,44 +1,286 @@
-"""``tierckpt prefetch``: fill a directory of this node before anything needs it."""
+"""``tierckpt prefetch``: fill this node's cache, or a directory, before anything needs it; and look after the cache."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ..cache.pool import Pool, Row
+from ..engine import Engine
+from ..errors import ConfigError, IntegrityError, PartialTransferError, TierckptError
+from ..layout import Location
+from ..mover.shelf import Check, patiently
 from ..types import Json
-from .output import Report, facts, human_bytes, human_seconds, progress_bar
-from .session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+from .output import Report, facts, human_bytes, human_seconds, progress_bar, table
+from .session import JsonOption, LocalRootOption, load_settings, location_of, open_client
 
-To = Annotated[
-    Path | None, typer.Option("--to", metavar="DIR", help="Directory to fill. Default: this node's local tier.")
+PARTIAL = 3
+PENDING_SECONDS = 1800.0
+
+Uris = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="URI...", help="Models, checkpoints or single objects. None with --check: the whole cache."),
 ]
+To = Annotated[
+    Path | None,
+    typer.Option("--to", metavar="DIR", help="Directory to fill (one URI). Default: this node's cache."),
+]
+Include = Annotated[
+    list[str] | None, typer.Option("--include", metavar="GLOB", help="Only files that match; may be repeated.")
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No files that match; may be repeated.")
+]
+Pin = Annotated[bool, typer.Option("--pin", help="Keep it in the cache until it is unpinned.")]
+Unpin = Annotated[bool, typer.Option("--unpin", help="Let it go when room is needed. Fetches nothing.")]
+CheckOption = Annotated[bool, typer.Option("--check", help="Say what is here and what is missing. Fetches nothing.")]
+ReadData = Annotated[bool, typer.Option("--read-data", help="With --check: digest every byte again.")]
+Evict = Annotated[bool, typer.Option("--evict", help="Remove it from the cache, unless it is pinned or in use.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched and evicted. Changes nothing.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait for what is not committed, or not there, yet.")]
+Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0, help="With --wait: at most so long.")]
 
 
 def prefetch(
-    uri: UriArgument, to: To = None, as_json: JsonOption = False, local_root: LocalRootOption = None
+    uris: Uris = None,
+    to: To = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    pin: Pin = False,
+    unpin: Unpin = False,
+    check: CheckOption = False,
+    read_data: ReadData = False,
+    evict: Evict = False,
+    dry_run: DryRun = False,
+    wait: Wait = False,
+    timeout: Timeout = PENDING_SECONDS,
+    as_json: JsonOption = False,
+    local_root: LocalRootOption = None,
 ) -> Report:
-    """Fetch a checkpoint, or any directory of model files, to this node: whole or not at all.
+    """Fetch models, checkpoints or any files to this node: whole or not at all.
 
-    DIR appears when every file is there, checked and durable. A prefetch that was killed goes on where it stopped.
+    A directory appears when every file is there, checked and durable. A prefetch that was killed goes on where it
+    stopped, and processes that want the same share the work. Exit code 3 when anything is missing, with the list.
     """
-    location, target = location_of(uri), to.absolute() if to else None
-    begun = time.monotonic()
+    if sum((check, evict, unpin, dry_run)) > 1 or (pin and (unpin or evict or check)):
+        raise ConfigError("give one of --check, --evict, --unpin, --dry-run", hint="--pin goes with a fetch")
+    if not uris and not check:
+        raise ConfigError("no URI is given", hint="`tierckpt prefetch --check` without one lists the cache")
+    locations = [location_of(uri) for uri in uris or ()]
+    if to is not None and len(locations) != 1:
+        raise ConfigError("--to takes one URI", hint="Give one URI at a time, each with a directory of its own")
+    job = _Job(
+        to.absolute() if to else None, tuple(include or ()), tuple(exclude or ()), pin, timeout if wait else None
+    )
+    if not locations:
+        return _cache_report(Pool(load_settings(local_root)))
+    if evict or unpin:
+        with open_client(local_root) as client:
+            work = _evict if evict else _unpin
+            return client.run(lambda engine: work(engine, locations))
     with progress_bar(as_json=as_json) as listener, open_client(local_root, listener) as client:
-        result = client.run(lambda engine: engine.prefetch(location, target))
+        if not check and not dry_run:
+            return _fetch_all(locations, lambda at: client.run(lambda engine: job.fetch(engine, at)))
+
+        async def look(engine: Engine) -> list[Report]:
+            if check:
+                return [await job.check(engine, location, read_data) for location in locations]
+            return [await job.plan(engine, location) for location in locations]
+
+        return _joined(client.run(look))
+
+
+class _Job:
+    """What is asked of each URI."""
+
+    def __init__(
+        self,
+        to: Path | None,
+        include: Sequence[str],
+        exclude: Sequence[str],
+        pin: bool,
+        wait_seconds: float | None,
+    ) -> None:
+        self.to, self.include, self.exclude, self.pin, self.wait_seconds = to, include, exclude, pin, wait_seconds
+
+    async def fetch(self, engine: Engine, location: Location) -> Report:
+        begun = time.monotonic()
+        result = await self._patiently(
+            location,
+            lambda: engine.prefetch(location, self.to, include=self.include, exclude=self.exclude, pin=self.pin),
+        )
+        document: Json = {"uri": location.uri, **result.to_json(), "seconds": time.monotonic() - begun}
+        rate = result.fetched_bytes / max(document["seconds"], 1e-3)
+        summary = {
+            "directory": result.directory,
+            "files": f"{result.files}, {human_bytes(result.size_bytes)}",
+            "fetched now": f"{human_bytes(result.fetched_bytes)} in {human_seconds(document['seconds'])}, "
+            f"{human_bytes(rate)}/s",
+            "was here": human_bytes(result.here_bytes),
+        }
+        if result.others_bytes:
+            summary["by other processes"] = human_bytes(result.others_bytes)
+        if result.slowest:
+            summary["slowest chunk"] = f"{result.slowest}, {result.slowest_seconds:.2f} s"
+        if result.is_pinned:
+            summary["pinned"] = "yes"
+        return Report(document, [facts(summary)])
+
+    async def check(self, engine: Engine, location: Location, read_data: bool) -> Report:
+        found = await engine.check_prefetched(location, self.to, include=self.include, exclude=self.exclude)
+        if read_data:
+            await engine.shelf.read_again(found)
+        code = IntegrityError.exit_code if found.bad else 0 if found.state == "whole" else PARTIAL
+        return Report(found.to_json(), _check_view(found), code)
+
+    async def plan(self, engine: Engine, location: Location) -> Report:
+        found = await engine.check_prefetched(location, self.to, include=self.include, exclude=self.exclude)
+        fetch_bytes = 0 if found.state == "whole" else found.size_bytes - found.here_bytes
+        room = None
+        if self.to is None and fetch_bytes:
+            room = await engine.plan_prefetch(location, include=self.include, exclude=self.exclude)
+        going = room.evicted if room is not None else []
+        fits = room is None or room.fits
+        document: Json = {
+            "uri": location.uri,
+            "would_fetch_bytes": fetch_bytes,
+            "would_fetch": found.missing,
+            "would_evict": [{"uri": row.uri, "size_bytes": row.reserved_bytes} for row in going],
+            "fits": fits,
+        }
+        summary = {
+            "uri": location.uri,
+            "would fetch": f"{human_bytes(fetch_bytes)} in {len(found.missing)} files",
+            "would evict": ", ".join(f"{row.uri} ({human_bytes(row.reserved_bytes)})" for row in going) or "none",
+            "fits": "yes" if fits else "no",
+        }
+        return Report(document, [facts(summary)], 0 if fits else 1)
+
+    async def _patiently(self, location: Location, work: Callable[[], Awaitable[Any]]) -> Any:
+        return await work() if self.wait_seconds is None else await patiently(work, self.wait_seconds, location.uri)
+
+
+def _fetch_all(locations: Sequence[Location], fetch: Callable[[Location], Report]) -> Report:
+    """Fetch one after the other; what fails does not keep the rest. Raises the error, or that it is partial."""
+    reports: list[Report] = []
+    errors: dict[str, TierckptError] = {}
+    for location in locations:
+        try:
+            reports.append(fetch(location))
+        except TierckptError as error:
+            errors[location.uri] = error
+    if len(errors) == len(locations) == 1 or (errors and not reports):
+        raise next(iter(errors.values()))
+    if errors:
+        raise PartialTransferError(
+            f"{len(errors)} of {len(locations)} URIs could not be fetched; the others are whole",
+            hint="Run it again: it fetches only what is missing",
+            failures={uri: f"{type(error).__name__}: {error}" for uri, error in errors.items()},
+        )
+    return _joined(reports)
+
+
+def _joined(reports: Sequence[Report]) -> Report:
+    if len(reports) == 1:
+        return reports[0]
+    code = max(report.exit_code for report in reports)
+    view = [part for report in reports for part in report.view]
+    return Report({"uris": [report.document for report in reports]}, view, code)
+
+
+async def _evict(engine: Engine, locations: Sequence[Location]) -> Report:
+    return _gone(*_both(engine.shelf.evict(location) for location in locations))
+
+
+def _both(pairs: Any) -> tuple[list[Row], list[Row]]:
+    went: list[Row] = []
+    stayed: list[Row] = []
+    for one, other in pairs:
+        went += one
+        stayed += other
+    return went, stayed
+
+
+def _gone(went: Sequence[Row], stayed: Sequence[Row]) -> Report:
+    freed = sum(row.reserved_bytes for row in went)
     document: Json = {
-        "uri": location.uri,
-        "directory": str(result.directory),
-        "files": result.files,
-        "size_bytes": result.size_bytes,
-        "fetched_bytes": result.fetched_bytes,
-        "seconds": time.monotonic() - begun,
+        "evicted": [{"uri": row.uri, "version": row.version, "size_bytes": row.size_bytes} for row in went],
+        "kept": [{"uri": row.uri, "version": row.version, "pinned": row.is_pinned} for row in stayed],
+        "freed_bytes": freed,
     }
+    summary = {"evicted": f"{len(went)} entries, {human_bytes(freed)}"}
+    if stayed:
+        summary["kept"] = ", ".join(f"{row.uri} ({'pinned' if row.is_pinned else 'in use'})" for row in stayed)
+    return Report(document, [facts(summary)], PARTIAL if stayed else 0)
+
+
+async def _unpin(engine: Engine, locations: Sequence[Location]) -> Report:
+    rows = [row for location in locations for row in engine.shelf.unpin(location)]
+    names = [row.uri for row in rows]
+    return Report({"unpinned": names}, [facts({"unpinned": ", ".join(names) or "nothing was pinned"})])
+
+
+def _check_view(found: Check) -> list[Any]:
     summary = {
-        "directory": result.directory,
-        "files": f"{result.files}, {human_bytes(result.size_bytes)}",
-        "fetched now": f"{human_bytes(result.fetched_bytes)} in {human_seconds(document['seconds'])}",
+        "uri": found.uri,
+        "state": found.state,
+        "directory": found.directory,
+        "here": f"{human_bytes(found.here_bytes)} of {human_bytes(found.size_bytes)}",
+        "pinned": "yes" if found.is_pinned else "no",
+        "in use by": f"{found.leases} processes",
     }
-    return Report(document, [facts(summary)])
+    view: list[Any] = [facts(summary)]
+    if found.missing:
+        view.append(
+            table("missing >bytes", [(path, human_bytes(size)) for path, size in sorted(found.missing.items())])
+        )
+    if found.bad:
+        view.append(table("bad problem", sorted(found.bad.items())))
+    return view
+
+
+def _cache_report(pool: Pool) -> Report:
+    """What the cache holds, the most recently used first."""
+    rows = pool.rows()[::-1]
+    quota = pool.settings.cache_bytes_max
+    document: Json = {
+        "cache": str(pool.root),
+        "cache_bytes": sum(row.reserved_bytes for row in rows),
+        "cache_bytes_max": None if quota is None else int(quota),
+        "entries": [
+            {
+                "uri": row.uri,
+                "state": row.state,
+                "directory": str(pool.directory(row.name)) if row.state == "complete" else None,
+                "files": row.files,
+                "size_bytes": row.size_bytes,
+                "reserved_bytes": row.reserved_bytes,
+                "pinned": row.is_pinned,
+                "leases": len(pool.leases(row.name)),
+                "used_unix_seconds": row.used_unix_ns / 1e9,
+            }
+            for row in rows
+        ],
+    }
+    lines = [
+        (
+            item["uri"],
+            item["state"],
+            human_bytes(item["size_bytes"]),
+            "yes" if item["pinned"] else "no",
+            item["leases"],
+            datetime.fromtimestamp(item["used_unix_seconds"], UTC).isoformat(timespec="minutes"),
+            item["directory"],
+        )
+        for item in document["entries"]
+    ]
+    summary = {
+        "cache": document["cache"],
+        "held": f"{human_bytes(document['cache_bytes'])} of {human_bytes(quota) if quota else 'what the disk has'}",
+    }
+    return Report(document, [facts(summary), table("uri state >size pinned >in_use last_used directory", lines)])

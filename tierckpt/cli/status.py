@@ -13,6 +13,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 
+from ..cache.pool import Pool
 from ..config import Settings
 from ..errors import ConfigError, TierckptError
 from ..layout import MANIFEST, Location, agent_dir
@@ -66,7 +67,7 @@ def _watch(settings: Settings, interval_seconds: float) -> None:
 def _document(settings: Settings) -> Json:
     root = settings.local_root
     journal = [_entry(entry) for entry in Journal(root).entries()]
-    local = sorted([*_checkpoints(root), *_prefetched(root)], key=lambda item: item["uri"])
+    local = sorted([*_checkpoints(root), *_prefetched(root), *_cached(settings)], key=lambda item: item["uri"])
     disk = shutil.disk_usage(nearest_existing(root))
     waiting = [item for item in journal if item["state"] == READY]
     return {
@@ -147,6 +148,21 @@ def _prefetched(root: Path) -> Iterator[Json]:
             "files": len(sizes),
             "size_bytes": sum(sizes),
             "drained": True,
+        }
+
+
+def _cached(settings: Settings) -> Iterator[Json]:
+    pool = Pool(settings)
+    for row in pool.rows():
+        yield {
+            "uri": row.uri,
+            "kind": "prefetched" if row.state == "complete" else "partial",
+            "directory": str(pool.directory(row.name)),
+            "files": row.files,
+            "size_bytes": row.size_bytes if row.state == "complete" else row.reserved_bytes,
+            "drained": True,
+            "pinned": row.is_pinned,
+            "leases": len(pool.leases(row.name)),
         }
 
 

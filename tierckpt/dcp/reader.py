@@ -7,8 +7,8 @@ import io
 import os
 import pickle
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -26,28 +26,36 @@ from ..config import Settings
 from ..engine import Engine
 from ..errors import CheckpointNotFoundError, IntegrityError, TierckptError, UnsafeCheckpointError
 from ..layout import METADATA, rank_metadata
-from ..manifest import FileEntry
-from ..mover import leases
+from ..manifest import FileEntry, Manifest
+from ..mover import blocks, leases
 from ..mover.catalog import Checkpoint
 from ..mover.copies import CheckedFile, Copies, Copy, LocalCopy, RemoteCopy
-from ..mover.pull import Piece, pull
+from ..mover.pull import Piece
+from ..mover.read_tuner import read_tuner_for
 from ..telemetry import logger
 from ..types import ByteRange, Tier
+from .collection import no_collection
 from .mount import Mount
-from .reading import RawRead, Read, Shapes, WholeRead, by_file, frame_of, windows
+from .neighbours import Neighbours, Reading, spans
+from .reading import DeviceCopies, RawRead, Read, Shapes, WholeRead, by_file, frame_of, windows
 from .sealed import Objects, load_metadata, load_tensor
 
 log = logger("restore")
 
 FINDS_MAX = 5
 
+FETCH_SHARE = 0.5
+"""A file that is not on this node, and of which a load wants more than this, is fetched whole and kept for the next
+load; of others only what is wanted is read, from where they lie."""
+
 
 class TierStorageReader(Mount, StorageReader):
     """Loads DCP checkpoints saved by tierckpt or by stock DCP.
 
-    Each file is read from the local tier if its copy is good, else from the shared tier (and kept on the local tier
-    for the next restart). Every byte passes its digest before a tensor sees it; a bad copy is set aside and the next
-    one used. Checkpoints of stock DCP carry no digests and are read as they are.
+    Each file is read from the local tier if its copy is good, else from the shared tier: whole, and kept on the local
+    tier for the next restart, when most of it is wanted; else only what is wanted. Every byte passes its digest before
+    a tensor sees it; a bad copy is set aside and the next one used. Checkpoints of stock DCP carry no digests and are
+    read as they are.
 
     Args:
         uri: a checkpoint URI (``tierckpt.latest(run_uri)`` finds the newest).
@@ -75,8 +83,11 @@ class TierStorageReader(Mount, StorageReader):
         self._shapes = Shapes(Metadata(state_dict_metadata={}))
         self.load_id = str(uuid.uuid4())
         self._checkpoint: Checkpoint | None = None
+        self._table: _Table | None = None
+        self._infos: dict[int, _StorageInfo] = {}
         self._lease = contextlib.ExitStack()
         self._error: TierckptError | None = None
+        self._neighbours = Neighbours(self.settings, self._spans)
         self._point_to(uri if uri is not None else path)
 
     # --- contract of StorageReader ------------------------------------------------------------------------------
@@ -110,10 +121,11 @@ class TierStorageReader(Mount, StorageReader):
         with CheckedFile(self._copies(checkpoint, self._entry(checkpoint, name))) as stream:
             data = stream.read()
         where = f"{self.path}/{name}"
-        if self.settings.trust_pickle:
-            metadata = _trusting_load(data, where)
-        else:
-            metadata = load_metadata(data, where=where, partial=name != METADATA)
+        with no_collection():
+            if self.settings.trust_pickle:
+                metadata = _trusting_load(data, where)
+            else:
+                metadata = load_metadata(data, where=where, partial=name != METADATA)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
@@ -129,37 +141,93 @@ class TierStorageReader(Mount, StorageReader):
         self._shapes = Shapes(metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        return self._neighbours.offered(plan, self._find(), lambda: self._names_to_fetch(plan))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+        return self._neighbours.answered(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
-            self._read_data(self._find(), plan, planner)
+            with no_collection():
+                self._infos = {id(item): self._info(item) for item in plan.items}
+            with self._neighbours.reading(plan) as reading:
+                self._read_data(self._find(), plan, planner, reading)
         finally:
+            self._infos = {}
             self._let_go()
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read_data(self, checkpoint: Checkpoint, plan: LoadPlan, planner: LoadPlanner) -> None:
-        entries = {
-            name: self._entry(checkpoint, name) for name in {self._info(item).relative_path for item in plan.items}
-        }
-        for item in plan.items:
-            self._check_inside(item, entries[self._info(item).relative_path])
-        if checkpoint.manifest is not None:
-            self._client.run(lambda engine: engine.fetch_missing(checkpoint, entries.values()))
-        items = sorted(plan.items, key=lambda item: (self._info(item).relative_path, self._info(item).offset))
-        work = _Load(planner, Objects())
+    def _read_data(self, checkpoint: Checkpoint, plan: LoadPlan, planner: LoadPlanner, reading: Reading) -> None:
+        with no_collection():
+            entries = self._entries(checkpoint, plan)
+            missing = self._worth_fetching(checkpoint, entries, plan)
+            items = reading.order(plan.items)
+        self._fetch(checkpoint, missing, reading)
+        work = _Load(planner, Objects(), reading)
         with contextlib.ExitStack() as open_files:
             files = {
                 name: open_files.enter_context(contextlib.closing(self._copies(checkpoint, entry)))
                 for name, entry in entries.items()
             }
-            for window in windows(self._prepare(item, work, files) for item in items):
-                self._read_window(window, work, files)
+            prepared = windows(self._prepare(item, work, files) for item in items)
+            done = 0
+            while done < len(items):
+                with no_collection():
+                    window = next(prepared)
+                done += len(window)
+                self._read_window(window, work, files, then=items[done] if done < len(items) else None)
+            work.copies.wait()
+
+    def _entries(self, checkpoint: Checkpoint, plan: LoadPlan) -> dict[str, FileEntry]:
+        """The files that ``plan`` reads. Raises when an item does not lie inside its file."""
+        entries: dict[str, FileEntry] = {}
+        for item in plan.items:
+            info = self._info(item)
+            entry = entries.get(info.relative_path)
+            if entry is None:
+                entry = entries[info.relative_path] = self._entry(checkpoint, info.relative_path)
+            self._check_inside(item, info.offset + info.length, entry.size_bytes)
+        return entries
+
+    def _check_inside(self, item: ReadItem, end: int, size_bytes: int) -> None:
+        if end > size_bytes:
+            raise self._unfit(item, f"should end at byte {end} of {size_bytes}")
+
+    def _worth_fetching(
+        self, checkpoint: Checkpoint, entries: Mapping[str, FileEntry], plan: LoadPlan
+    ) -> list[FileEntry]:
+        """The files to bring to the local tier: those it lacks and of which ``plan`` wants most (``FETCH_SHARE``)."""
+        if checkpoint.manifest is None:
+            return []
+        missing = {name: entry for name, entry in entries.items() if checkpoint.local_path(entry) is None}
+        wanted = dict.fromkeys(missing, 0)
+        for item in plan.items if missing else ():
+            info = self._info(item)
+            if info.relative_path in wanted:
+                wanted[info.relative_path] += self._shapes.wanted_bytes(item, info.length)
+        return [entry for name, entry in missing.items() if wanted[name] > FETCH_SHARE * entry.size_bytes]
+
+    def _names_to_fetch(self, plan: LoadPlan) -> list[str]:
+        checkpoint = self._find()
+        names = {self._info(item).relative_path for item in plan.items}
+        found = self._worth_fetching(checkpoint, {name: self._entry(checkpoint, name) for name in names}, plan)
+        return [entry.path for entry in found]
+
+    def _fetch(self, checkpoint: Checkpoint, missing: Sequence[FileEntry], reading: Reading) -> None:
+        entries = {entry.path: entry for entry in missing}
+
+        def fetch(names: Sequence[str]) -> None:
+            if names:
+                wanted = [entries[name] for name in names]
+                self._client.run(lambda engine: engine.fetch_missing(checkpoint, wanted))
+
+        reading.fetch(list(entries), fetch, self.settings.concurrency)
+
+    def _spans(self, item: ReadItem) -> tuple[str, list[tuple[int, int]]]:
+        info = self._info(item)
+        return info.relative_path, spans(item, info, self._shapes.of(item))
 
     def _prepare(self, item: ReadItem, work: _Load, files: Mapping[str, Copies]) -> Read:
         info = self._info(item)
@@ -178,18 +246,21 @@ class TierStorageReader(Mount, StorageReader):
         self._check_part(item, stored[1])
         return RawRead(item, info.offset, frame, *stored, self._target(item, work.planner))
 
-    def _read_window(self, window: list[Read], work: _Load, files: Mapping[str, Copies]) -> None:
-        owned = by_file(window, lambda read: self._info(read.item).relative_path)
+    def _read_window(self, window: list[Read], work: _Load, files: Mapping[str, Copies], then: ReadItem | None) -> None:
+        with no_collection():
+            owned = by_file(window, lambda read: self._info(read.item).relative_path)
 
         def name(error: TierckptError, copies: Copies, piece: Piece) -> None:
             item = next(read.item for known, read in owned[copies.entry.path] if known is piece)
             error.context |= {"tensor": item.storage_index.fqn, "checkpoint": self.path}
 
-        pull(
+        work.reading.pull(
             [(files[path], [piece for piece, _ in pieces]) for path, pieces in owned.items()],
-            read_buffers(),
+            read_buffers(self.settings.read_threads_max),
+            then=then,
             on_error=name,
         )
+        work.copies.wait()
         for read in window:
             if not read.finish():  # not the frame that its metadata lets expect
                 info = self._info(read.item)
@@ -198,6 +269,7 @@ class TierStorageReader(Mount, StorageReader):
                     self._take_whole(read.item, io.BytesIO(stream.read(info.length)), work, files[info.relative_path])
             elif isinstance(read, RawRead):
                 work.planner.commit_tensor(read.item, read.target)
+        work.copies.begun(window)
 
     # --- one item -----------------------------------------------------------------------------------------------
 
@@ -233,11 +305,16 @@ class TierStorageReader(Mount, StorageReader):
         return narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
 
     def _check_part(self, item: ReadItem, stored: torch.Size) -> None:
+        if item.lengths == stored and not any(item.storage_offsets):
+            return
         wanted = zip(item.storage_offsets, item.lengths, stored, strict=False)
         if len(item.lengths) != len(stored) or any(at + count > size for at, count, size in wanted):
             raise self._unfit(item, f"has shape {tuple(stored)}, less than its metadata says")
 
     def _info(self, item: ReadItem) -> _StorageInfo:
+        """Where an item lies. Asked several times of each, and its name takes longer to look up than its place."""
+        if (known := self._infos.get(id(item))) is not None:
+            return known
         try:
             return cast(_StorageInfo, self.storage_data[item.storage_index])
         except KeyError:
@@ -246,11 +323,6 @@ class TierStorageReader(Mount, StorageReader):
                 hint="Restore an older step",
                 tensor=item.storage_index.fqn,
             ) from None
-
-    def _check_inside(self, item: ReadItem, entry: FileEntry) -> None:
-        info = self._info(item)
-        if info.offset + info.length > entry.size_bytes:
-            raise self._unfit(item, f"should end at byte {info.offset + info.length} of {entry.size_bytes}")
 
     def _unfit(self, item: ReadItem, what: str) -> IntegrityError:
         return IntegrityError(
@@ -278,6 +350,7 @@ class TierStorageReader(Mount, StorageReader):
             found = self._client.run(lambda engine: engine.find(self.location))
             self._lease.enter_context(leases.reading(self.settings.local_root, found.directory))
             self._checkpoint = found
+            self._table = _Table.of(found.manifest) if found.manifest is not None else None
             if not self._client.run(partial(Engine.stands, checkpoint=found)):
                 self._let_go()  # removed or replaced before it was held: look again
         if self._checkpoint is None:
@@ -288,36 +361,47 @@ class TierStorageReader(Mount, StorageReader):
         return self._checkpoint
 
     def _let_go(self) -> None:
-        self._checkpoint = None
+        self._checkpoint = self._table = None
         self._lease.close()
 
     def _entry(self, checkpoint: Checkpoint, name: str) -> FileEntry:
         """The manifest's entry of ``name``; for stock checkpoints one made from its size, without digests."""
-        if checkpoint.manifest is None:
+        if self._table is None:
             size = self._client.run(lambda engine: checkpoint.store.head(name)).size_bytes
             return FileEntry(name, size, ())
-        for entry in checkpoint.manifest.entries:
-            if entry.path == name:
-                return entry
-        raise CheckpointNotFoundError(
-            f"{name} is not part of the checkpoint {self.path}",
-            hint="Its metadata refers to a file that its manifest does not know",
-            file=name,
-        )
+        try:
+            return self._table.entries[name]
+        except KeyError:
+            raise CheckpointNotFoundError(
+                f"{name} is not part of the checkpoint {self.path}",
+                hint="Its metadata refers to a file that its manifest does not know",
+                file=name,
+            ) from None
 
     def _copies(self, checkpoint: Checkpoint, entry: FileEntry) -> Copies:
-        chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest else int(self.settings.chunk_size_bytes)
+        if checkpoint.manifest is None:
+            return Copies(entry, int(self.settings.chunk_size_bytes), self._places(checkpoint, entry))
+        chunk = checkpoint.manifest.chunk_size_bytes
+        known = None
+        if self._table is not None and entry.path in self._table.blocks:
+            kept, start = self._table.blocks[entry.path]
+            known = blocks.BlockDigests(entry, chunk, start, self._places(checkpoint, kept))
+        return Copies(entry, chunk, self._places(checkpoint, entry), known)
+
+    def _places(self, checkpoint: Checkpoint, entry: FileEntry) -> list[Copy]:
+        """The copies of a file, nearest first."""
         copies: list[Copy] = []
+        tuner = read_tuner_for(self.settings)
         local = checkpoint.local_path(entry)
         if local is not None and checkpoint.manifest is not None:
-            copies.append(LocalCopy(local))
+            copies.append(LocalCopy(local, tuner=tuner))
         if self.location.scheme == "file":
-            copies.append(LocalCopy(Path(self.location.path, entry.key), Tier.SHARED))
+            copies.append(LocalCopy(Path(self.location.path, entry.key), Tier.SHARED, tuner))
         else:
             copies.append(
                 RemoteCopy(f"{self.path}/{entry.key}", lambda byte_range: self._get_range(entry.key, byte_range))
             )
-        return Copies(entry, chunk, copies)
+        return copies
 
     def _get_range(self, key: str, byte_range: ByteRange) -> Any:
         return self._client.run(lambda engine: engine.get_range(self.location, key, byte_range))
@@ -329,6 +413,20 @@ class _Load:
 
     planner: LoadPlanner
     objects: Objects
+    reading: Reading
+    copies: DeviceCopies = field(default_factory=DeviceCopies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A manifest by name: its files, and where the block digests of each lie."""
+
+    entries: Mapping[str, FileEntry]
+    blocks: Mapping[str, tuple[FileEntry, int]]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> _Table:
+        return cls({entry.path: entry for entry in manifest.entries}, blocks.places(manifest))
 
 
 def _trusting_load(data: bytes, where: str) -> Metadata:

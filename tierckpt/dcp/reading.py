@@ -2,8 +2,9 @@
 
 An item of a dense tensor is a *frame* around its raw bytes (``wire.py``), and the frame follows from dtype and shape.
 So no item is unpickled to find its bytes: the raw rows that this rank wants go straight to the tensor that wants them,
-and the head of the frame is read beside them and compared. What does not have the frame that its metadata lets expect
-(a strided or conjugate tensor, a subclass, an item behind a transform) is read whole and parsed by torch.
+and the head of the frame is looked at and compared (which needs no digest: damage makes a difference). What does not
+have the frame that its metadata lets expect (a strided or conjugate tensor, a subclass, an item behind a transform) is
+read whole and parsed by torch.
 
 Source: FastPersist and Universal Checkpointing read by plan in the same way; the frame is PyTorch's own.
 """
@@ -52,6 +53,14 @@ class Shapes:
             size = found
         return tensor.properties.dtype, size
 
+    def wanted_bytes(self, item: ReadItem, length: int) -> int:
+        """About how many of the ``length`` bytes of an item are read for ``item``: the rows that it wants."""
+        stored = self.of(item)
+        if stored is None or not stored[1] or not item.lengths:
+            return length
+        dtype, size = stored
+        return item.lengths[0] * size[1:].numel() * dtype.itemsize
+
 
 def frame_of(dtype: torch.dtype, size: torch.Size, length: int) -> wire.Frame | None:
     """The frame of an item of ``length`` bytes: ours, or that of plain ``torch.save``. None: neither fits."""
@@ -79,51 +88,60 @@ class RawRead:
     size: torch.Size
     target: torch.Tensor
     extra_bytes: int = 0
-    _direct: bool = False
+    _is_direct: bool = False
+    _row_bytes: int = 0
+    _row_count: int = 1
+    _dim: int = 0
     _head: bytearray = field(default_factory=bytearray)
     _rows: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        self._direct = self._is_direct()
-        if not self._direct:
-            self.extra_bytes = self._row_bytes() * (self.item.lengths[0] if self.size else 1)
+        size, lengths = self.size, self.item.lengths
+        self._row_bytes = self.dtype.itemsize
+        if size:
+            # Where one index of the first dimensions is wanted, rows are those of the dimension after them.
+            while lengths[self._dim] == 1 and self._dim < len(size) - 1:
+                self._dim += 1
+            self._row_bytes *= size[self._dim + 1 :].numel()
+            self._row_count = lengths[self._dim]
+        self._is_direct = self._fits_as_it_is() and lengths[self._dim + 1 :] == size[self._dim + 1 :]
+        if not self._is_direct:
+            self.extra_bytes = self._row_bytes * self._row_count
 
-    def _row_bytes(self) -> int:
-        return self.size[1:].numel() * self.dtype.itemsize if self.size else self.dtype.itemsize
-
-    def _is_direct(self) -> bool:
-        """True when the wanted rows can be put where they belong without another copy."""
+    def _fits_as_it_is(self) -> bool:
+        """True when rows can be put into the target without another copy."""
         target = self.target
         return (
-            target.device.type == "cpu"
+            type(target) is torch.Tensor
             and target.dtype == self.dtype
-            and type(target) is torch.Tensor
+            and target.is_cpu
             and target.is_contiguous()
             and not (target.is_conj() or target.is_neg())
-            and tuple(self.item.lengths[1:]) == tuple(self.size[1:])
         )
 
     def pieces(self) -> Iterator[Piece]:
-        head, row_bytes = self.frame.head, self._row_bytes()
+        head = self.frame.head
+        start = self.offset + len(head)
         self._head = bytearray(len(head))
-        yield Piece(self.offset, self.offset + len(head), _address(self._head))
+        yield Piece(self.offset, start, _address(self._head), is_peek=True)
         into = self.target
-        if not self._direct:
-            rows = (self.item.lengths[0], *self.size[1:]) if self.size else ()
+        if not self._is_direct:
+            rows = (self._row_count, *self.size[self._dim + 1 :]) if self.size else ()
             into = self._rows = torch.empty(rows, dtype=self.dtype, pin_memory=self.target.is_cuda)
-        start = self.offset + len(head) + (self.item.storage_offsets[0] * row_bytes if self.size else 0)
-        size_bytes = row_bytes * (self.item.lengths[0] if self.size else 1)
-        if size_bytes:
+        if size_bytes := self._row_bytes * self._row_count:
+            for dim, offset in enumerate(self.item.storage_offsets[: self._dim + 1]):
+                start += offset * self.size[dim + 1 :].numel() * self.dtype.itemsize
             yield Piece(start, start + size_bytes, into.data_ptr())
 
     def finish(self) -> bool:
+        """A copy to a CUDA device is only begun: torch keeps the pinned rows until it has ended (``DeviceCopies``)."""
         if self._head != self.frame.head:
             return False
         if self._rows is not None:
             part = self._rows
-            for dim in range(1, len(self.size)):
-                part = part.narrow(dim, self.item.storage_offsets[dim], self.item.lengths[dim])
-            self.target.copy_(part)
+            for dim in range(self._dim + 1, len(self.size)):
+                part = part.narrow(dim - self._dim, self.item.storage_offsets[dim], self.item.lengths[dim])
+            self.target.copy_(part, non_blocking=self.target.is_cuda)
             self._rows = None
         return True
 
@@ -170,6 +188,24 @@ def windows(reads: Iterable[Read]) -> Iterator[list[Read]]:
         extra_bytes += read.extra_bytes
     if window:
         yield window
+
+
+class DeviceCopies:
+    """Copies to CUDA devices that go on while the next window is read: of one window, so that memory is bounded."""
+
+    def __init__(self) -> None:
+        self._under_way: list[torch.cuda.Event] = []
+
+    def wait(self) -> None:
+        """Return when all of them have ended."""
+        for event in self._under_way:
+            event.synchronize()
+        self._under_way = []
+
+    def begun(self, reads: Iterable[Read]) -> None:
+        """``reads`` have been finished, each on the current stream of its device."""
+        devices = {read.target.device for read in reads if isinstance(read, RawRead) and read.target.is_cuda}
+        self._under_way += [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
 def by_file(reads: Sequence[Read], file_of: Callable[[Read], str]) -> dict[str, list[tuple[Piece, Read]]]:

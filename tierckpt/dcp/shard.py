@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 
 from ..errors import TierckptError
-from ..manifest import digest_of
+from ..manifest import blocks_of, digest_of_blocks
+from ..mover.flush import Flushed
 from ..stores.local import translate_os_error
 from ..telemetry import logger
 from ..types import Buffer, Tier
@@ -40,7 +41,7 @@ class ShardWriter(io.RawIOBase):
         self._view = memoryview(self._buffer)
         self._filled = 0
         self._written = 0
-        self._digests: list[str] = []
+        self._blocks: list[bytes] = []
         self.error: TierckptError | None = None
         """The first error of a write. torch.save hides it behind one of its own, so the caller looks here."""
         self._file = self._open()
@@ -79,7 +80,7 @@ class ShardWriter(io.RawIOBase):
         return size
 
     def _flush_chunk(self) -> None:
-        self._digests.append(digest_of(self._view[: self._filled]))
+        self._blocks.append(blocks_of(self._view[: self._filled]))
         padded = -(-self._filled // BLOCK_BYTES) * BLOCK_BYTES
         self._write_all(self._view[:padded])
         self._written += self._filled
@@ -95,8 +96,8 @@ class ShardWriter(io.RawIOBase):
             self.error = self.error or translate_os_error(error, self.path, Tier.LOCAL)
             raise self.error from error
 
-    def finish(self, *, durable: bool) -> tuple[int, tuple[str, ...]]:
-        """Write what is left, cut the padding, fsync if ``durable``. Returns size in bytes and the chunk digests."""
+    def finish(self, *, durable: bool) -> Flushed:
+        """Write what is left, cut the padding, fsync if ``durable``."""
         if self._filled:
             self._flush_chunk()
         try:
@@ -105,7 +106,7 @@ class ShardWriter(io.RawIOBase):
                 os.fsync(self._file)
         except OSError as error:
             raise translate_os_error(error, self.path, Tier.LOCAL) from error
-        return self._written, tuple(self._digests)
+        return Flushed(self.path, self._written, tuple(map(digest_of_blocks, self._blocks)), b"".join(self._blocks))
 
     def close(self) -> None:
         if self.closed:

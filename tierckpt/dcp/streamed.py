@@ -36,12 +36,12 @@ def write_streamed(
                 _write_item(transforms, stream, _data(item, planner), item, path.name, SerializationFormat.TORCH_SAVE)
                 for item in items
             ]
-            size_bytes, digests = stream.finish(durable=durable)
+            flushed = stream.finish(durable=durable)
         except BaseException as error:
             if stream.error is not None and stream.error is not error:
                 raise stream.error from error
             raise
-    return results, Flushed(path, size_bytes, digests)
+    return results, flushed
 
 
 def _data(item: WriteItem, planner: SavePlanner | StagedItems) -> Any:

@@ -39,9 +39,19 @@ from ..arena.memory import Memory
 from ..arena.slots import Lease, bounce_for
 from ..config import Settings
 from ..errors import CheckpointError, ConfigError, OperationTimeoutError, TierckptError
-from ..layout import METADATA, SHARD_SUFFIX, Location, attempt_metadata, local_dir, rank_metadata, shard_name
+from ..layout import (
+    METADATA,
+    SHARD_SUFFIX,
+    Location,
+    attempt_metadata,
+    blocks_file,
+    local_dir,
+    private_files,
+    rank_metadata,
+    shard_name,
+)
 from ..manifest import FileEntry, Manifest, chunk_count, digest_of
-from ..mover import commit, leases, space
+from ..mover import blocks, commit, leases, space
 from ..mover.catalog import file_size
 from ..mover.disk import check_local_root
 from ..mover.flush import Flushed, Shard, flush, round_up, segment_bytes
@@ -385,8 +395,10 @@ class TierStorageWriter(Mount, StorageWriter):
         return results, self._entries(flushed, save)
 
     def _entries(self, flushed: Sequence[Flushed], save: _Save) -> tuple[FileEntry, ...]:
-        token = save.entry.token
-        return tuple(FileEntry(f.path.name, f.size_bytes, f.digests, self.rank, token) for f in flushed)
+        """The entries of the shards, and of their block digests, which are durable when this returns."""
+        token, chunk = save.entry.token, save.entry.chunk_size_bytes
+        shards = [FileEntry(f.path.name, f.size_bytes, f.digests, self.rank, token) for f in flushed]
+        return (*shards, *blocks.keep(save.directory, flushed, self.rank, token, chunk))
 
     def _flush(self, shards: list[Shard], save: _Save, *, cached: bool = False) -> list[Flushed]:
         """Write the shards with what threads the disk likes, and note how fast it was."""
@@ -562,7 +574,8 @@ class TierStorageWriter(Mount, StorageWriter):
         if save.entry.state != WRITING:
             # A crash in what follows must not leave an entry that says its files are there.
             self._journal.write(dataclasses.replace(save.entry, state=WRITING))
-        for file in (*save.directory.glob(f"*-{token}{SHARD_SUFFIX}"), save.directory / attempt_metadata(token)):
+        private = map(save.directory.joinpath, private_files(token))
+        for file in (*save.directory.glob(f"*-{token}{SHARD_SUFFIX}"), *private):
             file.unlink(missing_ok=True)
         self._journal.remove(token)
         self._release()
@@ -659,7 +672,8 @@ def _durable(save: _Save, will: Will) -> tuple[FileEntry, ...] | None:
     noted = {file.path: file for file in save.entry.files}
     if any(shard.name not in noted for shard in will.shards):
         return None
-    files = tuple(noted[shard.name] for shard in will.shards)
+    names = [*(shard.name for shard in will.shards), blocks_file(will.token)]
+    files = tuple(noted[name] for name in names if name in noted)
     for file in files:
         if file_size(save.directory / file.key) != file.size_bytes:
             raise CheckpointError(f"{file.key} of {save.entry.uri} was durable and is gone", hint="Who removed it?")

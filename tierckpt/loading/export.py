@@ -6,31 +6,26 @@ import contextlib
 import json
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors
-import safetensors.torch
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from ..client import get_client
 from ..config import GiB, Settings
 from ..dcp.reader import TierStorageReader
 from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError, TierckptError
-from ..layout import parse_uri
+from ..layout import local_dir, parse_uri
+from ..mover import leases
 from ..mover.lock import try_lock
 from ..stores.local import durable_write, fsync_dir, make_dirs, translate_os_error
 from ..stores.schemes import check_location
 from ..telemetry import ignore_progress
 from ..types import Json, Progress, ProgressListener, Tier
+from .dtypes import name_of
+from .rewriting import Item, in_file_order, write_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -70,21 +65,6 @@ class ExportResult:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One tensor to export: its name in the checkpoint, its name in the files, and how it is stored on either side."""
-
-    key: str
-    name: str
-    shape: torch.Size
-    stored: torch.dtype
-    written: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        return self.shape.numel() * self.written.itemsize
-
-
 def export_safetensors(
     uri: str | os.PathLike[str],
     to: str | os.PathLike[str],
@@ -115,7 +95,7 @@ def export_safetensors(
         StateMismatchError: a tensor of a dtype that safetensors cannot hold.
         CapacityError: no room; nothing was written.
         CheckpointNotFoundError, UncommittedCheckpointError, IntegrityError, StoreError: from the reader.
-    Cost: every byte read and written once; memory for one file, twice that while ``dtype`` converts.
+    Cost: every byte read and written once; memory for two windows of 128 MiB, whatever the tensors and files are.
     """
     settings = Settings.load(settings, **overrides)
     target = Path(to).absolute()
@@ -124,19 +104,20 @@ def export_safetensors(
     metadata = reader.read_metadata()
     items = _select(metadata, only, _dtype(dtype), reader.path)
     _check_dtypes(items)
-    shards = _cut(items, shard_size_bytes_max)
+    shards = [in_file_order(shard) for shard in _cut(items, shard_size_bytes_max)]
     size_bytes = sum(item.size_bytes for item in items)
     done_bytes = 0
 
-    def on_tensor(count: int) -> None:
+    def on_bytes(count: int) -> None:
         nonlocal done_bytes
         done_bytes += count
         listener(Progress(f"export {reader.path}", done_bytes, size_bytes))
 
-    with _appearing(target, size_bytes) as directory:
+    reader.set_up_storage_reader(metadata, True)
+    with _appearing(target, size_bytes) as directory, _held(reader):
         names = _names(len(shards))
         for name, shard in zip(names, shards, strict=True):
-            _write(directory / name, _load(reader, shard, on_tensor))
+            _write(directory / name, shard, reader, on_bytes)
         if len(names) > 1:
             durable_write(directory / INDEX, _index(names, shards, size_bytes))
     skipped = len(metadata.state_dict_metadata) - len(items)
@@ -161,7 +142,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return _DTYPES[dtype.lower()]
 
 
-def _select(metadata: Metadata, only: str, dtype: torch.dtype | None, where: str) -> list[_Item]:
+def _select(metadata: Metadata, only: str, dtype: torch.dtype | None, where: str) -> list[Item]:
     """The tensors below ``only``, in the order of the checkpoint."""
     prefix = f"{only.rstrip('.')}." if only else ""
     found = {
@@ -174,31 +155,30 @@ def _select(metadata: Metadata, only: str, dtype: torch.dtype | None, where: str
         below = f" below {only!r}" if only else ""
         raise ConfigError(f"{where} holds no tensors{below}", hint=f"At its top are: {', '.join(known)}", uri=where)
     return [
-        _Item(
+        Item(
             key,
             key.removeprefix(prefix),
-            entry.size,
-            entry.properties.dtype,
+            entry,
             dtype if dtype is not None and entry.properties.dtype.is_floating_point else entry.properties.dtype,
         )
         for key, entry in found.items()
     ]
 
 
-def _check_dtypes(items: list[_Item]) -> None:
-    """Ask safetensors about each dtype before the first byte is read."""
-    for dtype, item in {item.written: item for item in items}.items():
-        try:
-            safetensors.torch.save({"x": torch.empty(1, dtype=dtype)})
-        except (KeyError, ValueError, RuntimeError, TypeError, safetensors.SafetensorError) as error:
+def _check_dtypes(items: list[Item]) -> None:
+    """Before the first byte is read."""
+    for item in items:
+        if name_of(item.written) is None:
             raise StateMismatchError(
-                f"safetensors cannot hold {item.key} of {dtype}", hint="Export a part with --only", tensor=item.key
-            ) from error
+                f"safetensors cannot hold {item.key} of {item.written}",
+                hint="Export a part with --only",
+                tensor=item.key,
+            )
 
 
-def _cut(items: list[_Item], shard_size_bytes_max: int) -> list[list[_Item]]:
+def _cut(items: list[Item], shard_size_bytes_max: int) -> list[list[Item]]:
     """Fill files in order. A tensor larger than the limit has a file of its own."""
-    shards: list[list[_Item]] = [[]]
+    shards: list[list[Item]] = [[]]
     filled = 0
     for item in items:
         if shards[-1] and filled + item.size_bytes > shard_size_bytes_max:
@@ -215,7 +195,7 @@ def _names(count: int) -> list[str]:
     return [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
 
 
-def _index(names: list[str], shards: list[list[_Item]], size_bytes: int) -> bytes:
+def _index(names: list[str], shards: list[list[Item]], size_bytes: int) -> bytes:
     weight_map = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
     return json.dumps({"metadata": {"total_size": size_bytes}, "weight_map": weight_map}, indent=2).encode()
 
@@ -223,46 +203,21 @@ def _index(names: list[str], shards: list[list[_Item]], size_bytes: int) -> byte
 # --- reading and writing ----------------------------------------------------------------------------------------
 
 
-class _Planner(DefaultLoadPlanner):
-    """DCP's own planner over a flat dict of some of the tensors, that tells how far it is."""
-
-    def __init__(self, items: list[_Item], on_bytes: Callable[[int], None]) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._itemsize = {item.key: item.written.itemsize for item in items}
-        self._on_bytes = on_bytes
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self._on_bytes(tensor.numel() * self._itemsize[read_item.dest_index.fqn])
-
-
-def _load(reader: TierStorageReader, shard: list[_Item], on_bytes: Callable[[int], None]) -> dict[str, Tensor]:
-    tensors = {item.key: torch.empty(item.shape, dtype=item.stored) for item in shard}
-    with _unwrapped(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")  # one process is what is meant here
-        load(tensors, storage_reader=reader, planner=_Planner(shard, on_bytes), no_dist=True)
-    # Each source goes as its conversion comes.
-    return {item.name: tensors.pop(item.key).to(item.written) for item in shard}
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write(path: Path, items: list[Item], reader: TierStorageReader, on_bytes: Callable[[int], None]) -> None:
     try:
-        safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        write_file(path, items, reader, on_bytes)
     except OSError as error:
+        if isinstance(error, TierckptError):
+            raise
         raise translate_os_error(error, path, Tier.LOCAL) from error
 
 
 @contextlib.contextmanager
-def _unwrapped() -> Iterator[None]:
-    """Raise the error of ours inside DCP's CheckpointException (a BaseException, by rank) as itself."""
-    try:
+def _held(reader: TierStorageReader) -> Iterator[None]:
+    """Hold the checkpoint against removal for all of the export: the reader itself lets go after each window."""
+    settings = reader.settings
+    with leases.reading(settings.local_root, local_dir(settings.local_root, reader.location)):
         yield
-    except CheckpointException as error:
-        for cause, _ in error.failures.values():
-            if isinstance(cause, TierckptError):
-                raise cause from error
-        raise
 
 
 # --- all or nothing ---------------------------------------------------------------------------------------------

@@ -1,152 +1,285 @@
-"""Safetensors files to tensors: a directory with or without an index, one file, or a URI."""
+"""Safetensors files to tensors: all at once, one by one as they are asked for, or as a stream."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-from pathlib import Path
-from typing import cast
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal, overload
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..client import Client, prefetch
-from ..config import Settings
-from ..engine import Engine
-from ..errors import CheckpointNotFoundError, IntegrityError
-from ..layout import PRIVATE_DIR, Location, parse_uri
-from ..manifest import is_safe_path
-from ..mover.prefetch import Wanted
-from ..mover.prefetch import prefetch as fetch_files
-from ..stores.schemes import check_location
-from ..telemetry import ignore_progress
+from ..config import GiB, Settings
+from ..errors import ConfigError, StateMismatchError
+from .fill import Want, fill
+from .model import Model, in_file_order
+from .parts import Parts, Plan, Shard
+from .source import find_model
 
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
+BYTES_IN_FLIGHT_MAX = 1 * GiB
+
+Names = Iterable[str] | Callable[[str], bool]
 
 
+@overload
 def load_safetensors(
     uri_or_dir: str | os.PathLike[str],
     device: str | torch.device = "cpu",
     *,
+    lazy: Literal[False] = False,
+    names: Names | None = None,
+    prefix: str = "",
+    shard: Shard | None = None,
+    plan: Plan | None = None,
     settings: Settings | None = None,
     **overrides: object,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]: ...
+@overload
+def load_safetensors(
+    uri_or_dir: str | os.PathLike[str],
+    device: str | torch.device = "cpu",
+    *,
+    lazy: Literal[True],
+    names: Names | None = None,
+    prefix: str = "",
+    shard: Shard | None = None,
+    plan: Plan | None = None,
+    settings: Settings | None = None,
+    **overrides: object,
+) -> LazyTensors: ...
+def load_safetensors(
+    uri_or_dir: str | os.PathLike[str],
+    device: str | torch.device = "cpu",
+    *,
+    lazy: bool = False,
+    names: Names | None = None,
+    prefix: str = "",
+    shard: Shard | None = None,
+    plan: Plan | None = None,
+    settings: Settings | None = None,
+    **overrides: object,
+) -> dict[str, Tensor] | LazyTensors:
     """Return every tensor of a model, by name: all of them, or an error that says which is missing.
 
-    A path is read where it is. A URI (``s3://...``, ``file:///...``) is prefetched into this node's local tier first,
-    whole or not at all, and read from there, now and next time. With an index, exactly the files it names are read.
+    Headers are checked before anything is allocated. Bytes are read once, past the page cache unless they are in it,
+    and straight into the memory of the tensors. The tensors are ordinary ones: writable, each with a storage of its
+    own; the large ones of one file share an allocation, which goes with the last of them.
+
+    A path is read where it is. A URI (``s3://...``, ``file:///...``) is read through the node cache: one version of it,
+    from this node what is here, from the store the rest, which is kept for the next time; the processes of a node
+    that load it together fetch each chunk once. With an index, exactly the files it names are read.
 
     Args:
         uri_or_dir: a directory of safetensors files, one such file, or the URI of either.
         device: where the tensors go.
+        lazy: return a mapping that reads each tensor when it is asked for, every time.
+        names: only these tensors, or those it says True for.
+        prefix: only tensors whose names begin with this; they keep their names.
+        shard: ``(rank, world, dim)``: of each tensor that has the dimension, the part that ``torch.chunk`` would give
+            this rank (the last ranks have less, or nothing, where it does not divide). Only rows that are in it are
+            read where ``dim`` is 0; for other dimensions whole rows are.
+        plan: what is wanted of each tensor, a mapping or a function of its name: ``(rank, world, dim)``, a slice or a
+            tuple of slices, or None for all of it.
         settings: a ``Settings``; ``overrides`` are single fields of it.
 
     Raises:
-        IntegrityError: a file or tensor that the index names is missing, a file is damaged or cut short, or two files
-            hold one name.
-        CheckpointNotFoundError: no such place, or no safetensors file in it.
-        ConfigError, StoreError, PartialTransferError, CapacityError: from the prefetch.
-    Cost: files are mapped into memory, and read once, when a tensor is first used or moved to ``device``.
+        IntegrityError: a file or tensor that the index names is missing, a file is damaged or cut short, two files
+            hold one name, or a file changed while it was read.
+        CheckpointNotFoundError, ObjectNotFoundError: no such place, or no safetensors file in it.
+        StateMismatchError: a tensor that was asked for is not there, has no such dimension, or torch has none such.
+        CapacityError: the tensors do not fit in memory; nothing was read.
+        ConfigError, StoreError: a bad argument, or a store that cannot be read.
+    Cost: a request for each 8 MiB, four at a time; memory for the tensors, and 32 MiB of buffers where a tensor is
+        cut by columns or goes to a device.
     """
-    path = _local_path(uri_or_dir, Settings.load(settings, **overrides))
-    if path.is_file():
-        return _load_file(path, device)
-    if not path.is_dir():
-        raise CheckpointNotFoundError(f"{path} does not exist", hint="Give a directory, a .safetensors file or a URI")
-    indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
-    if len(indexes) > 1:
-        names = ", ".join(index.name for index in indexes)
-        raise IntegrityError(f"{path} holds several indexes: {names}", hint="Give the file to load", file=names)
-    return _load_indexed(indexes[0], device) if indexes else _load_all(path, device)
+    wanted = _Wanted(uri_or_dir, device, names, prefix, Parts(shard, plan), Settings.load(settings, **overrides))
+    if lazy:
+        return LazyTensors(wanted)
+    with contextlib.closing(wanted):
+        wanted.begin()
+        tensors = fill(wanted.wants, wanted.device)
+    return {name: tensors[name] for name in wanted.names}
 
 
-def _load_all(directory: Path, device: str | torch.device) -> dict[str, Tensor]:
-    files = sorted(directory.glob(f"*{SUFFIX}"))
-    if not files:
-        raise CheckpointNotFoundError(
-            f"no safetensors files in {directory}",
-            hint="`tierckpt export` makes them from a DCP checkpoint",
-        )
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        for name, tensor in _load_file(file, device).items():
-            if name in tensors:
-                raise IntegrityError(
-                    f"{file} holds {name!r}, which another file of {directory} holds too",
-                    hint="Give the file to load; only an index could say which one counts",
-                    file=file.name,
-                    tensor=name,
-                )
-            tensors[name] = tensor
-    return tensors
+def stream_safetensors(
+    uri_or_dir: str | os.PathLike[str],
+    device: str | torch.device = "cpu",
+    *,
+    names: Names | None = None,
+    prefix: str = "",
+    shard: Shard | None = None,
+    plan: Plan | None = None,
+    bytes_in_flight_max: int = BYTES_IN_FLIGHT_MAX,
+    settings: Settings | None = None,
+    **overrides: object,
+) -> Generator[tuple[str, Tensor], None, None]:
+    """Yield every tensor of a model and its name, file by file in the order of their bytes.
+
+    While the caller has the tensors of one window, the next is read. What was read and not yet handed out never takes
+    more than ``bytes_in_flight_max``, or one tensor that is larger; so a model larger than memory goes through. The
+    tensors of a window (half of that) share memory: keep a clone of those you keep, or all of them.
+
+    Everything is found and checked before this returns. Arguments and errors are those of ``load_safetensors``.
+    """
+    if bytes_in_flight_max <= 0:
+        raise ConfigError(f"bytes_in_flight_max is {bytes_in_flight_max}", hint="Give a number of bytes above 0")
+    wanted = _Wanted(uri_or_dir, device, names, prefix, Parts(shard, plan), Settings.load(settings, **overrides))
+    wanted.begin()
+    return _stream(wanted, bytes_in_flight_max)
 
 
-def _load_indexed(index: Path, device: str | torch.device) -> dict[str, Tensor]:
-    weight_map = _weight_map(index)
-    missing = sorted({name for name in weight_map.values() if not (index.parent / name).is_file()})
+class LazyTensors(Mapping[str, Tensor]):
+    """The tensors of a model, each read when it is asked for, every time. Any thread may ask.
+
+    No file is kept open. Of a URI the version that was there is held in the node cache until ``close``, or the end of
+    the process.
+    """
+
+    def __init__(self, wanted: _Wanted) -> None:
+        self._wanted, self._device, self._names = wanted, wanted.device, wanted.names
+        self._wants = {want.name: want for want in wanted.wants}
+
+    def close(self) -> None:
+        """Let go of the model; nothing can be read any more. Idempotent."""
+        self._wants, self._names = {}, []
+        self._wanted.close()
+
+    def __enter__(self) -> LazyTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return fill([self._wants[name]], self._device)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._wants
+
+    def meta(self, name: str) -> Tensor:
+        """Return what reading ``name`` would: dtype and shape, on the device ``meta``. Nothing is read."""
+        want = self._wants[name]
+        return torch.empty(want.shape, dtype=want.dtype, device="meta")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {len(self)} tensors>"
+
+
+class _Wanted:
+    """The tensors of a model that were asked for."""
+
+    def __init__(
+        self,
+        uri_or_dir: str | os.PathLike[str],
+        device: str | torch.device,
+        names: Names | None,
+        prefix: str,
+        parts: Parts,
+        settings: Settings,
+    ) -> None:
+        self.device = _device(device)
+        self._is_all = names is None and not prefix
+        self._model = find_model(uri_or_dir, settings)
+        try:
+            self.names = _select(self._model, names, prefix)
+            chosen = set(self.names)
+            found = (one for one in in_file_order(self._model) if one[0] in chosen)
+            self.wants = [Want.of(name, file, entry, parts) for name, file, entry in found]
+            """In the order of the files."""
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self) -> None:
+        """All of it is about to be read. (Of a few tensors, what is read is fetched, and no more.)"""
+        if self._is_all:
+            self._model.place.begin(list(dict.fromkeys(want.file.name for want in self.wants)))
+
+    def close(self) -> None:
+        self._model.place.close()
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"torch knows no device {device!r}", hint='Use "cpu" or "cuda:0"') from error
+    if found.type == "cuda" and found.index is None:  # the current device is another in every thread
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _select(model: Model, names: Names | None, prefix: str) -> list[str]:
+    chosen = [name for name in model.tensors if name.startswith(prefix)]
+    if prefix and not chosen:
+        raise StateMismatchError(f"{model.where} holds no tensor whose name begins with {prefix!r}")
+    if names is None:
+        return chosen
+    if callable(names):
+        return [name for name in chosen if names(name)]
+    asked = {names} if isinstance(names, str) else set(names)
+    missing = sorted(asked.difference(chosen))
     if missing:
-        raise IntegrityError(
-            f"{index} names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not there",
-            hint="Fetch the model again, whole: `tierckpt prefetch`",
-            file=", ".join(missing),
+        raise StateMismatchError(
+            f"{model.where} does not hold {', '.join(map(repr, missing[:5]))}{', ...' * (len(missing) > 5)}",
+            hint="Without names= everything is loaded",
+            tensor=missing[0],
         )
-    loaded = {name: _load_file(index.parent / name, device) for name in sorted(set(weight_map.values()))}
-    for tensor, name in weight_map.items():
-        if tensor not in loaded[name]:
-            raise IntegrityError(
-                f"{index} says that {name} holds {tensor!r}, and it does not", file=name, tensor=tensor
-            )
-    return {tensor: loaded[name][tensor] for tensor, name in weight_map.items()}
+    return [name for name in chosen if name in asked]
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        names = set(weight_map.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise IntegrityError(f"{index} is not an index of safetensors files: {error}", file=index.name) from error
-    if not all(is_safe_path(name) for name in names):
-        raise IntegrityError(f"{index} names files outside its directory", file=index.name)
-    return cast(dict[str, str], weight_map)
+# --- streaming -----------------------------------------------------------------------------------------------------
 
 
-def _load_file(path: Path, device: str | torch.device) -> dict[str, Tensor]:
-    try:
-        return safetensors.torch.load_file(path, device=str(device))
-    except safetensors.SafetensorError as error:
-        raise IntegrityError(
-            f"{path} is not a whole safetensors file: {error}", hint="Fetch it again", file=path.name
-        ) from error
+def _windows(wants: Iterable[Want], size_bytes_max: int) -> Iterator[list[Want]]:
+    window: list[Want] = []
+    size_bytes = 0
+    for want in wants:
+        if window and size_bytes + want.size_bytes > size_bytes_max:
+            yield window
+            window, size_bytes = [], 0
+        window.append(want)
+        size_bytes += want.size_bytes
+    if window:
+        yield window
 
 
-def _local_path(uri_or_dir: str | os.PathLike[str], settings: Settings) -> Path:
-    """Return where the files lie on this node, after a prefetch if they have to come from elsewhere."""
-    if "://" not in os.fspath(uri_or_dir):
-        return Path(uri_or_dir).absolute()
-    location = check_location(parse_uri(uri_or_dir))
-    if not location.name.endswith(SUFFIX):
-        return prefetch(location.uri, settings=settings)
-    client = Client(settings)
-    try:
-        return client.run(lambda engine: _prefetch_file(engine, location))
-    finally:
-        client.close()
+def _stream(wanted: _Wanted, bytes_in_flight_max: int) -> Generator[tuple[str, Tensor], None, None]:
+    stop = threading.Event()
+    windows = _windows(wanted.wants, bytes_in_flight_max // 2)
+    with contextlib.closing(wanted), ThreadPoolExecutor(1, "tierckpt-stream") as reader:
+
+        def begin(window: list[Want] | None) -> Future[dict[str, Tensor]] | None:
+            return reader.submit(fill, window, wanted.device, stop) if window is not None else None
+
+        try:
+            window = next(windows, None)
+            reading = begin(window)
+            while window is not None and reading is not None:
+                ready = deque((want.name, tensor) for want, tensor in _paired(window, reading.result()))
+                present, window = window, next(windows, None)
+                fits = window is not None and _size_bytes(present) + _size_bytes(window) <= bytes_in_flight_max
+                reading = begin(window) if fits else None
+                while ready:
+                    yield ready.popleft()
+                reading = reading or begin(window)
+        finally:
+            stop.set()  # whoever stops early does not wait for more than the requests under way
 
 
-async def _prefetch_file(engine: Engine, location: Location) -> Path:
-    """Prefetch one file. It has a directory of its own, so that it never passes for the prefetch of its whole model."""
-    store, name = engine.store(location.parent), location.name
-    info = await store.head(name)
-    target = engine.directory(location.parent) / PRIVATE_DIR / "files" / name
-    await fetch_files(
-        store,
-        [Wanted(name, name, info.size_bytes, info.etag)],
-        target,
-        chunk_size_bytes=int(engine.settings.chunk_size_bytes),
-        concurrency=engine.settings.concurrency,
-        listener=ignore_progress,
-    )
-    return target / name
+def _paired(window: list[Want], tensors: dict[str, Tensor]) -> Iterator[tuple[Want, Tensor]]:
+    return ((want, tensors.pop(want.name)) for want in window)
+
+
+def _size_bytes(window: list[Want]) -> int:
+    return sum(want.size_bytes for want in window)

@@ -33,6 +33,7 @@ from ..errors import (
     TierckptError,
 )
 from ..layout import (
+    BLOCKS_DIR,
     CLAIM,
     DRAINED,
     MANIFEST,
@@ -42,11 +43,11 @@ from ..layout import (
     PRIVATE_DIR,
     SHARD_SUFFIX,
     Location,
-    attempt_metadata,
     part,
     pending,
+    private_files,
 )
-from ..manifest import Digester, FileEntry, Manifest
+from ..manifest import FileEntry, Manifest, has_digest
 from ..stores.base import Store
 from ..stores.local import durable_write, fsync_dir, make_dirs, read_whole, translate_os_error
 from ..telemetry import logger
@@ -62,7 +63,7 @@ LOCK_TIMEOUT_SECONDS = 60.0
 REMOVED_DIR = f"{PRIVATE_DIR}/removed"
 """Notes of removals under way, on either tier: the manifest that stood there, which says what is still to go."""
 
-PRIVATE_DIRS = (REMOVED_DIR, PARTS_DIR, PENDING_DIR, METADATA_DIR)
+PRIVATE_DIRS = (REMOVED_DIR, PARTS_DIR, PENDING_DIR, METADATA_DIR, BLOCKS_DIR)
 
 CLAIM_FIELDS = frozenset({"attempt", "replaces"})
 DRAINED_FIELDS = frozenset({"attempt"})
@@ -274,7 +275,7 @@ def forget_local(directory: Path, token: str, manifest: Manifest | None = None) 
             _put_back(directory, manifest)
         standing = read_local_manifest(directory)
         named = {entry.key for entry in standing.entries} if standing is not None else set()
-        for path in (*directory.glob(f"*-{token}{SHARD_SUFFIX}"), directory / attempt_metadata(token)):
+        for path in (*directory.glob(f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
             if str(path.relative_to(directory)) not in named:
                 path.unlink(missing_ok=True)
         return standing is None or token not in standing.tokens | {standing.attempt}
@@ -285,7 +286,7 @@ def remove_unfinished(directory: Path, token: str) -> None:
 
     The directory stays: the next save may be at work in it.
     """
-    for path in (*directory.glob(f"*-{token}{SHARD_SUFFIX}"), directory / attempt_metadata(token)):
+    for path in (*directory.glob(f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
         path.unlink(missing_ok=True)
 
 
@@ -510,7 +511,7 @@ async def _remove_replaced(store: Store, manifest: Manifest) -> None:
             if name == removal_note(attempt):
                 await _remove_stale(store, gone, manifest)
     tokens -= manifest.tokens | {manifest.attempt}
-    doomed = {name for token in tokens for name in (part(token), pending(token), attempt_metadata(token))} - {*last}
+    doomed = {name for token in tokens for name in (part(token), pending(token), *private_files(token))} - {*last}
     endings = tuple(f"-{token}{SHARD_SUFFIX}" for token in tokens)
     async for info in store.list():
         if info.key in doomed or info.key.endswith(endings):
@@ -527,9 +528,11 @@ async def _remove_stale(store: Store, old: Manifest, new: Manifest) -> None:
 
 def check_bytes(data: bytes, entry: FileEntry, chunk_size_bytes: int, where: str) -> None:
     """Raise IntegrityError unless ``data`` is the whole of ``entry``."""
-    digester = Digester(chunk_size_bytes)
-    digester.update(data)
-    if digester.finish() != entry.digests:
+    view = memoryview(data)
+    good = len(data) == entry.size_bytes and all(
+        has_digest(view[chunk.start : chunk.stop], digest) for chunk, digest in entry.chunks(chunk_size_bytes)
+    )
+    if not good:
         raise IntegrityError(
             f"{entry.key} is not what was saved",
             hint="It was damaged on its way or in the store",

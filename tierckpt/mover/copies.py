@@ -6,16 +6,18 @@ import contextlib
 import io
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from ..errors import IntegrityError, TierckptError
-from ..manifest import FileEntry, digest_of
-from ..telemetry import QUARANTINES, logger
+from ..manifest import BLOCK_BYTES, BLOCK_DIGEST_BYTES, FileEntry, blocks_of, has_digest
+from ..telemetry import BYTES, QUARANTINES, logger
 from ..types import Buffer, ByteRange, Tier
 from .disk import typed_errors
-from .flush import BLOCK_BYTES, round_up
+from .flush import BLOCK_BYTES as DISK_BLOCK_BYTES
+from .flush import round_up
+from .read_tuner import WAYS, ReadTuner, Way, device_of
 from .resident import Resident
 from .transfer import open_file, pread_all
 
@@ -42,39 +44,77 @@ class Copy(Protocol):
 class LocalCopy:
     """A copy on a mounted file system. A bad one of this node is renamed and kept for a person to look at.
 
-    What is in the page cache is taken from there; the rest is read past it (O_DIRECT), where the file system can.
+    What is in the page cache is taken from there; the rest is read past it (O_DIRECT), where the file system can, or
+    through it, where that is faster (``tuner``).
+
+    Attributes:
+        is_direct: read past the page cache.
+        cold_bytes: what was read and was not in the page cache.
     """
 
-    def __init__(self, path: Path, tier: Tier = Tier.LOCAL) -> None:
+    def __init__(self, path: Path, tier: Tier = Tier.LOCAL, tuner: ReadTuner | None = None) -> None:
         self.tier = tier
         self.where = str(path)
+        self.tuner = tuner
+        self.is_direct = True
+        self.cold_bytes = 0
         self._path = path
         self._file = -1
+        self._device = ""
         self._direct_file = -1
         self._may_direct = True
         self._resident: Resident | None = None
         self._lock = threading.Lock()
 
+    @property
+    def device(self) -> str:
+        """What the file lies on, once it is open."""
+        return self._device
+
+    @property
+    def way(self) -> Way:
+        """How the device is read, as far as is known."""
+        return self.tuner.way(self._device) if self.tuner is not None else WAYS[0]
+
+    @property
+    def is_untried(self) -> bool:
+        """True when there are ways to try, and nobody has."""
+        return self.tuner is not None and not self.tuner.is_known(self._device)
+
     def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Buffer:
-        with self._lock:
-            if self._file < 0:
-                self._file = open_file(self._path)
+        self.open()
         if into is None:
             return pread_all(self._file, byte_range, self._path)
         with typed_errors(self._path):
             return into[: self._read_into(into, byte_range)]
 
+    def open(self) -> None:
+        """Raises our error when it cannot be had. Once is enough."""
+        with self._lock:
+            if self._file < 0:
+                self._file = open_file(self._path)
+                self._device = device_of(self._file)
+                self.is_direct = self.way.direct
+
     def _read_into(self, into: memoryview, byte_range: ByteRange) -> int:
         """Return how many bytes of the range are in ``into`` now: fewer than asked for where the file is too short."""
         done = 0
-        if byte_range.start % BLOCK_BYTES == 0 and not self._is_cached(byte_range):
+        if not (is_cached := self._is_at_hand(byte_range)):
+            self.cold_bytes += byte_range.size_bytes
+        if self.is_direct and not is_cached and byte_range.start % DISK_BLOCK_BYTES == 0:
             done = self._read_direct(into, byte_range)
+        if not done and not is_cached:  # all of it at once, where the kernel would read ahead in small steps
+            os.posix_fadvise(self._file, byte_range.start, byte_range.size_bytes, os.POSIX_FADV_WILLNEED)
         while done < byte_range.size_bytes:
             count = os.preadv(self._file, [into[done : byte_range.size_bytes]], byte_range.start + done)
             if not count:
                 break
             done += count
         return done
+
+    def _is_at_hand(self, byte_range: ByteRange) -> bool:
+        """True for what is in the page cache, unless the user wants it read in one way whatever is there."""
+        return (self.tuner is None or self.tuner.mode == "auto") and self._is_cached(byte_range)
 
     def _is_cached(self, byte_range: ByteRange) -> bool:
         """True when the whole range is in the page cache.
@@ -98,7 +138,7 @@ class LocalCopy:
             while done < wanted:
                 count = os.preadv(self._direct_file, [into[done:wanted]], byte_range.start + done)
                 done += count
-                if not count or count % BLOCK_BYTES:
+                if not count or count % DISK_BLOCK_BYTES:
                     break  # the end of the file
         return min(done, byte_range.size_bytes)
 
@@ -127,7 +167,7 @@ class LocalCopy:
 
 
 class RemoteCopy:
-    """A copy behind a store, read by ranges through ``get_range`` (blocking)."""
+    """A copy behind a store, read by ranges through ``get_range`` (blocking), into memory of the store's own."""
 
     def __init__(self, where: str, get_range: Callable[[ByteRange], Buffer]) -> None:
         self.tier = Tier.SHARED
@@ -135,11 +175,7 @@ class RemoteCopy:
         self._get_range = get_range
 
     def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Buffer:
-        data = self._get_range(byte_range)
-        if into is None:
-            return data
-        into[: len(data)] = data
-        return into[: len(data)]
+        return self._get_range(byte_range)
 
     def quarantine(self) -> None:
         """The shared tier is not ours to rename in: `tierckpt verify` reports it."""
@@ -148,17 +184,31 @@ class RemoteCopy:
         """Nothing is held."""
 
 
-class Copies:
-    """The copies of one file, nearest first. Any thread may ask for any chunk.
+class KnownBlocks(Protocol):
+    """Digests of the blocks of a file's chunks (mover/blocks.py)."""
 
-    Every chunk it returns has passed its digest (files of stock DCP have none and are returned as they are). When a
-    chunk of one copy is bad or cannot be read, that copy is given up (quarantined where it is ours) for the next.
+    def expect(self, indices: Iterable[int], /) -> None: ...
+
+    def of(self, index: int, /) -> bytes | None: ...
+
+    def close(self) -> None: ...
+
+
+class Copies:
+    """The copies of one file, nearest first. Any thread may ask for any chunk, or for whole blocks of one.
+
+    Every byte it returns has passed a digest (files of stock DCP have none and are returned as they are), but for what
+    ``peek`` shows. When a part of one copy is bad or cannot be read, that copy is given up (quarantined where it is
+    ours) for the next.
     """
 
-    def __init__(self, entry: FileEntry, chunk_size_bytes: int, copies: Sequence[Copy]) -> None:
+    def __init__(
+        self, entry: FileEntry, chunk_size_bytes: int, copies: Sequence[Copy], blocks: KnownBlocks | None = None
+    ) -> None:
         self.entry = entry
         self.chunk_size_bytes = chunk_size_bytes
         self._copies = list(copies)
+        self._blocks = blocks
         self._given_up: list[Copy] = []
         self._problems: list[TierckptError] = []
         self._lock = threading.Lock()
@@ -166,30 +216,59 @@ class Copies:
     def close(self) -> None:
         for copy in (*self._copies, *self._given_up):
             copy.close()
+        if self._blocks is not None:
+            self._blocks.close()
 
     @property
     def tier(self) -> str | None:
         """The tier of the copy that is read now."""
         return next((str(copy.tier) for copy in self._copies), None)
 
+    @property
+    def disk(self) -> LocalCopy | None:
+        """The copy that is read now, where it lies on a mounted file system."""
+        first = next(iter(self._copies), None)
+        return first if isinstance(first, LocalCopy) else None
+
+    @property
+    def is_remote(self) -> bool:
+        """True when the copy that is read now lies behind a store: each read of it is a request."""
+        return isinstance(next(iter(self._copies), None), RemoteCopy)
+
+    @property
+    def grain_bytes(self) -> int:
+        """The least that can be verified, and so the least that is worth reading; parts begin at a multiple of it."""
+        return BLOCK_BYTES if self.entry.digests else DISK_BLOCK_BYTES
+
     def chunk_range(self, index: int) -> ByteRange:
         start = index * self.chunk_size_bytes
         return ByteRange(start, min(start + self.chunk_size_bytes, self.entry.size_bytes))
 
+    def expect_parts(self, indices: Iterable[int]) -> None:
+        """Say of which chunks ``part`` will be asked for."""
+        if self._blocks is not None:
+            self._blocks.expect(indices)
+
+    def has_parts(self, index: int) -> bool:
+        """True when less than the whole of chunk ``index`` can be had, by ``part``."""
+        return not self.entry.digests or (self._blocks is not None and self._blocks.of(index) is not None)
+
     def chunk(self, index: int, into: memoryview | None = None) -> Buffer:
-        """Return chunk ``index``: in ``into`` (page-aligned, a chunk in whole blocks) or in memory of its own.
+        """Return chunk ``index``: in ``into`` (page-aligned, a chunk in whole pages), or in other memory."""
+        return self.part(index, self.chunk_range(index), into)
+
+    def part(self, index: int, byte_range: ByteRange, into: memoryview | None = None) -> Buffer:
+        """Return ``byte_range`` of chunk ``index``: all of it, or whole blocks of one that ``has_parts``.
 
         Raises:
             IntegrityError: no copy has a good version of it; names each copy and what was wrong.
         """
-        byte_range = self.chunk_range(index)
         while (copy := next(iter(self._copies), None)) is not None:
             try:
-                chunk = copy.read(byte_range, into)
-                if len(chunk) == byte_range.size_bytes and (
-                    not self.entry.digests or digest_of(chunk) == self.entry.digests[index]
-                ):
-                    return chunk
+                data = copy.read(byte_range, into)
+                BYTES.emit(len(data), tier=copy.tier, direction="read")
+                if len(data) == byte_range.size_bytes and self._is_good(data, index, byte_range):
+                    return data
                 problem: TierckptError = IntegrityError(
                     f"bytes {byte_range.start}-{byte_range.stop} are not what was saved",
                     tier=copy.tier,
@@ -199,6 +278,28 @@ class Copies:
                 problem = error
             self._give_up(copy, problem)
         raise self._loss(byte_range)
+
+    def peek(self, byte_range: ByteRange, into: memoryview | None = None) -> Buffer:
+        """Return what some copy has there, **unverified**, and nothing where it cannot be read.
+
+        Only for what is compared with what is known already: damage then shows as a difference.
+        """
+        for copy in tuple(self._copies):
+            with contextlib.suppress(TierckptError):
+                data = copy.read(byte_range, into)
+                BYTES.emit(len(data), tier=copy.tier, direction="read")
+                return data
+        return b""
+
+    def _is_good(self, data: Buffer, index: int, byte_range: ByteRange) -> bool:
+        if not self.entry.digests:
+            return True
+        if byte_range == self.chunk_range(index):
+            return has_digest(data, self.entry.digests[index])
+        known = self._blocks.of(index) if self._blocks is not None else None
+        found = blocks_of(data)
+        at = (byte_range.start - self.chunk_range(index).start) // BLOCK_BYTES * BLOCK_DIGEST_BYTES
+        return known is not None and known[at : at + len(found)] == found
 
     def _give_up(self, copy: Copy, problem: TierckptError) -> None:
         with self._lock:

@@ -40,7 +40,8 @@ from zlib_ng.zlib_ng import crc32, crc32_combine
 
 from ..arena.memory import Memory
 from ..errors import OperationTimeoutError, TierckptError
-from ..manifest import digest_of
+from ..manifest import BLOCK_BYTES as DIGEST_BLOCK_BYTES
+from ..manifest import block_digest, blocks_of, digest_of_blocks
 from ..stores.local import translate_os_error
 from ..telemetry import logger
 from ..types import Tier
@@ -54,6 +55,8 @@ BLOCK_BYTES = 4096
 DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EPERM}
 _ZEROS = bytes(64 * 1024)
+HOT_BYTES = 2 * DIGEST_BLOCK_BYTES
+"""A quarter of the smallest second-level cache of today's servers, since source, target and more go through it."""
 
 
 def round_up(value: int, to: int = BLOCK_BYTES) -> int:
@@ -158,6 +161,8 @@ class Flushed:
     path: Path
     size_bytes: int
     digests: tuple[str, ...]
+    blocks: bytes = b""
+    """The digests of the blocks of all chunks (``manifest.blocks_of``)."""
 
 
 def flush(
@@ -189,15 +194,14 @@ def flush(
     Cost: one pass over data in cache for CRC and digest, one copy more where there is no image; memory: the slots.
     """
     deadline = time.monotonic() + timeout_seconds
-    job = _Job(shards, slots, shape, chunk_size_bytes, durable, base, pace or Pace(), deadline, cached)
+    pace = pace or Pace()
+    foreground = not nice and pace.share >= 1.0
+    job = _Job(shards, slots, shape, chunk_size_bytes, durable, base, pace, deadline, cached, foreground)
     try:
         job.run(nice)
     finally:
         job.close()
-    return [
-        Flushed(file.shard.path, file.shard.size_bytes, tuple(file.digests[index] for index in sorted(file.digests)))
-        for file in job.files
-    ]
+    return [file.flushed() for file in job.files]
 
 
 class _File:
@@ -205,7 +209,8 @@ class _File:
 
     def __init__(self, shard: Shard, segment_bytes: int, *, direct: bool) -> None:
         self.shard = shard
-        self.digests: dict[int, str] = {}
+        self.blocks: dict[int, bytes] = {}
+        """The digests of each chunk's blocks."""
         self.segments = -(-shard.size_bytes // segment_bytes)
         self.left = self.segments
         self.direct = direct
@@ -258,6 +263,10 @@ class _File:
         if offset != end:
             raise OSError(errno.EIO, "wrote another number of bytes than asked")
 
+    def flushed(self) -> Flushed:
+        blocks = [self.blocks[index] for index in sorted(self.blocks)]
+        return Flushed(self.shard.path, self.shard.size_bytes, tuple(map(digest_of_blocks, blocks)), b"".join(blocks))
+
     def finish(self, durable: bool) -> None:
         if round_up(self.shard.size_bytes) != self.shard.size_bytes:
             os.ftruncate(self.fd, self.shard.size_bytes)
@@ -279,6 +288,7 @@ class _Job:
         pace: Pace,
         deadline: float,
         cached: bool,
+        foreground: bool,
     ) -> None:
         self.chunk_size_bytes = chunk_size_bytes
         self.segment_bytes = segment_bytes(chunk_size_bytes, shape.size_bytes)
@@ -293,6 +303,10 @@ class _Job:
         self.working = 0
         self.threads_started: list[threading.Thread] = []
         self.pace = pace
+        # Where the caller waits, copy, CRC and digest take a piece that the core's own cache holds, one after another:
+        # an eighth less processor time. Beside training each takes a segment, as each must ask for the GIL.
+        whole_blocks = not chunk_size_bytes % DIGEST_BLOCK_BYTES
+        self.hot_bytes = HOT_BYTES if foreground and whole_blocks else 0
         self._queue = deque(self._segments())
         self._writing = threading.BoundedSemaphore(shape.writes_max)
 
@@ -398,9 +412,9 @@ class _Job:
             )
         self._gather(records, place)
         for index, offset in enumerate(range(start, end, self.chunk_size_bytes), start // self.chunk_size_bytes):
-            file.digests[index] = digest_of(place.bytes(offset, min(offset + self.chunk_size_bytes, end)))
+            file.blocks[index] = place.blocks(offset, min(offset + self.chunk_size_bytes, end))
         try:
-            self._write(file, place.bytes(start, padded if file.direct else end), start)
+            self._write(file, place.part(start, padded if file.direct else end), start)
             with self.changed:
                 file.left -= 1
                 last = not file.left
@@ -468,8 +482,12 @@ class _Job:
         last = min(record.data_offset + record.size_bytes, place.end)
         if first >= last:
             return
-        self._bring(record, place.address + first - place.start, first - record.data_offset, last - first)
-        crc = crc32(place.bytes(first, last))
+        crc = 0
+        for start, end in _pieces(first, last, self.hot_bytes):
+            self._bring(record, place.address + start - place.start, start - record.data_offset, end - start)
+            crc = crc32(place.part(start, end), crc)
+            if self.hot_bytes:
+                place.digest(start, end)
         with self.changed:
             record.know(first, last - first, crc)
             self.changed.notify_all()
@@ -509,13 +527,29 @@ class _Job:
 class _Place:
     """Where a segment's bytes come together: ``view`` begins at file offset ``start`` and memory ``address``."""
 
-    __slots__ = ("address", "end", "start", "view")
+    __slots__ = ("address", "digests", "end", "start", "view")
 
     def __init__(self, view: memoryview, address: int, start: int, end: int) -> None:
         self.view, self.address, self.start, self.end = view, address, start, end
+        self.digests: dict[int, bytes] = {}
+        """By file offset: the digests of blocks that were taken as soon as their bytes were there."""
 
-    def bytes(self, start: int, end: int) -> memoryview:
+    def part(self, start: int, end: int) -> memoryview:
         return self.view[start - self.start : end - self.start]
+
+    def digest(self, start: int, end: int) -> None:
+        """Take the digests of the blocks that lie within ``[start, end)``, whose bytes are final."""
+        for offset in range(start + -start % DIGEST_BLOCK_BYTES, end - DIGEST_BLOCK_BYTES + 1, DIGEST_BLOCK_BYTES):
+            self.digests[offset] = block_digest(self.part(offset, offset + DIGEST_BLOCK_BYTES))
+
+    def blocks(self, start: int, end: int) -> bytes:
+        """The digests of the blocks of the chunk ``[start, end)``, of which all bytes are here."""
+        if not self.digests:
+            return blocks_of(self.part(start, end))
+        return b"".join(
+            self.digests.get(offset) or block_digest(self.part(offset, min(offset + DIGEST_BLOCK_BYTES, end)))
+            for offset in range(start, end, DIGEST_BLOCK_BYTES)
+        )
 
     def put(self, data: Any, offset: int) -> None:
         """Put what of ``data`` (which begins at file ``offset``) lies in this segment."""
@@ -534,6 +568,15 @@ class _Place:
 def segment_bytes(chunk_size_bytes: int, io_size_bytes: int) -> int:
     """The size of one write: as many whole chunks as make about ``io_size_bytes``."""
     return chunk_size_bytes * max(1, round(io_size_bytes / chunk_size_bytes))
+
+
+def _pieces(start: int, end: int, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """``[start, end)`` cut at the multiples of ``size_bytes``; whole when that is 0."""
+    while size_bytes and end - start > size_bytes:
+        cut = start + size_bytes - start % size_bytes
+        yield start, cut
+        start = cut
+    yield start, end
 
 
 def _overlapping(records: Sequence[Record], start: int, end: int) -> Sequence[Record]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from .. import manifest as manifests
 from ..errors import ManifestError, ObjectNotFoundError, StoreError
-from ..layout import METADATA_DIR, Location, journal_dir, local_dir, parse_uri
+from ..layout import BLOCKS_DIR, METADATA_DIR, Location, journal_dir, local_dir, parse_uri
 from ..manifest import FileEntry, Manifest
 from ..stores.local import durable_write, fsync_dir, make_dirs, read_whole
 from ..telemetry import logger
@@ -135,7 +135,7 @@ class Journal:
             return  # whoever removes a damaged entry knows what it does
         if entry is not None and entry.state != READY:
             directory = local_dir(self.directory.parent, entry.location)
-            for changed in (directory, directory / METADATA_DIR):
+            for changed in (directory, directory / METADATA_DIR, directory / BLOCKS_DIR):
                 if changed.is_dir():
                     fsync_dir(changed)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from ..cache.pool import Pool
 from ..config import Settings
 from ..errors import CapacityError, TierckptError
 from ..layout import PRIVATE_DIR, local_dir, step_of
@@ -53,6 +54,8 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path) -> None:
     begun, pause, said = time.monotonic(), POLL_SECONDS_MIN, False
     while True:
         lack, waits = _evict(settings, needed_bytes, directory)
+        if not lack.is_none and _cache_gives_way(settings, needed_bytes, directory):
+            lack = _lack(settings, needed_bytes, directory, exact=True)
         if lack.is_none:
             return
         if waits.size_bytes < lack.hard_bytes or not waits.what:
@@ -116,6 +119,24 @@ def _lack(settings: Settings, needed_bytes: int, directory: Path, *, exact: bool
 
 
 # --- evicting --------------------------------------------------------------------------------------------------
+
+
+def _cache_gives_way(settings: Settings, needed_bytes: int, directory: Path) -> bool:
+    """Evict from the node cache what the disk lacks (``local_bytes_max`` does not concern it). True if any went.
+
+    Training comes first: what the cache holds can be fetched again, unless somebody uses it or has pinned it.
+    """
+    lack = _lack(settings.model_copy(update={"local_bytes_max": None}), needed_bytes, directory)
+    if lack.is_none:
+        return False
+    try:
+        freed = Pool(settings).make_room(max(lack.hard_bytes, lack.mark_bytes))
+    except TierckptError as error:
+        log.warning("the node cache cannot give way: %s", error)
+        return False
+    if freed:
+        log.warning("evicted %d bytes of the node cache: a save needs %d bytes", freed, needed_bytes)
+    return freed > 0
 
 
 def _evict(settings: Settings, needed_bytes: int, directory: Path) -> tuple[Lack, _Waits]:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
-from ..manifest import FileEntry, digest_of
+from ..manifest import FileEntry, has_digest
 from ..stores.base import Store
 from ..stores.common import settled
 from ..stores.local import fsync_dir, make_dirs, translate_os_error
@@ -161,7 +161,7 @@ async def check(chunk: Buffer, digest: str, entry: FileEntry, byte_range: ByteRa
 
 
 def _has_digest(chunk: Buffer, digest: str, byte_range: ByteRange) -> bool:
-    return len(chunk) == byte_range.size_bytes and digest_of(chunk) == digest
+    return len(chunk) == byte_range.size_bytes and has_digest(chunk, digest)
 
 
 def _expect(good: bool, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:

@@ -75,6 +75,27 @@ class Store(Protocol):
 
 
 @runtime_checkable
+class Browsable(Protocol):
+    """What a store offers besides that a file system can be made of."""
+
+    async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+        """Return the objects and the names of the directories directly under ``prefix``; None: no such directory.
+
+        Where there are no directories but in names, an empty one does not exist.
+        """
+
+
+@runtime_checkable
+class ReadsInto(Protocol):
+    """What a store offers besides whose ranges can be received in memory of the caller's, for less processor time."""
+
+    async def get_range_into(
+        self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
+    ) -> None:
+        """``get_range`` into the first bytes of ``into``, which nothing writes to any more once this has ended."""
+
+
+@runtime_checkable
 class Recoverable(Protocol):
     """What a store behind a network offers besides: ways back after a failure that need not last."""
 

@@ -343,12 +343,12 @@ class LocalStore:
             for info in infos:
                 yield info
 
-    def _scan(self, prefix: str) -> tuple[builtins.list[ObjectInfo], builtins.list[str]]:
+    def _scan(self, prefix: str, *, follow: bool = False) -> tuple[builtins.list[ObjectInfo], builtins.list[str]]:
         """Return the files and the directories of one directory. What vanishes meanwhile is not there."""
         infos, directories = [], []
         for entry in self._entries(prefix):
             key = f"{prefix}/{entry.name}" if prefix else entry.name
-            if entry.is_dir(follow_symlinks=False):
+            if entry.is_dir(follow_symlinks=follow):
                 directories.append(key)
             elif entry.is_file() and not is_temporary(entry.name):
                 with contextlib.suppress(FileNotFoundError):
@@ -367,6 +367,15 @@ class LocalStore:
     async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
         entries = await asyncio.to_thread(self._entries, check_prefix(prefix))
         return sorted(entry.name for entry in entries if entry.is_dir())
+
+    async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+        directory = check_prefix(prefix)
+
+        def scan() -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+            return self._scan(directory, follow=True) if (self.root / directory).is_dir() else None
+
+        found = await asyncio.to_thread(scan)
+        return None if found is None else (found[0], [key.rpartition("/")[2] for key in found[1]])
 
     async def delete(self, key: str) -> None:
         await settled(asyncio.to_thread(self._delete, self._path(key)))

@@ -18,7 +18,7 @@ import atexit
 import builtins
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -43,6 +43,7 @@ from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, settled, short_answer
 from .credentials import Access, azure_access, gcs_access, s3_access
+from .ranges import Get, NotThisWay, Ranges, is_behind_proxy
 from .remote_errors import (
     error_code,
     first_line,
@@ -70,6 +71,9 @@ PARTS_MAX = 10_000
 DELETE_BATCH = 1000
 CONNECT_TIMEOUT_SECONDS = 5.0
 PART_RETRIES_MAX = 3
+DIRECT_BYTES_MIN = 256 << 10
+"""Smaller ranges are not worth a request of our own."""
+SIGNED_FOR = timedelta(minutes=15)
 RENEWAL_SECONDS_MIN = 10.0
 """Least time between two looks for newer credentials: a key that may not delete is not looked up for every delete."""
 EXIT_PAUSE_SECONDS = 0.1
@@ -104,6 +108,7 @@ class RemoteStore:
         self._endpoint = ""
         self._bucket_exists = False
         self._is_watching = False
+        self._ranges = Ranges()
         self._generation = 0
         """Counts the credentials used so far, so that of many requests refused at once one looks for newer ones."""
         self._is_proven = False
@@ -218,6 +223,7 @@ class RemoteStore:
         await self.retries.pay(damage)
         self.retries.counts["damaged_answers"] += 1
         self._clients.clear()  # requests under way keep the client they have
+        self._ranges.close()
 
     async def available(self) -> bool:
         """Wait, as long as it takes, until the store is up. False, at once, when it was not down."""
@@ -261,6 +267,33 @@ class RemoteStore:
         if len(data) != byte_range.size_bytes:
             raise short_answer(self.uri, key, byte_range, len(data))
         return data
+
+    async def get_range_into(
+        self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
+    ) -> None:
+        """``get_range`` into memory of the caller's. From S3, large ranges on connections of our own (ranges.py)."""
+        check_key(key)
+        size_bytes = check_range(byte_range).size_bytes
+        if size_bytes >= DIRECT_BYTES_MIN and self.location.scheme == "s3" and self._ranges.is_usable:
+            try:
+                await self._request(key, lambda bucket: self._receive(bucket, key, byte_range, into, if_match))
+                return
+            except NotThisWay as reason:
+                self._ranges.miss(reason)
+        into[:size_bytes] = await self.get_range(key, byte_range, if_match=if_match)
+
+    async def _receive(
+        self, bucket: Bucket, key: str, byte_range: ByteRange, into: memoryview, if_match: str | None
+    ) -> None:
+        try:
+            url = await obstore.sign_async(bucket, "GET", key, SIGNED_FOR)
+        except (obstore_errors.BaseError, ValueError) as error:
+            raise NotThisWay(f"no URL can be signed ({type(error).__name__})", for_good=True) from None
+        if is_behind_proxy(url):
+            raise NotThisWay("there is a proxy", for_good=True)
+        window = self._limit_seconds(0)
+        enough = max(1, int(self.settings.throughput_min_bytes_per_second * window))
+        await self._ranges.read(Get(f"{self.uri}/{key}", url, byte_range, into, if_match, window, enough))
 
     async def _read(self, bucket: Bucket, key: str, options: GetOptions) -> Buffer:
         """Return the body of one GET. Broken off when a window passes in which too little of it came.
@@ -429,6 +462,13 @@ class RemoteStore:
         answer = await self._request(None, lambda bucket: obstore.list_with_delimiter_async(bucket, directory))
         return sorted({path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"]})
 
+    async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+        directory = check_prefix(prefix)
+        answer = await self._request(None, lambda bucket: obstore.list_with_delimiter_async(bucket, directory or None))
+        names = sorted({path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"]})
+        infos = [info for info in map(_info, answer["objects"]) if info.key and not _marks(info, directory, names)]
+        return (infos, names) if infos or names or not directory else None
+
     async def delete(self, key: str) -> None:
         await self._delete_all([check_key(key)])
 
@@ -455,6 +495,7 @@ class RemoteStore:
     async def close(self) -> None:
         """Drop the clients; their connections close with them."""
         self._clients.clear()
+        self._ranges.close()
         self._access = None
 
     @contextlib.asynccontextmanager
@@ -539,6 +580,11 @@ def _frozen(piece: Buffer) -> Buffer:
     """Return ``piece`` if nobody can change it, else a copy. See the module's docstring."""
     owner = piece.obj if isinstance(piece, memoryview) else piece
     return piece if isinstance(owner, bytes) else bytes(piece)
+
+
+def _marks(info: ObjectInfo, directory: str, names: Sequence[str]) -> bool:
+    """True for an empty object that stands for a "directory": this one, or one of ``names`` in it."""
+    return not info.size_bytes and (info.key == directory or info.key.rpartition("/")[2] in names)
 
 
 def _info(meta: Any) -> ObjectInfo:

@@ -252,6 +252,26 @@ class UniversalStore:
             return []
         return sorted({info["name"].rstrip("/").rpartition("/")[2] for info in infos if info["type"] == "directory"})
 
+    async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+        return await self._call(self._list_level, check_prefix(prefix))
+
+    def _list_level(self, prefix: str) -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+        self.fs.invalidate_cache()
+        directory = self._directory(prefix)
+        try:
+            found = {self._normal(info["name"]).rstrip("/"): info for info in self.fs.ls(directory, detail=True)}
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        itself = found.pop(directory.rstrip("/"), None)  # the answer of most backends when it is a file
+        if itself is not None and itself["type"] == "file" and not found:
+            return None
+        files = [
+            ObjectInfo(path[len(self.root) + 1 :], info["size"], _etag(info))
+            for path, info in found.items()
+            if info["type"] == "file" and not is_temporary(path.rpartition("/")[2])
+        ]
+        return files, sorted(path.rpartition("/")[2] for path, info in found.items() if info["type"] == "directory")
+
     async def delete(self, key: str) -> None:
         await self._call(self._remove, self._path(key))
 

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from ..errors import StoreUnavailableError, TierckptError
-from ..stores.base import Store
+from ..stores.base import Browsable, Store
 from ..types import Buffer, ByteRange, ObjectInfo
 
 T = TypeVar("T")
@@ -176,6 +176,12 @@ class FaultyStore:
         names = await self.inner.list_dirs(prefix)
         self._after(fault, "list_dirs", prefix)
         return names
+
+    async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+        fault = await self._before("list_level", prefix)
+        found = await cast(Browsable, self.inner).list_level(prefix)
+        self._after(fault, "list_level", prefix)
+        return found
 
     async def delete(self, key: str) -> None:
         fault = await self._before("delete", key)

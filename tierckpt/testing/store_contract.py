@@ -22,7 +22,7 @@ import pytest
 
 from ..config import MiB
 from ..errors import ConfigError, IntegrityError, ObjectNotFoundError, PreconditionFailedError
-from ..stores.base import Store
+from ..stores.base import Browsable, Store
 from ..types import Buffer, ByteRange
 
 PART = 8 * MiB
@@ -408,6 +408,21 @@ class StoreContract(abc.ABC):
         assert await store.list_dirs("step-10") == ["deep"]
         assert await store.list_dirs("step-10/") == ["deep"]
         assert await store.list_dirs("step-1") == []
+
+    async def test_list_level(self, store: Store) -> None:
+        assert isinstance(store, Browsable)
+        for key in ("a/one", "a/empty", "a/deep/er/two", "ab", "three"):
+            await store.put(key, b"" if key == "a/empty" else b"1")
+        for spelling in ("a", "a/"):
+            found = await store.list_level(spelling)
+            assert found is not None
+            assert sorted((info.key, info.size_bytes) for info in found[0]) == [("a/empty", 0), ("a/one", 1)]
+            assert found[1] == ["deep"]
+        found = await store.list_level()
+        assert found is not None
+        assert (sorted(info.key for info in found[0]), found[1]) == (["ab", "three"], ["a"])
+        assert await store.list_level("a/dee") is None
+        assert await store.list_level("a/one") is None
 
     @pytest.mark.parametrize("key", ODD_KEYS)
     async def test_odd_keys(self, place: Place, store: Store, key: str) -> None:

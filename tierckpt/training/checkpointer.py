@@ -14,9 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,10 +25,8 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..client import Client, get_client
@@ -53,7 +50,8 @@ from ..telemetry import BLOCKED_SECONDS, logger
 from ..types import Tier
 from . import preemption, testament
 from . import state as states
-from .exchange import Exchange, agree_on_name, all_gather, is_distributed, same_outcome
+from .exchange import Exchange, agree_on_name, all_gather, is_distributed
+from .restoring import restore_into, unwrapped
 from .testament import Testament
 
 log = logger("checkpointer")
@@ -155,7 +153,7 @@ class Checkpointer:
             return self._skip(record)
         writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=self._overwrite)
         writer.hold_back()
-        with _unwrapped():
+        with unwrapped():
             plan, planner, metadata = self._plan(states.collect(state), writer)
         staged, failure = self._stage(plan, planner, state)
         self.stats.append(record)
@@ -397,8 +395,12 @@ class Checkpointer:
 
     # --- restoring ----------------------------------------------------------------------------------------------
 
-    def restore(self, state: dict[str, Any], step: int | None = None) -> int | None:
+    def restore(
+        self, state: dict[str, Any], step: int | None = None, *, only: str | Collection[str] | None = None
+    ) -> int | None:
         """Load the newest usable checkpoint (or ``step``) into ``state``, in place. Returns its step, None without one.
+
+        With ``only="model"``, or several names, those entries of ``state`` are loaded and no other byte is read.
 
         All ranks agree on the step before any of them changes anything. Each file is read from whichever copy is good:
         a bad one is set aside and the next one tried. Without ``step``, a checkpoint with a file that has no good copy
@@ -410,6 +412,7 @@ class Checkpointer:
                 ``state`` may then hold part of what could be read.
         """
         self._check_open()
+        names = states.check_names(state, only)
         self._finish_running()
         self._client.recover()
         begun = time.monotonic()
@@ -421,7 +424,7 @@ class Checkpointer:
                     raise passed_over[0][1]
                 return None
             try:
-                self._restore(uri, state)
+                restore_into(TierStorageReader(uri, settings=self.settings), state, names)
                 break
             except (IntegrityError, ObjectNotFoundError) as error:
                 if step is not None:
@@ -440,20 +443,6 @@ class Checkpointer:
         steps = [step_of(uri) for uri, _ in passed_over]
         below = min((found for found in steps if found is not None), default=None)
         return self._agreed_latest(below - 1 if below is not None else None)
-
-    def _restore(self, uri: str, state: dict[str, Any]) -> None:
-        """Load one checkpoint. An error of any rank is raised on all of them, so that they stay at one step."""
-        reader = TierStorageReader(uri, settings=self.settings)
-
-        def read_target() -> tuple[Metadata, dict[str, Any]]:
-            metadata = reader.read_metadata()
-            return metadata, states.load_target(state, metadata)
-
-        with _unwrapped(), warnings.catch_warnings():
-            metadata, target = same_outcome(read_target)
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is a fine number
-            load(target, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=not is_distributed())
-            same_outcome(lambda: states.put_back(state, target, metadata))
 
     def latest_step(self) -> int | None:
         """Return the newest step that every rank can load, None when there is none. Collective under torchrun."""
@@ -572,17 +561,3 @@ class _Job:
         """Drop the staged copies: their memory is free for the next checkpoint, whoever keeps the future of this."""
         self.staged = StagedItems()
         self.metadata = None
-
-
-class _unwrapped:
-    """Raise the typed error inside DCP's CheckpointException (a BaseException, by rank) as itself."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, CheckpointException):
-            causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-            ours = next((cause for cause in causes.values() if isinstance(cause, TierckptError)), None)
-            if ours is not None:
-                ours.context.setdefault("rank", min(rank for rank, cause in causes.items() if cause is ours))
-                raise ours from error

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -169,13 +169,29 @@ def _owner(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     )
 
 
-def load_target(state: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
+def check_names(state: Mapping[str, Any], only: str | Collection[str] | None) -> Collection[str] | None:
+    """Return the names in ``only``, each of which is in ``state``; None for all. Raises StateMismatchError."""
+    if only is None:
+        return None
+    names = (only,) if isinstance(only, str) else tuple(only)
+    for name in names:
+        if name not in state:
+            raise StateMismatchError(
+                f"there is no {name!r} in the state to restore; there is {', '.join(map(repr, state)) or 'nothing'}",
+                hint="Name entries of the dict that is passed to restore",
+            )
+    return names
+
+
+def load_target(state: Mapping[str, Any], metadata: Metadata, only: Collection[str] | None = None) -> dict[str, Any]:
     """Return the dict for ``dcp.load``: modules and optimizers in place, everything else as the checkpoint has it.
 
     Raises StateMismatchError naming what the checkpoint lacks or has in another shape. Nothing was changed then.
     """
     target: dict[str, Any] = {}
     for name, value in state.items():
+        if only is not None and name not in only:
+            continue
         if isinstance(value, torch.nn.Module):
             target[name] = get_model_state_dict(value)
         elif isinstance(value, torch.optim.Optimizer):
@@ -228,12 +244,15 @@ def check_fits(target: Mapping[str, Any], metadata: Metadata) -> None:
         )
 
 
-def put_back(state: dict[str, Any], loaded: Mapping[str, Any], metadata: Metadata) -> None:
+def put_back(
+    state: dict[str, Any], loaded: Mapping[str, Any], metadata: Metadata, only: Collection[str] | None = None
+) -> None:
     """Hand what was loaded to its owners. Modules and optimizers share storage with ``loaded`` already or take it."""
-    for name, value in list(state.items()):
+    wanted = [(name, value) for name, value in state.items() if only is None or name in only]
+    for name, value in wanted:
         if isinstance(value, torch.nn.Module):
             set_model_state_dict(value, loaded[name])
-    for name, value in list(state.items()):
+    for name, value in wanted:
         if isinstance(value, torch.nn.Module):
             continue
         if isinstance(value, torch.optim.Optimizer):

@@ -30,7 +30,6 @@ _TOKEN = re.compile(r"[0-9a-f]{16}")
 
 LEFT = {
     re.compile(r"^shared/.*/\..+\.tmp$"): "a mount that others write to as well: whose it is cannot be known",
-    re.compile(r"^\..+\.incoming\.lock$"): "empty; the next restore to that place takes it along",
 }
 """What a kill may leave for good, and why."""
 
@@ -180,7 +179,7 @@ def an_hour_passes(world: World) -> None:
     past = time.time() - LEFTOVER_SECONDS - 60
     for path in world.root.rglob("*"):
         if path.suffix != SHARD_SUFFIX:
-            os.utime(path, (past, past))
+            os.utime(path, (past, past), follow_symlinks=False)
 
 
 def sent(world: World) -> dict[str, tuple[int, int]]:

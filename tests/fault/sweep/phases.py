@@ -20,7 +20,7 @@ from tierckpt.mover import drain, transfer
 from tierckpt.mover.disk import check_local_root, typed_errors
 from tierckpt.stores.local import LocalStore
 
-WAIT_SECONDS = 0.3
+WAIT_SECONDS = 1.5
 drain.POLL_SECONDS_MIN = 0.1
 """Long enough for the other ranks to be done: how often a mover looks must not depend on how fast this machine is."""
 
@@ -169,8 +169,9 @@ def restore_prepared(world: World) -> None:
 
 
 def restore(world: World) -> None:
+    """Of this step. Of the run it would rightly be an older one where this one cannot be read (set_cover.py)."""
     job = Job(world)
-    job.wait(job.engine.restore(world.run, world.place("", TARGET)))
+    job.wait(job.engine.restore(world.step(2), world.place("", TARGET)))
     job.acknowledge("step-2", TARGET)
 
 

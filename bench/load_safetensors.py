@@ -1,0 +1,397 @@
+"""How fast do safetensors become tensors? Beside the raw reads of this disk, and everybody else's loaders.
+
+    python bench/load_safetensors.py [--rounds 5] [--scale 1.0] [--rows "raw/4;ours;..."] [--dir DIR]
+
+4 GiB in 4 files of bf16. Each sample is a process of its own that has imported what it needs: the page cache is dropped
+(cold; fincore says whether it is) or filled (warm), one load is timed, with every tensor the caller's own: what is lazy
+is touched or cloned within the time. Then every byte is compared with what was saved. Rounds are interleaved.
+Prints a table, writes bench/out/safetensors.json. Needs root to drop the page cache. Progress is on stderr.
+
+    pip install --no-deps runai-model-streamer fastsafetensors tensorizer redis hiredis libnacl psutil humanize
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from saving.meter import Meter, Timing, drop_page_cache, say
+
+import tierckpt
+from tierckpt.arena.memory import Memory
+from tierckpt.manifest import digest_of
+
+HERE = Path(__file__).resolve().parent
+OUT = HERE / "out" / "safetensors.json"
+GiB, MiB = 1 << 30, 1 << 20
+FILES, TENSORS, TENSOR_BYTES = 4, 16, 64 * MiB
+READ_BYTES = 8 * MiB
+SAMPLE_SECONDS = 600.0
+LIMIT = 1.1
+_PR_SET_THP_DISABLE = 41
+State = dict[str, torch.Tensor]
+Load = Callable[[], State]
+
+
+# --- rows: each prepares (imports, opens nothing) and returns what is timed ----------------------------------------
+
+
+def raw(threads_max: int) -> Callable[[Path], Load]:
+    """The limit: O_DIRECT into a few buffers of huge pages, nothing kept."""
+
+    def row(folder: Path) -> Load:
+        files = sorted(folder.glob("*.safetensors"))
+        todo = iter([(path, at) for path in files for at in range(0, path.stat().st_size, READ_BYTES)])
+        descriptors = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in files}
+        memories = [Memory.allocate(READ_BYTES) for _ in range(threads_max)]
+        lock = threading.Lock()
+
+        def read(memory: Memory) -> None:
+            while True:
+                with lock:
+                    job = next(todo, None)
+                if job is None:
+                    return
+                os.preadv(descriptors[job[0]], [memory.view[:READ_BYTES]], job[1])
+
+        def load() -> State:
+            threads = [threading.Thread(target=read, args=(memory,)) for memory in memories]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            return {}
+
+        return load
+
+    return row
+
+
+def ours(folder: Path) -> Load:
+    load_all = tierckpt.load_safetensors  # imported here, as the others' are
+    return lambda: load_all(folder)
+
+
+def ours_in_small_pages(folder: Path) -> Load:
+    """What huge pages are worth: under a hypervisor that takes free ones back, they may cost more than they save."""
+    ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
+    return ours(folder)
+
+
+def ours_streamed(folder: Path) -> Load:
+    stream = tierckpt.stream_safetensors
+    return lambda: dict(stream(folder))
+
+
+def mmap_cloned(folder: Path) -> Load:
+    return lambda: {
+        name: value.clone() for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()
+    }
+
+
+def mmap_touched(folder: Path) -> Load:
+    def load() -> State:
+        found = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            for name, value in load_file(path).items():
+                value.view(-1).view(torch.uint8)[::4096].sum()
+                found[name] = value
+        return found
+
+    return load
+
+
+def pread(folder: Path) -> Load:
+    def load() -> State:
+        found = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt", backend="pread") as file:
+                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return found
+
+    return load
+
+
+def runai(folder: Path) -> Load:
+    from runai_model_streamer import SafetensorsStreamer
+
+    def load() -> State:
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_files([str(path) for path in sorted(folder.glob("*.safetensors"))])
+            return {name: value.clone() for name, value in streamer.get_tensors()}
+
+    return load
+
+
+_kept: list[Any] = []
+
+
+def fastsafetensors(folder: Path) -> Load:
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+    def load() -> State:
+        loader = SafeTensorsFileLoader(SingleGroup(), torch.device("cpu"), nogds=True)
+        loader.add_filenames({0: [str(path) for path in sorted(folder.glob("*.safetensors"))]})
+        buffers = loader.copy_files_to_device()
+        _kept.extend([loader, buffers])  # the tensors are views of it
+        return {name: buffers.get_tensor(name) for name in buffers.key_to_rank_lidx}
+
+    return load
+
+
+def tensorizer(folder: Path) -> Load:
+    from tensorizer import TensorDeserializer
+
+    def load() -> State:
+        found = {}
+        for path in sorted(folder.glob("*.tensors")):
+            deserializer = TensorDeserializer(str(path), device="cpu", num_readers=2)
+            found |= dict(deserializer.items())
+            _kept.append(deserializer)
+        return found
+
+    return load
+
+
+def torch_load(folder: Path) -> Load:
+    def load() -> State:
+        found = {}
+        for path in sorted(folder.glob("*.pt")):
+            found |= torch.load(path, weights_only=True)
+        return found
+
+    return load
+
+
+ROWS: dict[str, tuple[Callable[[Path], Load], str, str]] = {
+    "raw/2": (raw(2), "", "safetensors"),
+    "raw/4": (raw(4), "", "safetensors"),
+    "ours": (ours, "", "safetensors"),
+    "ours, 4 KiB pages": (ours_in_small_pages, "", "safetensors"),
+    "ours, streamed": (ours_streamed, "", "safetensors"),
+    "load_file, cloned": (mmap_cloned, "", "safetensors"),
+    "load_file, touched": (mmap_touched, "", "safetensors"),
+    "safe_open, pread": (pread, "", "safetensors"),
+    "runai streamer": (runai, "runai_model_streamer", "safetensors"),
+    "fastsafetensors": (fastsafetensors, "fastsafetensors", "safetensors"),
+    "tensorizer": (tensorizer, "tensorizer", "tensors"),
+    "torch.load": (torch_load, "", "pt"),
+}
+"""Name: what it does, the package it needs, the ending of the files it reads."""
+
+
+# --- samples -------------------------------------------------------------------------------------------------------
+
+
+def save_all(folder: Path, scale: float, wanted: list[str]) -> None:
+    """Leave the model in every format that is read, and what each tensor's bytes are."""
+    digests: dict[str, str] = {}
+    numel = max(4096, int(TENSOR_BYTES * scale) // 2 // 4096 * 4096)
+    for number in range(FILES):
+        generator = torch.Generator().manual_seed(number)
+        state = {
+            f"layer.{number}.{index}": torch.randint(
+                -(1 << 15), 1 << 15, (numel,), dtype=torch.int16, generator=generator
+            )
+            .view(torch.bfloat16)
+            .view(64, -1)
+            for index in range(TENSORS)
+        }
+        digests |= {name: digest_of(value.view(torch.uint8).numpy()) for name, value in state.items()}
+        save_file(state, folder / f"model-{number}.safetensors")
+        if "torch.load" in wanted:
+            torch.save(state, folder / f"model-{number}.pt")
+        if "tensorizer" in wanted and is_installed("tensorizer"):
+            from tensorizer import TensorSerializer
+
+            serializer = TensorSerializer(str(folder / f"model-{number}.tensors"))
+            serializer.write_state_dict(state)
+            serializer.close()
+    (folder / "digests.json").write_text(json.dumps(digests))
+
+
+def is_installed(package: str) -> bool:
+    return not package or importlib.util.find_spec(package) is not None
+
+
+def sample(folder: Path, row: str, temperature: str) -> dict[str, float]:
+    make, _, ending = ROWS[row]
+    load = make(folder)
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    files = sorted(folder.glob(f"*.{ending}"))
+    os.sync()
+    drop_page_cache()
+    if temperature == "warm":
+        for path in files:
+            path.read_bytes()
+    elif (held := cached_bytes(files)) > MiB:
+        raise SystemExit(f"the page cache was not dropped: {held} bytes of {folder} are in it")
+    with Meter() as meter:
+        begun = time.perf_counter()
+        got = load()
+        seconds = time.perf_counter() - begun
+    if not row.startswith("raw"):
+        compare(got, json.loads((folder / "digests.json").read_text()), row)
+    found = meter.sample(Timing(seconds, seconds))
+    return {
+        "seconds": seconds,
+        "cpu_seconds": found["cpu_seconds"],
+        "peak_extra_bytes": found["peak_extra_bytes"],
+        "minor_faults": found["minor_faults"],
+    }
+
+
+def compare(got: State, digests: dict[str, str], row: str) -> None:
+    if got.keys() != digests.keys():
+        raise SystemExit(f"{row} loaded other tensors than were saved")
+    for name, digest in digests.items():
+        if digest_of(got[name].contiguous().view(-1).view(torch.uint8).numpy()) != digest:
+            raise SystemExit(f"{row} loaded something else than was saved as {name}")
+
+
+def cached_bytes(files: list[Path]) -> int:
+    """What of ``files`` is in the page cache, as fincore(1) tells it."""
+    command = ["fincore", "--bytes", "--noheadings", "--output", "RES", *map(str, files)]
+    return sum(map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()))
+
+
+def measured(given: argparse.Namespace, folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    table: dict[str, dict[str, Any]] = {}
+    samples: dict[str, list[dict[str, float]]] = defaultdict(list)
+    ratios: dict[str, list[float]] = defaultdict(list)
+    order = [
+        (name, heat) for name in names for heat in ("cold", "warm") if heat == "cold" or not name.startswith("raw")
+    ]
+    for name in names:
+        if not is_installed(ROWS[name][1]):
+            table[name] = {"missing": "not installed"}
+            order = [(other, heat) for other, heat in order if other != name]
+    _run(["--save", str(folder)], given)
+    for number in range(given.rounds):
+        this_round: dict[str, dict[str, float]] = {}
+        for name, heat in order if number % 2 == 0 else reversed(order):
+            label = name if heat == "cold" else f"{name}, warm"
+            if "error" in table.get(label, {}):
+                continue
+            try:
+                this_round[label] = json.loads(_run(["--sample", str(folder), name, heat], given))
+                samples[label].append(this_round[label])
+            except SystemExit as error:
+                table[label] = {"error": str(error)[-300:]}
+        limits = [one["seconds"] for name, one in this_round.items() if name.startswith("raw")]
+        for label, one in this_round.items():
+            ratios[label].append(one["seconds"] / min(limits) if limits else float("nan"))
+        say(f"round {number + 1} of {given.rounds}")
+    for label, taken in samples.items():
+        if "error" not in table.get(label, {}):
+            table[label] = {key: statistics.median(one[key] for one in taken) for key in taken[0]}
+            table[label]["times_raw"] = statistics.median(ratios[label])
+    return table
+
+
+def _run(words: list[str], given: argparse.Namespace) -> str:
+    command = [
+        sys.executable,
+        str(HERE / "load_safetensors.py"),
+        "--scale",
+        str(given.scale),
+        "--rows",
+        given.rows,
+        *words,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SAMPLE_SECONDS)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)}: {done.stderr[-2000:]}")
+    return done.stdout.strip().rpartition("\n")[2]
+
+
+# --- the program ---------------------------------------------------------------------------------------------------
+
+
+def table_of(rows: dict[str, dict[str, Any]], size_bytes: float) -> Table:
+    table = Table(title=f"{size_bytes / GiB:g} GiB of safetensors in {FILES} files to CPU")
+    for column in ("", "s", "x raw", "CPU-s", "extra RSS, MiB", "faults"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, row in rows.items():
+        if "seconds" not in row:
+            table.add_row(name, row.get("missing") or "failed", *[""] * 4)
+            continue
+        extra = f"{row['peak_extra_bytes'] / MiB:.0f}"
+        cpu, faults = f"{row['cpu_seconds']:.2f}", f"{row['minor_faults']:.0f}"
+        table.add_row(name, f"{row['seconds']:.2f}", f"{row['times_raw']:.2f}", cpu, extra, faults)
+    return table
+
+
+def figures(rows: dict[str, dict[str, Any]], size_bytes: float) -> dict[str, bool]:
+    """What must hold, of what was measured."""
+    if "seconds" not in rows.get("ours", {}) or "times_raw" not in rows["ours"]:
+        return {}
+    mine = rows["ours"]
+    cold = {
+        name: row["seconds"]
+        for name, row in rows.items()
+        if "seconds" in row and not name.startswith(("raw", "ours")) and not name.endswith(", warm")
+    }
+    return {
+        f"cold <= {LIMIT} x raw": mine["times_raw"] <= LIMIT,
+        "cold, no slower than any other": all(mine["seconds"] <= seconds for seconds in cold.values()),
+        "extra RSS <= 1 x the tensors + 32 MiB": mine["peak_extra_bytes"] <= size_bytes + 32 * MiB,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=";".join(ROWS), help="names, between semicolons")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--dir", type=Path, default=Path.home() / ".cache" / "tierckpt-bench")
+    parser.add_argument("--save", help=argparse.SUPPRESS)
+    parser.add_argument("--sample", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    names = given.rows.split(";")
+    if given.save:
+        save_all(Path(given.save), given.scale, names)
+        return
+    if given.sample:
+        folder, row, temperature = given.sample
+        print(json.dumps(sample(Path(folder), row, temperature)))
+        return
+    if not drop_page_cache():
+        raise SystemExit("the page cache cannot be dropped: run as root")
+    given.dir.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="safetensors-", dir=given.dir))
+    try:
+        rows = measured(given, folder, names)
+        size_bytes = float(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    Console(width=100).print(table_of(rows, size_bytes))
+    verdicts = figures(rows, size_bytes)
+    for what, holds in verdicts.items():
+        print(f"{'ok  ' if holds else 'MISS'} {what}")
+    OUT.parent.mkdir(exist_ok=True)
+    document = {"rounds": given.rounds, "scale": given.scale, "rows": rows, "figures": verdicts}
+    OUT.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What each rank does in test_sharing.py: loads in which ranks of one node want the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import tierckpt
+from tests.states import same
+from tierckpt import telemetry
+
+CHUNK = 64 << 10
+ROWS, COLUMNS = 1024, 512
+"""2 MiB of float32."""
+
+
+class Read:
+    """What this rank reads while it is open, in bytes by tier; and how often it gave up reading with the others."""
+
+    def __enter__(self) -> Read:
+        self.bytes: dict[str, float] = {}
+        self.alone = 0
+        self._stop = telemetry.listen(self._note)
+        return self
+
+    def _note(self, metric: telemetry.Metric, value: float, labels: telemetry.Labels) -> None:
+        if metric is telemetry.BYTES and labels["direction"] == "read":
+            self.bytes[labels["tier"]] = self.bytes.get(labels["tier"], 0) + value
+        elif metric is telemetry.READS_ALONE:
+            self.alone += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def of_all(self) -> list[Any]:
+        """[bytes by tier of all ranks together, how many gave up]."""
+        seen: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, (self.bytes, self.alone))
+        tiers = {tier for found, _ in seen for tier in found}
+        return [{tier: sum(found.get(tier, 0) for found, _ in seen) for tier in tiers}, sum(alone for _, alone in seen)]
+
+
+def values(seed: int) -> torch.Tensor:
+    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed))
+
+
+def replicated() -> dict[str, Any]:
+    """As of DDP: every rank has all of it."""
+    tensors = {f"layer-{number}": values(number) for number in range(8)}
+    return {"model": tensors, "step": torch.tensor(7), "note": {"lr": 0.1}}
+
+
+def mixed() -> dict[str, Any]:
+    """As of FSDP with some layers left whole."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements = [[Shard(0)], [Replicate()], [Shard(1)], [Shard(0)], [Replicate()]]
+    return {
+        f"layer-{number}": distribute_tensor(values(number), mesh, placement)
+        for number, placement in enumerate(placements)
+    } | {"bias": values(99)[:3], "note": "mixed"}
+
+
+def sharded(dim: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {f"layer-{number}": distribute_tensor(values(number), mesh, [Shard(dim)]) for number in range(8)}
+
+
+def cleared(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: cleared(value) for key, value in state.items()}
+    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else None
+
+
+def local(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: local(value) for key, value in state.items()}
+    return state.to_local() if isinstance(state, DTensor) else state
+
+
+STATES = {"replicated": replicated, "mixed": mixed, "rows": lambda: sharded(0), "columns": lambda: sharded(1)}
+
+
+def save(uri: str, kind: str) -> int:
+    """Save as ``kind``, and return the bytes of the shards."""
+    writer = tierckpt.TierStorageWriter(uri, chunk_size_bytes=CHUNK)
+    dcp.save(STATES[kind](), storage_writer=writer)
+    tierckpt.wait(uri, timeout_seconds=60)
+    return shard_bytes(uri)
+
+
+def shard_bytes(uri: str) -> int:
+    return sum(path.stat().st_size for path in Path(uri).glob("*.distcp"))
+
+
+def load(uri: str, kind: str, **overrides: Any) -> dict[str, Any]:
+    """Load, and say on every rank what all of them read, and whether all have what they should."""
+    state = cleared(STATES[kind]())
+    with Read() as read:
+        dcp.load(state, storage_reader=tierckpt.TierStorageReader(uri, **overrides))
+    right = torch.tensor(int(same(local(state), local(STATES[kind]()))))
+    dist.all_reduce(right, dist.ReduceOp.MIN)
+    by_tier, alone = read.of_all()
+    return {"right": bool(right), "read": by_tier, "alone": alone}
+
+
+def save_and_load(folder: str, saved: str, loaded: str, window: str = "256MiB") -> dict[str, Any]:
+    save(f"{folder}/step-1", saved)
+    return load_twice(folder, loaded, window)
+
+
+def load_twice(folder: str, loaded: str, window: str = "256MiB") -> dict[str, Any]:
+    uri = f"{folder}/step-1"
+    return {
+        "size": shard_bytes(uri),
+        "shared": load(uri, loaded, share_reads_bytes_max=window),
+        "apart": load(uri, loaded, share_reads=False),
+    }
+
+
+def only_save(folder: str, saved: str) -> int:
+    return save(f"{folder}/step-1", saved)
+
+
+def restore_elsewhere(uri: str, local_root: str) -> dict[str, Any]:
+    """Save with a Checkpointer, and restore on a node that has nothing of it."""
+    with tierckpt.Checkpointer(uri, chunk_size_bytes=CHUNK) as checkpointer:
+        checkpointer.save(7, replicated())
+    dist.barrier()
+    state = cleared(replicated())
+    with Read() as read, tierckpt.Checkpointer(uri, local_root=local_root) as checkpointer:
+        step = checkpointer.restore(state)
+    right = torch.tensor(int(same(state, replicated())))
+    dist.all_reduce(right, dist.ReduceOp.MIN)
+    by_tier, alone = read.of_all()
+    size = sum(path.stat().st_size for path in Path(local_root).rglob("*.distcp"))
+    return {"size": size, "step": step, "right": bool(right), "read": by_tier, "alone": alone}

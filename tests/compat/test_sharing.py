@@ -1,0 +1,52 @@
+"""Ranks of one node read what they share once: the bytes that all of them together read, and what they get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compat.worker import launch
+
+pytestmark = pytest.mark.distributed
+
+SCENARIOS = "tests.compat.sharing"
+RANKS = 4
+EXTRA_BYTES = 400_000
+"""Metadata, which every rank reads for itself, and pages at which the heads of items are looked at."""
+
+
+def total(load: dict[str, Any]) -> float:
+    return float(sum(load["read"].values()))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "window", "apart"),
+    [
+        ("replicated", "replicated", "256MiB", 4.0),
+        ("rows", "columns", "2MiB", 4.0),
+        ("mixed", "mixed", "2MiB", 2.2),
+    ],
+)
+def test_what_every_rank_wants_is_read_once(saved: str, loaded: str, window: str, apart: float, file_uri: str) -> None:
+    found = launch(f"{SCENARIOS}:save_and_load", RANKS, folder=file_uri, saved=saved, loaded=loaded, window=window)
+    assert (found["shared"]["right"], found["apart"]["right"], found["shared"]["alone"]) == (True, True, 0)
+    assert found["size"] <= total(found["shared"]) <= found["size"] + EXTRA_BYTES, found
+    assert total(found["apart"]) >= apart * 0.95 * found["size"], found  # the control: else there was nothing to share
+
+
+def test_on_more_ranks_than_have_saved_it(file_uri: str) -> None:
+    launch(f"{SCENARIOS}:only_save", 2, folder=file_uri, saved="rows")
+    found = launch(f"{SCENARIOS}:load_twice", RANKS, folder=file_uri, loaded="rows")
+    assert (found["shared"]["right"], found["shared"]["alone"]) == (True, 0)
+    assert total(found["shared"]) <= 1.15 * found["size"], found  # two ranks read the chunk where their rows meet
+
+
+@pytest.mark.server
+def test_a_checkpointer_on_a_new_node_fetches_once_what_its_ranks_restore(s3_uri: str, tmp_path: Path) -> None:
+    found = launch(f"{SCENARIOS}:restore_elsewhere", RANKS, uri=s3_uri, local_root=str(tmp_path / "elsewhere"))
+    size = found["size"]
+    assert (found["step"], found["right"], found["alone"]) == (7, True, 0)
+    assert size <= found["read"]["shared"] <= size + EXTRA_BYTES, found
+    assert size <= found["read"]["local"] <= size + EXTRA_BYTES, found

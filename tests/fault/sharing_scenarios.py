@@ -1,0 +1,133 @@
+"""One rank of a load in which all want the same bytes, and something happens to one of them. Run by ``nursery.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import tierckpt
+from tierckpt import telemetry
+from tierckpt.arena.window import Window
+from tierckpt.mover import together
+from tierckpt.mover.copies import Copies
+
+COLLECTIVE_TIMEOUT_SECONDS = 60.0
+TENSORS, ELEMENTS = 16, 1 << 18
+"""1 MiB each."""
+WINDOW = "2MiB"
+LATE_SECONDS_MAX = 60.0
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {str(number): torch.arange(ELEMENTS, dtype=torch.int32) * (number + 3) for number in range(TENSORS)}
+
+
+class Reader(tierckpt.TierStorageReader):
+    """Notes what this rank has when its own part of the load is done: after that, DCP waits for the others."""
+
+    def watch(self, folder: str, loaded: dict[str, torch.Tensor], is_late: bool) -> None:
+        self.folder, self.loaded, self.is_late = Path(folder), loaded, is_late
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        deadline = time.monotonic() + LATE_SECONDS_MAX
+        while self.is_late and len(list(self.folder.glob("read-*"))) < dist.get_world_size() - 1:
+            time.sleep(0.05)
+            if time.monotonic() > deadline:
+                raise TimeoutError("the others wait for the late one")
+        alone: list[float] = []
+        read: list[float] = []
+
+        def note(metric: telemetry.Metric, value: float, labels: telemetry.Labels) -> None:
+            if metric is telemetry.READS_ALONE:
+                alone.append(value)
+            elif metric is telemetry.BYTES and labels["direction"] == "read":
+                read.append(value)
+
+        stop = telemetry.listen(note)
+        begun = time.monotonic()
+        done = super().read_data(plan, planner)
+        stop()
+        right = all(torch.equal(self.loaded[name], value) for name, value in state().items())
+        outcome = {"right": right, "alone": len(alone), "read": sum(read), "seconds": time.monotonic() - begun}
+        (self.folder / f"read-{dist.get_rank()}.json").write_text(json.dumps(outcome))
+        return done
+
+
+def load_together(folder: str, uri: str, victim: int, fault: str, nth: int, bug: str = "") -> None:
+    """Load; at the ``nth`` read of the ``victim`` the fault happens to it."""
+    is_victim = dist.get_rank() == victim
+    together.JOIN_SECONDS = 1.0 if fault == "late" else 30.0
+    patience = 3.0 if fault == "stop" or bug else 30.0
+    if bug:
+        BUGS[bug]()
+    if is_victim and fault in ("kill", "stop"):
+        _at_read(nth, Path(folder), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    if is_victim and fault == "slow":
+        _take_slowly(Path(folder))
+    if is_victim and fault == "late":
+        (Path(folder) / "fired").touch()
+    loaded = {name: torch.zeros_like(value) for name, value in state().items()}
+    reader = Reader(uri, share_reads_bytes_max=WINDOW, share_reads_timeout_seconds=patience)
+    reader.watch(folder, loaded, is_victim and fault == "late")
+    try:
+        dcp.load(loaded, storage_reader=reader)
+    except BaseException as error:  # of the collective that follows, when a rank is gone
+        print(f"{type(error).__name__}: {error}")
+        if fault not in ("kill", "stop"):
+            raise
+        os._exit(0)
+
+
+def _at_read(nth: int, folder: Path, number: signal.Signals) -> None:
+    real, count = Copies.part, 0
+
+    def part(self: Copies, index: int, *rest: Any) -> Any:
+        nonlocal count
+        if self.entry.path.endswith(".distcp"):
+            count += 1
+            if count == nth:
+                (folder / "fired").touch()
+                os.kill(os.getpid(), number)
+        return real(self, index, *rest)
+
+    Copies.part = part  # type: ignore[method-assign]
+
+
+def _take_slowly(folder: Path) -> None:
+    real = together._Crew._take
+
+    def take(self: together._Crew, unit: int) -> None:
+        (folder / "fired").touch()
+        time.sleep(0.02)
+        real(self, unit)
+
+    together._Crew._take = take  # type: ignore[method-assign]
+
+
+def _reuse_at_once() -> None:
+    Window.has_slot = lambda self, unit: True  # type: ignore[method-assign]
+
+
+def _never_take_over() -> None:
+    real = Window.claim
+
+    def claim(self: Window, unit: int) -> bool:
+        begun = 4096 + (1 << 20) + unit  # beyond what this many units take of the window's head
+        if self._memory.view[begun] or not real(self, unit):
+            return False
+        self._memory.view[begun] = 1
+        return True
+
+    Window.claim = claim  # type: ignore[method-assign]
+
+
+BUGS = {"a slot is used again at once": _reuse_at_once, "what a dead rank began stays begun": _never_take_over}
+"""Seeded, for the controls."""

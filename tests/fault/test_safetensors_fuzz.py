@@ -1,0 +1,205 @@
+"""Safetensors files damaged at random: each is refused by a typed error, or is what the format's own reader reads.
+
+Seeded. TIERCKPT_TEST_FUZZ_SECONDS runs it for as long; without it a few hundred files are tried. The controls take one
+of the checks away, and the same harness must then find a file that is wrongly accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+import tierckpt
+from tests.safetensors_files import bytes_of, encode, tensor
+from tierckpt.errors import IntegrityError, StateMismatchError
+from tierckpt.loading import fill, header
+from tierckpt.loading.header import DTYPE_BITS, Entry
+
+FILES = 400
+Mutation = Callable[[random.Random, dict[str, Any], bytes], tuple[bytes, bytes]]
+
+
+def good(generator: random.Random) -> tuple[dict[str, Any], bytes]:
+    """Header and data of a whole file of a few tensors."""
+    fields: dict[str, Any] = {}
+    position = 0
+    for index in range(generator.randint(1, 5)):
+        dtype = generator.choice(["F32", "BF16", "U8", "I64", "BOOL"])
+        shape = [generator.choice([0, 1, 2, 5]) for _ in range(generator.randint(0, 3))]
+        size_bytes = torch.Size(shape).numel() * DTYPE_BITS[dtype] // 8
+        fields[f"t{index}"] = tensor(dtype, shape, position, position + size_bytes)
+        position += size_bytes
+    return fields, bytes(generator.choice([0, 1]) for _ in range(position))
+
+
+def _split(fields: dict[str, Any], data: bytes) -> tuple[bytes, bytes]:
+    return json.dumps(fields).encode(), data
+
+
+def flip_bits(generator: random.Random, fields: dict[str, Any], data: bytes) -> tuple[bytes, bytes]:
+    text = bytearray(json.dumps(fields).encode())
+    for _ in range(generator.randint(1, 3)):
+        text[generator.randrange(len(text))] ^= 1 << generator.randrange(8)
+    return bytes(text), data
+
+
+def change_a_number(generator: random.Random, fields: dict[str, Any], data: bytes) -> tuple[bytes, bytes]:
+    entry = fields[generator.choice(list(fields))]
+    numbers = entry[generator.choice(["shape", "data_offsets"])] or entry["data_offsets"]
+    index = generator.randrange(len(numbers))
+    numbers[index] = generator.choice([numbers[index] + 1, numbers[index] - 1, 0, 1 << 40, 1 << 63, 1 << 64, -1, 1e3])
+    return _split(fields, data)
+
+
+def change_a_field(generator: random.Random, fields: dict[str, Any], data: bytes) -> tuple[bytes, bytes]:
+    entry = fields[generator.choice(list(fields))]
+    field = generator.choice(list(entry))
+    entry[field] = generator.choice([None, "F32", "F64", "U8", [], [1], [0, 0], {}, True, "x" * 300, [[1]]])
+    return _split(fields, data)
+
+
+def swap_ranges(generator: random.Random, fields: dict[str, Any], data: bytes) -> tuple[bytes, bytes]:
+    """Two tensors change places; of one size that is no damage, and the values go with the names."""
+    one, other = generator.choice(list(fields)), generator.choice(list(fields))
+    a, b = fields[one], fields[other]
+    a["data_offsets"], b["data_offsets"] = b["data_offsets"], a["data_offsets"]
+    return _split(fields, data)
+
+
+def share_a_range(generator: random.Random, fields: dict[str, Any], data: bytes) -> tuple[bytes, bytes]:
+    name = generator.choice(list(fields))
+    fields[f"{name}.copy"] = dict(fields[name])
+    return _split(fields, data)
+
+
+def drop_a_tensor(generator: random.Random, fields: dict[str, Any], data: bytes) -> tuple[bytes, bytes]:
+    del fields[generator.choice(list(fields))]
+    return _split(fields, data)
+
+
+def cut_or_add(generator: random.Random, fields: dict[str, Any], data: bytes) -> tuple[bytes, bytes]:
+    if generator.random() < 0.5 and data:
+        return _split(fields, data[: generator.randrange(len(data))])
+    return _split(fields, data + bytes(generator.randint(1, 9)))
+
+
+def say_it_twice(generator: random.Random, fields: dict[str, Any], data: bytes) -> tuple[bytes, bytes]:
+    name = generator.choice(list(fields))
+    text = json.dumps(fields)
+    return f'{{"{name}": {json.dumps(fields[name])}, {text[1:]}'.encode(), data
+
+
+MUTATIONS: list[Mutation] = [
+    flip_bits,
+    change_a_number,
+    change_a_field,
+    swap_ranges,
+    share_a_range,
+    drop_a_tensor,
+    cut_or_add,
+    say_it_twice,
+]
+
+
+def damaged(generator: random.Random) -> tuple[str, bytes]:
+    mutate = generator.choice(MUTATIONS)
+    content = encode(*mutate(generator, *good(generator)))
+    if generator.random() < 0.1:  # the length itself, too
+        length = generator.choice([0, 1, len(content), 1 << 27, 1 << 63, int.from_bytes(content[:8], "little") + 1])
+        content = length.to_bytes(8, "little") + content[8:]
+    return mutate.__name__, content
+
+
+def verdict(path: Path, content: bytes) -> str:
+    """``refused`` or ``accepted``; an AssertionError says how we were fooled."""
+    path.write_bytes(content)
+    try:
+        found = tierckpt.load_safetensors(path)
+    except (IntegrityError, StateMismatchError) as error:
+        assert error.exit_code, error
+        return "refused"
+    except Exception as error:
+        raise AssertionError(f"ended in {type(error).__name__}: {error}") from error
+    held = sum(value.nbytes for value in found.values())
+    assert held <= len(content), f"{held} bytes of tensors out of a file of {len(content)}"
+    try:
+        expected = safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise AssertionError(f"accepted what the format's own reader refuses: {error}") from error
+    except (KeyError, RuntimeError):
+        return "accepted"  # a dtype or a misaligned place that it has no tensor for, and we have
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (value.dtype, value.shape) == (found[name].dtype, found[name].shape), name
+        assert bytes_of(value) == bytes_of(found[name]), name
+    return "accepted"
+
+
+def run(folder: Path, seed: int, files: int = FILES, seconds: float = 0.0) -> Counter[str]:
+    generator, counted = random.Random(seed), Counter[str]()
+    end = time.monotonic() + seconds
+    while counted["tried"] < files or time.monotonic() < end:
+        kind, content = damaged(generator)
+        try:
+            outcome = verdict(folder / "m.safetensors", content)
+        except AssertionError as error:
+            raise AssertionError(f"{kind}, file {counted['tried']} of seed {seed}: {error}") from error
+        counted.update(["tried", kind, outcome])
+    return counted
+
+
+def test_damaged_files_are_refused_or_harmless(tmp_path: Path) -> None:
+    counted = run(tmp_path, seed=11, seconds=float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", 0)))
+    assert counted["tried"] >= FILES
+    assert all(counted[mutation.__name__] >= FILES / len(MUTATIONS) / 3 for mutation in MUTATIONS), counted
+    assert counted["refused"] >= FILES / 2, counted
+    assert counted["accepted"] >= FILES / 40, "nothing harmless was among them, so nothing was compared"
+
+
+def _no_cover(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header, "_check_cover", lambda *_: None)
+
+
+def _no_look_at_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor is what it says it is."""
+
+    def believe(name: str, said: dict[str, Any], begin: int) -> Entry:
+        start, stop = said["data_offsets"]
+        return Entry(name, said["dtype"], tuple(said["shape"]), begin + start, begin + stop)
+
+    monkeypatch.setattr(header, "_entry", believe)
+
+
+@pytest.mark.parametrize("bug", [_no_cover, _no_look_at_tensors])
+def test_the_control_a_check_that_is_missing_is_found(
+    bug: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug(monkeypatch)
+    with pytest.raises(AssertionError):
+        run(tmp_path, seed=11)
+
+
+def test_a_refusal_reads_nothing_but_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill, "Memory", None)
+    monkeypatch.setattr(fill._Reading, "run", None)
+    generator, refused = random.Random(5), 0
+    while refused < 50:
+        _, content = damaged(generator)
+        (tmp_path / "m.safetensors").write_bytes(content)
+        try:
+            tierckpt.load_safetensors(tmp_path, lazy=True)
+        except IntegrityError:
+            refused += 1
+        except StateMismatchError:
+            pass

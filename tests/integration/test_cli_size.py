@@ -1,0 +1,231 @@
+"""``tierckpt size`` and ``tierckpt simulate`` as people and programs meet them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as tree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tierckpt.cli.app import run
+from tierckpt.client import close_all
+
+GPT3 = ("--params", "175e9", "--optimizer", "adam", "--tp", "8", "--pp", "16", "--dp", "8")
+QUICK = (*GPT3, "--days", "3", "--failure-rate", "100", "--only", "local")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert run([*map(str, arguments), "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert run([*map(str, arguments), "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return json.loads(captured.err)  # type: ignore[no-any-return]
+
+
+# --- size ---------------------------------------------------------------------------------------------------------
+
+
+def test_json_has_every_answer_in_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "size", *GPT3)
+    assert found["model_bytes"] == 350e9
+    assert found["checkpoint_bytes"] == pytest.approx(2.45e12)
+    assert {part["name"]: part["bytes_per_parameter"] for part in found["components"] if part["saved"]} == {
+        "weights": 2,
+        "master": 4,
+        "exp_avg": 4,
+        "exp_avg_sq": 4,
+    }
+    assert found["mesh"]["nodes"] == 128
+    assert found["per_rank"]["held_bytes"] == pytest.approx(19.1e9, rel=0.01)
+    assert found["per_node"]["held_bytes"] == pytest.approx(153e9, rel=0.01)
+    assert {row["stall_seconds"]: row["bytes_per_second"] for row in found["write_bandwidth"]}[10] == 245e9
+    assert found["restore"]["naive"] == {"shared_bytes": pytest.approx(19.6e12), "seconds": pytest.approx(196)}
+    assert found["restore"]["fanned_out"]["seconds"] == pytest.approx(24.5)
+    assert found["load"]["cached"]["seconds"] == pytest.approx(8.75)
+    assert [tier["name"] for tier in found["tiers"]][-1] == "local + peer + shared"
+    assert found["tiers"][0]["ettr"] < found["tiers"][-1]["ettr"] < 1
+    assert found["tiers"][-1]["levels"][0]["interval_steps"] >= 1
+    assert found["assumptions"]["failures_per_node_day"] == 6.5e-3
+
+
+def test_people_see_it_at_a_glance(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["size", *GPT3]) == 0
+    shown = capsys.readouterr().out
+    for text in ("350 GB", "2.45 TB", "14 bytes per parameter", "128 nodes", "245 GB/s", "19.6 TB", "local + peer"):
+        assert text in shown
+    assert max(map(len, shown.splitlines())) <= 130
+
+
+def test_a_config_json_from_a_directory_and_from_a_uri(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    (tmp_path / "config.json").write_text(json.dumps(llama | heads))
+    for where in (tmp_path, tmp_path / "config.json", f"file://{tmp_path}", f"file://{tmp_path}/config.json"):
+        assert answer(capsys, "size", "--config", where)["model_bytes"] == 2 * 8030261248
+    assert "does not exist" in refusal(capsys, "size", "--config", tmp_path / "nowhere")["message"]
+    (tmp_path / "config.json").write_text("[1, 2]")
+    assert "holds no JSON object" in refusal(capsys, "size", "--config", tmp_path)["message"]
+
+
+def test_a_checkpoint_is_measured_by_component(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(64, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    with tierckpt.Checkpointer(tmp_path / "run", drain=False) as checkpointer:
+        checkpointer.save(7, {"model": model, "optimizer": optimizer})
+    close_all()
+    for uri in (tmp_path / "run", tmp_path / "run" / "step-7"):
+        found = answer(capsys, "size", "--checkpoint", uri)
+        assert found["model"]["parameters"] == 64 * 32 + 32
+        assert found["model_bytes"] == 4 * (64 * 32 + 32)
+        parts = {part["name"]: part["total_bytes"] for part in found["components"] if part["saved"]}
+        assert parts == {
+            "weights": found["model_bytes"],
+            "exp_avg": found["model_bytes"],
+            "exp_avg_sq": found["model_bytes"],
+            "other": 8,
+        }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--params", "70b", "--tp", "0"], "tp, a parallel degree, is 0"),
+        (["--params", "70b", "--dp", "16", "--gpus", "32"], "valid is 16 GPUs, or dp 32"),
+        (["--params", "70b", "--optimizer", "adamant"], "optimizer is 'adamant': known are adam"),
+        (["--params", "70b", "--shared", "0"], "--shared is 0: it must be a number of bytes per second above 0"),
+        (["--params", "70b", "--mtbf", "1min"], "MTBF is 60 s, and a restart takes"),
+        (["--params", "70b", "--config", "x"], "--params and --config given: exactly one is needed"),
+        ([], "none of --params, --config and --checkpoint given"),
+        (["--params", "70b", "--plot", "x.gif"], "its name must end in .svg, .png, .pdf"),
+        (["--params", "70b", "--dp", "two"], "--dp"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refusal(capsys, "size", *arguments)["message"]
+
+
+def test_size_needs_neither_torch_nor_matplotlib_nor_simpy() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'matplotlib', 'simpy'): sys.modules[name] = None\n"
+        "from tierckpt.cli.app import run\n"
+        "sys.exit(run(['size', '--params', '70b', '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model_bytes"] == 140e9
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "extra"),
+    [
+        ("matplotlib", ["size", "--params", "70b", "--plot", "x.svg"], "tierckpt[plot]"),
+        ("simpy", ["simulate", "--params", "70b"], "tierckpt[cli]"),
+    ],
+)
+def test_a_missing_extra_says_how_to_get_it(
+    missing: str,
+    arguments: list[str],
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("tierckpt.planning.")]:
+        if name.endswith(("simulator", "pipe")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    refused = refusal(capsys, *arguments)
+    assert (refused["error"], missing in refused["message"]) == ("MissingExtraError", True)
+    assert extra in refused["hint"]
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_drawn_and_the_same_numbers_draw_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "one.svg", tmp_path / "two.svg"
+    for path in (first, second):
+        assert answer(capsys, "size", *GPT3, "--plot", path)["plot"] == str(path)
+    assert tree.parse(first).getroot().tag.endswith("svg")
+    assert first.read_bytes() == second.read_bytes(), "the same numbers drew another picture"
+    answer(capsys, "simulate", *QUICK, "--plot", tmp_path / "runs.png")
+    assert (tmp_path / "runs.png").read_bytes().startswith(PNG)
+
+
+def test_a_picture_that_cannot_be_written_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["size", *GPT3, "--plot", str(tmp_path / "no" / "such" / "place.svg")]) != 0
+    assert "place.svg" in capsys.readouterr().err
+
+
+# --- simulate -----------------------------------------------------------------------------------------------------
+
+
+def test_a_simulation_reports_each_configuration_and_repeats_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "simulate", *QUICK, "--seed", "5")
+    assert [one["name"] for one in found["runs"]] == ["local + shared", "local + peer + shared"]
+    for one in found["runs"]:
+        assert one["ettr"] == pytest.approx(one["expected_ettr"], rel=0.05)
+        assert sum(one["failures"].values()) > 20
+    again = answer(capsys, "simulate", *QUICK, "--seed", "5")
+    assert again["runs"] == found["runs"]
+    assert answer(capsys, "simulate", *QUICK, "--seed", "6")["runs"] != found["runs"]
+
+
+def test_jobs_spares_outages_and_a_bound_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+    more = (
+        "--jobs",
+        "2",
+        "--spares",
+        "4",
+        "--repair",
+        "12h",
+        "--outage-every",
+        "6h",
+        "--outage",
+        "20min",
+        "--rpo",
+        "1h",
+    )
+    found = answer(capsys, "simulate", *QUICK, *more)
+    assert found["nodes"] == 256
+    assert all(one["waiting_seconds"] > 0 for one in found["runs"])
+
+
+def test_people_see_where_the_time_went(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", *QUICK]) == 0
+    shown = capsys.readouterr().out
+    for text in ("128 nodes", "by formula", "kept", "restarting", "local + peer + shared"):
+        assert text in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--days", "0"], "--days is 0"),
+        (["--jobs", "0"], "--jobs is 0"),
+        (["--only", "tape"], "configurations are 'shared, blocking'"),
+        (["--domain-nodes", "0"], "nodes of a domain failure is 0"),
+        (["--repair", "0"], "--repair is 0"),
+    ],
+)
+def test_a_simulation_that_cannot_be_is_refused(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refusal(capsys, "simulate", *GPT3, *arguments)["message"]

@@ -1,0 +1,170 @@
+"""Export goes through bounded memory: files are larger than it, tensors are larger than it, and all comes out right."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+
+from tests.states import same, save
+from tierckpt.errors import CapacityError
+from tierckpt.loading import export as exports
+from tierckpt.loading import rewriting
+from tierckpt.loading.export import export_safetensors
+from tierckpt.loading.rewriting import Item, blocks, windows
+from tierckpt.telemetry import BYTES, Metric, listen
+
+MIB = 1 << 20
+WINDOW = 4 * MIB
+ENOUGH = 3 * WINDOW + 16 * MIB + 20 * MIB
+"""Two windows, what one is converted from, the two buffers of the reader, and change."""
+
+MEASURED = """
+import json, sys
+from tierckpt.loading import rewriting
+from tierckpt.loading.export import export_safetensors
+
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key + ":"))
+
+write_file = rewriting.write_file
+import tierckpt.loading.export as exports
+exports.write_file = lambda *arguments: write_file(*arguments, window_bytes=int(sys.argv[4]))
+export_safetensors(sys.argv[1], sys.argv[2] + "-small", only="small")
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+result = export_safetensors(sys.argv[1], sys.argv[2], only="model", dtype=sys.argv[3] or None)
+print(json.dumps(dict(size=result.size_bytes, files=len(result.files), peak=status("VmHWM") - before)))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """80 MiB of which one tensor has 48: more than all memory that it takes."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    state = {
+        "model": {"large": torch.arange(12 * MIB, dtype=torch.float32).view(3, -1), "other": torch.ones(8 * MIB)},
+        "small": {"w": torch.ones(4096)},
+    }
+    save(f"{folder}/step-1", state, local_root=folder / "local", mover="inline", drain=False)
+    return f"{folder}/step-1"
+
+
+def measured(checkpoint: str, to: Path, window_bytes: int, dtype: str = "") -> dict[str, int]:
+    environment = {
+        "TIERCKPT_LOCAL_ROOT": str(Path(checkpoint).parent / "local"),
+        "TIERCKPT_MOVER": "inline",
+        "TIERCKPT_READ_THREADS_MAX": "2",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, checkpoint, str(to), dtype, str(window_bytes)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["", "bf16"])
+def test_memory_is_two_windows_whatever_the_tensors_are(dtype: str, checkpoint: str, tmp_path: Path) -> None:
+    found = measured(checkpoint, tmp_path / "out", WINDOW, dtype)
+    assert (found["files"], found["size"]) == (1, (80 if not dtype else 40) * MIB)
+    assert found["peak"] <= ENOUGH
+    loaded = load_file(tmp_path / "out/model.safetensors")
+    expected = torch.arange(12 * MIB, dtype=torch.float32).view(3, -1)
+    assert same(loaded["large"], expected.bfloat16() if dtype else expected)
+    assert bool((loaded["other"] == 1).all())
+
+
+def test_the_control_windows_of_everything_are_seen_by_the_same_measure(checkpoint: str, tmp_path: Path) -> None:
+    assert measured(checkpoint, tmp_path / "out", 256 * MIB)["peak"] > ENOUGH
+
+
+@pytest.mark.parametrize("window_bytes", [96, 1000, 4096, 50_000])
+def test_windows_of_any_size_write_the_same_file(window_bytes: int, tmp_path: Path, file_uri: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    state = {
+        "cube": torch.randn(5, 7, 11, generator=generator),
+        "flag": torch.tensor([True, False, True]),
+        "half": torch.randn(13, 3, generator=generator).half(),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 5),
+        "ids": torch.arange(101),
+    }
+    save(f"{file_uri}/step-1", state, chunk_size_bytes="4KiB")
+    export_safetensors(f"{file_uri}/step-1", tmp_path / "expected")
+    write_file = rewriting.write_file
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exports, "write_file", lambda *arguments: write_file(*arguments, window_bytes=window_bytes))
+        export_safetensors(f"{file_uri}/step-1", tmp_path / "out")
+    assert same(load_file(tmp_path / "out/model.safetensors"), state)
+    left, right = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("expected", "out"))
+    assert left == right or pytest.fail("the bytes differ")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (7,), (3, 5), (1, 1, 9), (2, 3, 4, 5), (1000, 2)])
+@pytest.mark.parametrize("size_bytes", [1, 4, 17, 64, 1 << 20])
+def test_blocks_are_the_tensor_once_in_order(shape: tuple[int, ...], size_bytes: int) -> None:
+    metadata = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), [])
+    item = Item("t", "t", metadata, torch.float32)
+    found = list(blocks([item], 40, size_bytes))
+    values = torch.arange(math.prod(shape)).view(shape)
+    position, seen = 40, []
+    for block in found:
+        assert block.start == position
+        assert block.size_bytes <= max(4, size_bytes)
+        position = block.stop
+        part = values
+        for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
+            part = part.narrow(dim, offset, size)
+        seen += part.flatten().tolist()
+    assert seen == list(range(math.prod(shape)))
+    for window in windows(iter(found), size_bytes):
+        assert len(window) == 1 or sum(block.size_bytes for block in window) <= size_bytes
+
+
+def test_a_disk_that_fills_up_leaves_nothing(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tmpfs smaller than the export, which is told that there is room."""
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", mount], check=True)
+    try:
+        monkeypatch.setattr(exports, "_check_room", lambda *_: None)
+        monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(Path(checkpoint).parent / "local"))
+        with pytest.raises(CapacityError):
+            export_safetensors(checkpoint, mount / "out", only="model")
+        assert [path.name for path in mount.iterdir() if not path.name.endswith(".lock")] == []
+    finally:
+        subprocess.run(["umount", "-l", mount], check=True)
+
+
+def test_a_row_larger_than_a_window_is_not_read_for_each_part_of_it(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[float] = []
+
+    def count(metric: Metric, value: float, labels: Any) -> None:
+        if metric is BYTES and labels["direction"] == "read":
+            read.append(value)
+
+    write_file = rewriting.write_file
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(Path(checkpoint).parent / "local"))
+    monkeypatch.setattr(exports, "write_file", lambda *arguments: write_file(*arguments, window_bytes=WINDOW))
+    stop = listen(count)
+    try:
+        result = export_safetensors(checkpoint, tmp_path / "out", only="model")
+    finally:
+        stop()
+    assert sum(read) <= 1.3 * result.size_bytes

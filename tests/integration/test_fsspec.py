@@ -1,0 +1,425 @@
+"""tierckpt:// as programs use it: honest about checkpoints, one version while open, bytes fetched once for the node."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+import tierckpt
+from tests.services import REPOSITORY, S3Server
+from tests.states import same, small_state, zeros_like
+from tierckpt.client import close_all
+from tierckpt.errors import ConfigError, IntegrityError, ObjectNotFoundError, TierckptError
+
+MiB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def settings_of_this_test() -> None:
+    """fsspec keeps file systems, and each keeps the settings it was made with."""
+    fsspec.get_filesystem_class("tierckpt").clear_instance_cache()
+
+
+@pytest.fixture
+def fs() -> Any:
+    return fsspec.filesystem("tierckpt", skip_instance_cache=True)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "shared").mkdir()
+    return tmp_path / "shared"
+
+
+def url_of(uri: str) -> str:
+    """The tierckpt URL of a native one."""
+    scheme, separator, rest = uri.partition("://")
+    return f"tierckpt://{scheme}/{rest}" if separator else f"tierckpt://file{uri}"
+
+
+# --- what is shown of checkpoints ---------------------------------------------------------------------------------
+
+
+def newest_by_listing(fs: Any, run: str) -> int | None:
+    """As torchtitan finds where to go on: directories ``step-N`` that hold ``.metadata``."""
+    steps = [re.search(r"step-(\d+)$", name) for name in fs.ls(run, detail=False)]
+    found = [int(step[1]) for step in steps if step and fs.exists(f"{run}/step-{step[1]}/.metadata")]
+    return max(found, default=None)
+
+
+def save_step(uri: str, step: int, **options: Any) -> None:
+    writer = tierckpt.TierStorageWriter(f"{uri}/step-{step}", **options)
+    dcp.save(small_state(step), storage_writer=writer, no_dist=True)
+    if options.get("drain", True):
+        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=60)
+
+
+def leave_unfinished(fs: Any, run: str, step: int, *, metadata: bool) -> None:
+    """What a save that has not committed leaves on the shared tier; with ``metadata``: just before its manifest."""
+    store, _ = fsspec.core.url_to_fs(native_of(run))
+    folder = native_of(run).partition("://")[2] or native_of(run)
+    names = ["__0_0-00aa.distcp", ".tierckpt/pending/00aa.json"]
+    if metadata:
+        names += [".metadata", ".tierckpt/claim.json"]
+    for name in names:
+        path = f"{folder}/step-{step}/{name}"
+        store.makedirs(path.rpartition("/")[0], exist_ok=True)
+        store.pipe_file(path, b'{"attempt":"00aa","replaces":[]}')
+
+
+def native_of(url: str) -> str:
+    scheme, _, rest = url.removeprefix("tierckpt://").partition("/")
+    return f"/{rest}" if scheme == "file" else f"{scheme}://{rest}"
+
+
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.server)])
+def run_uri(request: pytest.FixtureRequest) -> str:
+    uri: str = request.getfixturevalue(f"{request.param}_uri")
+    return uri
+
+
+def test_a_client_that_lists_finds_the_newest_committed_checkpoint_and_no_other(run_uri: str, fs: Any) -> None:
+    run = url_of(run_uri)
+    save_step(run_uri, 1)
+    save_step(run_uri, 2, drain=False)  # on the local tier only, as while it drains
+    leave_unfinished(fs, run, 3, metadata=False)
+    leave_unfinished(fs, run, 4, metadata=True)
+    fs.pipe_file(f"{run}/notes.txt", b"mine")
+    name = run.removeprefix("tierckpt://")
+    assert fs.ls(run, detail=False) == [f"{name}/notes.txt", f"{name}/step-1", f"{name}/step-2"]
+    assert newest_by_listing(fs, run) == 2
+    shown = fs.find(run)
+    assert {one.rpartition("/")[0] for one in shown} == {name, f"{name}/step-1", f"{name}/step-2"}
+    assert not any(".tierckpt" in one for one in shown)
+    for step in (1, 2):
+        files = fs.find(f"{run}/step-{step}", detail=True)
+        assert files == {info["name"]: info for info in fs.ls(f"{run}/step-{step}")}
+        assert sorted(one.rpartition("/")[2][:8] for one in files) == [".metadat", "__0_0-" + _token(files)[:2]]
+        assert all(fs.size(one) == info["size"] == len(fs.cat_file(one)) for one, info in files.items())
+    for hidden in ("step-3", "step-4", "step-4/.metadata", "step-3/__0_0-00aa.distcp", "step-1/.tierckpt"):
+        assert not fs.exists(f"{run}/{hidden}"), hidden
+        with pytest.raises(FileNotFoundError):
+            fs.ls(f"{run}/{hidden}")
+
+
+def _token(files: Any) -> str:
+    return next(one for one in files if one.endswith(".distcp")).rpartition("-")[2]
+
+
+def test_the_same_is_seen_before_and_after_the_drain(file_uri: str, fs: Any, tmp_path: Path) -> None:
+    run = url_of(file_uri)
+    save_step(file_uri, 1)
+    seen = fs.find(run, detail=True)
+    close_all()
+    elsewhere = fsspec.filesystem("tierckpt", local_root=str(tmp_path / "elsewhere"))
+    assert elsewhere.find(run, detail=True) == seen
+
+
+def test_stock_pytorch_reads_a_checkpoint_from_the_local_tier_and_through_the_cache(
+    run_uri: str, tmp_path: Path
+) -> None:
+    for step, options in ((1, {}), (2, {"drain": False})):
+        save_step(run_uri, step, **options)
+        for where in ({}, {"local_root": str(tmp_path / "elsewhere")}):
+            if where and step == 2:
+                continue  # the other node cannot know of it
+            loaded = zeros_like(small_state(step))
+            reader = FsspecReader(f"{url_of(run_uri)}/step-{step}", **where)
+            dcp.load(loaded, storage_reader=reader, no_dist=True)
+            assert same(loaded, small_state(step))
+
+
+def test_a_checkpoint_cannot_be_changed_file_by_file(file_uri: str, fs: Any) -> None:
+    step = f"{url_of(file_uri)}/step-1"
+    save_step(file_uri, 1)
+    for change in (
+        lambda: fs.rm(step, recursive=True),
+        lambda: fs.rm(url_of(file_uri), recursive=True),
+        lambda: fs.rm_file(f"{step}/.metadata"),
+        lambda: fs.pipe_file(f"{step}/.metadata", b"x"),
+        lambda: fs.open(f"{step}/.metadata", "wb"),
+        lambda: fs.pipe_file(f"{step}/.tierckpt/manifest.json", b"x"),
+        lambda: fs.rm("tierckpt://file", recursive=True),
+    ):
+        with pytest.raises(ConfigError):
+            change()
+    assert same(_loaded(step), small_state(1))
+
+
+def _loaded(url: str) -> dict[str, Any]:
+    state = zeros_like(small_state(1))
+    dcp.load(state, storage_reader=FsspecReader(url), no_dist=True)
+    return state
+
+
+def test_stock_pytorch_saves_and_loads_through_it(file_uri: str, fs: Any) -> None:
+    url = f"{url_of(file_uri)}/stock"
+    dcp.save(small_state(1), storage_writer=FsspecWriter(url), no_dist=True)
+    assert same(_loaded(url), small_state(1))
+    fs.rm(url, recursive=True)
+    assert not fs.exists(url)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_reads_anywhere_are_right(place: Path, fs: Any) -> None:
+    data = random.Random(1).randbytes(3 * MiB + 5)
+    (place / "data").write_bytes(data)
+    small = fsspec.filesystem("tierckpt", chunk_size_bytes="256KiB", skip_instance_cache=True)
+    with small.open(f"file{place}/data") as file:
+        assert (file.size, file.seekable(), file.readable()) == (len(data), True, True)
+        for start, count in ((0, 10), (MiB - 3, 7), (len(data) - 4, 100), (len(data), 1), (5, 2 * MiB)):
+            file.seek(start)
+            assert file.read(count) == data[start : start + count], start
+        file.seek(-5, io.SEEK_END)
+        assert file.read() == data[-5:]
+    path = f"tierckpt://file{place}/data"
+    ranges = [(0, 3), (-4, None), (MiB, MiB + 1), (7, 7), (None, 5)]
+    found = fs.cat_ranges([path] * len(ranges), [start for start, _ in ranges], [stop for _, stop in ranges])
+    assert found == [data[start:stop] for start, stop in ranges]
+    assert isinstance(fs.cat_ranges([path, f"{path}-not"], 0, 1)[1], FileNotFoundError)
+    assert fs.tail(path, 9) == data[-9:]
+
+
+def test_a_file_that_is_open_stays_in_its_version(place: Path, fs: Any) -> None:
+    old, new = random.Random(1).randbytes(MiB), random.Random(2).randbytes(MiB)
+    (place / "data").write_bytes(old)
+    small = fsspec.filesystem("tierckpt", chunk_size_bytes="64KiB", skip_instance_cache=True)
+    with small.open(f"file{place}/data") as file:
+        assert file.read(300 << 10) == old[: 300 << 10]
+        small.pipe_file(f"file{place}/data", new)
+        file.seek(0)
+        assert file.read(300 << 10) == old[: 300 << 10]  # of the cache
+        with pytest.raises(IntegrityError):
+            file.seek(900 << 10)
+            file.read()
+    assert small.cat_file(f"file{place}/data") == new
+
+
+def test_a_file_appears_when_it_is_closed_and_whole(place: Path, fs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    path = f"tierckpt://file{place}/new"
+    with fs.open(path, "wb") as file:
+        file.write(b"all ")
+        file.flush()
+        assert not fs.exists(path)
+        file.write(b"of it")
+    assert fs.cat_file(path) == b"all of it"
+    with pytest.raises(ZeroDivisionError), fs.open(path, "wb") as file:
+        file.write(b"half")
+        raise ZeroDivisionError
+    fs.open(path, "wb").write(b"forgotten")
+    assert "never closed" in caplog.text
+    with fs.open(path, "ab") as file:
+        file.write(b", and more")
+    assert fs.cat_file(path) == b"all of it, and more"
+    with fs.transaction:
+        with fs.open(path, "wb") as file:
+            file.write(b"in a transaction")
+        assert fs.cat_file(path) == b"all of it, and more"
+    assert fs.cat_file(path) == b"in a transaction"
+    large = os.urandom(20 * MiB)
+    with fs.open(path, "wb") as file:
+        file.write(large)
+    assert (place / "new").read_bytes() == large
+
+
+def test_a_forked_child_reads_on(place: Path, fs: Any) -> None:
+    """As the workers of a DataLoader do."""
+    data = random.Random(3).randbytes(MiB)
+    (place / "data").write_bytes(data)
+    small = fsspec.filesystem("tierckpt", chunk_size_bytes="64KiB", skip_instance_cache=True)
+    with small.open(f"file{place}/data") as file:
+        assert file.read(10) == data[:10]
+        pid = os.fork()
+        if pid == 0:
+            file.seek(700 << 10)
+            os._exit(0 if file.read(1000) == data[700 << 10 : (700 << 10) + 1000] else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert file.read(10) == data[10:20]
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("tierckpt://", "tierckpt://s3/BUCKET/KEY"),
+        ("tierckpt://nowhere/bucket/key", "tierckpt://s3/BUCKET/KEY"),
+        ("tierckpt://s3", "tierckpt://s3/BUCKET/KEY"),
+        ("tierckpt:///mnt/data", "tierckpt://file/ABS/PATH"),
+        ("tierckpt://s3://bucket/key", "tierckpt://s3/BUCKET/KEY"),
+        ("tierckpt://file/mnt/../etc/passwd", "without"),
+        ("tierckpt://s3/bucket/../other", "tierckpt://s3/BUCKET/KEY"),
+    ],
+)
+def test_a_url_that_cannot_be_says_how_to_write_it(url: str, hint: str, fs: Any) -> None:
+    for verb in (fs.exists, fs.ls, fs.info, fs.cat_file, fs.find, lambda path: fs.pipe_file(path, b"x")):
+        with pytest.raises(ConfigError) as caught:
+            verb(url)
+        assert hint in str(caught.value)
+
+
+def test_a_store_that_does_not_answer_is_no_empty_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    fs = fsspec.filesystem("tierckpt", retry_attempts_max=0, store_timeout_seconds=1, skip_instance_cache=True)
+    for verb in (fs.exists, fs.ls, fs.find):
+        with pytest.raises(TierckptError) as caught:
+            verb("s3/bucket/run")
+        assert not isinstance(caught.value, ObjectNotFoundError)
+
+
+# --- who else uses it ------------------------------------------------------------------------------------------------
+
+
+def test_pandas_reads_and_writes_through_it(place: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"a": range(1000), "b": [f"row {number}" for number in range(1000)]})
+    url = f"tierckpt://file{place}"
+    frame.to_parquet(f"{url}/frame.parquet")
+    frame.to_csv(f"{url}/frame.csv", index=False)
+    assert pandas.read_parquet(f"{url}/frame.parquet").equals(frame)
+    assert pandas.read_parquet(f"{url}/frame.parquet", columns=["a"]).equals(frame[["a"]])
+    assert pandas.read_csv(f"{url}/frame.csv").equals(frame)
+    assert (place / "frame.csv").read_text() == frame.to_csv(index=False)
+
+
+def test_datasets_and_webdataset_read_through_it(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: ``datasets`` takes its settings when it is imported."""
+    import tarfile
+
+    (place / "rows.jsonl").write_text("".join(json.dumps({"n": number}) + "\n" for number in range(50)))
+    with tarfile.open(place / "shard-0.tar", "w") as tar:
+        for number in range(5):
+            text = f"sample {number}".encode()
+            info = tarfile.TarInfo(f"{number:04}.txt")
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text))
+    program = f"""
+import fsspec, datasets, webdataset
+from webdataset.gopen import gopen_schemes
+url = "tierckpt://file{place}"
+rows = datasets.load_dataset("json", data_files=url + "/*.jsonl", split="train", streaming=True)
+print(sum(row["n"] for row in rows))
+gopen_schemes["tierckpt"] = lambda url, mode="rb", bufsize=8192: fsspec.open(url, mode).open()
+samples = webdataset.WebDataset(url + "/shard-0.tar", shardshuffle=False).decode()
+print(",".join(sample["txt"] for sample in samples))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        env={**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.split("\n")[:2] == [
+        str(sum(range(50))),
+        ",".join(f"sample {number}" for number in range(5)),
+    ], done.stderr[-3000:]
+
+
+# --- once for the node -----------------------------------------------------------------------------------------------
+
+BODY = random.Random(9).randbytes(4 * MiB + 321)
+
+
+class Counting(BaseHTTPRequestHandler):
+    """One object of an S3 server, and the bytes of it that were asked for."""
+
+    protocol_version = "HTTP/1.1"
+    ranges: list[tuple[int, int]] = []
+    lock = threading.Lock()
+
+    def do_HEAD(self) -> None:
+        self._answer(200, len(BODY), {})
+
+    def do_GET(self) -> None:
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        start, stop = (int(found[1]), int(found[2]) + 1) if found else (0, len(BODY))
+        with self.lock:
+            self.ranges.append((start, stop))
+        self._answer(206, stop - start, {"Content-Range": f"bytes {start}-{stop - 1}/{len(BODY)}"})
+        self.wfile.write(BODY[start:stop])
+
+    def _answer(self, status: int, size: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        known = {"Content-Length": str(size), "ETag": '"one"', "Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT"}
+        for name, value in {**known, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@contextmanager
+def counting_server() -> Iterator[str]:
+    Counting.ranges = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Counting)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+READER = """
+import hashlib, random, sys, fsspec
+with fsspec.open("tierckpt://s3/bucket/data", chunk_size_bytes="256KiB") as file:
+    data = bytearray(file.size)
+    starts = list(range(0, file.size, 100_000))
+    random.Random(int(sys.argv[1])).shuffle(starts)
+    for start in starts:
+        file.seek(start)
+        part = file.read(100_000)
+        data[start : start + len(part)] = part
+print(hashlib.sha256(data).hexdigest())
+"""
+
+
+def test_two_processes_fetch_cold_bytes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import hashlib
+
+    with counting_server() as endpoint:
+        server = S3Server(endpoint, "x", "x")
+        env = {**os.environ, **server.environment()}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", READER, str(seed)], cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, text=True
+            )
+            for seed in (1, 2)
+        ]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [output.strip() for output in outputs] == [hashlib.sha256(BODY).hexdigest()] * 2
+    fetched = sorted(Counting.ranges)
+    assert sum(stop - start for start, stop in fetched) == len(BODY), fetched
+    assert len(fetched) == -(-len(BODY) // (256 << 10))
+
+
+def test_what_the_files_hold_is_not_torch() -> None:
+    """Looking at data must not cost an import of torch."""
+    program = "import sys, fsspec; fsspec.filesystem('tierckpt'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr
+    assert torch.__version__

@@ -1,0 +1,457 @@
+"""``tierckpt prefetch`` into the node cache, as processes: what is there, what goes, what is fetched once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+import tierckpt
+from tests.integration.test_cli import COMMAND, Done, saved
+from tierckpt.cache.owner import Presence
+from tierckpt.cli.app import run
+from tierckpt.client import open_cached
+from tierckpt.errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError
+from tierckpt.layout import parse_uri
+from tierckpt.manifest import digest_of
+
+KIB = 1024
+CHUNK = 64 * KIB
+WORKERS = 4
+FILES = {
+    "config.json": b'{"architectures": ["Tiny"]}',
+    "model-00001.safetensors": os.urandom(20 * CHUNK + 11),
+    "model-00002.safetensors": os.urandom(12 * CHUNK),
+    "original/consolidated.pth": os.urandom(3 * CHUNK),
+    "tokenizer/vocab.txt": b"a\nb\n",
+}
+TOTAL = sum(map(len, FILES.values()))
+CHUNKS = sum(-(-len(data) // CHUNK) for data in FILES.values())
+
+
+class Bucket:
+    """A server that speaks as much S3 as a reader needs, counts every range it gives, and can be slow or change."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.ranges: Counter[tuple[str, str]] = Counter()
+        self.request_seconds = 0.0
+        self.changes_after: int | None = None
+        self._lock = threading.Lock()
+        bucket = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                bucket.get(self)
+
+            do_HEAD = do_GET
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def requests(self) -> int:
+        return sum(self.ranges.values())
+
+    def get(self, request: BaseHTTPRequestHandler) -> None:
+        url = urlsplit(request.path)
+        key = unquote(url.path).lstrip("/").partition("/")[2]
+        if not key and request.command == "GET":
+            self._answer(request, 200, self._listing(parse_qs(url.query)), {})
+        elif key not in self.objects:
+            self._answer(request, 404, b"<Error><Code>NoSuchKey</Code></Error>", {})
+        else:
+            self._object(request, key)
+
+    def _object(self, request: BaseHTTPRequestHandler, key: str) -> None:
+        data, wanted = self.objects[key], request.headers.get("Range")
+        headers = {"ETag": f'"{digest_of(data)}"', "Last-Modified": "Sat, 21 Nov 2026 00:00:00 GMT"}
+        if request.headers.get("If-Match", headers["ETag"]) != headers["ETag"]:
+            self._answer(request, 412, b"<Error><Code>PreconditionFailed</Code></Error>", {})
+            return
+        if wanted is None or request.command == "HEAD":
+            self._answer(request, 200, data, headers)
+            return
+        start, _, last = wanted.removeprefix("bytes=").partition("-")
+        with self._lock:
+            self.ranges[key, wanted] += 1
+            count = self.requests
+        time.sleep(self.request_seconds)
+        part = data[int(start) : int(last) + 1]
+        self._answer(request, 206, part, {**headers, "Content-Range": f"bytes {start}-{last}/{len(data)}"})
+        if self.changes_after is not None and count >= self.changes_after:
+            self.changes_after = None
+            name = "run/model/model-00002.safetensors"
+            self.objects[name] = self.objects[name][:-4] + b"\x01\x02\x03\x04"
+
+    def _listing(self, query: dict[str, list[str]]) -> bytes:
+        prefix, delimiter = query.get("prefix", [""])[0], query.get("delimiter", [""])[0]
+        keys, prefixes = [], set()
+        for key, data in sorted(self.objects.items()):
+            if key.startswith(prefix):
+                rest = key[len(prefix) :]
+                if delimiter and delimiter in rest:
+                    prefixes.add(prefix + rest.partition(delimiter)[0] + delimiter)
+                else:
+                    keys.append(
+                        f"<Contents><Key>{key}</Key><Size>{len(data)}</Size><ETag>&quot;{digest_of(data)}&quot;</ETag>"
+                        "<LastModified>2026-11-21T00:00:00.000Z</LastModified></Contents>"
+                    )
+        common = [f"<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>" for name in sorted(prefixes)]
+        body = "".join([*keys, *common])
+        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{body}</ListBucketResult>".encode()
+
+    def _answer(self, request: BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str]) -> None:
+        request.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            request.send_header(name, value)
+        request.end_headers()
+        if request.command != "HEAD":
+            try:
+                request.wfile.write(body)
+            except OSError:
+                pass  # the client was killed
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    server = Bucket()
+    server.objects = {f"run/model/{name}": data for name, data in FILES.items()}
+    for name, value in {
+        "AWS_ENDPOINT_URL": server.endpoint,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_REGION": "us-east-1",
+        "TIERCKPT_CHUNK_SIZE_BYTES": "64KiB",
+        "TIERCKPT_CONCURRENCY": str(WORKERS // 2),
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.close()
+
+
+MODEL = "s3://bucket/run/model"
+
+
+@pytest.fixture
+def tierckpt_(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Run ``tierckpt ARGUMENTS --json`` in this process: what a process of its own adds, other tests see."""
+
+    def verb(*arguments: object) -> Done:
+        capsys.readouterr()
+        code = run([*map(str, arguments), "--json"])
+        said = capsys.readouterr()
+        return Done(code, said.out, said.err)
+
+    return verb
+
+
+def same(directory: str | Path, files: dict[str, bytes] = FILES) -> bool:
+    found = {str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file()}
+    whole = all(digest_of(Path(directory, name).read_bytes()) == digest_of(data) for name, data in files.items())
+    return whole and found - {".tierckpt/prefetched.json"} == set(files)
+
+
+def test_a_model_lands_in_the_cache_once_and_the_document_says_where_its_bytes_came_from(
+    tierckpt_: Callable[..., Done], bucket: Bucket
+) -> None:
+    first = tierckpt_("prefetch", MODEL)
+    assert first.code == 0, first.err
+    document = first.document
+    assert same(document["directory"])
+    assert document["bytes_by_source"] == {"here": 0, "shared": TOTAL, "other_processes": 0}
+    assert document["chunks_fetched"] == bucket.requests == CHUNKS
+    assert document["slowest_chunk"]["seconds"] > 0
+    again = tierckpt_("prefetch", MODEL).document
+    assert (again["directory"], again["fetched_bytes"]) == (document["directory"], 0)
+    assert again["bytes_by_source"]["here"] == TOTAL
+    assert bucket.requests == CHUNKS
+
+
+def test_killed_and_run_again_at_most_one_chunk_a_worker_is_fetched_twice(
+    tierckpt_: Callable[..., Done], bucket: Bucket, local_root: Path
+) -> None:
+    bucket.request_seconds = 0.05
+    kills = 0
+    for goal in (CHUNKS // 4, CHUNKS // 2):
+        process = subprocess.Popen([*COMMAND, "prefetch", MODEL], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        deadline = time.monotonic() + 60
+        while bucket.requests < goal + kills * WORKERS:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=30)
+        kills += 1
+        assert process.returncode == -signal.SIGKILL
+        assert tierckpt_("prefetch", MODEL, "--check").document["state"] == "partial"
+    bucket.request_seconds = 0.0
+    done = tierckpt_("prefetch", MODEL)
+    assert done.code == 0, done.err
+    assert same(done.document["directory"])
+    assert done.document["bytes_by_source"]["here"] > 0
+    assert len(bucket.ranges) == CHUNKS
+    assert CHUNKS <= bucket.requests <= CHUNKS + kills * WORKERS
+    assert list((local_root / "cache").glob(".*.incoming")) == []
+
+
+def test_two_processes_that_prefetch_one_uri_share_the_work(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.request_seconds = 0.03
+    command = [*COMMAND, "prefetch", MODEL, "--to", str(tmp_path / "served"), "--json"]
+    pair = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    documents = [json.loads(process.communicate(timeout=90)[0]) for process in pair]
+    assert [process.returncode for process in pair] == [0, 0]
+    assert same(tmp_path / "served")
+    assert bucket.requests == CHUNKS
+    assert sum(document["fetched_bytes"] for document in documents) == TOTAL
+
+
+def test_a_model_that_changes_in_the_middle_of_a_pull_is_an_error_and_nothing_is_published(
+    tierckpt_: Callable[..., Done], bucket: Bucket, local_root: Path
+) -> None:
+    bucket.changes_after = 3
+    done = tierckpt_("prefetch", MODEL)
+    assert done.code == 5
+    assert "changed in the store" in done.error["message"]
+    assert bucket.changes_after is None, "the change did not happen"
+    assert [path for path in (local_root / "cache").iterdir() if path.is_dir() and path.name[0] != "."] == []
+    files = {name.removeprefix("run/model/"): data for name, data in bucket.objects.items()}
+    done = tierckpt_("prefetch", MODEL)
+    assert done.code == 0
+    assert same(done.document["directory"], files)
+
+
+def test_globs_choose_files_and_what_holds_them_all_is_used(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
+    chosen = tierckpt_("prefetch", MODEL, "--include", "*.safetensors", "--include", "*.json", "--exclude", "*00002*")
+    names = ["config.json", "model-00001.safetensors"]
+    assert same(chosen.document["directory"], {name: FILES[name] for name in names})
+    assert tierckpt_("prefetch", MODEL, "--include", "*.gguf").code == 4
+    whole = tierckpt_("prefetch", MODEL).document["directory"]
+    before = bucket.requests
+    again = tierckpt_("prefetch", MODEL, "--include", "original/*").document
+    assert (again["directory"], bucket.requests) == (whole, before)
+
+
+def test_check_lists_what_is_missing_and_read_data_finds_what_has_rotted(
+    tierckpt_: Callable[..., Done], bucket: Bucket
+) -> None:
+    absent = tierckpt_("prefetch", MODEL, "--check")
+    assert (absent.code, absent.document["state"]) == (3, "absent")
+    assert absent.document["missing"] == {name: len(data) for name, data in FILES.items()}
+    directory = Path(tierckpt_("prefetch", MODEL).document["directory"])
+    whole = tierckpt_("prefetch", MODEL, "--check", "--read-data")
+    assert (whole.code, whole.document["state"], whole.document["bad"]) == (0, "whole", {})
+    with (directory / "model-00001.safetensors").open("r+b") as file:
+        file.seek(5 * CHUNK + 9)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    assert tierckpt_("prefetch", MODEL, "--check").code == 0
+    bad = tierckpt_("prefetch", MODEL, "--check", "--read-data")
+    assert bad.code == 5
+    assert bad.document["bad"] == {"model-00001.safetensors": f"bytes {5 * CHUNK}-{6 * CHUNK} are not what landed"}
+    bucket.objects["run/model/config.json"] = b"{}"
+    outdated = tierckpt_("prefetch", MODEL, "--check")
+    assert (outdated.code, outdated.document["state"]) == (3, "outdated")
+    listed = tierckpt_("prefetch", "--check").document
+    assert [(entry["uri"], entry["state"]) for entry in listed["entries"]] == [(MODEL, "complete")]
+
+
+def test_pinned_is_kept_and_evict_says_what_went_and_what_stayed(
+    tierckpt_: Callable[..., Done], bucket: Bucket, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.objects["run/other/weights.bin"] = os.urandom(8 * CHUNK)
+    directory = tierckpt_("prefetch", MODEL, "--pin").document["directory"]
+    monkeypatch.setenv("TIERCKPT_CACHE_BYTES_MAX", str(TOTAL + 4 * CHUNK))
+    plan = tierckpt_("prefetch", "s3://bucket/run/other", "--dry-run")
+    assert (plan.code, plan.document["fits"], plan.document["would_evict"]) == (1, False, [])
+    refused = tierckpt_("prefetch", "s3://bucket/run/other")
+    assert refused.code == 1
+    assert refused.error["error"] == "CapacityError"
+    assert (refused.error["needed_bytes"], refused.error["pinned_bytes"]) == (8 * CHUNK, TOTAL)
+    assert MODEL in refused.error["pinned"]
+    kept = tierckpt_("prefetch", MODEL, "--evict")
+    assert (kept.code, kept.document["evicted"], kept.document["kept"][0]["pinned"]) == (3, [], True)
+    assert tierckpt_("prefetch", MODEL, "--unpin").document == {"unpinned": [MODEL]}
+    plan = tierckpt_("prefetch", "s3://bucket/run/other", "--dry-run").document
+    assert (plan["would_fetch_bytes"], plan["fits"]) == (8 * CHUNK, True)
+    assert plan["would_evict"] == [{"uri": MODEL, "size_bytes": TOTAL}]
+    assert same(directory), "planning does nothing"
+    assert tierckpt_("prefetch", "s3://bucket/run/other").code == 0
+    assert not Path(directory).exists()
+    assert tierckpt_("prefetch", "s3://bucket/run/other", "--evict").document["freed_bytes"] == 8 * CHUNK
+    assert tierckpt_("prefetch", "s3://bucket/run/other", "--evict").code == 4
+    assert tierckpt_("prefetch", "--check").document["entries"] == []
+
+
+def test_what_a_process_was_given_is_not_evicted_while_it_lives(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
+    directory = tierckpt.prefetch(MODEL)
+    kept = tierckpt_("prefetch", MODEL, "--evict")
+    assert (kept.code, kept.document["kept"][0]["uri"]) == (3, MODEL)
+    assert same(directory)
+
+
+def test_several_uris_in_one_command_and_one_that_fails_does_not_keep_the_others(
+    tierckpt_: Callable[..., Done], bucket: Bucket
+) -> None:
+    bucket.objects["run/other/weights.bin"] = b"weights"
+    done = tierckpt_("prefetch", MODEL, "s3://bucket/run/nothing", "s3://bucket/run/other")
+    assert done.code == 3
+    assert list(done.error["failures"]) == ["s3://bucket/run/nothing"]
+    both = tierckpt_("prefetch", MODEL, "s3://bucket/run/other").document["uris"]
+    assert [one["fetched_bytes"] for one in both] == [0, 0]
+
+
+def test_one_object_is_an_entry_of_its_own_unless_its_directory_is_here(
+    tierckpt_: Callable[..., Done], bucket: Bucket
+) -> None:
+    uri = f"{MODEL}/model-00001.safetensors"
+    done = tierckpt_("prefetch", uri).document
+    assert same(done["directory"], {"model-00001.safetensors": FILES["model-00001.safetensors"]})
+    whole = tierckpt_("prefetch", MODEL).document["directory"]
+    before = bucket.requests
+    with open_cached(f"{MODEL}/tokenizer/vocab.txt", kind="object") as view:
+        assert view.only is not None
+        assert view.directory == Path(whole)
+        assert bytes(view.read(view.only.path)) == FILES["tokenizer/vocab.txt"]
+    assert bucket.requests == before
+
+
+def test_wait_waits_for_what_is_not_there_yet_and_for_no_longer_than_it_is_told(
+    tmp_path: Path, tierckpt_: Callable[..., Done], bucket: Bucket, file_uri: str
+) -> None:
+    late = tierckpt_("prefetch", "s3://bucket/run/later", "--wait", "--timeout", "1")
+    assert late.code == 7
+    assert "holds no files" in late.error["message"]
+    answers: list[Path] = []
+    waiting = threading.Thread(
+        target=lambda: answers.append(tierckpt.prefetch(f"{file_uri}/step-1", to=tmp_path / "served", wait_seconds=60))
+    )
+    waiting.start()
+    saved(f"{file_uri}/step-1")
+    waiting.join(90)
+    assert answers == [tmp_path / "served"]
+    assert (tmp_path / "served/.metadata").exists()
+    with pytest.raises(OperationTimeoutError):
+        tierckpt.prefetch("s3://bucket/run/later", wait_seconds=0.2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), (MODEL, "--check", "--evict"), (MODEL, "--evict", "--pin"), (MODEL, MODEL, "--to", "/tmp/nowhere")],
+)
+def test_what_cannot_be_meant_is_a_usage_error(
+    tierckpt_: Callable[..., Done], arguments: tuple[str, ...], bucket: Bucket
+) -> None:
+    assert tierckpt_("prefetch", *arguments).code == 2
+    assert bucket.requests == 0
+
+
+# --- reading through -------------------------------------------------------------------------------------------------
+
+
+def test_a_range_costs_its_chunks_once_and_the_file_fills_up(bucket: Bucket) -> None:
+    name, data = "model-00001.safetensors", FILES["model-00001.safetensors"]
+    with open_cached(MODEL) as view:
+        assert view.files.keys() == FILES.keys()
+        assert not view.landed(name, 0, 1)
+        assert bytes(view.read(name, CHUNK - 5, CHUNK + 5)) == data[CHUNK - 5 : CHUNK + 5]
+        assert bucket.requests == 2
+        into = bytearray(100)
+        view.read_into(name, CHUNK + 7, into)
+        assert (bytes(into), bucket.requests) == (data[CHUNK + 7 : CHUNK + 107], 2)
+        assert view.landed(name, 0, 2 * CHUNK)
+        assert not view.landed(name)
+        assert view.directory is None
+        assert view.path(name).stat().st_size == len(data)
+        assert bytes(view.read(name, len(data) - 1)) == data[-1:]
+        assert bytes(view.read("tokenizer/vocab.txt", 2, 2)) == b""
+        with pytest.raises(tierckpt.errors.ConfigError):
+            view.read(name, 0, len(data) + 1)
+        with pytest.raises(ObjectNotFoundError):
+            view.read("no-such-file")
+        view.fill()
+        assert same(view.directory or "")
+        assert digest_of(view.read(name)) == digest_of(data)
+    assert bucket.requests == CHUNKS
+    assert max(bucket.ranges.values()) == 1
+
+
+def test_a_reader_takes_chunks_that_still_arrive(bucket: Bucket) -> None:
+    bucket.request_seconds = 0.02
+    with open_cached(MODEL) as view:
+        view.fill_in_background()
+        for name, data in FILES.items():
+            for start in range(0, len(data), CHUNK):
+                view.wait(name, start, min(start + CHUNK, len(data)), timeout_seconds=60)
+                got = view.read(name, start, min(start + CHUNK, len(data)))
+                assert digest_of(got) == digest_of(data[start : start + CHUNK])
+    assert bucket.requests == CHUNKS
+    assert max(bucket.ranges.values()) == 1
+
+
+def test_without_room_a_read_still_gets_its_bytes(bucket: Bucket, local_root: Path) -> None:
+    data = FILES["model-00001.safetensors"]
+    with open_cached(MODEL, cache_bytes_max=1) as view:
+        assert digest_of(view.read("model-00001.safetensors", 3, 3 * CHUNK)) == digest_of(data[3 : 3 * CHUNK])
+        assert not view.landed("model-00001.safetensors", 3, 3 * CHUNK)
+
+
+def test_a_version_that_has_gone_is_an_error_and_never_other_bytes(bucket: Bucket) -> None:
+    name = "model-00001.safetensors"
+    with open_cached(MODEL) as view:
+        first = bytes(view.read(name, 0, 10))
+        bucket.objects[f"run/model/{name}"] = os.urandom(len(FILES[name]))
+        assert bytes(view.read(name, 0, 10)) == first
+        with pytest.raises(IntegrityError, match="changed in the store"):
+            view.read(name, 5 * CHUNK, 5 * CHUNK + 10)
+
+
+def test_a_holder_that_does_not_get_on_is_overtaken(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierckpt.mover.shelf.STALL_SECONDS_MIN", 0.3)
+    name = "model-00001.safetensors"
+    with open_cached(MODEL, store_timeout_seconds=0.15) as view:
+        incoming = view.path(name).parent
+        stuck = Presence(incoming / ".tierckpt/filling/owners")  # alive, with a heartbeat, and doing nothing
+        stuck.begin()
+        index = sorted(FILES).index(name)
+        (incoming / f".tierckpt/filling/claims/{index}-0").symlink_to(stuck.name)
+        assert bytes(view.read(name, 0, 10)) == FILES[name][:10]
+        stuck.end()
+
+
+def test_a_checkpoint_of_ours_still_goes_where_restore_finds_it(
+    tierckpt_: Callable[..., Done], file_uri: str, local_root: Path
+) -> None:
+    saved(f"{file_uri}/step-1")
+    import shutil
+
+    shutil.rmtree(local_root)
+    done = tierckpt_("prefetch", f"{file_uri}/step-1").document
+    assert done["directory"] == str(
+        local_root / "checkpoints/file/_" / parse_uri(f"{file_uri}/step-1").path.lstrip("/")
+    )
+    assert [(item["kind"]) for item in tierckpt_("status").document["local"]] == ["checkpoint"]
+    assert tierckpt_("prefetch", f"{file_uri}/step-1", "--check").document["state"] == "whole"
+    assert tierckpt_("prefetch", f"{file_uri}/step-1", "--pin").code == 2

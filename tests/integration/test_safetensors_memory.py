@@ -1,0 +1,259 @@
+"""What a load of safetensors takes: memory for the tensors and little else, given back when they go; and who sees it.
+
+Memory is measured in processes of their own, by the kernel's account of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tierckpt
+from tests.states import same
+from tierckpt.errors import CapacityError, IntegrityError
+from tierckpt.loading import fill
+
+MIB = 1 << 20
+MODEL_BYTES = 192 * MIB
+
+PRELUDE = """
+import gc, json, sys, torch, tierckpt
+
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key + ":"))
+
+torch.ones(2, 2) @ torch.ones(2, 2)
+list(tierckpt.stream_safetensors(sys.argv[2]))  # what is imported on first use is there now
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """192 MiB in two files, one tensor of 48 MiB among them."""
+    directory = tmp_path_factory.mktemp("model")
+    for number in range(2):
+        tensors = {f"f{number}.w{index}": torch.full((3 * MIB,), float(index)) for index in range(4)}
+        tensors |= {f"f{number}.large": torch.full((12 * MIB // (number + 1),), 7.0)}
+        tensors |= {f"f{number}.b{index}": torch.full((8,), float(index)) for index in range(20)}
+        save_file(tensors, directory / f"model-{number}.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("small")
+    save_file({"w": torch.ones(3 * MIB), "columns": torch.ones(4, 4)}, directory / "model.safetensors")
+    return directory
+
+
+def measured(script: str, model: Path, small: Path) -> dict[str, int]:
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + script, str(model), str(small)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+def test_a_load_takes_the_tensors_and_no_second_copy_and_gives_all_of_it_back(model: Path, small: Path) -> None:
+    found = measured(
+        """
+tensors = tierckpt.load_safetensors(sys.argv[1])
+size = sum(value.nbytes for value in tensors.values())
+peak, present = status("VmHWM") - before, status("VmRSS") - before
+one = tensors["f1.large"]
+tensors.clear()
+gc.collect()
+half = status("VmRSS") - before  # the other file's memory has gone
+right = bool((one == 7.0).all())
+del one
+gc.collect()
+print(json.dumps(dict(size=size, peak=peak, present=present, half=half, left=status("VmRSS") - before, right=right)))
+""",
+        model,
+        small,
+    )
+    assert found["size"] > 150 * MIB
+    assert found["present"] >= found["size"]
+    assert found["peak"] <= found["size"] + 24 * MIB
+    assert found["half"] <= 0.6 * found["size"]
+    assert found["left"] <= 24 * MIB
+    assert found["right"]
+
+
+def test_a_stream_takes_what_may_be_in_flight_however_large_the_model_is(model: Path, small: Path) -> None:
+    found = measured(
+        """
+total = 0
+for name, value in tierckpt.stream_safetensors(sys.argv[1], bytes_in_flight_max=32 << 20):
+    total += value.nbytes
+    del value
+print(json.dumps(dict(total=total, peak=status("VmHWM") - before)))
+""",
+        model,
+        small,
+    )
+    assert found["total"] > 150 * MIB
+    assert found["peak"] <= 48 * MIB + 32 * MIB + 24 * MIB  # the largest tensor, what is read meanwhile, and change
+
+
+def test_the_control_a_load_of_the_whole_is_seen_by_the_same_measure(model: Path, small: Path) -> None:
+    found = measured(
+        """
+whole = tierckpt.load_safetensors(sys.argv[1])
+print(json.dumps(dict(peak=status("VmHWM") - before)))
+""",
+        model,
+        small,
+    )
+    assert found["peak"] > 48 * MIB + 32 * MIB + 24 * MIB
+
+
+def test_tensors_are_writable_and_each_has_its_own_storage(model: Path, tmp_path: Path) -> None:
+    tensors = tierckpt.load_safetensors(model)
+    expected = {name: value for path in sorted(model.glob("*.safetensors")) for name, value in load_file(path).items()}
+    assert same(tensors, expected)
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in tensors.values())
+    tensors["f0.w1"].add_(1)
+    tensors["f0.w1"][0] = -1
+    assert same(tierckpt.load_safetensors(model), expected), "the file was written to"
+    torch.save(tensors["f0.b3"], tmp_path / "one.pt")
+    assert (tmp_path / "one.pt").stat().st_size < 100_000
+    save_file(tensors, tmp_path / "again.safetensors")
+    assert same(load_file(tmp_path / "again.safetensors"), tensors)
+
+
+def test_a_forked_child_sees_the_tensors_and_its_writes_are_its_own(model: Path) -> None:
+    """Staging memory reads as zeros in a child; a model must not."""
+    tensors = tierckpt.load_safetensors(model)
+    large, small = tensors["f1.large"].numpy(), tensors["f0.b3"].numpy()  # torch has threads, which no child has
+    child = os.fork()
+    if child == 0:
+        right = bool((large == 7.0).all()) and bool((small == 3.0).all())
+        large[:] = 0
+        os._exit(0 if right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bool((tensors["f1.large"] == 7.0).all())
+
+
+def test_many_threads_may_ask_a_lazy_mapping(model: Path) -> None:
+    lazy = tierckpt.load_safetensors(model, lazy=True)
+    expected = tierckpt.load_safetensors(model)
+    wrong: list[str] = []
+
+    def ask(number: int) -> None:
+        wrong.extend(name for name in sorted(lazy)[number::4] if not same(lazy[name], expected[name]))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert lazy.keys() == expected.keys()
+    assert lazy["f0.large"] is not lazy["f0.large"]
+    assert lazy.meta("f0.large").shape == expected["f0.large"].shape
+    with pytest.raises(KeyError):
+        lazy["nothing"]
+
+
+def test_nothing_stays_open(model: Path) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    lazy = tierckpt.load_safetensors(model, lazy=True)
+    assert lazy["f0.b1"].numel() == 8
+    stream = tierckpt.stream_safetensors(model, bytes_in_flight_max=MIB)
+    next(stream)
+    stream.close()
+    tierckpt.load_safetensors(model)
+    assert sorted(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_a_stream_is_in_file_order_and_keeps_its_bound(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    real = fill.fill
+
+    def seen(wants: list[fill.Want], *rest: object) -> dict[str, torch.Tensor]:
+        reads.append(sum(want.size_bytes for want in wants))
+        return real(wants, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tierckpt.loading.safetensors.fill", seen)
+    expected = [
+        name
+        for path in sorted(model.glob("*.safetensors"))
+        for name, _ in sorted(_offsets(path), key=lambda item: item[1])
+    ]
+    stream = tierckpt.stream_safetensors(model, bytes_in_flight_max=32 * MIB)
+    assert [name for name, _ in stream] == expected
+    assert len(reads) > 8
+    assert all(size <= 16 * MIB for size in reads if size not in (48 * MIB, 24 * MIB))
+
+
+def _offsets(path: Path) -> Iterator[tuple[str, int]]:
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return ((name, said["data_offsets"][0]) for name, said in header.items() if name != "__metadata__")
+
+
+def test_a_stream_finds_what_is_wrong_before_it_yields_and_stops_where_it_breaks(model: Path, tmp_path: Path) -> None:
+    for path in model.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    damaged = tmp_path / "model-1.safetensors"
+    stream = tierckpt.stream_safetensors(tmp_path, bytes_in_flight_max=4 * MIB)
+    next(stream)
+    os.truncate(damaged, damaged.stat().st_size - MIB)
+    with pytest.raises(IntegrityError, match="model-1"):
+        list(stream)
+    with pytest.raises(IntegrityError, match="model-1"):
+        tierckpt.stream_safetensors(tmp_path)
+
+
+def test_a_model_larger_than_memory_is_refused_before_it_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(size_bytes: int, *, asked_bytes: int) -> None:
+        raise CapacityError("no room", asked_bytes=asked_bytes)
+
+    monkeypatch.setattr(fill.capacity, "require", full)
+    monkeypatch.setattr(fill, "Memory", None)
+    with pytest.raises(CapacityError):
+        tierckpt.load_safetensors(model)
+
+
+def test_what_torch_keeps_by_thread_changes_nothing(model: Path) -> None:
+    plan = {"f0.w1": slice(5, 9), "f0.large": (0, 2, 0)}
+    with torch.inference_mode(), torch.device("meta"):
+        tensors = tierckpt.load_safetensors(model, plan=plan)
+    assert {value.device.type for value in tensors.values()} == {"cpu"}
+    assert tensors["f0.w1"].tolist() == [1.0] * 4
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert tierckpt.load_safetensors(model)["f0.w1"].dtype == torch.float32
+    finally:
+        torch.set_default_dtype(default)
+
+
+def test_where_direct_reads_are_refused_and_where_the_page_cache_has_it_the_bytes_are_the_same(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tierckpt.load_safetensors(model)
+    for path in model.iterdir():
+        path.read_bytes()
+    assert same(tierckpt.load_safetensors(model), expected)
+    subprocess.run(["sync"], check=True)
+    for path in model.iterdir():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert same(tierckpt.load_safetensors(model), expected)
+    monkeypatch.delattr(os, "O_DIRECT")
+    monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY, raising=False)  # refused for a file
+    assert same(tierckpt.load_safetensors(model), expected)

@@ -1,0 +1,168 @@
+"""Safetensors from a URI: through the node cache, each byte from the store once, beginning while they still arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tierckpt
+from tests.services import S3Server
+from tests.states import same
+from tierckpt.client import close_all
+from tierckpt.errors import IntegrityError
+from tierckpt.mover.through import Cached
+from tierckpt.telemetry import BYTES, Metric, listen
+from tierckpt.types import Tier
+
+KIB = 1024
+FILES = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+
+
+@pytest.fixture
+def fetched() -> Iterator[list[float]]:
+    """What comes from the store."""
+    counted: list[float] = []
+
+    def count(metric: Metric, value: float, labels: Any) -> None:
+        if metric is BYTES and labels == {"tier": Tier.SHARED, "direction": "read"}:
+            counted.append(value)
+
+    stop = listen(count)
+    yield counted
+    stop()
+
+
+@pytest.fixture
+def tensors(tmp_path: Path) -> dict[str, torch.Tensor]:
+    """A model in two files with an index, in a directory ``model``."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {f"w{index}": torch.randn(96, 512, generator=generator) for index in range(8)}  # 192 KiB each
+    weight_map = {name: FILES[index // 4] for index, name in enumerate(tensors)}
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for file in FILES:
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "config.json").write_text("{}")
+    (directory / "consolidated.pth").write_bytes(bytes(3 << 20))
+    return tensors
+
+
+@pytest.fixture(params=["s3", "file"])
+def uri(request: pytest.FixtureRequest, tensors: dict[str, torch.Tensor], tmp_path: Path) -> str:
+    if request.param == "file":
+        return (tmp_path / "model").as_uri()
+    s3_uri: str = request.getfixturevalue("s3_uri")
+    moto: S3Server = request.getfixturevalue("moto")
+    for path in (tmp_path / "model").iterdir():
+        moto.client().upload_file(str(path), urlsplit(s3_uri).netloc, f"run/model/{path.name}")
+    return f"{s3_uri}/model"
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCKPT_CHUNK_SIZE_BYTES", "64KiB")
+
+
+def needed_bytes(directory: Path) -> int:
+    return sum((directory / file).stat().st_size for file in [*FILES, "model.safetensors.index.json"])
+
+
+def test_each_byte_that_is_needed_is_fetched_once(
+    uri: str, tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: list[float]
+) -> None:
+    assert same(tierckpt.load_safetensors(uri), tensors)
+    assert sum(fetched) == needed_bytes(tmp_path / "model")  # and nothing of the files that no tensor is in
+    assert same(tierckpt.load_safetensors(uri), tensors)
+    close_all()
+    assert same(dict(tierckpt.stream_safetensors(uri, bytes_in_flight_max=400 * KIB)), tensors)
+    assert same(dict(tierckpt.load_safetensors(uri, shard=(0, 1, 0), lazy=True)), tensors)
+    assert sum(fetched) == needed_bytes(tmp_path / "model")
+
+
+def test_of_one_tensor_its_chunks_are_fetched(uri: str, tensors: dict[str, torch.Tensor], fetched: list[float]) -> None:
+    assert same(tierckpt.load_safetensors(f"{uri}/{FILES[1]}", names=["w6"])["w6"], tensors["w6"])
+    assert sum(fetched) <= tensors["w6"].nbytes + 3 * 64 * KIB  # a chunk more at either end, and the header
+    with tierckpt.load_safetensors(uri, lazy=True) as lazy:
+        assert lazy.keys() == tensors.keys()
+        before = sum(fetched)
+        assert same(lazy["w1"], tensors["w1"])
+        assert sum(fetched) - before <= tensors["w1"].nbytes + 2 * 64 * KIB
+
+
+def test_a_model_that_was_prefetched_is_read_from_its_files(
+    uri: str, tensors: dict[str, torch.Tensor], fetched: list[float]
+) -> None:
+    directory = tierckpt.prefetch(uri)
+    before = sum(fetched)
+    assert same(tierckpt.load_safetensors(uri), tensors)
+    assert same(tierckpt.load_safetensors(directory), tensors)
+    assert same(
+        tierckpt.load_safetensors(f"{uri}/{FILES[0]}"), {name: tensors[name] for name in ("w0", "w1", "w2", "w3")}
+    )
+    assert sum(fetched) == before, "bytes came from the store again"
+
+
+def test_loads_at_a_time_share_what_they_fetch(
+    uri: str, tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: list[float]
+) -> None:
+    right: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: right.append(same(tierckpt.load_safetensors(uri), tensors))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert right == [True] * 3
+    assert sum(fetched) == needed_bytes(tmp_path / "model")
+
+
+def test_a_stream_begins_while_chunks_still_arrive(
+    uri: str, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = threading.Event()
+    held: list[str] = []
+    late: list[int] = []
+    get = Cached._get
+
+    async def slow(self: Cached, index: int, chunk: int, *rest: Any) -> Any:
+        is_last = self.frozen.files[index].path == FILES[1] and self.frozen.chunk_range(index, chunk).start > 400 * KIB
+        if is_last:
+            held.append(f"{index}-{chunk}")
+            if not await asyncio.to_thread(seen.wait, 30):
+                late.append(chunk)
+        return await get(self, index, chunk, *rest)
+
+    monkeypatch.setattr(Cached, "_get", slow)
+    found = {}
+    for name, tensor in tierckpt.stream_safetensors(uri, bytes_in_flight_max=400 * KIB):
+        found[name] = tensor
+        seen.set()  # the first tensor is here
+    assert held, "nothing was held back, so this proves nothing"
+    assert not late, "the first tensor came only when the last chunk was let go"
+    assert same(found, tensors)
+
+
+def test_a_model_that_changes_in_the_store_is_never_mixed(
+    tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: list[float]
+) -> None:
+    directory = tmp_path / "model"
+    lazy = tierckpt.load_safetensors(directory.as_uri(), lazy=True)
+    assert same(lazy["w0"], tensors["w0"])
+    other = {name: torch.zeros_like(tensors[name]) for name in ("w4", "w5", "w6", "w7")}
+    save_file(other, directory / "other")
+    (directory / "other").replace(directory / FILES[1])
+    with pytest.raises(IntegrityError):
+        lazy["w7"]
+    lazy.close()
+    assert same(tierckpt.load_safetensors(directory.as_uri()), {**tensors, **other})

@@ -1,0 +1,322 @@
+"""Digests of blocks: one for each 256 KiB beside the shards, so that a part of a chunk can be verified on its own."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from xxhash import xxh3_128
+
+from tierckpt import manifest as manifests
+from tierckpt.arena.slots import Bounce
+from tierckpt.errors import IntegrityError, ManifestError, ObjectNotFoundError
+from tierckpt.layout import blocks_file
+from tierckpt.manifest import BLOCK_BYTES, Digester, FileEntry, Manifest, digest_of
+from tierckpt.mover import blocks
+from tierckpt.mover.blocks import BlockDigests
+from tierckpt.mover.copies import Copies, Copy, LocalCopy, RemoteCopy
+from tierckpt.mover.flush import Flushed
+from tierckpt.mover.pull import NEAR_BYTES, Piece, pull
+from tierckpt.types import ByteRange
+
+CHUNK = 4 * BLOCK_BYTES
+SIZE = 3 * CHUNK + BLOCK_BYTES + 777
+
+
+@pytest.fixture(scope="module")
+def data() -> bytes:
+    return random.Random(3).randbytes(SIZE)
+
+
+@pytest.fixture(scope="module")
+def buffers() -> Bounce:
+    return Bounce(2, "read")
+
+
+def flushed(path: Path, data: bytes, chunk: int = CHUNK) -> Flushed:
+    """``data`` as a flush reports it, at ``path``."""
+    path.write_bytes(data)
+    chunks = [data[at : at + chunk] for at in range(0, len(data), chunk)]
+    digests = tuple(map(digest_of, chunks))
+    return Flushed(path, len(data), digests, b"".join(map(manifests.blocks_of, chunks)))
+
+
+def entry_of(shard: Flushed, token: str = "aa") -> FileEntry:
+    return FileEntry(shard.path.name, shard.size_bytes, shard.digests, 0, token)
+
+
+# --- the digest ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES])
+def test_a_chunk_of_one_block_has_the_digest_it_always_had(size: int, data: bytes) -> None:
+    assert digest_of(data[:size]) == xxh3_128(data[:size]).hexdigest()
+
+
+@pytest.mark.parametrize("size", [BLOCK_BYTES + 1, 2 * BLOCK_BYTES, CHUNK - 1, CHUNK])
+def test_a_larger_chunk_has_the_digest_of_the_digests_of_its_blocks(size: int, data: bytes) -> None:
+    parts = [data[at : min(at + BLOCK_BYTES, size)] for at in range(0, size, BLOCK_BYTES)]
+    expected = xxh3_128(b"".join(xxh3_128(part).digest() for part in parts)).hexdigest()
+    assert digest_of(data[:size]) == f"t{expected}"
+    assert manifests.has_digest(data[:size], f"t{expected}")
+    assert not manifests.has_digest(data[1 : size + 1], f"t{expected}")
+
+
+def test_chunks_digested_as_the_first_release_did_still_verify(data: bytes) -> None:
+    old = xxh3_128(data[:CHUNK]).hexdigest()
+    assert manifests.has_digest(data[:CHUNK], old)
+    assert not manifests.has_digest(data[1 : CHUNK + 1], old)
+
+
+@pytest.mark.parametrize("chunk", [1000, BLOCK_BYTES, BLOCK_BYTES + 4096, CHUNK])
+def test_a_stream_has_the_digests_of_its_chunks_however_it_is_cut(chunk: int, data: bytes) -> None:
+    cuts, at, digester = random.Random(chunk), 0, Digester(chunk)
+    while at < SIZE:
+        count = cuts.choice([1, 999, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * CHUNK])
+        digester.update(data[at : at + count])
+        at += count
+    assert digester.finish() == tuple(digest_of(data[at : at + chunk]) for at in range(0, SIZE, chunk))
+
+
+# --- in the manifest -------------------------------------------------------------------------------------------------
+
+
+def manifest_of(*files: FileEntry, chunk: int = CHUNK) -> Manifest:
+    metadata = FileEntry(".metadata", 0, (), 0, "aa", source=".tierckpt/metadata/aa")
+    return Manifest("aa", 1, chunk, (metadata,), files)
+
+
+def test_a_manifest_names_the_kind_of_its_digests(data: bytes) -> None:
+    def kind(*digests: str, size: int) -> str:
+        return str(json.loads(manifest_of(FileEntry("a", size, digests)).encode())["digest"])
+
+    assert kind(digest_of(data[:100]), size=100) == "xxh3-128"
+    assert kind(xxh3_128(data[:CHUNK]).hexdigest(), size=CHUNK) == "xxh3-128"
+    assert kind(digest_of(data[:CHUNK]), size=CHUNK) == "xxh3-128-blocks"
+
+
+def test_manifests_of_both_kinds_come_back_and_a_wrong_name_is_refused(data: bytes) -> None:
+    for digest in (digest_of(data[:CHUNK]), xxh3_128(data[:CHUNK]).hexdigest()):
+        whole = manifest_of(FileEntry("a", CHUNK, (digest,)))
+        assert manifests.decode(whole.encode()) == whole
+        body = json.loads(whole.encode())
+        del body["self_digest"]
+        body["digest"] = "xxh3-128" if digest.startswith("t") else "xxh3-128-blocks"
+        with pytest.raises(ManifestError, match="other digests"):
+            manifests.decode(manifests.seal(body))
+
+
+# --- beside the shards -----------------------------------------------------------------------------------------------
+
+
+def test_the_digests_of_a_ranks_blocks_are_one_file_that_the_manifest_names(tmp_path: Path, data: bytes) -> None:
+    shards = [flushed(tmp_path / name, data[:size]) for name, size in (("b", CHUNK + 5), ("a", SIZE), ("c", 0))]
+    [entry] = blocks.keep(tmp_path, shards, 3, "aa", CHUNK)
+    kept = (tmp_path / ".tierckpt/blocks/aa").read_bytes()
+    assert (entry.path, entry.rank, entry.token, entry.size_bytes) == (".tierckpt/blocks/aa", 3, "aa", len(kept))
+    assert entry.digests == (digest_of(kept),)
+    counts = {"a": 3 * 4 + 2, "b": 4 + 1, "c": 0}
+    assert len(kept) == 16 * sum(counts.values())
+    places = blocks.places(manifest_of(*map(entry_of, shards), entry))
+    assert {name: start for name, (_, start) in places.items()} == {"a": 0, "b": 16 * 14, "c": 16 * 19}
+    first = [xxh3_128(data[at : at + BLOCK_BYTES]).digest() for at in range(0, CHUNK, BLOCK_BYTES)]
+    assert kept[:64] == b"".join(first)
+
+
+def test_nothing_is_kept_where_each_chunk_is_a_block(tmp_path: Path, data: bytes) -> None:
+    shards = [flushed(tmp_path / "a", data[:BLOCK_BYTES]), flushed(tmp_path / "b", data, BLOCK_BYTES)]
+    assert blocks.keep(tmp_path, shards[:1], 0, "aa", CHUNK) == []
+    assert blocks.keep(tmp_path, shards[1:], 0, "aa", BLOCK_BYTES) == []
+    assert blocks.places(manifest_of(entry_of(shards[0]))) == {}
+
+
+def test_a_file_of_another_size_than_the_shards_need_is_not_used(tmp_path: Path, data: bytes) -> None:
+    shard = flushed(tmp_path / "a", data)
+    [entry] = blocks.keep(tmp_path, [shard], 0, "aa", CHUNK)
+    short = replace(entry, size_bytes=entry.size_bytes - 16)
+    assert blocks.places(manifest_of(entry_of(shard), entry)) != {}
+    assert blocks.places(manifest_of(entry_of(shard), short)) == {}
+
+
+# --- reading by them -------------------------------------------------------------------------------------------------
+
+
+class Counted(LocalCopy):
+    """A copy that notes what it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: list[tuple[int, int]] = []
+
+    def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> memoryview | bytes:
+        self.asked.append((byte_range.start, byte_range.stop))
+        return super().read(byte_range, into)  # type: ignore[return-value]
+
+
+class Place:
+    """A shard and its block digests in a directory."""
+
+    def __init__(self, directory: Path, data: bytes) -> None:
+        self.path, self.data = directory / "shard", data
+        shard = flushed(self.path, data)
+        self.entry = entry_of(shard)
+        [self.kept] = blocks.keep(directory, [shard], 0, "aa", CHUNK)
+        self.kept_path = directory / blocks_file("aa")
+        self.copy = Counted(self.path)
+
+    def copies(self, *more: Copy, known: list[Copy] | None = None) -> Copies:
+        sources = [LocalCopy(self.kept_path)] if known is None else known
+        return Copies(self.entry, CHUNK, [self.copy, *more], BlockDigests(self.entry, CHUNK, 0, sources))
+
+    def pulled(self, copies: Copies, buffers: Bounce, *spans: tuple[int, int], peeks: tuple[int, ...] = ()) -> bool:
+        """Pull ``spans``; True when they are right."""
+        memories = [bytearray(stop - start) for start, stop in spans]
+        addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
+        pieces = [
+            Piece(*span, address, is_peek=index in peeks)
+            for index, (span, address) in enumerate(zip(spans, addresses, strict=True))
+        ]
+        try:
+            pull([(copies, pieces)], buffers)
+        finally:
+            copies.close()
+        return all(bytes(memory) == self.data[slice(*span)] for memory, span in zip(memories, spans, strict=True))
+
+
+@pytest.fixture
+def place(tmp_path: Path, data: bytes) -> Place:
+    return Place(tmp_path, data)
+
+
+def test_only_the_blocks_that_are_touched_are_read(place: Place, buffers: Bounce) -> None:
+    wanted = [(BLOCK_BYTES + 5, 2 * BLOCK_BYTES + 5), (CHUNK + 1, CHUNK + 2), (2 * CHUNK, 3 * CHUNK), (SIZE - 1, SIZE)]
+    assert place.pulled(place.copies(), buffers, *wanted)
+    assert sorted(place.copy.asked) == [
+        (BLOCK_BYTES, 3 * BLOCK_BYTES),
+        (CHUNK, CHUNK + BLOCK_BYTES),
+        (2 * CHUNK, 3 * CHUNK),
+        (3 * CHUNK + BLOCK_BYTES, SIZE),
+    ]
+
+
+def test_damage_elsewhere_in_the_chunk_does_not_matter_and_damage_in_the_blocks_does(
+    place: Place, buffers: Bounce
+) -> None:
+    for at, is_read in ((3 * BLOCK_BYTES, True), (BLOCK_BYTES, False), (2 * BLOCK_BYTES - 1, False)):
+        damaged = bytearray(place.data)
+        damaged[at] ^= 1
+        place.path.write_bytes(damaged)
+        place.copy = Counted(place.path)
+        if is_read:
+            assert place.pulled(place.copies(), buffers, (BLOCK_BYTES + 5, BLOCK_BYTES + 6))
+            continue
+        with pytest.raises(IntegrityError, match="no good copy of shard"):
+            place.pulled(place.copies(), buffers, (BLOCK_BYTES + 5, BLOCK_BYTES + 6))
+        assert place.path.with_name("shard.bad").exists()
+
+
+def lost(place: Place) -> None:
+    place.kept_path.unlink()
+
+
+def short(place: Place) -> None:
+    place.kept_path.write_bytes(place.kept_path.read_bytes()[:7])
+
+
+def swapped(place: Place) -> None:
+    """Digests of other blocks of the same file: each of them is one that was taken."""
+    kept = place.kept_path.read_bytes()
+    place.kept_path.write_bytes(kept[64:] + kept[:64])
+
+
+def wrong_in_the_first_chunk(place: Place) -> None:
+    kept = bytearray(place.kept_path.read_bytes())
+    kept[20] ^= 1
+    place.kept_path.write_bytes(kept)
+
+
+@pytest.mark.parametrize("damage", [lost, short, swapped, wrong_in_the_first_chunk])
+def test_without_good_block_digests_the_whole_chunk_is_read(
+    damage: Callable[[Place], None], place: Place, buffers: Bounce
+) -> None:
+    damage(place)
+    assert place.pulled(place.copies(), buffers, (BLOCK_BYTES + 5, BLOCK_BYTES + 6))
+    assert place.copy.asked == [(0, CHUNK)]
+    assert not place.path.with_name("shard.bad").exists()
+
+
+def test_good_block_digests_of_another_copy_are_found(place: Place, buffers: Bounce) -> None:
+    good = place.kept_path.read_bytes()
+    wrong_in_the_first_chunk(place)
+    elsewhere = RemoteCopy("s3://b/x", lambda asked: good[asked.start : asked.stop])
+    copies = place.copies(known=[LocalCopy(place.kept_path), elsewhere])
+    assert place.pulled(copies, buffers, (BLOCK_BYTES + 5, BLOCK_BYTES + 6))
+    assert place.copy.asked == [(BLOCK_BYTES, 2 * BLOCK_BYTES)]
+
+
+def test_damaged_block_digests_never_pass_damaged_blocks(place: Place, buffers: Bounce) -> None:
+    """Both are wrong, and agree with each other."""
+    damaged = bytearray(place.data)
+    damaged[BLOCK_BYTES] ^= 1
+    place.path.write_bytes(damaged)
+    kept = bytearray(place.kept_path.read_bytes())
+    kept[16:32] = xxh3_128(damaged[BLOCK_BYTES : 2 * BLOCK_BYTES]).digest()
+    place.kept_path.write_bytes(kept)
+    with pytest.raises(IntegrityError, match="no good copy of shard"):
+        place.pulled(place.copies(), buffers, (BLOCK_BYTES + 5, BLOCK_BYTES + 6))
+
+
+def test_a_peek_reads_a_page_and_is_not_verified(place: Place, buffers: Bounce) -> None:
+    assert place.pulled(place.copies(), buffers, (5, 90), (3 * BLOCK_BYTES, CHUNK), peeks=(0,))
+    assert sorted(place.copy.asked) == [(0, 4096), (3 * BLOCK_BYTES, CHUNK)]
+    assert place.pulled(place.copies(), buffers, (4090, 4099), (5000, CHUNK), peeks=(0,))  # in what is read anyway
+    damaged = bytearray(place.data)
+    damaged[6] ^= 1
+    place.path.write_bytes(damaged)
+    assert not place.pulled(place.copies(), buffers, (5, 90), (3 * BLOCK_BYTES, CHUNK), peeks=(0,))
+    assert not place.path.with_name("shard.bad").exists()
+
+
+def test_a_peek_at_what_cannot_be_read_shows_nothing(place: Place, buffers: Bounce) -> None:
+    def missing(_: ByteRange) -> bytes:
+        raise ObjectNotFoundError("it is gone")
+
+    copies = Copies(place.entry, CHUNK, [RemoteCopy("s3://b/x", missing)])
+    assert not place.pulled(copies, buffers, (5, 90), peeks=(0,))
+
+
+# --- from a store ----------------------------------------------------------------------------------------------------
+
+
+def test_ranges_of_a_remote_file_that_are_near_are_one_request(tmp_path: Path, buffers: Bounce) -> None:
+    chunk = 16 * BLOCK_BYTES
+    data = random.Random(4).randbytes(3 * chunk)
+    shard = flushed(tmp_path / "a", data, chunk)
+    [_] = blocks.keep(tmp_path, [shard], 0, "aa", chunk)
+    kept = (tmp_path / blocks_file("aa")).read_bytes()
+    asked: list[tuple[int, int]] = []
+
+    def get(byte_range: ByteRange) -> memoryview:
+        asked.append((byte_range.start, byte_range.stop))
+        return memoryview(data)[byte_range.start : byte_range.stop]
+
+    known = BlockDigests(
+        entry_of(shard), chunk, 0, [RemoteCopy("s3://b/k", lambda asked: kept[asked.start : asked.stop])]
+    )
+    place = Place(tmp_path, data[:CHUNK])
+    place.data = data
+    copies = Copies(entry_of(shard), chunk, [RemoteCopy("s3://b/a", get)], known)
+    near, far = BLOCK_BYTES + NEAR_BYTES, 2 * BLOCK_BYTES + NEAR_BYTES
+    wanted = [(0, 1), (near, near + 1), (chunk, chunk + 1), (chunk + far, chunk + far + 1), (2 * chunk, 3 * chunk)]
+    assert place.pulled(copies, buffers, *wanted)
+    assert sorted(asked) == [
+        (0, near + BLOCK_BYTES),
+        (chunk, chunk + BLOCK_BYTES),
+        (chunk + far, chunk + far + BLOCK_BYTES),
+        (2 * chunk, 3 * chunk),
+    ]

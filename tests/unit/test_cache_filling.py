@@ -1,0 +1,310 @@
+"""A directory that is filled, by one process or several, and appears whole (G1 to G4 in tierckpt/cache/filling.py)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tierckpt.cache import filling as module
+from tierckpt.cache import writing
+from tierckpt.cache.filling import (
+    ENTRY,
+    FILLING,
+    Filling,
+    incoming_of,
+    landed_in,
+    read_receipt,
+    remove_abandoned,
+    whole_receipt,
+)
+from tierckpt.cache.frozen import Frozen, Wanted, decode
+from tierckpt.errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError
+from tierckpt.manifest import digest_of
+from tierckpt.types import ByteRange
+
+CHUNK = 128 * 1024
+DATA = {"a/one.bin": os.urandom(3 * CHUNK + 7), "two.bin": os.urandom(CHUNK), "empty": b""}
+
+
+def frozen(chunk_size_bytes: int = CHUNK, **changed: bytes) -> Frozen:
+    data = DATA | {name.replace("_", "."): value for name, value in changed.items()}
+    files = tuple(Wanted(name, name, len(value), f"etag-{digest_of(value)}") for name, value in sorted(data.items()))
+    return Frozen("s3://bucket/model", files, chunk_size_bytes)
+
+
+def begin(directory: Path, what: Frozen | None = None) -> Filling:
+    return Filling(directory, what or frozen(), preallocate=True)
+
+
+def land(filling: Filling, *skip: tuple[int, int]) -> None:
+    for index, chunk in filling.frozen.chunks():
+        if (index, chunk) not in skip:
+            at = filling.frozen.chunk_range(index, chunk)
+            filling.land(index, chunk, DATA[filling.frozen.files[index].path][at.start : at.stop])
+
+
+def same(directory: Path) -> bool:
+    return all(digest_of((directory / name).read_bytes()) == digest_of(value) for name, value in DATA.items())
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "node" / "model"
+
+
+def test_it_appears_whole_with_its_receipt_and_nothing_else(target: Path) -> None:
+    filling = begin(target)
+    land(filling)
+    assert not target.exists()
+    assert filling.publish()
+    filling.close()
+    assert same(target)
+    receipt = read_receipt(target)
+    assert receipt is not None
+    assert receipt.frozen == frozen()
+    assert receipt.landed[0] == tuple(
+        digest_of(DATA["a/one.bin"][start : start + CHUNK]) for start in range(0, 3 * CHUNK + 7, CHUNK)
+    )
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+    assert sorted(path.name for path in (target / ".tierckpt").iterdir()) == ["prefetched.json"]
+
+
+def test_it_does_not_appear_while_a_chunk_is_missing(target: Path) -> None:
+    filling = begin(target)
+    land(filling, (0, 2))
+    assert not filling.publish()
+    assert not target.exists()
+    assert landed_in(target, frozen().version) == {"a/one.bin": 2 * CHUNK + 7, "empty": 0, "two.bin": CHUNK}
+
+
+def test_what_has_landed_is_there_for_the_next_and_for_others_at_once(target: Path) -> None:
+    first = begin(target)
+    other = begin(target)
+    land(first, (0, 1))
+    other.refresh()
+    assert [chunk for chunk in range(4) if other.has(0, chunk)] == [0, 2, 3]
+    first.close()
+    second = begin(target)
+    assert second.landed_bytes == 3 * CHUNK + 7
+    into = memoryview(bytearray(10))
+    assert second.read(0, ByteRange(2 * CHUNK + 1, 2 * CHUNK + 11), into)
+    assert bytes(into) == DATA["a/one.bin"][2 * CHUNK + 1 : 2 * CHUNK + 11]
+    assert not second.read(0, ByteRange(CHUNK - 1, CHUNK + 1), into)
+    land(second)
+    assert other.publish()
+    assert second.publish()
+    assert same(target)
+
+
+def test_damaged_chunks_are_not_written(target: Path) -> None:
+    data = DATA["two.bin"]
+    what = Frozen("s3://b/m", (Wanted("two.bin", "two.bin", len(data), None, (digest_of(data),)),), CHUNK)
+    filling = begin(target, what)
+    with pytest.raises(IntegrityError):
+        filling.land(0, 0, b"\x00" * len(data))
+    with pytest.raises(IntegrityError):
+        filling.land(0, 0, data[:-1])
+    assert not filling.has(0, 0)
+    filling.land(0, 0, data)
+    assert filling.publish()
+
+
+def test_lines_of_another_boot_are_not_believed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    land(begin(target), (0, 0))
+    monkeypatch.setattr(module, "_boot_id", lambda: "another-boot")
+    assert begin(target).landed_bytes == 0
+    assert sum(landed_in(target, frozen().version).values()) == 0
+
+
+def test_who_comes_second_takes_over_the_chunk_size_of_the_first(target: Path) -> None:
+    first = begin(target)
+    land(first, (0, 0))
+    second = begin(target, frozen(chunk_size_bytes=4096))
+    assert second.frozen.chunk_size_bytes == CHUNK
+    assert second.landed_bytes == first.landed_bytes
+
+
+def test_a_torn_line_is_no_line(target: Path) -> None:
+    filling = begin(target)
+    land(filling, (0, 0), (2, 0))
+    [progress] = (filling.incoming / FILLING).glob("progress-*")
+    digest = digest_of(DATA["two.bin"])
+    with progress.open("ab") as file:
+        file.write(f"\n2 0 {digest[:9]}".encode())  # a process was killed here
+    again = begin(target)
+    again.land(0, 0, DATA["a/one.bin"][:CHUNK])
+    last = begin(target)
+    assert (last.has(0, 0), last.has(2, 0)) == (True, False)
+
+
+def test_a_line_that_was_written_by_half_is_written_again(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filling, real, shorted = begin(target), os.write, []
+
+    def half(file: int, data: bytes) -> int:
+        if len(shorted) < 3:
+            shorted.append(data)
+            return real(file, data[: len(data) // 2])
+        return real(file, data)
+
+    monkeypatch.setattr(os, "write", half)
+    filling.land(2, 0, DATA["two.bin"])
+    assert len(shorted) == 3
+    assert begin(target).has(2, 0)
+
+
+@pytest.mark.parametrize("record", ["", "nonsense", '{"uri": 1}'])
+def test_a_damaged_record_of_what_is_to_be_here_begins_again(record: str, target: Path) -> None:
+    filling = begin(target)
+    land(filling, (0, 0))
+    filling.close()
+    (filling.incoming / ENTRY).write_text(record)
+    again = begin(target)
+    assert again.landed_bytes == 0
+    land(again)
+    assert again.publish()
+    assert same(target)
+
+
+def test_a_file_that_somebody_removed_is_fetched_again(target: Path) -> None:
+    filling = begin(target)
+    land(filling, (2, 0))
+    filling.close()
+    (filling.incoming / "a/one.bin").unlink()
+    again = begin(target)
+    land(again, *[(0, chunk) for chunk in range(4)])
+    with pytest.raises(StoreError, match="removed"):
+        again.publish()
+    assert not target.exists()
+    third = begin(target)
+    assert [third.has(0, chunk) for chunk in range(4)] == [False] * 4
+    land(third)
+    assert third.publish()
+    assert same(target)
+
+
+def test_a_file_whose_fsync_failed_is_forgotten(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filling = begin(target)
+    land(filling, (0, 0))
+    real = os.fsync
+    bad = (filling.incoming / "a/one.bin").stat().st_ino
+
+    def fails(file: int) -> None:
+        if os.fstat(file).st_ino == bad:
+            raise OSError(5, "Input/output error")
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(StoreError):
+        filling.land(0, 0, DATA["a/one.bin"][:CHUNK])
+    monkeypatch.setattr(os, "fsync", real)
+    again = begin(target)
+    assert [again.has(0, chunk) for chunk in range(4)] == [False] * 4
+    assert again.has(2, 0)
+
+
+def test_into_a_directory_that_is_in_use_files_move_in_and_the_receipt_comes_last(target: Path) -> None:
+    target.mkdir(parents=True)
+    (target / "mine.txt").write_text("stays")
+    filling = begin(target)
+    assert filling.incoming.parent == target / ".tierckpt"
+    land(filling)
+    assert read_receipt(target) is None
+    assert filling.publish()
+    assert same(target)
+    assert (target / "mine.txt").read_text() == "stays"
+    assert whole_receipt(target, frozen().version) is not None
+    assert not filling.incoming.exists()
+
+
+def test_a_receipt_is_of_one_version_and_of_files_of_their_size(target: Path) -> None:
+    filling = begin(target)
+    land(filling)
+    filling.publish()
+    assert whole_receipt(target, frozen().version) is not None
+    assert whole_receipt(target, frozen(two_bin=b"x").version) is None
+    (target / "two.bin").write_bytes(b"short")
+    assert whole_receipt(target, frozen().version) is None
+
+
+def test_half_filled_directories_of_other_versions_go_unless_somebody_works_on_them(target: Path) -> None:
+    old, busy = begin(target, frozen(two_bin=b"old")), begin(target, frozen(two_bin=b"busy"))
+    old.close()
+    keep = incoming_of(target, frozen().version)
+    remove_abandoned(target, keep)
+    assert not old.incoming.exists()
+    assert busy.incoming.exists()
+
+
+def test_what_was_removed_under_a_fill_is_told(target: Path) -> None:
+    filling = begin(target)
+    filling.land(2, 0, DATA["two.bin"])
+    module.remove_dir(filling.incoming)
+    with pytest.raises(ObjectNotFoundError):
+        filling.land(0, 0, DATA["a/one.bin"][:CHUNK])
+    with pytest.raises(StoreError, match="removed"):
+        filling.publish()
+
+
+def test_a_frozen_list_is_the_same_for_all_and_says_when_it_is_damaged() -> None:
+    what = frozen()
+    assert frozen(chunk_size_bytes=4096).version == what.version
+    assert frozen(two_bin=b"x").version != what.version
+    assert decode(what.encode(), where="here").frozen == what
+    for damage in (b'"count":3', b'"path":"two.bin"'):
+        assert damage in what.encode()
+        with pytest.raises(ManifestError):
+            decode(what.encode().replace(damage, damage[:-2] + b"X" + damage[-1:]), where="here")
+    escape = Frozen("s3://b/m", (Wanted("../../etc/passwd", "x", 1),), CHUNK)
+    with pytest.raises(ManifestError, match="cannot be"):
+        decode(escape.encode(), where="here")
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 4095, CHUNK, 3 * CHUNK + 17])
+def test_what_is_written_is_what_is_read(size_bytes: int, tmp_path: Path) -> None:
+    path, data = tmp_path / "file", os.urandom(size_bytes)
+    path.write_bytes(b"\xff" * (CHUNK + size_bytes + 5))
+    writing.write_at(path, data, CHUNK)
+    assert digest_of(path.read_bytes()) == digest_of(b"\xff" * CHUNK + data + b"\xff" * 5)
+
+
+def test_a_short_write_past_the_page_cache_goes_on_from_its_last_whole_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, data, real = tmp_path / "file", os.urandom(4 * CHUNK + 100), os.pwrite
+    path.write_bytes(bytes(len(data)))
+    shorted = []
+
+    def half(file: int, view: memoryview, offset: int) -> int:
+        if len(view) > 3 * 4096 and len(shorted) < 4:
+            shorted.append(len(view))
+            return real(file, view[: len(view) // 2 // 512 * 512], offset)
+        return real(file, view, offset)
+
+    monkeypatch.setattr(os, "pwrite", half)
+    writing.write_at(path, data, 0)
+    assert len(shorted) == 4
+    assert digest_of(path.read_bytes()) == digest_of(data)
+
+
+def test_where_there_is_no_o_direct_the_page_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "_no_direct", set())
+    real, path, data = os.open, tmp_path / "file", os.urandom(CHUNK)
+    path.write_bytes(bytes(CHUNK))
+    refused = []
+
+    def refuse(name: Path, flags: int, *more: int) -> int:
+        if flags & os.O_DIRECT:
+            refused.append(name)
+            raise OSError(22, "Invalid argument")
+        return real(name, flags, *more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    writing.write_at(path, data, 0)
+    writing.write_at(path, data, 0)
+    assert len(refused) == 1
+    assert digest_of(path.read_bytes()) == digest_of(data)

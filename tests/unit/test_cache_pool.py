@@ -1,0 +1,400 @@
+"""Room in the node cache: what is reserved, what may go, an index that the files can replace (H1 to H4 in pool.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tierckpt.cache import pool as module
+from tierckpt.cache.filling import Filling, remove_dir
+from tierckpt.cache.frozen import Frozen, Wanted
+from tierckpt.cache.index import Row
+from tierckpt.cache.pool import Pool
+from tierckpt.config import Settings
+from tierckpt.errors import CapacityError, StoreError
+from tierckpt.mover.space import make_room
+
+KIB = 1024
+SIZE = 64 * KIB
+QUOTA = 3 * SIZE
+
+
+def model(name: str, size_bytes: int = SIZE, version: str = "1") -> Frozen:
+    return Frozen(f"s3://bucket/{name}", (Wanted("weights.bin", "weights.bin", size_bytes, version),), 16 * KIB)
+
+
+@pytest.fixture
+def pool(local_root: Path) -> Pool:
+    return Pool(settings(local_root))
+
+
+def settings(local_root: Path) -> Settings:
+    return Settings.load(local_root=local_root, cache_bytes_max=QUOTA)
+
+
+def fill(pool: Pool, frozen: Frozen, *, whole: bool = True) -> str:
+    """What a prefetch does, without a store. Half of it, and then the process goes, when not ``whole``."""
+    lease = pool.lease(frozen.name)
+    try:
+        filling = Filling(pool.directory(frozen.name), frozen, preallocate=True)
+        try:
+            pool.reserve(frozen, frozen.size_bytes)
+        except CapacityError:
+            remove_dir(filling.incoming)
+            raise
+        chunks = list(frozen.chunks())
+        for index, chunk in chunks if whole else chunks[: len(chunks) // 2]:
+            filling.land(index, chunk, os.urandom(frozen.chunk_range(index, chunk).size_bytes))
+        if whole:
+            filling.publish()
+        filling.close()
+        pool.note(frozen.name)
+    finally:
+        lease.end()
+    return frozen.name
+
+
+def there(pool: Pool) -> set[str]:
+    return {row.uri.rpartition("/")[2] for row in pool.rows()}
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from tierckpt.cache.pool import Pool
+from tierckpt.config import Settings
+pool = Pool(Settings.load(local_root=Path(sys.argv[1])))
+lease = pool.lease(sys.argv[2])
+print("held", flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.fixture
+def reader(local_root: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Start a process that holds an entry."""
+    processes = []
+
+    def start(name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HOLD, str(local_root), name]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "held"
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_room_is_reserved_before_the_first_byte_and_the_least_recently_used_goes(pool: Pool) -> None:
+    for name in "abc":
+        fill(pool, model(name))
+    pool.used(model("a").name)
+    assert there(pool) == {"a", "b", "c"}
+    room = pool.reserve(model("d"), SIZE)
+    assert [row.uri for row in room.evicted] == ["s3://bucket/b"]
+    assert not pool.directory(model("b").name).exists()
+    assert sum(row.reserved_bytes for row in pool.rows()) == QUOTA
+
+
+def test_a_partial_entry_that_nobody_fills_goes_before_anything_whole(pool: Pool) -> None:
+    fill(pool, model("a"))
+    fill(pool, model("b"))
+    fill(pool, model("half"), whole=False)
+    fill(pool, model("d"))
+    assert there(pool) == {"a", "b", "d"}
+
+
+def test_what_is_pinned_or_leased_by_a_live_process_never_goes_and_the_error_says_who_has_it(
+    pool: Pool, reader: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    leased, pinned, third = (fill(pool, model(name)) for name in ("leased", "pinned", "third"))
+    process = reader(leased)
+    pool.pin(pinned)
+    fill(pool, model("fourth"))
+    assert there(pool) == {"leased", "pinned", "fourth"}
+    assert not pool.directory(third).exists()
+    with pytest.raises(CapacityError) as caught:
+        pool.reserve(model("large", 2 * SIZE), 2 * SIZE)
+    facts = caught.value.context
+    assert (facts["needed_bytes"], facts["free_bytes"], facts["evictable_bytes"]) == (2 * SIZE, 0, SIZE)
+    assert (facts["pinned_bytes"], facts["leased_bytes"]) == (SIZE, SIZE)
+    assert facts["pinned"] == f"s3://bucket/pinned ({SIZE})"
+    assert facts["leased"] == f"s3://bucket/leased ({SIZE})"
+    assert there(pool) == {"leased", "pinned", "fourth"}, "a refusal evicts nothing"
+
+    process.send_signal(signal.SIGSTOP)  # it does nothing for long: it still has its files open
+    [beat] = (pool.book(leased) / "leases").iterdir()
+    os.utime(beat, (0, 0))
+    assert not pool.evict(leased)
+    process.kill()
+    process.wait()
+    assert pool.leases(leased) == []
+    pool.reserve(model("large", 2 * SIZE), 2 * SIZE)
+    assert "leased" not in there(pool)
+
+
+def test_what_was_refused_can_be_had_once_it_is_unpinned(pool: Pool) -> None:
+    for name in "abc":
+        pool.pin(fill(pool, model(name)))
+    with pytest.raises(CapacityError):
+        fill(pool, model("d"))
+    assert there(pool) == {"a", "b", "c"}
+    pool.pin(model("b").name, False)
+    fill(pool, model("d"))
+    assert there(pool) == {"a", "c", "d"}
+
+
+def test_more_than_the_quota_is_refused_at_once(pool: Pool) -> None:
+    fill(pool, model("a"))
+    with pytest.raises(CapacityError, match=f"{QUOTA + 1} bytes are needed"):
+        pool.reserve(model("huge", QUOTA + 1), QUOTA + 1)
+    assert there(pool) == {"a"}
+
+
+def test_a_new_version_is_another_entry_and_the_old_one_stays_while_it_is_read(pool: Pool) -> None:
+    old = fill(pool, model("a", version="1"))
+    lease = pool.lease(old)
+    new = fill(pool, model("a", version="2"))
+    assert old != new
+    assert len(pool.rows("s3://bucket/a")) == 2
+    fill(pool, model("b"))
+    fill(pool, model("c"))
+    assert {row.name for row in pool.rows()} >= {old}
+    assert not pool.evict(old)
+    lease.end()
+    assert pool.evict(old)
+
+
+def test_what_is_planned_is_what_is_done_and_planning_does_nothing(pool: Pool) -> None:
+    for name in "abc":
+        fill(pool, model(name))
+    before = sorted(path for path in pool.root.rglob("*"))
+    room = pool.plan(model("d", 2 * SIZE))
+    assert [row.uri for row in room.evicted] == ["s3://bucket/a", "s3://bucket/b"]
+    assert room.fits
+    assert not pool.plan(model("e", QUOTA + 1)).fits
+    assert sorted(path for path in pool.root.rglob("*")) == before
+
+
+def test_the_cache_gives_way_to_a_save(pool: Pool) -> None:
+    for name in "abc":
+        fill(pool, model(name))
+    pool.pin(model("a").name)
+    assert pool.make_room(SIZE + 1) == 2 * SIZE
+    assert there(pool) == {"a"}
+    assert pool.make_room(SIZE) == 0
+
+
+def test_a_save_that_finds_the_disk_full_takes_room_from_the_cache(pool: Pool, local_root: Path) -> None:
+    for name in "abc":
+        fill(pool, model(name))
+    pool.pin(model("a").name)
+    full = Settings.load(local_root=local_root, local_high_water=1e-9)  # any disk in use is above this mark
+    make_room(full, 1, local_root / "checkpoints" / "run")
+    assert there(pool) == {"a"}
+
+
+# --- readers and evictors --------------------------------------------------------------------------------------------
+
+
+def test_who_has_a_lease_and_finds_the_entry_keeps_it(pool: Pool) -> None:
+    """H2, many times: a reader that holds its lease and then sees the entry sees it until it lets go."""
+    torn, kept, evicted = [], 0, 0
+    for _ in range(25):
+        name = fill(pool, model("a"))
+        line, found = threading.Barrier(2), []
+
+        def read(name: str = name, line: threading.Barrier = line, found: list[bool] = found) -> None:
+            other = Pool(pool.settings)
+            line.wait()
+            lease = other.lease(name)
+            if (other.directory(name) / "weights.bin").exists():
+                time.sleep(0.01)
+                found.append((other.directory(name) / "weights.bin").exists())
+            lease.end()
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        line.wait()
+        went = pool.evict(name)
+        thread.join()
+        torn += [True for here in found if not here]
+        kept, evicted = kept + (not went), evicted + went
+        assert went or found == [True]
+    assert torn == []
+    assert kept + evicted == 25
+
+
+def test_who_opens_a_file_before_it_is_evicted_reads_it_to_the_end(pool: Pool) -> None:
+    name = fill(pool, model("a"))
+    with (pool.directory(name) / "weights.bin").open("rb") as file:
+        assert pool.evict(name)
+        assert len(file.read()) == SIZE
+
+
+@pytest.mark.parametrize("where", ["mark", "rename", "delete"])
+def test_a_crash_in_the_middle_of_an_eviction_leaves_an_entry_whole_or_invisible(where: str, local_root: Path) -> None:
+    pool = Pool(settings(local_root))
+    name = fill(pool, model("a"))
+    pid = os.fork()
+    if pid == 0:
+        end = lambda *_, **__: os._exit(9)  # noqa: E731
+        if where == "mark":
+            module.remove_dir = end  # type: ignore[assignment]
+        elif where == "rename":
+            Path.rename = lambda self, to, real=Path.rename: (real(self, to), end())  # type: ignore[method-assign, assignment]
+        else:
+            import shutil
+
+            shutil.rmtree = end
+        pool.evict(name)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    after = Pool(settings(local_root))
+    if where == "mark":
+        assert there(after) == {"a"}
+        assert (after.directory(name) / "weights.bin").stat().st_size == SIZE
+    else:
+        assert there(after) == set()
+        assert not after.directory(name).exists()
+    fill(after, model("a"))
+    assert there(after) == {"a"}
+    assert list(after.root.glob(".*.evicted")) == []
+    assert after.evict(name)
+
+
+def test_reservations_of_many_processes_together_stay_within_the_quota(local_root: Path) -> None:
+    pids = []
+    for number in range(8):
+        pid = os.fork()
+        if pid == 0:
+            own = Pool(settings(local_root))
+            frozen = model(f"m{number}")
+            lease = own.lease(frozen.name)
+            filling = Filling(own.directory(frozen.name), frozen, preallocate=True)
+            try:
+                own.reserve(frozen, SIZE)
+                code = 0
+            except CapacityError:
+                code = 1
+            (local_root / f"said-{number}").touch()
+            deadline = time.monotonic() + 60
+            while len(list(local_root.glob("said-*"))) < 8 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            filling.close()
+            lease.end()
+            os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert sorted(codes) == [0] * 3 + [1] * 5
+
+
+def test_a_disk_without_the_room_refuses_whatever_the_quota_says(
+    local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, real = Pool(Settings.load(local_root=local_root)), os.statvfs
+
+    class Full:
+        def __init__(self, path: Path) -> None:
+            status = real(path)
+            self.f_frsize, self.f_blocks, self.f_bfree = status.f_frsize, status.f_blocks, status.f_bfree
+            self.f_bavail = 10
+
+    monkeypatch.setattr(os, "statvfs", Full)
+    with pytest.raises(CapacityError):
+        pool.reserve(model("a"), SIZE)
+
+
+# --- the index -------------------------------------------------------------------------------------------------------
+
+
+def everything(local_root: Path) -> list[Row]:
+    return Pool(settings(local_root)).rows()
+
+
+@pytest.fixture
+def filled(pool: Pool) -> Pool:
+    fill(pool, model("a"))
+    pool.pin(fill(pool, model("b")))
+    fill(pool, model("half"), whole=False)
+    pool.used(model("a").name)
+    return pool
+
+
+def test_without_its_index_the_cache_gives_the_same_answers(filled: Pool, local_root: Path) -> None:
+    before = everything(local_root)
+    assert [(row.uri.rpartition("/")[2], row.state, row.is_pinned) for row in before] == [
+        ("b", "complete", True),
+        ("half", "partial", False),
+        ("a", "complete", False),
+    ]
+    for path in filled.root.glob("index.sqlite*"):
+        path.unlink()
+    assert everything(local_root) == before
+    assert sorted(filled.scan(), key=lambda row: row.used_unix_ns) == before
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a database at all" * 500, None])
+def test_a_damaged_index_is_built_anew_and_a_line_says_so(
+    damage: bytes | None, filled: Pool, local_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = everything(local_root)
+    path = filled.root / "index.sqlite"
+    for name in ("index.sqlite-wal", "index.sqlite-shm"):
+        (filled.root / name).unlink(missing_ok=True)
+    if damage is None:
+        data = bytearray(path.read_bytes())
+        data[4096:8192] = b"\xff" * 4096
+        path.write_bytes(data)
+    else:
+        path.write_bytes(damage)
+    assert everything(local_root) == before
+    assert "built anew from the files" in caplog.text
+    assert everything(local_root) == before
+
+
+def test_what_was_killed_half_way_left_another_picture_than_the_files(filled: Pool, local_root: Path) -> None:
+    before = everything(local_root)
+    with sqlite3.connect(filled.root / "index.sqlite") as database:
+        database.execute("DELETE FROM entries WHERE uri LIKE '%/a'")
+        database.execute("UPDATE entries SET is_pinned = 0")
+        values = ("gone-1", "s3://b/gone", "v", "complete", 1, 1 << 40, 1 << 40, 0, 0)
+        database.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+    database.close()
+    assert everything(local_root) == before
+
+
+def test_while_the_index_is_locked_the_files_answer(
+    filled: Pool, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = everything(local_root)
+    monkeypatch.setattr("tierckpt.cache.index.BUSY_SECONDS", 0.01)
+    database = sqlite3.connect(filled.root / "index.sqlite", isolation_level=None)
+    database.execute("PRAGMA locking_mode = EXCLUSIVE")
+    database.execute("BEGIN EXCLUSIVE")
+    try:
+        assert everything(local_root) == before
+        fill(filled, model("d"))
+    finally:
+        database.close()
+    assert {row.uri for row in everything(local_root)} >= {"s3://bucket/d"}
+
+
+def test_a_cache_that_cannot_be_written_says_so(local_root: Path) -> None:
+    local_root.mkdir(parents=True)
+    (local_root / "cache").write_text("a file")
+    with pytest.raises(StoreError):
+        fill(Pool(settings(local_root)), model("a"))

@@ -1,0 +1,242 @@
+"""The drain policy (planning/policy.py, D1 to D7) against traces, an oracle that knows them, and wrong policies."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.drain_world import EVERY, INTERVAL, SIZE, Outcome, Trace, oracle, run
+from tierckpt.errors import ConfigError
+from tierckpt.planning import policy
+from tierckpt.planning.policy import Decision, Rules, Situation, State, Version
+
+HOURS_2 = 7200
+REGRET_MAX = 0.15
+RULES = Rules(every=EVERY, rpo_seconds=900, outage_seconds=400, local_bytes_max=6 * SIZE)
+
+
+def flat(rate: float) -> Trace:
+    return lambda now: rate
+
+
+def noise(seed: int) -> Trace:
+    """Minutes of log-normal weather, each leaning on the last."""
+    chance, rates, level = random.Random(seed), [], 0.0
+    for _ in range(HOURS_2 // 60 + 1):
+        level = 0.8 * level + 0.5 * chance.gauss(0, 1)
+        rates.append(2 * math.exp(0.6 * level))
+    return lambda now: rates[now // 60]
+
+
+FAST_SSD = flat(10.0)
+TRACES: dict[str, tuple[Trace, Trace]] = {
+    "steady": (flat(2.0), FAST_SSD),
+    "step down": (lambda now: 2.0 if now < 3600 else 0.7, FAST_SSD),
+    "step up": (lambda now: 0.7 if now < 3600 else 4.0, FAST_SSD),
+    "sine": (lambda now: 2 + 1.2 * math.sin(now * 2 * math.pi / 900), FAST_SSD),
+    "outage": (lambda now: 0.0 if 3000 <= now < 3400 else 2.0, FAST_SSD),
+    "slow SSD": (flat(2.0), lambda now: 0.5 if 2400 <= now < 4800 else 10.0),
+    "SSD no faster": (flat(2.0), flat(1.5)),
+    "shared storage faster": (flat(12.0), FAST_SSD),
+    "noise 1": (noise(1), FAST_SSD),
+    "noise 2": (noise(2), FAST_SSD),
+}
+
+
+def regret(outcome: Outcome, shared: Trace, local: Trace) -> float:
+    best = oracle(RULES.rpo_seconds, HOURS_2, shared, local)
+    assert best is not None, "not even who knows the trace holds the bound on it: the trace proves nothing"
+    return outcome.cost / best.cost - 1
+
+
+@pytest.mark.parametrize(("shared", "local"), TRACES.values(), ids=TRACES)
+def test_the_bound_holds_and_the_regret_is_small(shared: Trace, local: Trace) -> None:
+    outcome = run(RULES, HOURS_2, shared, local)
+    assert outcome.age_max <= RULES.rpo_seconds
+    assert outcome.local_max <= RULES.local_bytes_max
+    assert outcome.lost_newest == 0
+    assert -1e-9 <= regret(outcome, shared, local) <= REGRET_MAX
+    assert outcome.sent == sorted(outcome.sent)
+
+
+@given(begin=st.integers(200, 6000), length=st.integers(1, 400), rate=st.floats(1.0, 8.0))
+@settings(max_examples=12, deadline=None)
+def test_no_outage_that_was_planned_for_breaks_the_bound(begin: int, length: int, rate: float) -> None:
+    outcome = run(RULES, HOURS_2, lambda now: 0.0 if begin <= now < begin + length else rate, FAST_SSD)
+    assert outcome.age_max <= RULES.rpo_seconds
+    assert len(outcome.sent) >= 25
+
+
+# --- wrong policies that the harness must find ----------------------------------------------------------------------
+
+Decide = Callable[[State, Rules, Situation], tuple[State, Decision]]
+
+
+def oldest_first(state: State, rules: Rules, now: Situation) -> tuple[State, Decision]:
+    state, decision = policy.decide(state, rules, now)
+    pending = [one for one in now.versions if one.on_local and not one.on_shared]
+    idle = now.sending is None and pending
+    return state, replace(decision, place="local", skip=(), send=pending[0].number if idle else None)
+
+
+def whatever_comes(state: State, rules: Rules, now: Situation) -> tuple[State, Decision]:
+    return policy.decide(state, replace(rules, every=1), now)
+
+
+def without_a_bound(state: State, rules: Rules, now: Situation) -> tuple[State, Decision]:
+    return policy.decide(state, replace(rules, every=20, rpo_seconds=math.inf), now)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "trace"),
+    [(oldest_first, "step down"), (whatever_comes, "steady"), (without_a_bound, "steady")],
+    ids=["oldest first", "sends everything", "no bound"],
+)
+def test_the_harness_finds_a_wrong_policy(wrong: Decide, trace: str) -> None:
+    shared, local = TRACES[trace]
+    outcome = run(RULES, HOURS_2, shared, local, wrong)
+    broken = outcome.age_max > RULES.rpo_seconds
+    assert broken or regret(outcome, shared, local) > REGRET_MAX
+
+
+# --- zero bandwidth -------------------------------------------------------------------------------------------------
+
+
+def test_an_endless_outage_stops_no_save_and_fills_no_ssd() -> None:
+    outcome = run(RULES, HOURS_2, flat(0.0), FAST_SSD)
+    assert (outcome.direct, outcome.stalls, outcome.sent) == (0, 0, [])
+    assert outcome.local_max <= RULES.local_bytes_max
+    assert outcome.lost_newest == 0
+    assert outcome.decisions[-1][1].rpo == "missed"
+
+
+def test_after_a_long_outage_the_newest_is_sent_next() -> None:
+    outcome = run(RULES, HOURS_2, lambda now: 0.0 if 600 <= now < 5400 else 2.0, FAST_SSD)
+    assert outcome.stalls == 0
+    stuck, first = next((before, after) for before, after in itertools.pairwise(outcome.sent) if after - before > 50)
+    assert first >= 5400 // INTERVAL  # not one of the eighty that were waiting
+    assert outcome.sent[-1] > first
+    assert stuck <= 600 // INTERVAL + 1 + EVERY  # what was begun before anybody knew was finished
+
+
+def test_both_tiers_at_a_standstill_and_back() -> None:
+    outcome = run(RULES, HOURS_2, lambda now: 0.0 if now < 1800 else 2.0, lambda now: 0.0 if now < 1800 else 10.0)
+    assert outcome.sent
+    assert outcome.sent[-1] >= (HOURS_2 - 400) // INTERVAL
+
+
+def test_an_ssd_without_room_sends_saves_straight_to_shared_storage() -> None:
+    tiny = replace(RULES, local_bytes_max=0.5 * SIZE, every=1)
+    outcome = run(tiny, 1800, flat(4.0), FAST_SSD)
+    assert outcome.direct >= 25
+    assert outcome.local_max <= SIZE  # the first save, before anything was asked
+
+
+# --- single decisions -----------------------------------------------------------------------------------------------
+
+
+def situation(*versions: Version, now: float = 1000.0, **more: float | int | None) -> Situation:
+    return Situation(now=now, versions=versions, next_bytes=SIZE, interval_seconds=INTERVAL, **more)  # type: ignore[arg-type]
+
+
+def version(number: int, **more: bool | float) -> Version:
+    return Version(number, SIZE, number * INTERVAL, **more)  # type: ignore[arg-type]
+
+
+MEASURED = State(local_rate=10.0, shared_rate=2.0, shared_seen_at=990.0)
+
+
+def test_d1_the_newest_goes_and_the_older_ones_are_skipped() -> None:
+    _, decision = policy.decide(
+        MEASURED, RULES, situation(version(1, on_shared=True), version(2), version(3), version(4))
+    )
+    assert (decision.send, decision.skip) == (4, (2, 3))
+
+
+def test_d2_what_is_being_sent_goes_on() -> None:
+    _, decision = policy.decide(
+        MEASURED, RULES, situation(version(1, sent_bytes=1.0), version(2), version(3), sending=1)
+    )
+    assert decision.send is None
+    assert 1 not in decision.skip
+    assert "being sent" in decision.reason
+
+
+def test_d3_waiting_ends_when_the_bound_would_break() -> None:
+    rules = replace(RULES, every=100)
+    fresh = situation(version(1, on_shared=True), version(2), now=200.0)
+    old = situation(version(1, on_shared=True), version(2), now=480.0)
+    assert policy.decide(MEASURED, rules, fresh)[1].send is None
+    decision = policy.decide(MEASURED, rules, old)[1]
+    assert decision.send == 2
+    assert "bound of 900 s" in decision.reason
+
+
+def test_d4_the_oldest_go_first_and_the_newest_two_never() -> None:
+    held = (version(1), version(2, on_shared=True), version(3), version(4), version(5), version(6))
+    _, decision = policy.decide(MEASURED, RULES, situation(*held, sending=3))
+    assert decision.remove == (1,)
+    _, decision = policy.decide(MEASURED, replace(RULES, local_bytes_max=2 * SIZE), situation(*held, sending=3))
+    assert decision.remove == (1, 2, 4)
+    assert decision.place == "shared"
+
+
+def test_d5_a_change_of_mind_takes_three_votes_or_a_factor() -> None:
+    close, clear = State(local_rate=2.0, shared_rate=2.0), State(local_rate=1.0, shared_rate=2.0)
+    rules = replace(RULES, every=1)
+    look = situation(version(1, on_shared=True), now=70.0)
+    state, places = close, []
+    for _ in range(3):
+        state, decision = policy.decide(state, rules, look)
+        places.append(decision.place)
+    assert places == ["local", "local", "shared"]
+    assert policy.decide(clear, rules, look)[1].place == "shared"
+
+
+def test_d7_training_comes_first_until_the_bound_is_near() -> None:
+    held = (version(1, on_shared=True), version(2))
+    calm = situation(*held, now=100.0, sending=2, training_bytes_per_second=1.5)
+    near = situation(*held, now=500.0, sending=2, training_bytes_per_second=1.5)
+    late = situation(*held, now=700.0, sending=2, training_bytes_per_second=1.5)
+    assert policy.decide(MEASURED, RULES, calm)[1].rate_bytes_per_second == pytest.approx(0.5)
+    assert policy.decide(MEASURED, RULES, near)[1].rate_bytes_per_second == pytest.approx(1.0)
+    assert policy.decide(MEASURED, RULES, late)[1].rate_bytes_per_second is None
+    starved = replace(calm, training_bytes_per_second=100.0)
+    unbound = replace(RULES, rpo_seconds=math.inf)
+    assert policy.decide(MEASURED, unbound, starved)[1].rate_bytes_per_second == pytest.approx(0.1)
+    slowed = replace(calm, training_bytes_per_second=0.0, step_slowdown=0.06)
+    assert policy.decide(MEASURED, RULES, slowed)[1].rate_bytes_per_second == pytest.approx(1.0)
+    idle = replace(calm, training_bytes_per_second=0.0)
+    assert policy.decide(MEASURED, RULES, idle)[1].rate_bytes_per_second is None
+
+
+def test_every_decision_carries_its_numbers() -> None:
+    _, decision = policy.decide(MEASURED, RULES, situation(version(1, on_shared=True), version(2), now=200.0))
+    assert decision.numbers["exposure_seconds"] == 140
+    assert decision.numbers["free_bytes"] == 4 * SIZE
+    assert decision.reason
+
+
+def test_idle_storage_is_probed_now_and_then() -> None:
+    look = situation(version(1, on_shared=True))
+    assert not policy.decide(MEASURED, RULES, look)[1].probe
+    assert policy.decide(replace(MEASURED, shared_seen_at=900.0), RULES, look)[1].probe
+
+
+def test_a_measurement_of_nothing_is_an_outage_and_not_an_error() -> None:
+    state = policy.observe(MEASURED, RULES, "shared", 0.0, 10.0, 1000.0)
+    assert state.shared_rate == pytest.approx(1.6)
+    assert policy.observe(MEASURED, RULES, "local", 5.0, 0.0, 1000.0) == MEASURED
+
+
+@pytest.mark.parametrize("field", [{"every": 0}, {"rpo_seconds": 0.0}, {"weight": 2.0}, {"keep_local": 0}])
+def test_rules_that_cannot_be_are_refused(field: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(field)).split("_")[0]):
+        Rules(**field)  # type: ignore[arg-type]

@@ -1,0 +1,177 @@
+"""How a device is read is found out once, by the first large load, on its own bytes; and the user has the last word."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.arena.slots import Bounce
+from tierckpt.config import Settings
+from tierckpt.errors import ConfigError
+from tierckpt.layout import read_ways
+from tierckpt.manifest import FileEntry
+from tierckpt.mover import pull as pulls
+from tierckpt.mover import read_tuner
+from tierckpt.mover.copies import Copies, LocalCopy
+from tierckpt.mover.lock import try_lock
+from tierckpt.mover.pull import Piece, pull
+from tierckpt.mover.read_tuner import WAYS, ReadTuner, Way, best, device_of
+from tierckpt.types import ByteRange
+
+KiB = 1024
+CHUNK = 64 * KiB
+SIZE = 4 * 4 * CHUNK
+
+
+def tuner(root: Path, **settings: Any) -> ReadTuner:
+    return ReadTuner(Settings.load(None, local_root=root, **settings))
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+FOUR, EIGHT, CACHE = WAYS
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ((2.0, 1.0, 1.0), FOUR),
+        ((1.0, 2.0, 1.0), EIGHT),
+        ((1.96, 2.0, 1.0), FOUR),
+        ((1.0, 1.0, 1.2), FOUR),
+        ((1.0, 1.0, 3.0), CACHE),
+        ((1.0, 2.0, 2.4), EIGHT),
+    ],
+)
+def test_the_cheapest_of_the_fastest_is_taken_and_the_page_cache_must_gain_a_quarter(
+    rates: tuple[float, ...], expected: Way
+) -> None:
+    assert best(dict(zip(WAYS, rates, strict=True))) == expected
+
+
+def test_what_was_decided_is_known_to_the_next_process_until_the_next_boot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tmp_path.joinpath("file").open("wb") as file:
+        device = device_of(file.fileno())
+    first = tuner(tmp_path)
+    assert not first.is_known(device) and first.way(device) == FOUR
+    first.decide(device, {FOUR: 1e9, EIGHT: 2e9}, "here")
+    assert tuner(tmp_path).is_known(device) and tuner(tmp_path).way(device) == EIGHT
+    assert not tuner(tmp_path).is_known(f"{device} of another boot")
+    monkeypatch.setattr(read_tuner, "_boot", lambda: "later")
+    with tmp_path.joinpath("file").open("wb") as file:
+        later = device_of(file.fileno())
+    assert not tuner(tmp_path).is_known(later)
+    tuner(tmp_path).decide(later, {FOUR: 1e9}, "here")
+    assert json.loads(read_ways(tmp_path).read_bytes()).keys() == {later}  # what is of an older boot is forgotten
+
+
+@pytest.mark.parametrize(
+    "kept", [b"", b"[]", b"{", b'{"d": 3}', b'{"d": {"way": "direct/0"}}', b'{"d": {"way": "x/4"}}']
+)
+def test_a_damaged_result_is_no_result(kept: bytes, tmp_path: Path) -> None:
+    read_ways(tmp_path).write_bytes(kept)
+    assert not tuner(tmp_path).is_known("d") and tuner(tmp_path).way("d") == FOUR
+
+
+def test_the_user_has_the_last_word(tmp_path: Path) -> None:
+    tuner(tmp_path).decide("d", {FOUR: 1.0, EIGHT: 9.0}, "here")
+    for mode, direct in (("direct", True), ("buffered", False)):
+        forced = tuner(tmp_path, read_mode=mode)
+        assert forced.is_known("d") and forced.is_known("anything") and forced.way("d") == Way(direct, 4)
+    assert tuner(tmp_path, read_threads_max=6).way("d") == Way(True, 6)
+    assert tuner(tmp_path, read_threads_max=2).way("e") == Way(True, 2)
+    with pytest.raises(ConfigError, match="read_mode"):
+        tuner(tmp_path, read_mode="fast")
+
+
+# --- the trial -------------------------------------------------------------------------------------------------------
+
+
+class Noted(LocalCopy):
+    """A copy whose bytes are never in the page cache, and that notes in which way it is read."""
+
+    def __init__(self, path: Path, tuner: ReadTuner, *, cached: bool = False) -> None:
+        super().__init__(path, tuner=tuner)
+        self.cached = cached
+        self.read_in: list[bool] = []
+
+    def _is_cached(self, byte_range: ByteRange) -> bool:
+        return self.cached
+
+    def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Any:
+        data = super().read(byte_range, into)
+        self.read_in.append(self.is_direct)
+        return data
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "TRIED_BYTES", 2 * CHUNK)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "shard").write_bytes(random.Random(2).randbytes(SIZE))
+    yield tmp_path / "shard"
+
+
+def load(copy: LocalCopy, path: Path, size: int = SIZE) -> None:
+    memory = bytearray(size)
+    copies = Copies(FileEntry("shard", SIZE, ()), CHUNK, [copy])
+    pull([(copies, [Piece(0, size, ctypes.addressof(ctypes.c_char.from_buffer(memory)))])], Bounce(8, "read"))
+    copies.close()
+    is_right = memory == path.read_bytes()[:size]
+    assert is_right
+
+
+def test_the_first_large_load_tries_each_way_on_its_own_bytes(small: None, path: Path) -> None:
+    root = path.parent
+    first = Noted(path, tuner(root))
+    load(first, path)
+    assert len(first.read_in) == SIZE // CHUNK  # no byte twice
+    assert first.read_in[:6] == [True] * 4 + [False] * 2
+    [entry] = json.loads(read_ways(root).read_bytes()).values()
+    assert entry["bytes_per_second"].keys() == {"direct/4", "direct/8", "buffered/4"}
+    chosen = Way.parse(entry["way"])
+    assert set(first.read_in[6:]) == {chosen.direct}
+    second = Noted(path, tuner(root))
+    load(second, path)
+    assert set(second.read_in) == {chosen.direct}
+
+
+def test_a_load_that_can_tell_nothing_tries_nothing(small: None, path: Path) -> None:
+    root = path.parent
+    load(Noted(path, tuner(root)), path, 6 * CHUNK)  # too small
+    load(Noted(path, tuner(root), cached=True), path)  # from memory
+    with try_lock(read_ways(root).with_suffix(".lock")) as held:  # another process is at it
+        assert held
+        load(Noted(path, tuner(root)), path)
+    assert not read_ways(root).exists()
+    load(Noted(path, tuner(root)), path)
+    assert read_ways(root).exists()
+
+
+@pytest.mark.parametrize(("mode", "direct"), [("direct", True), ("buffered", False)])
+def test_a_forced_way_is_taken_whatever_is_in_memory(mode: str, direct: bool, small: None, path: Path) -> None:
+    copy = Noted(path, tuner(path.parent, read_mode=mode), cached=True)
+    opened: list[int] = []
+    real = copy._read_direct
+    copy._read_direct = lambda *given: opened.append(1) or real(*given)  # type: ignore[method-assign,func-returns-value]
+    load(copy, path)
+    assert bool(opened) is direct
+    assert not read_ways(path.parent).exists()
+
+
+def test_what_cannot_be_kept_does_not_stop_the_load(small: None, path: Path) -> None:
+    root = path.parent / "no directory"
+    root.write_bytes(b"")
+    load(Noted(path, tuner(root)), path)
+    assert root.is_file()

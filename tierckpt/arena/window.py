@@ -1,0 +1,216 @@
+"""Memory that the ranks of one node read files through together: each unit of bytes is put there once, taken by all.
+
+A memory file of one rank, without a name in any file system, which the others open through ``/proc/PID/fd/N``. Its
+pages come with their first use. It holds, one after another: a word for each member that says how far it is, a byte for
+each unit that says whether it is there, and the slots. Unit ``n`` goes to slot ``n`` modulo their number.
+
+Invariants:
+    W1  A unit has one filler at a time: who has locked its byte. The kernel takes the lock back when a process ends.
+    W2  A slot gets its next unit when every living member has gone past the one in it: nobody's copy is torn.
+    W3  A unit is declared there by its filler, after its bytes; a filler that died leaves it as not there.
+    W4  Every member fills and takes in the order of the units, so whoever is furthest behind never waits for a slot.
+    W5  Who does not come in time is not waited for, and does not get in any more (``join``).
+
+W1 is of open file descriptions (fcntl(2), F_OFD_SETLK), as which each member opens the file for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CapacityError, ConfigError, OperationTimeoutError
+from .memory import HUGE_PAGE_BYTES, Memory
+
+MEMBERS_MAX = 256
+HEADER_BYTES = HUGE_PAGE_BYTES
+UNITS_MAX = HEADER_BYTES - 4096
+PASSED_ALL = (1 << 64) - 1
+"""How far a member is that will take nothing more."""
+
+DEATH_CHECK_SECONDS = 0.1
+DOOR_SECONDS = 5.0
+
+_WORDS_AT, _JOINED_AT, _CLOSED_AT, _DOOR_AT, _UNITS_AT = 0, 2048, 2304, 2305, 4096
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process of this machine, told from a later one of the same number."""
+
+    pid: int
+    began: str
+
+    @classmethod
+    def this(cls) -> Process:
+        return cls(os.getpid(), _began(os.getpid()))
+
+    def lives(self) -> bool:
+        return _began(self.pid) == self.began
+
+
+def _began(pid: int) -> str:
+    """When process ``pid`` began, in the kernel's ticks; '' when there is none, or only its remains."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]
+
+
+def reserve(slots_bytes: int) -> Memory:
+    """Return the memory of a new window. It costs addresses; memory comes with use.
+
+    Raises:
+        CapacityError: the node has not got that much to give.
+    """
+    return Memory.reserve(HEADER_BYTES + slots_bytes)
+
+
+class Window:
+    """One member's view of a window. Thread-safe, but for claims: two threads of a member must not claim one unit."""
+
+    def __init__(self, memory: Memory, members: Sequence[Process], me: int, slot_bytes: int) -> None:
+        if memory.fd is None or len(members) > MEMBERS_MAX:
+            raise ConfigError(f"no window for {len(members)} members in {memory!r}", hint="It takes shared memory")
+        self.slot_bytes = slot_bytes
+        self.slots = (memory.size_bytes - HEADER_BYTES) // slot_bytes
+        self._memory, self._members, self._me = memory, members, me
+        self._is_own = True
+        self._file: int = memory.fd
+        self._words = memory.view[_WORDS_AT : _WORDS_AT + 8 * MEMBERS_MAX].cast("Q")
+        self._dead: set[int] = set()
+        self._checked = 0.0
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, name: str, members: Sequence[Process], me: int, slot_bytes: int) -> Window:
+        """Return the window in the memory that another member calls ``name``.
+
+        Raises:
+            ConfigError: there is none: its owner has ended, or may not be looked into.
+        """
+        window = cls(Memory.open(name, fill=False), members, me, slot_bytes)
+        window._is_own = False
+        return window
+
+    # --- who takes part -----------------------------------------------------------------------------------------
+
+    def join(self) -> bool:
+        """Take part from here on. False: the others have begun without."""
+        with self._door():
+            if self._memory.view[_CLOSED_AT]:
+                return False
+            self._memory.view[_JOINED_AT + self._me] = 1
+            return True
+
+    def close_door(self) -> None:
+        """Go on without those who have not joined."""
+        with self._door():
+            self._memory.view[_CLOSED_AT] = 1
+
+    def awaited(self) -> bool:
+        """True while a living member has not joined and still may."""
+        view = self._memory.view
+        return not view[_CLOSED_AT] and any(not view[_JOINED_AT + one] for one in self._living())
+
+    @contextlib.contextmanager
+    def _door(self) -> Iterator[None]:
+        deadline = time.monotonic() + DOOR_SECONDS
+        with self._lock:  # the threads of one member share its locks
+            while not self._try_lock(_DOOR_AT):  # held for the time of two instructions
+                if time.monotonic() > deadline:
+                    raise OperationTimeoutError(
+                        "another rank of this node stands still between two instructions", waited_seconds=DOOR_SECONDS
+                    )
+                time.sleep(0.001)
+            try:
+                yield
+            finally:
+                self._unlock(_DOOR_AT)
+
+    def advance(self, unit: int) -> None:
+        """Say that this member will take nothing before ``unit``. It never goes back."""
+        if unit > self._words[self._me]:
+            self._words[self._me] = unit
+
+    @property
+    def passed(self) -> int:
+        """The first unit that this member has not said to be past."""
+        return self._words[self._me]
+
+    def _living(self) -> list[int]:
+        with self._lock:
+            if (now := time.monotonic()) - self._checked > DEATH_CHECK_SECONDS:
+                self._checked = now
+                self._dead |= {n for n, one in enumerate(self._members) if n not in self._dead and not one.lives()}
+            return [number for number in range(len(self._members)) if number not in self._dead]
+
+    # --- units --------------------------------------------------------------------------------------------------
+
+    def is_there(self, unit: int) -> bool:
+        return bool(self._memory.view[_UNITS_AT + unit])
+
+    def has_slot(self, unit: int) -> bool:
+        """True when everybody is past the unit that lies in the slot of ``unit``."""
+        if unit < self.slots:
+            return True
+        view, left = self._memory.view, unit - self.slots
+        behind = [n for n in range(len(self._members)) if self._words[n] <= left]
+        if not behind:
+            return True
+        closed = view[_CLOSED_AT]
+        return not any(view[_JOINED_AT + n] or not closed for n in set(behind) & set(self._living()))
+
+    def claim(self, unit: int) -> bool:
+        """Become the filler of ``unit``. False: another one is, or it is there."""
+        if self.is_there(unit) or not self._try_lock(_UNITS_AT + unit):
+            return False
+        if self.is_there(unit):  # its filler was done between the two
+            self._unlock(_UNITS_AT + unit)
+            return False
+        return True
+
+    def slot(self, unit: int) -> memoryview:
+        start = HEADER_BYTES + unit % self.slots * self.slot_bytes
+        return self._memory.view[start : start + self.slot_bytes]
+
+    def address(self, unit: int) -> int:
+        return self._memory.address + HEADER_BYTES + unit % self.slots * self.slot_bytes
+
+    def release(self, unit: int, *, filled: bool) -> None:
+        """End a claim; ``filled`` declares the unit to be there. The system call orders the bytes before the word."""
+        if filled:
+            self._memory.view[_UNITS_AT + unit] = 1
+        self._unlock(_UNITS_AT + unit)
+
+    # --- locks --------------------------------------------------------------------------------------------------
+
+    def _try_lock(self, at: int) -> bool:
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise CapacityError(f"no lock to be had on shared memory: {error.strerror}") from error
+        return True
+
+    def _unlock(self, at: int) -> None:
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, at, 1, 0))
+
+    def leave(self) -> None:
+        """Take no part any more. The last to leave gives the pages back. Own memory stays open, for those to come."""
+        self.advance(PASSED_ALL)
+        if all(self._words[one] == PASSED_ALL for one in self._living()):
+            self._memory.discard()
+        if not self._is_own:
+            self._memory.close()

@@ -1,0 +1,458 @@
+"""The pool: which entries there are, how much room they take, and which may go.
+
+    <local_root>/cache/NAME-<hex>/                     one entry, whole: real files, and its receipt
+    <local_root>/cache/.NAME-<hex>.<version>.incoming/ the same on its way (filling.py)
+    <local_root>/cache/.book/NAME-<hex>/               pinned, used (its time is the last use), reserved (bytes),
+                                                       leases/<process>, evicting -> <process>
+    <local_root>/cache/.claims/, .owners/              who admits just now, and its heartbeat (owner.py)
+    <local_root>/cache/.<hex>.evicted/                 out of sight already; anybody may remove the rest
+    <local_root>/cache/index.sqlite                    quick answers (index.py)
+
+Invariants:
+    H1  Room is reserved before the first byte: what the entries may take together stays within the quota and the disk.
+    H2  Evicted is nothing that is pinned, nor leased by a live process. Evictor and reader each say what they are about
+        to do before they look at what the other says, so one of them gives way.
+    H3  An entry goes by one rename. A crash in the middle leaves it whole, or invisible.
+    H4  First go partial entries that nobody fills, then the least recently used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..config import Settings
+from ..errors import CapacityError, OperationTimeoutError
+from ..layout import PRIVATE_DIR
+from ..stores.local import make_dirs
+from ..telemetry import logger
+from ..types import Tier
+from .filling import SUFFIX, read_entry, read_receipt, remove_dir
+from .frozen import Frozen
+from .index import Index
+from .index import Row as Row
+from .owner import Claims, Presence, is_live
+from .writing import translated
+
+log = logger("cache")
+
+MARGIN_FRACTION = 0.01
+MARGIN_BYTES_MAX = 64 << 20
+"""Room left on the disk for everybody else's small files."""
+ADMISSION_SECONDS = 120.0
+EVICTION_SECONDS = 60.0
+POLL_SECONDS = 0.005
+
+_INCOMING = re.compile(rf"^\.(?P<name>.+)\.[0-9a-f]{{8}}{re.escape(SUFFIX)}$")
+
+
+@dataclass(slots=True)
+class Room:
+    """What an admission found: what has to go, and why that may not be enough."""
+
+    needed_bytes: int
+    free_bytes: int
+    evicted: list[Row] = field(default_factory=list)
+    pinned: list[Row] = field(default_factory=list)
+    leased: list[Row] = field(default_factory=list)
+    fits: bool = True
+
+
+class Lease:
+    """Holds an entry against eviction until ``end``, or until this process ends."""
+
+    def __init__(self, pool: Pool, name: str) -> None:
+        self._presence = Presence(pool.book(name) / "leases")
+        self._pool, self._name = pool, name
+
+    def begin(self) -> Lease:
+        with translated(self._pool.root):
+            self._presence.begin()
+        self._pool.wait_for_eviction(self._name)
+        return self
+
+    def end(self) -> None:
+        self._pool.used(self._name)
+        self._presence.end()
+        self._pool.close_book(self._name)
+
+
+class Pool:
+    """The entries below ``settings.local_root``. Blocking; any thread and any process may use it at the same time."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.root = settings.local_root / "cache"
+        self.index = Index(self.root / "index.sqlite", self.scan)
+        self._agreed = False
+
+    def directory(self, name: str) -> Path:
+        return self.root / name
+
+    def book(self, name: str) -> Path:
+        return self.root / ".book" / name
+
+    # --- what is there -------------------------------------------------------------------------------------------
+
+    def rows(self, *uris: str) -> list[Row]:
+        """Return all entries, or those of ``uris``, the least recently used first."""
+        if not self.root.is_dir():
+            return []
+        self._agree()
+        return self.index.rows(uris or None)
+
+    def scan(self) -> list[Row]:
+        """The same from the files alone."""
+        return [row for name in self._names() if (row := self.describe(name)) is not None]
+
+    def _names(self) -> dict[str, bool]:
+        """The entries there are; True for a complete one."""
+        found: dict[str, bool] = {}
+        try:
+            names = sorted(os.listdir(self.root))  # noqa: PTH208
+        except OSError:
+            return found
+        for name in names:
+            match = _INCOMING.match(name)
+            if match is not None:
+                found.setdefault(match["name"], False)
+            elif not name.startswith(".") and (self.root / name).is_dir():
+                found[name] = True
+        return found
+
+    def incoming(self, name: str) -> Path | None:
+        return next(self.root.glob(f".{name}.*{SUFFIX}"), None)
+
+    def describe(self, name: str) -> Row | None:
+        """What the files say of an entry; None when they say nothing that can be used."""
+        receipt = read_receipt(self.directory(name))
+        frozen = receipt.frozen if receipt is not None else None
+        incoming = self.incoming(name) if frozen is None else None
+        if incoming is not None:
+            frozen = read_entry(incoming)
+        if frozen is None:
+            return None
+        reserved = frozen.size_bytes
+        if incoming is not None:
+            reserved = self._reserved(name) or allocated_bytes(incoming)
+        state = "partial" if incoming is not None else "complete"
+        return Row(
+            name,
+            frozen.uri,
+            frozen.version,
+            state,  # type: ignore[arg-type]
+            len(frozen.files),
+            frozen.size_bytes,
+            reserved,
+            self.is_pinned(name),
+            self._used_ns(name),
+        )
+
+    def note(self, name: str) -> None:
+        """Have the index say of an entry what the files say."""
+        row = self.describe(name)
+        if row is None:
+            self.index.remove(name)
+        else:
+            self.index.put(row)
+
+    def _agree(self) -> None:
+        """Once per pool: make the index that of the files. What was killed half way has left another picture."""
+        if self._agreed:
+            return
+        self._agreed = True
+        names = self._names()
+        known = {row.name: row for row in self.index.rows()}
+        for name in known.keys() - names.keys():
+            self.index.remove(name)
+        for name, is_complete in names.items():
+            row = known.get(name)
+            if row is None or not is_complete or row.state != "complete":
+                self.note(name)
+                continue
+            now = replace(row, is_pinned=self.is_pinned(name), used_unix_ns=self._used_ns(name))
+            if now != row:
+                self.index.put(now)
+
+    def _reserved(self, name: str) -> int:
+        try:
+            return int((self.book(name) / "reserved").read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def _used_ns(self, name: str) -> int:
+        for path in (self.book(name) / "used", self.directory(name)):
+            try:
+                return path.stat().st_mtime_ns
+            except OSError:
+                continue
+        return 0
+
+    def used(self, name: str) -> None:
+        """Note that an entry is being used. Best effort."""
+        now, path = time.time_ns(), self.book(name) / "used"
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            os.utime(path, ns=(now, now))
+        self.index.touch(name, now)
+
+    # --- pins and leases -----------------------------------------------------------------------------------------
+
+    def is_pinned(self, name: str) -> bool:
+        return (self.book(name) / "pinned").exists()
+
+    def pin(self, name: str, pinned: bool = True) -> None:
+        """Keep an entry until it is unpinned, or no longer."""
+        path = self.book(name) / "pinned"
+        with translated(path):
+            make_dirs(path.parent)
+            path.touch() if pinned else path.unlink(missing_ok=True)
+        self.note(name)
+        if not pinned:
+            self.close_book(name)
+
+    def lease(self, name: str) -> Lease:
+        """Hold an entry. Look again, once it is held, whether it is still there."""
+        return Lease(self, name).begin()
+
+    def leases(self, name: str) -> list[str]:
+        """The live processes that hold an entry."""
+        folder = self.book(name) / "leases"
+        try:
+            names = os.listdir(folder)  # noqa: PTH208
+        except OSError:
+            return []
+        # A process that is stopped still has its files open: silence counts only where nothing else can be known.
+        return [owner for owner in names if is_live(owner, folder, silence_counts=False)]
+
+    def wait_for_eviction(self, name: str) -> None:
+        deadline = time.monotonic() + EVICTION_SECONDS
+        while self._is_evicting(name) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+    def _is_evicting(self, name: str) -> bool:
+        try:
+            return is_live(str((self.book(name) / "evicting").readlink()), self.root / ".owners")
+        except OSError:
+            return False
+
+    def close_book(self, name: str) -> None:
+        """Remove what is written about an entry that is gone. A lease that was just taken keeps its directory (H2)."""
+        if self.directory(name).exists() or self.incoming(name) is not None:
+            return
+        book = self.book(name)
+        with contextlib.suppress(OSError):
+            (book / "leases").rmdir()
+            for left in ("used", "reserved", "pinned"):
+                (book / left).unlink(missing_ok=True)
+            book.rmdir()
+
+    # --- room ----------------------------------------------------------------------------------------------------
+
+    def reserve(self, frozen: Frozen, reserved_bytes: int) -> Room:
+        """Let the entry of ``frozen`` take ``reserved_bytes`` altogether; evict what has to go.
+
+        Hold its lease first, and have its directory made (an empty ``Filling``): others see it by that.
+
+        Raises:
+            CapacityError: no room even so; says bytes needed, free, pinned and leased. Nothing was evicted.
+        """
+        with translated(self.root):
+            make_dirs(self.book(frozen.name))
+            with self._admission() as presence:
+                self._clear_evicted()
+                held = self._reserved(frozen.name)
+                if reserved_bytes <= held:
+                    return Room(0, 0)
+                room = self._find(reserved_bytes - held, frozen.name)
+                if not room.fits:
+                    raise self._full(frozen, room)
+                for row in room.evicted:
+                    self._evict(row.name, presence)
+                path = self.book(frozen.name) / "reserved"
+                temporary = path.with_name(f"reserved.{presence.name}")
+                temporary.write_text(str(reserved_bytes))
+                temporary.replace(path)
+                self._note_reserved(frozen, reserved_bytes)
+                return room
+
+    def _note_reserved(self, frozen: Frozen, reserved_bytes: int) -> None:
+        row = Row(
+            frozen.name,
+            frozen.uri,
+            frozen.version,
+            "partial",
+            len(frozen.files),
+            frozen.size_bytes,
+            reserved_bytes,
+            self.is_pinned(frozen.name),
+            self._used_ns(frozen.name),
+        )
+        self.index.put(row)
+
+    def plan(self, frozen: Frozen) -> Room:
+        """What ``reserve`` of the whole of ``frozen`` would do. Changes nothing."""
+        held = self._reserved(frozen.name)
+        return self._find(max(0, frozen.size_bytes - held), frozen.name)
+
+    def make_room(self, needed_bytes: int) -> int:
+        """Give way to somebody else on this disk: evict until ``needed_bytes`` more are free, or nothing may go.
+
+        Returns the bytes of what was evicted.
+        """
+        if not self.root.is_dir():
+            return 0
+        freed = 0
+        with translated(self.root), self._admission() as presence:
+            for row in self._order(self.rows()):
+                if freed >= needed_bytes:
+                    break
+                freed += row.reserved_bytes if self._evict(row.name, presence) else 0
+        return freed
+
+    def _find(self, needed_bytes: int, own: str) -> Room:
+        """Choose what has to go so that ``needed_bytes`` more fit. Quota and disk are hard, the marks soft."""
+        rows = [row for row in self.rows() if row.name != own]
+        mine = self._reserved(own)
+        disk = os.statvfs(_existing(self.root))
+        total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
+        free -= sum(self._outstanding(row) for row in rows if row.state == "partial")
+        margin = min(MARGIN_BYTES_MAX, int(total * MARGIN_FRACTION))
+        held = sum(row.reserved_bytes for row in rows) + mine
+        quota = self.settings.cache_bytes_max
+        room_of_quota = quota - held if quota is not None else free
+        hard = max(needed_bytes + margin - free, needed_bytes - room_of_quota)
+        above = needed_bytes + (total - free) - int(self.settings.cache_high_water * total)
+        low = min(self.settings.cache_low_water, self.settings.cache_high_water)
+        soft = needed_bytes + (total - free) - int(low * total) if above > 0 else 0
+        room = Room(needed_bytes, max(0, min(free - margin, room_of_quota)))
+        going = 0
+        for row in self._order(rows):
+            if going >= max(hard, soft):
+                break
+            if row.is_pinned or self.is_pinned(row.name):
+                room.pinned.append(row)
+            elif self.leases(row.name):
+                room.leased.append(row)
+            else:
+                room.evicted.append(row)
+                going += row.reserved_bytes
+        room.fits = going >= hard
+        return room
+
+    def _order(self, rows: Iterable[Row]) -> list[Row]:
+        """H4. What somebody fills is leased, and is passed over for that."""
+        return sorted(rows, key=lambda row: (row.state != "partial", row.used_unix_ns, row.name))
+
+    def _outstanding(self, row: Row) -> int:
+        incoming = self.incoming(row.name)
+        return max(0, row.reserved_bytes - (allocated_bytes(incoming) if incoming is not None else 0))
+
+    def _full(self, frozen: Frozen, room: Room) -> CapacityError:
+        def said(rows: list[Row]) -> str | None:
+            return ", ".join(f"{row.uri} ({row.reserved_bytes})" for row in rows) or None
+
+        return CapacityError(
+            f"the cache has no room for {frozen.uri}: {room.needed_bytes} bytes are needed, {room.free_bytes} are free",
+            hint="Unpin or stop using something (`tierckpt prefetch --check` lists the cache), raise cache_bytes_max, "
+            "or give local_root a larger disk. Nothing was fetched, nothing was evicted",
+            tier=Tier.LOCAL,
+            needed_bytes=room.needed_bytes,
+            free_bytes=room.free_bytes,
+            evictable_bytes=sum(row.reserved_bytes for row in room.evicted),
+            pinned_bytes=sum(row.reserved_bytes for row in room.pinned),
+            leased_bytes=sum(row.reserved_bytes for row in room.leased),
+            pinned=said(room.pinned),
+            leased=said(room.leased),
+        )
+
+    def evict(self, name: str) -> bool:
+        """Remove one entry; False when it is pinned or leased."""
+        with translated(self.root), self._presence() as presence:
+            return self._evict(name, presence)
+
+    def _evict(self, name: str, presence: Presence) -> bool:
+        book = self.book(name)
+        make_dirs(book)
+        mark = Claims(book, self.root / ".owners", presence.name)
+        if not mark.take("evicting"):
+            return False
+        try:
+            if self.is_pinned(name) or self.leases(name):  # looked at after the mark was set (H2)
+                return False
+            incoming = self.incoming(name)
+            for directory in (self.directory(name), *([incoming] if incoming is not None else [])):
+                remove_dir(directory)
+            self.index.remove(name)
+            log.info("evicted %s from the cache", name)
+            return True
+        finally:
+            mark.release("evicting")
+            self.close_book(name)
+
+    def _clear_evicted(self) -> None:
+        for left in self.root.glob(".*.evicted"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _presence(self) -> Iterator[Presence]:
+        presence = Presence(self.root / ".owners")
+        presence.begin()
+        try:
+            yield presence
+        finally:
+            presence.end()
+
+    @contextlib.contextmanager
+    def _admission(self) -> Iterator[Presence]:
+        """One process of the node admits at a time. Raises OperationTimeoutError."""
+        deadline = time.monotonic() + ADMISSION_SECONDS
+        with self._presence() as presence:
+            make_dirs(self.root / ".claims")
+            claims = Claims(self.root / ".claims", self.root / ".owners", presence.name)
+            while not claims.take("admission"):
+                if time.monotonic() > deadline:
+                    raise OperationTimeoutError(
+                        f"another process has been admitting to {self.root} for {ADMISSION_SECONDS:g} s",
+                        hint="Look for a hung tierckpt process on this node",
+                        tier=Tier.LOCAL,
+                    )
+                time.sleep(POLL_SECONDS)
+            try:
+                yield presence
+            finally:
+                claims.release("admission")
+
+
+def allocated_bytes(directory: Path) -> int:
+    """Bytes that the files below ``directory`` take on the disk, our own small ones not counted."""
+    total = 0
+    for folder, below, names in os.walk(directory):
+        if PRIVATE_DIR in below:
+            below.remove(PRIVATE_DIR)
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512  # noqa: PTH118
+    return total
+
+
+def evict_all(pool: Pool, rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """Evict ``rows``; return what went and what was in use or pinned."""
+    went: list[Row] = []
+    stayed: list[Row] = []
+    for row in rows:
+        (went if pool.evict(row.name) else stayed).append(row)
+    return went, stayed
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path

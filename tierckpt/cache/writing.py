@@ -1,0 +1,157 @@
+"""Bytes to the SSD past the page cache, so that a fetch never has dirty pages that wait to be written.
+
+Measured here, 512 MiB in chunks of 8 MiB: buffered 0.87 s of processor time and 1.3 to 2.7 s until fsync returned,
+O_DIRECT with the copy into aligned memory 0.13 s and 0.5 to 0.6 s. What goes this way is bounded by the buffers there
+are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..arena.slots import Bounce
+from ..config import BLOCK_BYTES
+from ..errors import CapacityError, OperationTimeoutError, TierckptError
+from ..stores.local import translate_os_error
+from ..telemetry import BYTES, logger
+from ..types import Buffer, Tier
+
+log = logger("cache")
+
+DIRECT_BYTES_MIN = 64 << 10
+"""Less than this is written through the page cache."""
+BUFFERS = 8
+LANDING = 16
+BUFFER_SECONDS = 600.0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+_buffers = Bounce(BUFFERS, "cache")
+_landing = Bounce(LANDING, "cache")
+"""Apart from ``_buffers``: these are held while a request is under way, and whoever waits for those must not wait for
+these."""
+_no_direct: set[int] = set()
+"""Devices that refuse O_DIRECT."""
+
+
+@contextlib.contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Raise what the system refuses as an error of ours."""
+    try:
+        yield
+    except TierckptError:
+        raise
+    except OSError as error:
+        raise translate_os_error(error, path, Tier.LOCAL) from error
+
+
+def write_at(path: Path, data: Buffer, offset: int) -> None:
+    """Write all of ``data`` at ``offset`` of the file ``path``, which is there. Not durable before its fsync.
+
+    Raises:
+        CapacityError, PermissionDeniedError, StoreError: as the file system says.
+    """
+    view = memoryview(data).cast("B")
+    with translated(path):
+        done = _write_direct(path, view, offset) if offset % BLOCK_BYTES == 0 else 0
+        if done < len(view):
+            file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                while done < len(view):
+                    done += os.pwrite(file, view[done:], offset + done)
+            finally:
+                os.close(file)
+    BYTES.emit(len(view), tier=Tier.LOCAL, direction="written")
+
+
+def _write_direct(path: Path, view: memoryview, offset: int) -> int:
+    """Return how many bytes, in whole blocks, went this way: 0 where the file system has no O_DIRECT."""
+    whole = len(view) // BLOCK_BYTES * BLOCK_BYTES
+    if whole < DIRECT_BYTES_MIN or _no_direct:
+        return 0
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        _no_direct.add(0)
+        log.info("%s: no O_DIRECT here, writing through the page cache", path)
+        return 0
+    try:
+        if is_aligned(view):
+            return _write_blocks(file, view[:whole], offset)
+        with _buffers.take(1, whole, BUFFER_SECONDS) as [slot]:
+            slot.view[:whole] = view[:whole]
+            return _write_blocks(file, slot.view[:whole], offset)
+    finally:
+        os.close(file)
+
+
+def is_aligned(view: memoryview) -> bool:
+    """True for memory that O_DIRECT can write from as it is."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view)) % BLOCK_BYTES == 0
+    except (TypeError, ValueError):  # read-only, or empty
+        return False
+
+
+@contextlib.contextmanager
+def landing_memory(size_bytes: int) -> Iterator[memoryview | None]:
+    """Yield memory that a chunk can be received in and written from, without a copy; None when all of it is in use."""
+    if size_bytes < DIRECT_BYTES_MIN:
+        yield None
+        return
+    try:
+        taken = _landing.take(1, size_bytes, 0.0)
+        [memory] = taken.__enter__()
+    except (OperationTimeoutError, CapacityError):
+        yield None
+        return
+    try:
+        yield memory.view[:size_bytes]
+    finally:
+        taken.__exit__(None, None, None)
+
+
+def _write_blocks(file: int, view: memoryview, offset: int) -> int:
+    done = 0
+    while done < len(view):
+        try:
+            count = os.pwrite(file, view[done:], offset + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            break  # this file system wants more alignment than we have: the rest goes through the page cache
+        count -= count % BLOCK_BYTES  # a short write goes on from the last whole block
+        if not count:
+            break
+        done += count
+    return done
+
+
+def allocate(file: int, size_bytes: int) -> None:
+    """Take the room of ``size_bytes`` on the disk, so that a full one is found before the first byte is fetched.
+
+    The system call itself and not ``posix_fallocate``: where a file system has none, that one writes zeros, over what
+    another process may just have written. There the room is not taken.
+    """
+    while _libc.fallocate(file, 0, 0, size_bytes):
+        number = ctypes.get_errno()
+        if number in (errno.ENOTSUP, errno.ENOSYS):
+            return
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def _start_anew() -> None:
+    global _buffers, _landing
+    _buffers = Bounce(BUFFERS, "cache")
+    _landing = Bounce(LANDING, "cache")
+
+
+os.register_at_fork(after_in_child=_start_anew)

@@ -1,0 +1,174 @@
+"""Pictures of what the planner found. matplotlib is imported only here, and only when a picture is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, MissingExtraError
+from ..planning import Mesh, Site, Sizing, ettr, size
+from ..planning.sizer import TierRow
+from ..planning.state import Component, State
+from ..stores.local import translate_os_error
+from ..types import Tier
+
+if TYPE_CHECKING:
+    from ..planning.simulator import Run
+
+SUFFIXES = (".svg", ".png", ".pdf")
+GREY = "#888888"
+COLOURS = ("#9c9c9c", "#d98b2b", "#2b7bba", "#1f9e6e", "#8a5fb0")
+PARTS = {
+    "kept_seconds": ("kept", "#1f9e6e"),
+    "lost_seconds": ("lost, trained again", "#c23b3b"),
+    "stalled_seconds": ("stalled by checkpoints", "#d98b2b"),
+    "restarting_seconds": ("restarting", "#9c9c9c"),
+    "loading_seconds": ("loading", "#2b7bba"),
+    "waiting_seconds": ("waiting for nodes", "#8a5fb0"),
+}
+
+
+def plot_sizing(path: Path, sizing: Sizing) -> None:
+    """Draw ETTR against interval, restore time against nodes, and stall against bandwidth.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        ConfigError: a suffix that is no kind of picture.
+    """
+    with _figure(path, 3) as axes:
+        _draw_ettr(axes[0], sizing)
+        _draw_restores(axes[1], sizing)
+        _draw_stalls(axes[2], sizing)
+
+
+def plot_runs(path: Path, runs: Sequence[Run]) -> None:
+    """Draw where the time of each simulated configuration went, and what the formula had expected."""
+    with _figure(path, 1) as axes:
+        axis = axes[0]
+        names = [run.name for run in runs]
+        left = [0.0] * len(runs)
+        for field, (label, colour) in PARTS.items():
+            widths = [100 * getattr(run, field) / run.wall_seconds for run in runs]
+            if max(widths) > 0.05:
+                axis.barh(names, widths, left=left, color=colour, label=label)
+            left = [before + width for before, width in zip(left, widths, strict=True)]
+        expected = [100 * (run.expected_ettr or 0) for run in runs]
+        axis.plot(expected, names, "|", color="black", markersize=22, label="kept, by formula")
+        axis.invert_yaxis()
+        axis.set_xlim(0, 100)
+        axis.set_xlabel("share of the wall clock, %")
+        axis.set_title(f"{runs[0].wall_seconds / 86400:g} simulated days")
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, fontsize=8, frameon=False)
+
+
+def _draw_ettr(axis: Any, sizing: Sizing) -> None:
+    for row, colour in zip(sizing.tiers, COLOURS, strict=False):
+        if row.schedule is None:
+            continue
+        chosen = row.schedule.steps * row.schedule.step_seconds
+        intervals = [chosen * 10 ** (power / 20) for power in range(-30, 31)]
+        axis.plot(
+            [one / 60 for one in intervals],
+            [100 * _ettr_at(row, one) for one in intervals],
+            color=colour,
+            label=row.name,
+        )
+        axis.plot([chosen / 60], [100 * row.ettr], "o", color=colour)
+    axis.set_xscale("log")
+    top = max(row.ettr for row in sizing.tiers) * 100
+    axis.set_ylim(max(0.0, top - 12), min(100.0, top + 2))
+    axis.set_xlabel("interval, minutes (dot: chosen)")
+    axis.set_ylabel("ETTR, %")
+    axis.set_title("How often")
+    axis.legend(fontsize=8, frameon=False, loc="lower left")
+
+
+def _ettr_at(row: TierRow, interval_seconds: float) -> float:
+    """ETTR if the first level took checkpoints at this interval, and the others as often in time as was chosen."""
+    schedule = row.schedule
+    every = [1]
+    shared = row.interval_seconds(len(row.levels) - 1) or interval_seconds
+    if schedule is not None and len(row.levels) > 1:
+        every = [1] * (len(row.levels) - 1) + [max(1, round(shared / interval_seconds))]
+    return ettr.nested(row.levels, interval_seconds, every)
+
+
+def _draw_restores(axis: Any, sizing: Sizing) -> None:
+    """The same model on more nodes: more data-parallel replicas."""
+    state = State(tuple(_component(row) for row in sizing.components))
+    quiet = replace(sizing.site, mtbf_seconds=1e12, load_nodes=None)
+    sizes = [_sized(sizing, state, quiet, times) for times in (1, 2, 4, 8, 16, 32, 64)]
+    nodes = [one.mesh.nodes for one in sizes]
+    for place, (name, colour) in enumerate(
+        zip(("naive", "sharded", "fanned out", "peer", "local"), COLOURS, strict=True)
+    ):
+        style = "--" if name in {"sharded", "peer"} else "-"
+        axis.plot(nodes, [one.restores[place].seconds for one in sizes], style, color=colour, label=name)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("nodes")
+    axis.set_ylabel("restore, seconds")
+    axis.set_title("Coming back")
+    axis.legend(fontsize=8, frameon=False)
+
+
+def _sized(sizing: Sizing, state: State, site: Site, times: int) -> Sizing:
+    mesh = sizing.mesh
+    return size(sizing.model, state, Mesh(**{**_degrees(mesh), "dp": mesh.dp * times}), site)
+
+
+def _degrees(mesh: Mesh) -> dict[str, int]:
+    return {name: getattr(mesh, name) for name in ("tp", "pp", "dp", "ep", "cp", "stage", "gpus_per_node")}
+
+
+def _component(row: Any) -> Component:
+    kind = "weights" if row.name == "weights" else "gradients" if not row.saved else "optimizer"
+    return Component(row.name, row.bytes_per_parameter, kind)  # type: ignore[arg-type]
+
+
+def _draw_stalls(axis: Any, sizing: Sizing) -> None:
+    bandwidths = [10 ** (power / 10) * 1e9 for power in range(41)]
+    axis.plot(
+        [one / 1e9 for one in bandwidths],
+        [sizing.checkpoint_bytes / one for one in bandwidths],
+        color=COLOURS[0],
+        label="blocking save",
+    )
+    axis.axhline(sizing.stage_seconds, color=COLOURS[3], label="staged, the rest in the background")
+    axis.axvline(sizing.site.rates.shared_write / 1e9, color=GREY, linestyle=":", label="this shared storage")
+    together = sizing.writing_nodes * sizing.site.rates.local_write / 1e9
+    axis.axvline(together, color=COLOURS[2], linestyle=":", label="all local SSDs together")
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("write bandwidth, GB/s")
+    axis.set_ylabel("stall of one checkpoint, seconds")
+    axis.set_title("What a stall budget takes")
+    axis.set_ylim(bottom=sizing.stage_seconds / 30)
+    axis.legend(fontsize=8, frameon=False, loc="lower left")
+
+
+@contextmanager
+def _figure(path: Path, panels: int) -> Iterator[Any]:
+    """Yield the axes of a figure; write it when they are drawn. The same numbers give the same file."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"--plot is {path}: its name must end in {', '.join(SUFFIXES)}")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"--plot needs {error.name}", hint="pip install 'tierckpt[plot]'") from error
+    with matplotlib.rc_context({"svg.hashsalt": "tierckpt", "font.size": 9, "svg.fonttype": "path"}):
+        figure = Figure(figsize=(5 * panels, 4) if panels > 1 else (9, 3.6), layout="constrained")
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+        for axis in axes:
+            axis.grid(visible=True, color="#dddddd", linewidth=0.5)
+            axis.set_axisbelow(True)
+        yield axes
+        dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}
+        try:
+            figure.savefig(path, metadata=dated[path.suffix.lower()], dpi=110)
+        except OSError as error:
+            raise translate_os_error(error, path, Tier.LOCAL) from error

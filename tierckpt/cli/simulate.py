@@ -1,0 +1,132 @@
+"""``tierckpt simulate``: the job that ``tierckpt size`` sizes, run event by event with failures and queues."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from ..errors import ConfigError
+from ..planning.quantities import parse_seconds, positive, whole
+from ..planning.scenario import Cluster, configurations_of, failures_of
+from ..types import Json
+from .output import Report, facts, human_seconds, table
+from .planning_options import PlanningOptions, taking_options
+from .session import JsonOption
+from .size import PlotOption, decimal, short
+
+if TYPE_CHECKING:
+    from ..planning.simulator import Run
+
+Days = Annotated[float, typer.Option("--days", help="Simulated days.")]
+Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same run.")]
+Jobs = Annotated[int, typer.Option("--jobs", help="Such jobs beside each other, all on one shared storage.")]
+DomainNodes = Annotated[int, typer.Option("--domain-nodes", help="Nodes of a rack, which fail together.")]
+Spares = Annotated[int | None, typer.Option("--spares", help="Spare nodes. Default: always enough.")]
+Repair = Annotated[str, typer.Option("--repair", help="Time until a lost node is a spare again.")]
+OutageEvery = Annotated[str | None, typer.Option("--outage-every", help="Mean time between outages of the storage.")]
+Outage = Annotated[str, typer.Option("--outage", help="How long each of them is.")]
+Rpo = Annotated[str | None, typer.Option("--rpo", help="Most age of the newest state on shared storage, like 30min.")]
+Only = Annotated[list[str] | None, typer.Option("--only", help="Only configurations with this in their name.")]
+
+
+@taking_options
+def simulate(
+    options: PlanningOptions,
+    days: Days = 30.0,
+    seed: Seed = 0,
+    jobs: Jobs = 1,
+    domain_nodes: DomainNodes = 16,
+    spares: Spares = None,
+    repair: Repair = "4h",
+    outage_every: OutageEvery = None,
+    outage: Outage = "10min",
+    rpo: Rpo = None,
+    only: Only = None,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+) -> Report:
+    """Simulate failures, drains and restores of a job with each configuration of tiers, and compare their ETTR.
+
+    tierckpt simulate --params 1e12 --tp 8 --pp 16 --dp 128 --days 30
+    """
+    from ..planning.simulator import simulate as run
+
+    sizing = options.sizing()
+    positive(days, "--days")
+    cluster = Cluster(
+        nodes=sizing.mesh.nodes * whole(jobs, "--jobs"),
+        rates=sizing.site.rates,
+        failures=failures_of(sizing, domain_nodes),
+        jobs=jobs,
+        spares=spares,
+        repair_seconds=parse_seconds(repair, "--repair"),
+        outage_every_seconds=parse_seconds(outage_every, "--outage-every") if outage_every else math.inf,
+        outage_seconds=parse_seconds(outage, "--outage"),
+    )
+    hopeless = [row.name for row in sizing.tiers if row.schedule is None]
+    chosen = configurations_of(sizing, parse_seconds(rpo, "--rpo") if rpo else math.inf)
+    if only:
+        known = [one.name for one in chosen]
+        chosen = tuple(one for one in chosen if any(part in one.name for part in only))
+        if not chosen:
+            raise ConfigError(f"--only is {', '.join(only)}: configurations are {', '.join(map(repr, known))}")
+    begun = time.process_time()
+    runs = [run(cluster, one, days=days, seed=seed) for one in chosen]
+    seconds = time.process_time() - begun
+    if plot is not None:
+        from .plots import plot_runs
+
+        plot_runs(plot, runs)
+    document: Json = {
+        "nodes": cluster.nodes,
+        "jobs": jobs,
+        "days": days,
+        "seed": seed,
+        "mtbf_seconds": sizing.mtbf_seconds,
+        "cpu_seconds": seconds,
+        "runs": [asdict(one) for one in runs],
+        "gets_nowhere": hopeless,
+    } | ({"plot": str(plot)} if plot else {})
+    summary = {
+        "simulated": f"{cluster.nodes} nodes, {jobs} job{'s' if jobs > 1 else ''}, {days:g} days, seed {seed}",
+        "failures": f"one in {human_seconds(sizing.mtbf_seconds)} of each job",
+        "took": f"{seconds:.1f} s of processor time",
+    }
+    if hopeless:
+        summary["gets nowhere"] = f"{', '.join(hopeless)}: failures come faster than such a restart"
+    return Report(document, [facts(summary), _compared(runs), _spent(runs)])
+
+
+def _compared(runs: list[Run]) -> Table:
+    return table(
+        "tiers >ETTR >by_formula >interval >every >failures restores_from >exposure_at_most >to_shared",
+        [
+            (
+                run.name,
+                f"{run.ettr:.2%}",
+                f"{run.expected_ettr:.2%}" if run.expected_ettr is not None else None,
+                short(run.interval_seconds),
+                run.every,
+                sum(run.failures.values()),
+                ", ".join(f"{tier} {count}" for tier, count in sorted(run.restores.items())) or None,
+                short(run.exposure_seconds_max),
+                decimal(run.shared_bytes),
+            )
+            for run in runs
+        ],
+    )
+
+
+def _spent(runs: list[Run]) -> Table:
+    """Where the wall clock went, in percent."""
+    rows = []
+    for run in runs:
+        parts = (run.kept_seconds, run.lost_seconds, run.stalled_seconds, run.restarting_seconds)
+        more = (run.loading_seconds, run.waiting_seconds)
+        rows.append((run.name, *(f"{part / run.wall_seconds:.2%}" for part in (*parts, *more))))
+    return table("tiers >kept >lost >stalled >restarting >loading >waiting_for_nodes", rows)

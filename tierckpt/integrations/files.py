@@ -1,0 +1,263 @@
+"""Files of ``tierckpt://``: reading through the node cache, writing to the store at once when all of it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..client import CachedView, get_client
+from ..config import Settings
+from ..errors import PreconditionFailedError
+from ..manifest import FileEntry
+from ..mover import leases
+from ..mover.browse import Thing, root_of
+from ..mover.catalog import Checkpoint
+from ..mover.copies import CheckedFile, Copies, LocalCopy
+from ..telemetry import logger
+from ..types import Buffer, ObjectInfo
+
+log = logger("fsspec")
+
+BUFFER_BYTES = 256 << 10
+"""What is read at once for reads that are smaller."""
+SPOOL_BYTES = 16 << 20
+"""What a file being written takes of memory; a larger one goes to a file without a name."""
+PIECE_BYTES = 8 << 20
+
+
+class Source(Protocol):
+    """The bytes of one version of one file. Any thread may ask."""
+
+    def read_into(self, start: int, into: memoryview) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Nothing:
+    """An empty file: there is nothing to fetch, nor to keep."""
+
+    def read_into(self, start: int, into: memoryview) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class CachedSource:
+    """A file through the node cache. A forked child opens it anew, in the same version."""
+
+    def __init__(self, thing: Thing, settings: Settings) -> None:
+        self._thing, self._settings = thing, settings
+        self._path = thing.location.name if thing.entry is None else thing.entry.path
+        self._pid = 0
+        self._lock = threading.Lock()
+        self._view = self._opened()
+
+    def _opened(self) -> CachedView:
+        if self._pid != os.getpid():
+            client, thing = get_client(self._settings), self._thing
+            if thing.checkpoint is not None:
+                place = thing.checkpoint.location
+                cached = client.run(lambda engine: engine.cached(place, kind="directory"))
+            else:
+                info = ObjectInfo(thing.location.name, thing.size_bytes, thing.etag)
+                cached = client.run(lambda engine: engine.cached(thing.location, kind="object", info=info))
+            self._view, self._pid = CachedView(client, cached), os.getpid()
+            only = self._view.only
+            self._path = only.path if only is not None else self._path
+        return self._view
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        with self._lock:
+            view = self._opened()
+        view.read_into(self._path, start, into)
+
+    def close(self) -> None:
+        if self._pid == os.getpid():
+            self._view.close()
+
+
+class LocalSource:
+    """A file of a checkpoint on the local tier, every chunk verified. The checkpoint stays while this is open."""
+
+    def __init__(self, checkpoint: Checkpoint, entry: FileEntry, local: Path, settings: Settings) -> None:
+        self._holding = contextlib.ExitStack()
+        self._holding.enter_context(leases.reading(settings.local_root, checkpoint.directory))
+        chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest else int(settings.chunk_size_bytes)
+        self._file = self._holding.enter_context(CheckedFile(Copies(entry, chunk, [LocalCopy(local)])))
+        self._lock = threading.Lock()
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        with self._lock:
+            self._file.seek(start)
+            self._file.readinto(into)
+
+    def close(self) -> None:
+        self._holding.close()
+
+
+def open_source(thing: Thing, settings: Settings) -> Source:
+    """The bytes of ``thing``: of the local tier where it has them, else through the node cache."""
+    if not thing.size_bytes:
+        return Nothing()
+    if thing.checkpoint is not None and thing.entry is not None:
+        local = thing.checkpoint.local_path(thing.entry)
+        if local is not None:
+            return LocalSource(thing.checkpoint, thing.entry, local, settings)
+    return CachedSource(thing, settings)
+
+
+class _Raw(io.RawIOBase):
+    def __init__(self, source: Source, size_bytes: int) -> None:
+        self._source, self._size_bytes, self._position = source, size_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset}, before the beginning")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")
+        count = max(0, min(len(view), self._size_bytes - self._position))
+        if count:
+            self._source.read_into(self._position, view[:count])
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            self._source.close()
+        super().close()
+
+
+class Reader(io.BufferedReader):
+    """A file open for reading: one version of it, whatever is written meanwhile.
+
+    Attributes:
+        path, size, details: as other files of fsspec have them.
+    """
+
+    def __init__(self, fs: Any, path: str, thing: Thing, details: dict[str, Any], settings: Settings) -> None:
+        super().__init__(_Raw(open_source(thing, settings), thing.size_bytes), BUFFER_BYTES)
+        self.fs, self.path, self.size, self.details = fs, path, thing.size_bytes, details
+        self.blocksize = BUFFER_BYTES
+
+    def info(self) -> dict[str, Any]:
+        return self.details
+
+
+class Writer(io.BufferedIOBase):
+    """A file open for writing: it appears when it is closed, whole, or not at all.
+
+    Left by an exception, or never closed, nothing is written. ``commit`` and ``discard`` are for fsspec's transactions.
+    """
+
+    def __init__(
+        self, fs: Any, path: str, put: Callable[[io.BufferedIOBase, int], None], scratch: Path, *, autocommit: bool
+    ) -> None:
+        self.fs, self.path, self.mode = fs, path, "wb"
+        self._put, self._autocommit = put, autocommit
+        folder = str(scratch) if scratch.is_dir() else None
+        self._spool = tempfile.SpooledTemporaryFile(SPOOL_BYTES, dir=folder)  # noqa: SIM115  # closed by what ends this
+        self._is_open = True
+
+    @property
+    def closed(self) -> bool:
+        return not self._is_open
+
+    def writable(self) -> bool:
+        return self._is_open
+
+    def seekable(self) -> bool:
+        return self._is_open
+
+    def write(self, data: Any) -> int:
+        self._check()
+        return self._spool.write(data)
+
+    def tell(self) -> int:
+        self._check()
+        return self._spool.tell()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._check()
+        return self._spool.seek(offset, whence)
+
+    def flush(self) -> None:
+        """Nothing is to be seen of it before it is whole."""
+
+    def _check(self) -> None:
+        if not self._is_open:
+            raise ValueError("I/O operation on closed file")
+
+    def close(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._autocommit:
+            self.commit()
+
+    def commit(self) -> None:
+        """Put what was written under its name."""
+        with self._spool as spool:
+            size_bytes = spool.seek(0, io.SEEK_END)
+            spool.seek(0)
+            self._put(spool, size_bytes)  # type: ignore[arg-type]
+
+    def discard(self) -> None:
+        """Forget what was written."""
+        self._is_open = False
+        self._spool.close()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None:
+            self.discard()
+        else:
+            self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_open", False):
+            log.warning("%s was opened for writing and never closed: nothing was written", self.path)
+            self.discard()
+
+
+async def pieces_of(stream: io.BufferedIOBase) -> AsyncIterator[Buffer]:
+    while piece := await asyncio.to_thread(stream.read, PIECE_BYTES):
+        yield piece
+
+
+def put(settings: Settings, thing: Thing, stream: io.BufferedIOBase, size_bytes: int, *, if_absent: bool) -> None:
+    """Write ``stream`` to the store, all or nothing.
+
+    Raises:
+        FileExistsError: ``if_absent``, and it is there.
+        ConfigError: it belongs to a checkpoint of tierckpt.
+    """
+    location = thing.location
+    root, key = root_of(location)
+    client = get_client(settings)
+    client.run(lambda engine: engine.browser.check_change(location))
+    if size_bytes <= PIECE_BYTES:
+        data = stream.read()
+        try:
+            client.run(lambda engine: engine.store(root).put(key, data, if_absent=if_absent))
+        except PreconditionFailedError as error:
+            raise FileExistsError(f"{location.uri} is there already") from error
+    else:
+        client.run(lambda engine: engine.store(root).put_stream(key, pieces_of(stream), size_bytes))

@@ -1,0 +1,297 @@
+"""fsspec's protocol ``tierckpt://``: any store, read through the node cache, with listings that tell the truth.
+
+    tierckpt://s3/BUCKET/KEY    tierckpt://az/CONTAINER/KEY    tierckpt://gs/BUCKET/KEY    tierckpt://file/ABSOLUTE/PATH
+
+Found by fsspec through the entry point ``fsspec.specs``; nobody needs to import this. docs/guide/fsspec.md shows it
+with pandas, datasets, webdataset and DCP's own FsspecReader.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsspec import AbstractFileSystem
+
+from ..client import get_client
+from ..config import Settings
+from ..errors import ConfigError, ObjectNotFoundError
+from ..layout import Location, parse_uri
+from ..mover.browse import Thing, root_of
+from ..stores.schemes import check_location
+from .files import Reader, Writer, open_source, put
+
+SCHEMES = "tierckpt://s3/BUCKET/KEY, tierckpt://az/CONTAINER/KEY, tierckpt://gs/BUCKET/KEY or tierckpt://file/ABS/PATH"
+
+
+class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
+    """Any store as a file system, read through the node cache.
+
+    Reading: a file that is open stays in the version it had; what this node has of it is read from its SSD, what it
+    lacks is fetched in chunks, by one process of the node, verified where digests are known, and kept. Writing goes to
+    the store when the file is closed, whole. Checkpoints of tierckpt appear when they are committed, on the local tier
+    at the latest then, and cannot be changed here file by file.
+
+    Args:
+        settings: a ``Settings``; other keywords are single fields of it (``local_root``, ``cache_bytes_max``).
+
+    Raises (every verb): ConfigError, with what to write instead, for a URL that cannot be; StoreError.
+    """
+
+    protocol = "tierckpt"
+    root_marker = ""
+
+    def __init__(self, settings: Settings | None = None, **options: Any) -> None:
+        fields = {name: value for name, value in options.items() if name in Settings.model_fields}
+        super().__init__(**{name: value for name, value in options.items() if name not in fields})
+        self.settings = Settings.load(settings, **fields)
+
+    # --- names --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(one) for one in path]
+        return os.fspath(path).removeprefix(f"{cls.protocol}://").rstrip("/")
+
+    @classmethod
+    def _parent(cls, path: str) -> str:
+        return str(cls._strip_protocol(path)).rpartition("/")[0]
+
+    def _location(self, path: str) -> Location:
+        """Where ``path`` is. Raises ConfigError, which says how to write it."""
+        name = self._strip_protocol(path)
+        scheme, _, rest = name.partition("/")
+        if not scheme or "://" in name:
+            raise ConfigError(f"tierckpt://{name} names no store", hint=f"Write {SCHEMES}", uri=f"tierckpt://{name}")
+        if scheme == "file":
+            parts = [part for part in rest.split("/") if part]
+            if {".", ".."} & {*parts}:
+                raise ConfigError(f"tierckpt://{name} has '.' or '..' in it", hint="Write the path without them")
+            return Location("file", "", "/" + "/".join(parts))
+        try:
+            return check_location(parse_uri(f"{scheme}://{rest}"))
+        except ConfigError as error:
+            raise ConfigError(f"tierckpt://{name}: {error.message}", hint=f"Write {SCHEMES}") from error
+
+    def _run(self, work: Any) -> Any:
+        return get_client(self.settings).run(work)
+
+    def _look(self, path: str) -> Thing:
+        location = self._location(path)
+        thing: Thing = self._run(lambda engine: engine.browser.look(location))
+        return thing
+
+    def _info(self, name: str, thing: Thing) -> dict[str, Any]:
+        if thing.is_dir:
+            return {"name": name, "size": 0, "type": "directory"}
+        return {"name": name, "size": thing.size_bytes, "type": "file", "ETag": thing.etag}
+
+    # --- looking ------------------------------------------------------------------------------------------------
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        name = self._strip_protocol(path)
+        return self._info(name, self._look(name))
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        """False only when it is not there: a store that refuses or does not answer is an error."""
+        try:
+            self._look(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def isdir(self, path: str) -> bool:
+        try:
+            return self._look(path).is_dir
+        except FileNotFoundError:
+            return False
+
+    def isfile(self, path: str) -> bool:
+        try:
+            return not self._look(path).is_dir
+        except FileNotFoundError:
+            return False
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        name = self._strip_protocol(path)
+        location = self._location(name)
+        try:
+            things = self._run(lambda engine: engine.browser.level(location))
+            infos = [self._info(f"{name}/{thing.location.name}", thing) for thing in things]
+        except ObjectNotFoundError:
+            infos = [self.info(name)]
+            if infos[0]["type"] == "directory":
+                raise
+        return infos if detail else [info["name"] for info in infos]
+
+    def find(
+        self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
+    ) -> Any:
+        name = self._strip_protocol(path)
+        location = self._location(name)
+        if location.scheme == "file" or maxdepth is not None:  # directories of their own; or less than all
+            return super().find(name, maxdepth=maxdepth, withdirs=withdirs, detail=detail, **kwargs)
+        things = self._run(lambda engine: engine.browser.below(location))
+        skip = len(location.path.rstrip("/")) + 1 if location.path else 0
+        found = {path: self._info(path, thing) for thing in things if (path := f"{name}/{thing.location.path[skip:]}")}
+        if not found and self.isfile(name):
+            found = {name: self.info(name)}
+        if withdirs and found and name not in found:
+            found |= {one: {"name": one, "size": 0, "type": "directory"} for one in _directories(found, name)}
+        return dict(sorted(found.items())) if detail else sorted(found)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        """Nothing to do: every listing asks anew."""
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def _open(self, path: str, mode: str = "rb", block_size: Any = None, autocommit: bool = True, **kwargs: Any) -> Any:
+        name = self._strip_protocol(path)
+        if mode == "rb":
+            thing = self._file(name)
+            return Reader(self, name, thing, self._info(name, thing), self.settings)
+        if mode not in ("wb", "xb", "ab"):
+            raise ConfigError(f"mode {mode!r} is not offered", hint="Use rb, wb, xb or ab", uri=name)
+        thing = Thing(self._location(name))
+        self._run(lambda engine: engine.browser.check_change(thing.location))
+        if mode == "xb" and self.exists(name):
+            raise FileExistsError(name)
+        writer = Writer(
+            self,
+            name,
+            lambda stream, size: put(self.settings, thing, stream, size, if_absent=mode == "xb"),
+            Path(self.settings.local_root),
+            autocommit=autocommit,
+        )
+        if mode == "ab" and self.exists(name):
+            with self._open(name) as old:
+                while piece := old.read(8 << 20):
+                    writer.write(piece)
+        return writer
+
+    def _file(self, name: str) -> Thing:
+        thing = self._look(name)
+        if thing.is_dir:
+            raise IsADirectoryError(name)
+        return thing
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        return self._cat(path, [(start, end)])[0]
+
+    def cat_ranges(
+        self,
+        paths: Sequence[str],
+        starts: Any,
+        ends: Any,
+        max_gap: int | None = None,
+        on_error: str = "return",
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Every range; the file of several is opened once."""
+        starts = starts if isinstance(starts, Iterable) else [starts] * len(paths)
+        ends = ends if isinstance(ends, Iterable) else [ends] * len(paths)
+        wanted: dict[str, list[tuple[int, Any, Any]]] = {}
+        for number, (path, start, end) in enumerate(zip(paths, starts, ends, strict=True)):
+            wanted.setdefault(path, []).append((number, start, end))
+        results: list[Any] = [None] * len(paths)
+        for path, ranges in wanted.items():
+            try:
+                found: list[Any] = list(self._cat(path, [(start, end) for _, start, end in ranges]))
+            except Exception as error:
+                if on_error != "return":
+                    raise
+                found = [error] * len(ranges)
+            for (number, _, _), data in zip(ranges, found, strict=True):
+                results[number] = data
+        return results
+
+    def _cat(self, path: str, ranges: Sequence[tuple[int | None, int | None]]) -> list[bytes]:
+        thing = self._file(self._strip_protocol(path))
+        source = open_source(thing, self.settings)
+        found = []
+        try:
+            for bounds in ranges:
+                start, stop, _ = slice(*bounds).indices(thing.size_bytes)
+                data = bytearray(max(0, stop - start))
+                if data:
+                    source.read_into(start, memoryview(data))
+                found.append(bytes(data))
+        finally:
+            source.close()
+        return found
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        self._put(path, io.BytesIO(value), len(value), if_absent=mode == "create")
+
+    def put_file(self, lpath: str, rpath: str, callback: Any = None, mode: str = "overwrite", **kwargs: Any) -> None:
+        source = Path(lpath)
+        if source.is_dir():
+            self.makedirs(rpath, exist_ok=True)
+            return
+        with source.open("rb") as stream:
+            self._put(rpath, stream, source.stat().st_size, if_absent=mode == "create")
+
+    def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
+        thing = self._look(path1)
+        if thing.is_dir:
+            self.makedirs(path2, exist_ok=True)
+            return
+        with self._open(path1) as stream:
+            self._put(path2, stream, stream.size, if_absent=False)
+
+    def _put(self, path: str, stream: Any, size_bytes: int, *, if_absent: bool) -> None:
+        if if_absent and self.exists(path):
+            raise FileExistsError(path)
+        put(self.settings, Thing(self._location(path)), stream, size_bytes, if_absent=if_absent)
+
+    def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
+        """Make a directory where a store has any; in names there is nothing to make."""
+        location = self._location(path)
+        if location.scheme == "file":
+            Path(location.path).mkdir(parents=create_parents)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        location = self._location(path)
+        if location.scheme == "file":
+            Path(location.path).mkdir(parents=True, exist_ok=exist_ok)
+
+    def rmdir(self, path: str) -> None:
+        location = self._location(path)
+        if location.scheme == "file":
+            Path(location.path).rmdir()
+
+    def rm_file(self, path: str) -> None:
+        location = self._file(self._strip_protocol(path)).location
+        root, key = root_of(location)
+        self._run(lambda engine: engine.browser.check_change(location))
+        self._run(lambda engine: engine.store(root).delete(key))
+
+    _rm = rm_file
+
+    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
+        """Remove files, and directories with ``recursive``. Checkpoints of tierckpt are left to ``tierckpt prune``."""
+        for name in self.expand_path(path):
+            if not self.isdir(name):
+                self.rm_file(name)
+                continue
+            if not recursive or maxdepth is not None:
+                raise IsADirectoryError(f"{name} is a directory: remove it with recursive=True, as a whole")
+            location = self._location(name)
+            root, key = root_of(location)
+            self._run(lambda engine: engine.browser.check_removal(location))  # noqa: B023  # used at once
+            self._run(lambda engine: engine.store(root).delete_dir(key))  # noqa: B023
+
+
+def _directories(names: Iterable[str], above: str) -> set[str]:
+    """The directories that ``names`` lie in, up to ``above``."""
+    found = {above}
+    for name in names:
+        while (name := name.rpartition("/")[0]) not in found and len(name) > len(above):
+            found.add(name)
+    return found

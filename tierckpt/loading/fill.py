@@ -1,0 +1,436 @@
+"""Bytes of files into tensors, in large reads, in parallel, with as few copies as the layout allows.
+
+A tensor that is wanted whole, or by rows, is one run of bytes. Runs that touch are one *extent*, and a large extent is
+read straight into the memory that its tensors then have: huge pages, placed so that file offset and address agree
+within a page, which is what O_DIRECT asks for. Nothing is copied. All else (small extents, columns, devices) goes
+through the read buffers of the process, and from there to its place.
+
+No thread holds the interpreter lock while it reads or copies.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..arena import capacity
+from ..arena.memory import HUGE_PAGE_BYTES, Kind, Memory
+from ..arena.pinning import pin
+from ..arena.slots import read_buffers
+from ..errors import CapacityError, IntegrityError, TierckptError
+from ..mover.copies import Copy
+from ..mover.flush import BLOCK_BYTES, round_up
+from ..mover.pull import BUFFER_SECONDS
+from ..telemetry import BYTES
+from ..types import ByteRange
+from .dtypes import of_entry
+from .header import Entry
+from .model import ModelFile, Place
+from .parts import Bounds, Parts
+
+READ_BYTES = 8 << 20
+"""Of one request, and of a buffer."""
+
+DIRECT_BYTES_MIN = 1 << 20
+"""Smaller extents are not worth a page of their own at either end."""
+
+GAP_BYTES_MAX = 64 << 10
+"""Small extents that are this close are read together: the disk reads that much in the time of a request."""
+
+FILES_AT_ONCE = 64
+"""So many files have descriptors at a time."""
+
+RUN_BYTES_MIN = 1 << 20
+"""Rows of a tensor that are so long are read one by one where a part of each is wanted; shorter ones in blocks."""
+
+
+@dataclass(eq=False, slots=True)
+class Want:
+    """One tensor to read: which part of it, and what that is in torch."""
+
+    name: str
+    file: ModelFile
+    entry: Entry
+    dtype: torch.dtype
+    stored: tuple[int, ...]
+    bounds: Bounds
+
+    @classmethod
+    def of(cls, name: str, file: ModelFile, entry: Entry, parts: Parts) -> Want:
+        """Raises ConfigError, StateMismatchError: see ``Parts`` and ``of_entry``."""
+        dtype, stored = of_entry(entry)
+        return cls(name, file, entry, dtype, stored, parts.of(name, stored))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.bounds)
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def is_plain(self, run: Run) -> bool:
+        """True when the run is the tensor. (A file may put numbers where no number of torch's may begin.)"""
+        return run.bounds is None and run.start % self.dtype.itemsize == 0
+
+    def runs(self) -> Iterator[Run]:
+        """The bytes that hold it, in order."""
+        if not self.size_bytes:
+            return iter(())
+        # A last dimension of bytes makes every dtype alike, wherever in the file it begins.
+        unit = self.dtype.itemsize
+        return _runs((*self.stored, unit), (*self.bounds, (0, unit)), self.entry.start, 0)
+
+
+@dataclass(slots=True)
+class Run:
+    """``rows`` rows that lie one after the other in the file, of which ``bounds`` are wanted (None: all of each).
+
+    Attributes:
+        start: of the first row, in the file.
+        shape: of one row, in bytes.
+        into: where the first row's part goes, counted from the tensor's first byte.
+    """
+
+    start: int
+    rows: int
+    shape: tuple[int, ...]
+    bounds: Bounds | None
+    into: int
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.row_bytes
+
+    def parts(self, size_bytes: int) -> Iterator[Run]:
+        """Cut it into runs of at most ``size_bytes``, or a row."""
+        out_bytes = self.row_bytes if self.bounds is None else _size(self.bounds)
+        step = max(1, size_bytes // self.row_bytes)
+        for row in range(0, self.rows, step):
+            yield Run(
+                self.start + row * self.row_bytes,
+                min(step, self.rows - row),
+                self.shape,
+                self.bounds,
+                self.into + row * out_bytes,
+            )
+
+    def put(self, source: Tensor, target: Tensor) -> None:
+        """Copy what is wanted from ``source``, the bytes of these rows, to ``target``, the bytes of the tensor."""
+        if self.bounds is None:
+            target[self.into : self.into + len(source)].copy_(source, non_blocking=True)
+            return
+        part = source.view(self.rows, *self.shape)
+        if target.is_cuda:  # a strided copy to a device would first be gathered here, in memory that is not pinned
+            part = part.to(target.device, non_blocking=True)
+        for dim, (start, stop) in enumerate(self.bounds, start=1):
+            part = part.narrow(dim, start, stop - start)
+        target[self.into : self.into + part.numel()].view(part.shape).copy_(part)
+
+
+def _size(bounds: Bounds) -> int:
+    return math.prod(stop - start for start, stop in bounds)
+
+
+def _runs(shape: tuple[int, ...], bounds: Bounds, start: int, into: int) -> Iterator[Run]:
+    row_bytes, (first, last) = math.prod(shape[1:]), bounds[0]
+    if all(bound == (0, size) for bound, size in zip(bounds[1:], shape[1:], strict=True)):
+        size_bytes = (last - first) * row_bytes
+        yield Run(start + first * row_bytes, size_bytes, (1,), None, into)
+    elif row_bytes < RUN_BYTES_MIN and last - first > 1:
+        yield Run(start + first * row_bytes, last - first, shape[1:], bounds[1:], into)
+    else:
+        for row in range(first, last):
+            at = into + (row - first) * _size(bounds[1:])
+            yield from _runs(shape[1:], bounds[1:], start + row * row_bytes, at)
+
+
+# --- where it goes -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Job:
+    """One request: bytes ``start`` to ``stop`` of a file, to ``into`` (whole pages), or to a buffer and on from there.
+
+    ``start`` is a multiple of the block of O_DIRECT, or the request could not be one.
+    """
+
+    copy: Copy
+    start: int
+    stop: int
+    name: str
+    into: memoryview | None = None
+    puts: list[tuple[Run, Tensor]] = field(default_factory=list)
+
+
+class _Filling:
+    """The tensors of one file: memory for them, and the jobs that fill it."""
+
+    def __init__(self, file: ModelFile, wants: Sequence[Want], device: torch.device) -> None:
+        self.file, self.wants, self.device = file, wants, device
+        self.copy = file.open()
+        self.tensors: dict[str, Tensor] = {}
+        self.jobs: list[Job] = []
+        self._memory: Memory | None = None
+        self._direct: list[tuple[Want, Run]] = []
+        self._other: list[tuple[Want, list[Run]]] = []
+        for want in sorted(wants, key=lambda want: want.entry.start):
+            runs = list(want.runs())
+            if device.type == "cpu" and len(runs) == 1 and want.is_plain(runs[0]):
+                self._direct.append((want, runs[0]))
+            else:
+                self._other.append((want, runs))
+        self._extents = self._lay_out()
+
+    def _lay_out(self) -> list[list[tuple[Want, Run]]]:
+        """Find the extents that are read straight into place; what they leave goes the other way."""
+        extents: list[list[tuple[Want, Run]]] = []
+        for want, run in self._direct:
+            if extents and extents[-1][-1][1].stop == run.start:
+                extents[-1].append((want, run))
+            else:
+                extents.append([(want, run)])
+        large = [extent for extent in extents if extent[-1][1].stop - extent[0][1].start >= DIRECT_BYTES_MIN]
+        self._other += [(want, [run]) for extent in extents if extent not in large for want, run in extent]
+        return large
+
+    @property
+    def size_bytes(self) -> int:
+        """What the extents take: whole blocks of the file, then whole huge pages."""
+        blocks = sum(round_up(extent[-1][1].stop) - _block(extent[0][1].start) for extent in self._extents)
+        gathered = sum(round_up(want.size_bytes) for want, _ in self._other if self._is_large(want))
+        return -(-(blocks + gathered) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+    def _is_large(self, want: Want) -> bool:
+        return self.device.type == "cpu" and want.size_bytes >= DIRECT_BYTES_MIN
+
+    def prepare(self) -> None:
+        """Take the memory and make the jobs. Pages come with the reads, in their threads."""
+        if self.size_bytes:
+            self._memory = Memory(self.size_bytes, Kind.PRIVATE, None)
+        at = 0
+        for extent in self._extents:
+            at = self._place(extent, at)
+        pieces = []
+        for want, runs in self._other:
+            target = self._target(want, at)
+            at += round_up(want.size_bytes) if self._is_large(want) else 0
+            pieces += [(run, want.name, target) for run in runs]
+        self._gather(sorted(pieces, key=lambda piece: piece[0].start))
+
+    def finish(self) -> None:
+        self.file.check_unchanged()
+        if self._memory is not None:
+            self._memory.keep_on_fork()
+
+    def _place(self, extent: list[tuple[Want, Run]], at: int) -> int:
+        """Put an extent at ``at`` of the memory; return where the next may begin."""
+        begin, end = _block(extent[0][1].start), extent[-1][1].stop
+        view = self._view()[at : at + round_up(end) - begin]
+        for start in range(begin - begin % READ_BYTES, end, READ_BYTES):
+            first, last = max(start, begin), min(start + READ_BYTES, end)
+            name = next(want.name for want, run in extent if run.stop > max(first, extent[0][1].start))
+            into = view[first - begin : round_up(last) - begin]
+            self.jobs.append(Job(self.copy, first, last, name, into))
+        for want, run in extent:
+            self.tensors[want.name] = _tensor(view, run.start - begin, want)
+        return at + round_up(end) - begin
+
+    def _target(self, want: Want, at: int) -> Tensor:
+        """Make the tensor of ``want`` and return its bytes."""
+        if self._is_large(want):
+            tensor = _tensor(self._view(), at, want)
+        else:
+            tensor = torch.empty(want.shape, dtype=want.dtype, device=self.device)
+        self.tensors[want.name] = tensor
+        return tensor.view(-1).view(torch.uint8)
+
+    def _gather(self, pieces: Sequence[tuple[Run, str, Tensor]]) -> None:
+        """Make jobs of pieces that lie close together, none larger than a buffer."""
+        job: Job | None = None
+        for run, name, target in pieces:
+            for part in run.parts(READ_BYTES - 2 * BLOCK_BYTES):
+                start = _block(part.start)
+                if job is None or start > job.stop + GAP_BYTES_MAX or part.stop - job.start > READ_BYTES:
+                    job = Job(self.copy, start, part.stop, name)
+                    self.jobs.append(job)
+                job.stop = max(job.stop, part.stop)
+                job.puts.append((part, target))
+
+    def _view(self) -> memoryview:
+        if self._memory is None:
+            raise RuntimeError("no memory was laid out")
+        return self._memory.view
+
+
+def _block(offset: int) -> int:
+    return offset - offset % BLOCK_BYTES
+
+
+def _tensor(view: memoryview, offset: int, want: Want) -> Tensor:
+    """A tensor of these bytes, which it keeps alive. Its storage is its own, no larger than itself."""
+    count = math.prod(want.shape)
+    return torch.frombuffer(view, dtype=want.dtype, count=count, offset=offset).view(want.shape)
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def fill(wants: Sequence[Want], device: torch.device, stop: threading.Event | None = None) -> dict[str, Tensor]:
+    """Return the tensors that are wanted, by name. Their memory is theirs: it goes with the last tensor of a file.
+
+    Args:
+        stop: when it is set, nothing more is read, and ``Stopped`` raised.
+
+    Raises:
+        IntegrityError: a file is shorter than it was; names file and tensor.
+        CapacityError: they do not fit into memory; nothing was read.
+    Cost: one request for each 8 MiB; memory for the tensors, and four buffers where some do not go straight to theirs.
+    """
+    by_file: dict[int, list[Want]] = {}
+    for want in wants:
+        by_file.setdefault(id(want.file), []).append(want)
+    fillings = [_Filling(group[0].file, group, device) for group in by_file.values()]
+    if device.type == "cpu":
+        _check_room(sum(max(filling.size_bytes, sum(w.size_bytes for w in filling.wants)) for filling in fillings))
+    tensors: dict[str, Tensor] = {}
+    for at in range(0, len(fillings), FILES_AT_ONCE):
+        some = fillings[at : at + FILES_AT_ONCE]
+        for filling in some:
+            filling.prepare()
+        try:
+            _Reading([job for filling in some for job in filling.jobs], device, stop or threading.Event()).run(
+                some[0].file.place
+            )
+        finally:
+            for filling in some:
+                filling.copy.close()
+        for filling in some:
+            filling.finish()
+            tensors |= filling.tensors
+    return tensors
+
+
+def _check_room(size_bytes: int) -> None:
+    try:
+        capacity.require(size_bytes, asked_bytes=size_bytes)
+    except CapacityError as error:
+        raise CapacityError(
+            f"tensors of {size_bytes} bytes do not fit in memory: {error.message}",
+            hint="Load a part of them (names=, shard=), or one after the other (lazy=True, stream_safetensors)",
+            **error.context,
+        ) from error
+
+
+class Stopped(Exception):
+    """Whoever wanted the tensors wants them no more."""
+
+
+class _Reading:
+    """A few threads that take job after job, in the order of the files."""
+
+    def __init__(self, jobs: Sequence[Job], device: torch.device, stop: threading.Event) -> None:
+        self._count = len(jobs)
+        self._needs_buffers = any(job.into is None for job in jobs)
+        self._jobs = iter(jobs)
+        self._device = device
+        self._stop = stop
+        # What torch keeps for each thread is the caller's, and holds for the tensors that the caller has made.
+        self._inference = torch.is_inference_mode_enabled()
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def run(self, place: Place) -> None:
+        count = min(place.threads, self._count)
+        if not self._needs_buffers:
+            self._run([None] * count)
+            return
+        with read_buffers(place.threads_max).take(count, READ_BYTES, BUFFER_SECONDS) as buffers:
+            self._run(buffers)
+
+    def _run(self, buffers: Sequence[Memory | None]) -> None:
+        threads = [threading.Thread(target=self._work, args=(one,), name="tierckpt-load") for one in buffers[1:]]
+        for thread in threads:
+            thread.start()
+        if buffers:
+            self._work(buffers[0])
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _next(self) -> Job | None:
+        with self._lock:
+            if self._stop.is_set():
+                raise Stopped
+            return None if self._error is not None else next(self._jobs, None)
+
+    def _work(self, memory: Memory | None) -> None:
+        try:
+            with torch.inference_mode(self._inference):
+                buffer = self._buffer(memory)
+                while (job := self._next()) is not None:
+                    self._do(job, buffer)
+        except BaseException as error:  # an interrupt too: the others end with the job they have
+            with self._lock:
+                self._error = self._error or error
+
+    def _buffer(self, memory: Memory | None) -> _Buffer | None:
+        if memory is None:
+            return None
+        return _Buffer(memory) if self._stream is None else _PinnedBuffer(memory, self._stream)
+
+    def _do(self, job: Job, buffer: _Buffer | None) -> None:
+        into = job.into if job.into is not None or buffer is None else buffer.view
+        try:
+            count = len(job.copy.read(ByteRange(job.start, job.stop), into))
+        except TierckptError as error:
+            error.context.setdefault("tensor", job.name)
+            raise
+        if count != job.stop - job.start:
+            raise IntegrityError(
+                f"{job.copy.where} ends at byte {job.start + count}: it became shorter while it was read",
+                hint="Fetch it again",
+                file=job.copy.where.rpartition("/")[2],
+                tensor=job.name,
+            )
+        BYTES.emit(count, tier=job.copy.tier, direction="read")
+        if buffer is not None:
+            buffer.put(job)
+
+
+class _Buffer:
+    """One thread's way to tensors that are not read into straight away: through ``memory``."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.view = memory.view[:READ_BYTES]
+        self._bytes = torch.frombuffer(self.view, dtype=torch.uint8)
+
+    def put(self, job: Job) -> None:
+        for run, target in job.puts:
+            run.put(self._bytes[run.start - job.start : run.stop - job.start], target)
+
+
+class _PinnedBuffer(_Buffer):
+    """The way to a GPU: copies of this thread run on a stream of their own, while the other threads read."""
+
+    def __init__(self, memory: Memory, after: torch.cuda.Stream) -> None:
+        super().__init__(memory)
+        pin(memory)  # where it cannot be had, the copies are slower and not asynchronous, and right all the same
+        self._stream = torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(after)  # the targets are its memory: what it still does to them comes first
+
+    def put(self, job: Job) -> None:
+        with torch.cuda.stream(self._stream):
+            super().put(job)
+        self._stream.synchronize()  # the next read overwrites the source

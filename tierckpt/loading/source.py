@@ -1,0 +1,120 @@
+"""Where the files of a model are read from: a path of this node, or what a URI names, through the node cache."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+from ..client import CachedView, open_cached
+from ..config import Settings
+from ..errors import CheckpointNotFoundError, TierckptError
+from ..layout import parse_uri
+from ..mover.copies import Copy, LocalCopy
+from ..mover.pull import REQUESTS_MAX
+from ..mover.read_tuner import read_tuner_for
+from ..stores.schemes import check_location
+from ..types import Buffer, ByteRange, ObjectInfo, Tier
+from .model import SUFFIX, Directory, Model, Place, open_model
+
+
+def find_model(uri_or_dir: str | os.PathLike[str], settings: Settings) -> Model:
+    """Return the model at a path or URI, its headers checked. Close its place after use.
+
+    Raises:
+        CheckpointNotFoundError, ObjectNotFoundError: no such place, or no safetensors file in it.
+        IntegrityError, ConfigError, StoreError.
+    """
+    place, name = _place_of(uri_or_dir, settings)
+    try:
+        return open_model(place, name)
+    except BaseException:
+        place.close()
+        raise
+
+
+def _place_of(uri_or_dir: str | os.PathLike[str], settings: Settings) -> tuple[Place, str]:
+    """Return a place, and the name of the one file there that is meant, or ''."""
+    if "://" in os.fspath(uri_or_dir):
+        location = check_location(parse_uri(uri_or_dir))
+        is_file = location.name.endswith(SUFFIX)
+        view = open_cached(location.uri, kind="object" if is_file else "directory", settings=settings)
+        return CachedPlace(location.uri, view, settings), view.only.path if view.only is not None else ""
+    path, tuner = Path(uri_or_dir).absolute(), read_tuner_for(settings)
+    if path.is_dir():
+        return Directory(path, tuner), ""
+    if not path.is_file():
+        raise CheckpointNotFoundError(f"{path} does not exist", hint="Give a directory, a .safetensors file or a URI")
+    return Directory(path.parent, tuner), path.name
+
+
+class CachedPlace:
+    """What a URI holds, one frozen version of it: read from the node cache where it is there, else from the store."""
+
+    def __init__(self, uri: str, view: CachedView, settings: Settings) -> None:
+        self.where = uri
+        self.threads_max = settings.read_threads_max
+        self._view, self._settings = view, settings
+
+    @property
+    def threads(self) -> int:
+        return min(REQUESTS_MAX, self.threads_max)
+
+    def files(self) -> list[str]:
+        return sorted(name for name in self._view.files if "/" not in name)
+
+    def info(self, name: str) -> ObjectInfo | None:
+        found = self._view.files.get(name)
+        return ObjectInfo(name, found.size_bytes, found.etag) if found is not None else None
+
+    def open(self, name: str) -> Copy:
+        return _CachedCopy(self._view, name, self.where, self._settings)
+
+    def begin(self, names: list[str]) -> None:
+        """Have these files fetched from now on, in the order of their bytes, while they are read."""
+        if self._view.directory is None:
+            self._view.fill_in_background(names)
+
+    def close(self) -> None:
+        self._view.close()
+
+
+class _CachedCopy:
+    """One file of a ``CachedPlace``. What has landed is read as any file of this node is, the rest by chunks."""
+
+    tier = Tier.LOCAL  # what comes from the store is counted as such where it comes in
+
+    def __init__(self, view: CachedView, name: str, where: str, settings: Settings) -> None:
+        self.where = f"{where}/{name}"
+        self._view, self._name, self._settings = view, name, settings
+        self._file: LocalCopy | None = None
+        self._lock = threading.Lock()
+
+    def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Buffer:
+        if into is None:
+            return self._view.read(self._name, byte_range.start, byte_range.stop)
+        if self._view.landed(self._name, byte_range.start, byte_range.stop):
+            # The file may be renamed, or removed by hand, just now: the view knows what to do then.
+            with contextlib.suppress(TierckptError):
+                found = self._landed_file().read(byte_range, into)
+                if len(found) == byte_range.size_bytes:
+                    return found
+        part = into[: byte_range.size_bytes]
+        self._view.read_into(self._name, byte_range.start, part)
+        return part
+
+    def _landed_file(self) -> LocalCopy:
+        with self._lock:
+            if self._file is None:
+                tuner = read_tuner_for(self._settings)
+                self._file = LocalCopy(self._view.path(self._name), Tier.LOCAL, tuner)
+            return self._file
+
+    def quarantine(self) -> None:
+        """The cache looks after its own."""
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()

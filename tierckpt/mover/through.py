@@ -1,0 +1,576 @@
+"""Reading through the node cache, and filling it: what has landed is read from the files, what has not is fetched.
+
+``Cached`` is one entry (one frozen version of the files below a URI), or any directory that is filled in the same way.
+Between processes of a node each chunk has one that fetches it (cache/owner.py); the others wait for its line in the
+progress file. What they wait for is bounded: a holder that ends is noticed at once, one that says nothing after
+``SILENT_SECONDS``, and one that lives and does not get on is overtaken after ``stall_seconds``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ..cache.filling import Filling, read_file, same_digest, tidy, whole_receipt
+from ..cache.frozen import Frozen, Wanted
+from ..cache.pool import Lease, Pool
+from ..cache.writing import landing_memory
+from ..errors import (
+    CapacityError,
+    ConfigError,
+    IntegrityError,
+    ObjectNotFoundError,
+    OperationTimeoutError,
+    PartialTransferError,
+    PreconditionFailedError,
+    TierckptError,
+)
+from ..manifest import digest_of
+from ..stores.base import ReadsInto, Store
+from ..stores.common import settled
+from ..telemetry import BYTES, ignore_progress, logger
+from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
+from .retry import verified
+
+log = logger("prefetch")
+
+POLL_SECONDS_MIN = 0.005
+POLL_SECONDS_MAX = 0.1
+STALL_SECONDS_MIN = 60.0
+NO_ROOM_SECONDS = 10.0
+"""How long a reader that found no room does not ask for it again."""
+GROW_BYTES = 64 << 20
+"""Room that reading through takes at a time."""
+
+
+class Origin(Protocol):
+    """Where the bytes come from: a ``Store``, or whatever else gives ranges of the same keys."""
+
+    uri: str
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer: ...
+
+
+@dataclass(slots=True)
+class Tally:
+    """Where the bytes of a fill came from. ``here`` was there when it began; ``others`` landed meanwhile."""
+
+    here_bytes: int = 0
+    fetched_bytes: int = 0
+    others_bytes: int = 0
+    requests: int = 0
+    taken_over: int = 0
+    slowest_seconds: float = 0.0
+    slowest: str = ""
+
+    def note(self, path: str, at: ByteRange, seconds: float) -> None:
+        self.requests += 1
+        self.fetched_bytes += at.size_bytes
+        if seconds > self.slowest_seconds:
+            self.slowest_seconds, self.slowest = seconds, f"{path} {at.start}-{at.stop}"
+
+
+class Cached:
+    """One frozen version of some files, open for reading and filling. Close it: it holds a lease.
+
+    ``landed`` and ``read_landed`` may be called from any thread; the coroutines on one event loop.
+    """
+
+    def __init__(
+        self,
+        store: Origin,
+        frozen: Frozen,
+        directory: Path,
+        *,
+        gate: asyncio.Semaphore,
+        pool: Pool | None = None,
+        stall_seconds: float = STALL_SECONDS_MIN,
+        fetches_max: int = 16,
+    ) -> None:
+        """Use ``open_entry`` or ``open_directory``.
+
+        Args:
+            gate: bounds what this process fetches at a time.
+            fetches_max: chunks that all processes of the node together fetch of this entry, to fill it.
+        """
+        self.store, self.frozen, self.pool = store, frozen, pool
+        self.only: Wanted | None = None
+        """The file of a URI that is one object."""
+        self.tally = Tally()
+        self._target = directory
+        self._gate, self._stall_seconds, self._fetches_max = gate, stall_seconds, fetches_max
+        self._is_whole = False
+        self._filling: Filling | None = None
+        self._lease: Lease | None = None
+        self._granted_bytes = 0
+        self._no_room_until = 0.0
+        self._bringing: dict[tuple[int, int], asyncio.Task[Buffer | None]] = {}
+        self._idle = asyncio.Lock()
+        self._granting = asyncio.Lock()
+
+    # --- what it is ----------------------------------------------------------------------------------------------
+
+    @property
+    def files(self) -> dict[str, Wanted]:
+        return {item.path: item for item in self.frozen.files}
+
+    def file(self, path: str) -> Wanted:
+        """Raises ObjectNotFoundError."""
+        return self.frozen.files[self.frozen.index_of(path)]
+
+    @property
+    def chunk_size_bytes(self) -> int:
+        return self.frozen.chunk_size_bytes
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory of real files, once all of them are whole; else None."""
+        return self._target if self._is_whole or self._look() else None
+
+    def path(self, path: str) -> Path:
+        """Where a file lies now, whole or with holes. The name may change once, when the entry becomes whole."""
+        index = self.frozen.index_of(path)
+        if self._filling is None or self.directory is not None:
+            return self._target / path
+        return self._filling.prepare(index)
+
+    def is_there(self) -> bool:
+        """True when the directory is whole already. Blocking."""
+        return whole_receipt(self._target, self.frozen.version) is not None
+
+    def _look(self) -> bool:
+        """True when the entry has become whole."""
+        if not self._is_whole and self._filling is not None and self._filling.is_published():
+            self._is_whole = True
+        return self._is_whole
+
+    # --- opening and closing -------------------------------------------------------------------------------------
+
+    def begin(self, *, whole: bool) -> None:
+        """Blocking part of opening: lease the entry, and join who fills it if it is not whole.
+
+        ``whole``: all of it is wanted, so all of its room is reserved first. Raises CapacityError.
+        """
+        name = self.frozen.name
+        if self.pool is not None:
+            self._lease = self.pool.lease(name)
+        try:
+            receipt = whole_receipt(self._target, self.frozen.version)
+            if receipt is not None:
+                self.frozen, self._is_whole = receipt.frozen, True
+                self.tally.here_bytes = self.frozen.size_bytes
+                tidy(self._target)
+                if self.pool is not None:
+                    self.pool.used(name)
+                return
+            self._filling = Filling(self._target, self.frozen, preallocate=whole)
+            self.frozen = self._filling.frozen
+            self.tally.here_bytes = self._filling.landed_bytes
+            if self.pool is not None:
+                self.pool.note(name)
+                self._reserve(self.frozen.size_bytes if whole else 0)
+        except BaseException as error:
+            is_bare = self._filling is None or not self._filling.landed_bytes
+            self._end()
+            if self.pool is not None and is_bare and isinstance(error, CapacityError):
+                self.pool.evict(name)  # a name and no bytes
+            raise
+
+    def _reserve(self, size_bytes: int) -> None:
+        if self.pool is not None and size_bytes > self._granted_bytes:
+            self.pool.reserve(self.frozen, size_bytes)
+            self._granted_bytes = size_bytes
+
+    async def close(self) -> None:
+        """Let go of the entry, and stop what is being fetched for it. Idempotent."""
+        left = list(self._bringing.values())
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        if self._filling is not None:
+            self._filling.close()
+        if self._lease is not None:
+            self._lease.end()
+            self._lease = None
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def landed(self, path: str, byte_range: ByteRange | None = None) -> bool:
+        """True when every chunk of the range (default: of the file) is on this node."""
+        index = self.frozen.index_of(path)
+        if self._is_whole or self._filling is None:
+            return True
+        wanted = byte_range or ByteRange(0, self.frozen.files[index].size_bytes)
+        if self._has(index, wanted):
+            return True
+        self._filling.refresh()
+        return self._has(index, wanted)
+
+    def _has(self, index: int, byte_range: ByteRange) -> bool:
+        return self._filling is None or all(self._filling.has(index, at) for at in self.frozen.touched(byte_range))
+
+    def read_landed(self, path: str, byte_range: ByteRange, into: memoryview) -> bool:
+        """Copy the range into ``into`` if all of it has landed; else False. Any thread, no event loop needed."""
+        index = self._check(path, byte_range)
+        if not self._is_whole and self._filling is not None:
+            if self._filling.read(index, byte_range, into):
+                return True
+            if not self._has(index, byte_range) or not self._look():
+                return False
+        return read_file(self._target / path, byte_range, into)
+
+    def _check(self, path: str, byte_range: ByteRange) -> int:
+        index = self.frozen.index_of(path)
+        if not 0 <= byte_range.start <= byte_range.stop <= self.frozen.files[index].size_bytes:
+            raise ConfigError(
+                f"bytes {byte_range.start}-{byte_range.stop} of {path}: it has {self.frozen.files[index].size_bytes}",
+                uri=self.frozen.uri,
+            )
+        return index
+
+    async def read(self, path: str, byte_range: ByteRange) -> memoryview:
+        """Return the range. What has not landed is fetched, and kept if there is room.
+
+        Raises:
+            IntegrityError: the bytes are not those of the frozen version.
+            StoreError: they are not here and cannot be had.
+        """
+        into = memoryview(bytearray(max(0, byte_range.size_bytes)))
+        await self.read_into(path, byte_range, into)
+        return into.toreadonly()
+
+    async def read_into(self, path: str, byte_range: ByteRange, into: memoryview) -> None:
+        """``read`` into memory of the caller's: the first bytes of ``into``."""
+        index = self._check(path, byte_range)
+        into = memoryview(into).cast("B")
+        if await asyncio.to_thread(self.read_landed, path, byte_range, into):
+            return
+        chunks = self.frozen.touched(byte_range)
+        await asyncio.gather(*(self._read_chunk(index, chunk, byte_range, into) for chunk in chunks))
+
+    async def _read_chunk(self, index: int, chunk: int, byte_range: ByteRange, into: memoryview) -> None:
+        """Copy what one chunk has of ``byte_range``: out of memory if it was just fetched, else out of the file."""
+        at = self.frozen.chunk_range(index, chunk)
+        part = ByteRange(max(at.start, byte_range.start), min(at.stop, byte_range.stop))
+        target = into[part.start - byte_range.start : part.stop - byte_range.start]
+        data = await self._bring_once(index, chunk)
+        if data is None:
+            if await asyncio.to_thread(self.read_landed, self.frozen.files[index].path, part, target):
+                return
+            log.warning("%s: %s has gone from the cache, reading past it", self.frozen.uri, self._target)
+            data, _ = await self._get(index, chunk, None)
+        target[:] = memoryview(data)[part.start - at.start : part.stop - at.start]
+
+    async def wait(self, path: str, byte_range: ByteRange, timeout_seconds: float = STALL_SECONDS_MIN) -> None:
+        """Return when the range has landed, whoever fetches it. Raises OperationTimeoutError."""
+        deadline, pause = time.monotonic() + timeout_seconds, POLL_SECONDS_MIN
+        while not self.landed(path, byte_range):
+            if time.monotonic() > deadline:
+                raise OperationTimeoutError(
+                    f"bytes {byte_range.start}-{byte_range.stop} of {path} have not landed in {timeout_seconds:g} s",
+                    hint="Nobody may be fetching them: read() fetches, wait() does not",
+                    uri=self.frozen.uri,
+                    tier=Tier.LOCAL,
+                )
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, POLL_SECONDS_MAX)
+
+    # --- bringing one chunk --------------------------------------------------------------------------------------
+
+    async def _bring_once(self, index: int, chunk: int) -> Buffer | None:
+        """Have one chunk here; the readers of this process share the work. Returns it if it was fetched just now."""
+        key = (index, chunk)
+        task = self._bringing.get(key)
+        if task is None:
+            task = asyncio.ensure_future(self._bring(index, chunk))
+            self._bringing[key] = task
+            task.add_done_callback(lambda _: self._bringing.pop(key, None))
+        return await asyncio.shield(task)
+
+    async def _bring(self, index: int, chunk: int) -> Buffer | None:
+        """Return None when the chunk has landed through somebody else."""
+        filling = self._filling
+        if filling is None:
+            return None
+        while True:
+            filling.refresh()
+            if filling.has(index, chunk):
+                return None
+            async with self._gate:
+                if await self._claim(filling, index, chunk):
+                    return (await self._fetch_claimed(filling, index, chunk, keep=True))[1]
+            if await self._await_other(filling, index, chunk) == "stalled":
+                log.warning("%s: waited too long for another process, fetching chunk %d too", filling.incoming, chunk)
+                async with self._gate:
+                    return await self._fetch(filling, index, chunk, keep=True)
+
+    async def _claim(self, filling: Filling, index: int, chunk: int) -> bool:
+        name = f"{index}-{chunk}"
+        try:
+            return await settled(asyncio.to_thread(filling.claims.take, name))
+        except FileNotFoundError:  # published meanwhile: the claims are gone with the rest, and all has landed
+            return True
+        except asyncio.CancelledError:
+            filling.claims.release(name)
+            raise
+
+    async def _fetch_claimed(
+        self, filling: Filling, index: int, chunk: int, *, keep: bool
+    ) -> tuple[bool, Buffer | None]:
+        """Fetch unless it has landed before the claim: look again. Returns whether it was fetched, and ``_fetch``'s."""
+        try:
+            filling.refresh()
+            if filling.has(index, chunk):
+                return False, None
+            return True, await self._fetch(filling, index, chunk, keep=keep)
+        finally:
+            await settled(asyncio.to_thread(filling.claims.release, f"{index}-{chunk}"))
+
+    async def _await_other(self, filling: Filling, index: int, chunk: int) -> str:
+        """Wait for whoever has claimed a chunk: ``landed``, ``free`` (it has let go or ended), or ``stalled``."""
+        deadline, pause = time.monotonic() + self._stall_seconds, POLL_SECONDS_MIN
+        while time.monotonic() < deadline:
+            filling.refresh()
+            if filling.has(index, chunk):
+                return "landed"
+            if not filling.claims.is_held(f"{index}-{chunk}"):
+                return "free"
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, POLL_SECONDS_MAX)
+        return "stalled"
+
+    async def _fetch(self, filling: Filling, index: int, chunk: int, *, keep: bool) -> Buffer | None:
+        """Fetch one chunk and land it. Returns it to ``keep``; then it need not find room.
+
+        Where the store can, it is received in aligned memory, and digested and written from there.
+        """
+        begun, at = time.monotonic(), self.frozen.chunk_range(index, chunk)
+        wanted_bytes = at.size_bytes if isinstance(self.store, ReadsInto) else 0
+        with landing_memory(wanted_bytes) as memory:
+            data, digest = await self._get(index, chunk, memory)
+            await self._land(filling, index, chunk, data, digest, keep)
+            kept = bytes(data) if keep and memory is not None else data
+        self.tally.note(self.frozen.files[index].path, at, time.monotonic() - begun)
+        return kept if keep else None
+
+    async def _land(self, filling: Filling, index: int, chunk: int, data: Buffer, digest: str, keep: bool) -> None:
+        if keep and time.monotonic() < self._no_room_until:
+            return
+        try:
+            await self._grant(filling, len(data))
+            await settled(asyncio.to_thread(filling.land, index, chunk, data, digest))
+        except CapacityError as error:
+            if not keep:
+                raise
+            log.warning("%s: what is read is not kept: %s", self.frozen.uri, error.message)
+            self._no_room_until = time.monotonic() + NO_ROOM_SECONDS
+        except ObjectNotFoundError:
+            filling.refresh()
+            if not filling.has(index, chunk):  # else it was published meanwhile, by whoever was faster with this chunk
+                raise
+
+    async def _grant(self, filling: Filling, size_bytes: int) -> None:
+        """Reserve room for one chunk more, some way ahead."""
+        if self.pool is None:
+            return
+        async with self._granting:
+            wanted = min(self.frozen.size_bytes, filling.landed_bytes + size_bytes)
+            if wanted > self._granted_bytes:
+                ahead = max(GROW_BYTES, 16 * self.chunk_size_bytes)
+                await settled(asyncio.to_thread(self._reserve, min(self.frozen.size_bytes, wanted + ahead)))
+
+    async def _get(self, index: int, chunk: int, memory: memoryview | None) -> tuple[Buffer, str]:
+        """Return one chunk, in ``memory`` if there is some, and its digest, verified as far as anybody knows it."""
+        item, at = self.frozen.files[index], self.frozen.chunk_range(index, chunk)
+
+        async def read() -> tuple[Buffer, str]:
+            if memory is not None and isinstance(self.store, ReadsInto):
+                await self.store.get_range_into(item.key, at, memory, if_match=item.etag)
+                data: Buffer = memory
+            else:
+                data = await self.store.get_range(item.key, at, if_match=item.etag)
+            digest = await asyncio.to_thread(digest_of, data)
+            BYTES.emit(at.size_bytes, tier=Tier.SHARED, direction="read")
+            if item.digests and not same_digest(data, digest, item.digests[chunk]):
+                raise IntegrityError(
+                    f"bytes {at.start}-{at.stop} of {item.path} are not the bytes that were saved",
+                    hint="Restore reads another copy when there is one; `tierckpt verify --read-data` lists bad files",
+                    file=item.path,
+                    tier=Tier.SHARED,
+                    where=self.store.uri,
+                )
+            return data, digest
+
+        try:
+            return await verified(_as_store(self.store), read)
+        except PreconditionFailedError as error:
+            raise IntegrityError(
+                f"{item.key} changed in the store while it was being fetched",
+                hint="Run it again to fetch the new version whole",
+                file=item.path,
+                tier=Tier.SHARED,
+            ) from error
+
+    # --- filling -------------------------------------------------------------------------------------------------
+
+    async def fill(self, paths: Iterable[str] | None = None, listener: ProgressListener = ignore_progress) -> None:
+        """Fetch every chunk of ``paths`` (default: all files) that is not here, together with whoever else does.
+
+        When all files are whole the entry is published. Raises, with nothing published:
+            PartialTransferError: some files could not be had; names each. All of them: the error of the first.
+            IntegrityError: something changed or is damaged. CapacityError: no room. Both end the fill at once.
+        """
+        if self._filling is None or self.directory is not None:
+            listener(Progress(str(self._target), self.frozen.size_bytes, self.frozen.size_bytes))
+            return
+        indexes = range(len(self.frozen.files)) if paths is None else [self.frozen.index_of(path) for path in paths]
+        while True:
+            await _Fill(self, self._filling, indexes, listener).run()
+            if len(indexes) < len(self.frozen.files) and not self._filling.has_all():
+                return
+            if await self._publish(self._filling):
+                return
+
+    async def _publish(self, filling: Filling) -> bool:
+        """True when the entry is whole; False when something has to be fetched again."""
+        deadline, pause = time.monotonic() + self._stall_seconds, POLL_SECONDS_MIN
+        while not await settled(asyncio.to_thread(filling.publish)):
+            filling.refresh()
+            if not filling.has_all():
+                return False
+            if time.monotonic() > deadline:
+                raise OperationTimeoutError(
+                    f"another process has been publishing {self._target} for {self._stall_seconds:g} s",
+                    hint="Look for a hung disk, or a hung tierckpt process on this node",
+                    tier=Tier.LOCAL,
+                )
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, POLL_SECONDS_MAX)
+        self._is_whole = True
+        if self.pool is not None:
+            await asyncio.to_thread(self.pool.note, self.frozen.name)
+        return True
+
+
+class _Fill:
+    """One pass over the chunks that are missing: some workers take chunk after chunk, whoever gets it."""
+
+    def __init__(self, cached: Cached, filling: Filling, indexes: Iterable[int], listener: ProgressListener) -> None:
+        self.cached, self.filling, self.listener = cached, filling, listener
+        self.frozen = cached.frozen
+        filling.refresh()
+        wanted = list(indexes)
+        self.todo = deque(
+            (index, chunk)
+            for index in wanted
+            for chunk in range(self.frozen.chunks_of(index))
+            if not filling.has(index, chunk)
+        )
+        self.total = sum(self.frozen.files[index].size_bytes for index in wanted)
+        missing = sum(self.frozen.chunk_range(*work).size_bytes for work in self.todo)
+        self.done_bytes = self.total - missing
+        self.failures: dict[int, TierckptError] = {}
+        self.wanted = wanted
+        self.fatal = False
+        self.pause = POLL_SECONDS_MIN
+        self.moved_at = time.monotonic()
+
+    async def run(self) -> None:
+        self._say()
+        workers = min(self.cached._fetches_max, len(self.todo))
+        tasks = [asyncio.ensure_future(self._work()) for _ in range(workers)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.cached.tally.taken_over = self.filling.claims.taken_over
+        if self.failures:
+            raise self._error()
+
+    async def _work(self) -> None:
+        while self.todo and not self.fatal:
+            index, chunk = self.todo.popleft()
+            if index in self.failures:
+                continue
+            if self.filling.has(index, chunk):
+                self._advance(index, chunk, others=True)
+                continue
+            try:
+                if not await self._try(index, chunk):
+                    self.todo.append((index, chunk))
+                    await self._rest()
+            except TierckptError as error:
+                self.failures.setdefault(index, error)
+                self.fatal |= isinstance(error, IntegrityError | CapacityError)
+
+    async def _try(self, index: int, chunk: int) -> bool:
+        """Fetch one chunk if nobody else is at it; False to come back to it later."""
+        async with self.cached._gate:
+            if time.monotonic() < self.moved_at + self.cached._stall_seconds:
+                if self.filling.claims.count() >= self.cached._fetches_max:
+                    return False  # the node fetches enough of it
+                if not await self.cached._claim(self.filling, index, chunk):
+                    return False
+                fetched, _ = await self.cached._fetch_claimed(self.filling, index, chunk, keep=False)
+            else:
+                log.warning("%s: other processes do not get on, fetching what they claim", self.filling.incoming)
+                self.moved_at = time.monotonic()
+                await self.cached._fetch(self.filling, index, chunk, keep=False)
+                fetched = True
+        self._advance(index, chunk, others=not fetched)
+        return True
+
+    async def _rest(self) -> None:
+        """Wait a moment for others. One worker at a time looks; the rest wait for it."""
+        before = self.filling.landed_bytes
+        async with self.cached._idle:
+            self.filling.refresh()
+            if self.filling.landed_bytes == before:
+                await asyncio.sleep(self.pause)
+                self.pause = min(self.pause * 1.5, POLL_SECONDS_MAX)
+                self.filling.refresh()
+        if self.filling.landed_bytes != before:
+            self.pause, self.moved_at = POLL_SECONDS_MIN, time.monotonic()
+
+    def _advance(self, index: int, chunk: int, *, others: bool) -> None:
+        size_bytes = self.frozen.chunk_range(index, chunk).size_bytes
+        self.done_bytes += size_bytes
+        self.moved_at = time.monotonic()
+        if others:
+            self.cached.tally.others_bytes += size_bytes
+        self._say()
+
+    def _say(self) -> None:
+        tally = self.cached.tally
+        sources = {"here": tally.here_bytes, "shared": tally.fetched_bytes, "other processes": tally.others_bytes}
+        note = ", ".join(f"{size_bytes >> 20} MiB {source}" for source, size_bytes in sources.items() if size_bytes)
+        self.listener(Progress(f"prefetch {self.frozen.uri}", self.done_bytes, self.total, note))
+
+    def _error(self) -> TierckptError:
+        errors = [self.failures[index] for index in sorted(self.failures)]
+        first = next((error for error in errors if isinstance(error, IntegrityError | CapacityError)), errors[0])
+        if len(errors) == len(self.wanted) or isinstance(first, IntegrityError | CapacityError):
+            return first
+        names = {self.frozen.files[index].path: error for index, error in sorted(self.failures.items())}
+        return PartialTransferError(
+            f"{len(errors)} of {len(self.wanted)} files of {self.frozen.uri} could not be fetched",
+            hint="Nothing was published; run the same command again to fetch only what is missing",
+            uri=self.frozen.uri,
+            failures={path: f"{type(error).__name__}: {error}" for path, error in names.items()},
+        )
+
+
+def _as_store(origin: Origin) -> Store:
+    """``verified`` asks of a store only whether it is ``Recoverable``."""
+    return origin  # type: ignore[return-value]

@@ -1,0 +1,67 @@
+"""Which nodes hold a copy of which, and how likely a checkpoint survives the loss of several at once.
+
+From Gemini (Wang et al., SOSP 2023). Nodes are numbered so that neighbours share a failure domain (rack, power); the
+holders of one shard lie as far apart as there are nodes, so that no domain smaller than N/m takes all its copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from ..errors import ConfigError
+from .quantities import whole
+
+
+def group_placement(nodes: int, replicas: int) -> list[tuple[int, ...]]:
+    """For each node the nodes that hold its shard, itself first: groups whose members all hold each other's.
+
+    Where ``replicas`` does not divide ``nodes``, the last group and the rest form a ring (Gemini's mixed placement).
+
+    Raises:
+        ConfigError: more replicas than nodes.
+    """
+    _check(nodes, replicas)
+    stride = nodes // replicas
+    whole_groups = stride if nodes % replicas == 0 else stride - 1
+    holders: list[tuple[int, ...]] = [()] * nodes
+    for first in range(whole_groups):
+        members = [first + place * stride for place in range(replicas)]
+        for place, node in enumerate(members):
+            holders[node] = (*members[place:], *members[:place])
+    rest = [node for node in range(nodes) if not holders[node]]
+    for place, node in enumerate(rest):
+        holders[node] = tuple(rest[(place + ahead) % len(rest)] for ahead in range(replicas))
+    return holders
+
+
+def ring_placement(nodes: int, replicas: int) -> list[tuple[int, ...]]:
+    """Each node's shard is on itself and the next ``replicas - 1``: simpler than groups, and worse."""
+    _check(nodes, replicas)
+    return [tuple((node + ahead) % nodes for ahead in range(replicas)) for node in range(nodes)]
+
+
+def survives(holders: Sequence[Collection[int]], lost: Collection[int]) -> bool:
+    """True when every lost node's shard is on a node that is not lost."""
+    return all(any(holder not in lost for holder in holders[node]) for node in lost)
+
+
+def survival_probability(nodes: int, replicas: int, lost: int) -> float:
+    """Probability that groups survive the loss of ``lost`` nodes at random, all at once; a lower bound.
+
+    Exact for fewer than ``2 * replicas`` lost and ``replicas`` a divisor of ``nodes``:
+    1 - (N/m)·C(N-m, k-m)/C(N, k). Beyond that, cases in which several groups are lost are counted more than once.
+    """
+    _check(nodes, replicas)
+    if not 0 <= lost <= nodes:
+        raise ConfigError(f"lost nodes are {lost}: of {nodes} nodes between 0 and {nodes} can be lost")
+    if lost < replicas:
+        return 1.0
+    wiped = nodes / replicas * math.comb(nodes - replicas, lost - replicas) / math.comb(nodes, lost)
+    return max(0.0, 1 - wiped)
+
+
+def _check(nodes: int, replicas: int) -> None:
+    whole(nodes, "nodes")
+    if whole(replicas, "replicas") > nodes:
+        raise ConfigError(f"replicas are {replicas}: {nodes} nodes hold at most {nodes} copies")

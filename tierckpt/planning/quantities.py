@@ -1,0 +1,90 @@
+"""Numbers as people write them, and the sentence each gets that cannot be right.
+
+Sizes and rates are decimal where the unit is (``GB`` is 1e9 bytes), binary where it says so (``GiB``), and bits only
+when spelled so (``Gb/s``, ``Gbit/s``): the published figures this package reproduces are decimal.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ..errors import ConfigError
+
+_NUMBER = re.compile(r"^\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*(?:/s)?)\s*\Z")
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
+_BYTES = {"": 1.0} | {f"{name}B": scale for name, scale in (_PREFIXES | _BINARY).items()}
+_BITS = {f"{name}{bit}": scale / 8 for name, scale in _PREFIXES.items() if name for bit in ("b", "bit")}
+
+
+def parse_count(text: str | float, what: str) -> int:
+    """``"175e9"``, ``"70b"``, ``"1.3T"`` as a whole number above zero. Raises ConfigError that names ``what``."""
+    value, unit = _split(text, what, "175e9, 70b or 1.5t")
+    if unit.lower() not in _COUNTS:
+        raise _wrong(what, text, "write a count like 175e9, 70b or 1.5t")
+    return round(positive(value * _COUNTS[unit.lower()], what))
+
+
+def parse_bytes(text: str | float, what: str) -> float:
+    """``"30TB"``, ``"512GiB"`` as bytes above zero. Raises ConfigError."""
+    value, unit = _split(text, what, "30TB or 512GiB")
+    if unit not in _BYTES:
+        raise _wrong(what, text, "write a size like 30TB or 512GiB")
+    return positive(value * _BYTES[unit], what)
+
+
+def parse_rate(text: str | float, what: str) -> float:
+    """``"25GB/s"``, ``"200Gb/s"`` as bytes per second above zero. Raises ConfigError."""
+    value, unit = _split(text, what, "25GB/s or 200Gb/s")
+    scale = (_BYTES | _BITS).get(unit.removesuffix("/s"))
+    if scale is None:
+        raise _wrong(what, text, "write a rate like 25GB/s (bytes) or 200Gb/s (bits)")
+    return positive(value * scale, what, "bytes per second")
+
+
+def parse_seconds(text: str | float, what: str, *, zero: bool = False) -> float:
+    """``"90"``, ``"5min"``, ``"2.5h"``, ``"1d"`` as seconds, above zero unless ``zero``. Raises ConfigError."""
+    value, unit = _split(text, what, "90s, 5min, 2h or 1d")
+    if unit not in _SECONDS:
+        raise _wrong(what, text, "write a duration like 90s, 5min, 2h or 1d")
+    seconds = value * _SECONDS[unit]
+    return not_negative(seconds, what) if zero else positive(seconds, what, "seconds")
+
+
+def positive(value: float, what: str, unit: str = "") -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise _wrong(what, value, f"it must be a number{f' of {unit}' if unit else ''} above 0")
+    return value
+
+
+def not_negative(value: float, what: str) -> float:
+    if not (math.isfinite(value) and value >= 0):
+        raise _wrong(what, value, "it must be 0 or more")
+    return value
+
+
+def whole(value: int, what: str, *, at_least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise _wrong(what, value, f"it must be a whole number of at least {at_least}")
+    return value
+
+
+def share(value: float, what: str) -> float:
+    if not 0 <= value <= 1:
+        raise _wrong(what, value, "it must be a share between 0 and 1")
+    return value
+
+
+def _split(text: str | float, what: str, examples: str) -> tuple[float, str]:
+    match = _NUMBER.match(str(text))
+    if not match:
+        raise _wrong(what, text, f"write it like {examples}")
+    return float(match[1].replace("_", "")), match[2]
+
+
+def _wrong(what: str, value: object, valid: str) -> ConfigError:
+    shown = f"{value:g}" if isinstance(value, float) else str(value)
+    return ConfigError(f"{what} is {shown}: {valid}", hint="`tierckpt size --help` lists every value with its unit")

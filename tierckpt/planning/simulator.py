@@ -1,0 +1,451 @@
+"""The simulator: jobs of thousands of nodes that train, take checkpoints, fail and come back, event by event.
+
+What the formulas leave out is in it: failures during restarts and drains, queues at shared storage, racks that fail
+together, spares that run out, storage that stops answering, and the decisions of the drain policy. Those, the intervals
+and the placement of replicas come from the same pure functions that the product calls.
+
+Nodes of one job train in step, so a job is one process of the simulation and a node exists only where it is lost: the
+cost of a run grows with its checkpoints and failures, not with its nodes. A seed gives the same run every time.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError, MissingExtraError
+from . import placement, policy
+from .policy import Decision, Situation
+from .quantities import positive
+from .scenario import Cluster, Configuration, FailureKind
+
+try:
+    import simpy
+    from simpy.resources.container import ContainerGet
+except ModuleNotFoundError as error:
+    raise MissingExtraError("the simulator needs simpy", hint="pip install 'tierckpt[cli]'") from error
+
+from .pipe import Flow, Pipe
+
+DAY_SECONDS = 86400.0
+
+Steps = Generator[simpy.Event, Any, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one simulation showed. Seconds are of one job, on average over all jobs.
+
+    ``kept``, ``lost``, ``stalled``, ``restarting``, ``loading`` and ``waiting`` (for a node) add up to ``wall``.
+    """
+
+    name: str
+    ettr: float
+    expected_ettr: float | None
+    wall_seconds: float
+    kept_seconds: float
+    lost_seconds: float
+    stalled_seconds: float
+    restarting_seconds: float
+    loading_seconds: float
+    waiting_seconds: float
+    failures: dict[str, int]
+    restores: dict[str, int]
+    checkpoints: int
+    drains: int
+    shared_bytes: float
+    exposure_seconds_max: float
+    interval_seconds: float
+    every: int
+
+
+def simulate(cluster: Cluster, configuration: Configuration, *, days: float, seed: int = 0) -> Run:
+    """Run ``configuration`` on ``cluster`` for ``days``. The same arguments give the same result.
+
+    Raises:
+        ConfigError: days of zero or less; more replicas than a job has nodes.
+    Cost: about 10 microseconds of processor time for each event; a checkpoint is 5 of them, a failure 4.
+    """
+    seconds = positive(days, "days") * DAY_SECONDS
+    world = _World(cluster, configuration, random.Random(seed))
+    world.env.run(until=seconds)
+    return world.result(seconds)
+
+
+class _World:
+    """One cluster, its jobs, and what befalls them."""
+
+    def __init__(self, cluster: Cluster, configuration: Configuration, chance: random.Random) -> None:
+        self.env = simpy.Environment()
+        self.cluster, self.configuration, self.chance = cluster, configuration, chance
+        self.writes = Pipe(self.env, cluster.rates.shared_write)
+        self.reads = Pipe(self.env, cluster.rates.shared_read)
+        self.spares = simpy.Container(self.env, init=cluster.spares) if cluster.spares is not None else None
+        self.holders = _holders(configuration, cluster.nodes_per_job)
+        self.failures: Counter[str] = Counter()
+        self.jobs = [_Job(self) for _ in range(cluster.jobs)]
+        rate = sum(kind.per_node_day for kind in cluster.failures) * cluster.nodes / DAY_SECONDS
+        if rate > 0:
+            self.env.process(self._fail(rate))
+        if math.isfinite(cluster.outage_every_seconds) and cluster.outage_seconds > 0:
+            self.env.process(self._go_away())
+
+    def _fail(self, rate: float) -> Steps:
+        kinds = self.cluster.failures
+        weights = [kind.per_node_day for kind in kinds]
+        while True:
+            yield self.env.timeout(self.chance.expovariate(rate))
+            kind = self.chance.choices(kinds, weights)[0]
+            self.failures[kind.name] += 1
+            by_job: dict[int, list[int]] = {}
+            for node in self._struck(kind):
+                job, place = divmod(node, self.cluster.nodes_per_job)
+                by_job.setdefault(job, []).append(place)
+            for job, places in by_job.items():
+                self.jobs[job].strike(places, wipes=kind.wipes)
+
+    def _struck(self, kind: FailureKind) -> list[int]:
+        if not kind.together:
+            return self.chance.sample(range(self.cluster.nodes), kind.nodes)
+        first = self.chance.randrange(self.cluster.nodes) // kind.nodes * kind.nodes
+        return list(range(first, min(first + kind.nodes, self.cluster.nodes)))
+
+    def _go_away(self) -> Steps:
+        rates = self.cluster.rates
+        while True:
+            yield self.env.timeout(self.chance.expovariate(1 / self.cluster.outage_every_seconds))
+            self.writes.set_capacity(0.0)
+            self.reads.set_capacity(0.0)
+            yield self.env.timeout(self.cluster.outage_seconds)
+            self.writes.set_capacity(rates.shared_write)
+            self.reads.set_capacity(rates.shared_read)
+
+    def result(self, wall: float) -> Run:
+        for job in self.jobs:
+            job.close()
+        count = len(self.jobs)
+        spent = {what: sum(job.spent[what] for job in self.jobs) / count for what in self.jobs[0].spent}
+        kept = sum(job.work for job in self.jobs) / count
+        restores: Counter[str] = sum((job.restores for job in self.jobs), start=Counter())
+        return Run(
+            name=self.configuration.name,
+            ettr=kept / wall,
+            expected_ettr=self.configuration.expected_ettr,
+            wall_seconds=wall,
+            kept_seconds=kept,
+            lost_seconds=spent["lost"],
+            stalled_seconds=spent["stalled"],
+            restarting_seconds=spent["restarting"],
+            loading_seconds=spent["loading"],
+            waiting_seconds=spent["waiting"],
+            failures=dict(self.failures),
+            restores=dict(restores),
+            checkpoints=sum(job.checkpoints for job in self.jobs),
+            drains=sum(job.drains for job in self.jobs),
+            shared_bytes=sum(job.drains for job in self.jobs) * self.configuration.checkpoint_bytes,
+            exposure_seconds_max=max(job.exposure_max for job in self.jobs),
+            interval_seconds=self.configuration.interval_seconds,
+            every=self.configuration.rules.every,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _Version:
+    """One checkpoint of a job. Times are when each tier had it whole; infinite: not (any more)."""
+
+    number: int
+    work: float
+    taken_at: float
+    staged: bool = True
+    local_at: float = math.inf
+    peer_at: float = math.inf
+    shared_at: float = math.inf
+    skipped: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Drain:
+    version: _Version
+    flow: Flow
+    began_at: float
+
+
+class _Job:
+    """One training job."""
+
+    def __init__(self, world: _World) -> None:
+        self.world, self.env, self.plan = world, world.env, world.configuration
+        self.nodes = world.cluster.nodes_per_job
+        self.work = 0.0
+        self.spent = dict.fromkeys(("lost", "stalled", "restarting", "loading", "waiting"), 0.0)
+        self.restores: Counter[str] = Counter()
+        self.checkpoints = self.drains = 0
+        self.exposure_max = 0.0
+        self.policy = policy.State()
+        self.place: policy.Place = "local"
+        self.versions: list[_Version] = []
+        self.wiped: dict[int, float] = {}
+        self.drain: _Drain | None = None
+        self.transfer: tuple[Pipe, Flow] | None = None
+        self.request: ContainerGet | None = None
+        self.epoch = 0
+        self.debt = 0.0
+        self.shared_work_at = 0.0
+        self.doing, self.since = "training", 0.0
+        self.missing = 0
+        self.process = self.env.process(self._live())
+
+    # --- what it does ------------------------------------------------------------------------------------------
+
+    def _live(self) -> Steps:
+        failed = False
+        while True:
+            try:
+                if failed:
+                    yield from self._come_back()
+                    failed = False
+                self._now_doing("training")
+                yield self.env.timeout(self.plan.interval_seconds)
+                self._now_doing("stalled")
+                yield from self._checkpoint()
+            except simpy.Interrupt:
+                failed = True
+                self._give_up()
+
+    def _now_doing(self, what: str) -> None:
+        """Book the time since the last change under what was done in it."""
+        elapsed = self.env.now - self.since
+        if self.doing == "training":
+            self.work += elapsed
+        else:
+            self.spent[self.doing] += elapsed
+        self.doing, self.since = what, self.env.now
+
+    def _checkpoint(self) -> Steps:
+        number = self.checkpoints = self.checkpoints + 1
+        version = _Version(number, self.work, self.env.now)
+        if self.plan.blocking:
+            yield from self._move(self.world.writes, self.plan.checkpoint_bytes)
+            self.drains += 1
+            self._on_shared(version)
+            self.versions = [version]
+            return
+        stall, self.debt = self.plan.stall_seconds + self.debt, 0.0
+        if stall > 0:
+            yield self.env.timeout(stall)
+        self.versions.append(version)
+        if not self.plan.local:
+            self._look()
+            return
+        if self.place == "shared" and self.drain is None:
+            self._send(version)
+            return
+        version.staged = False
+        self._later(self.plan.flush_seconds, lambda: self._flushed(version))
+        if self.plan.peer:
+            self._later(self.plan.replicate_seconds, lambda: setattr(version, "peer_at", self.env.now))
+
+    def _later(self, seconds: float, what: Any) -> None:
+        """Do ``what`` in the background, unless the job fails first."""
+        epoch = self.epoch
+        event = self.env.timeout(seconds)
+        event.callbacks.append(lambda _: what() if epoch == self.epoch else None)
+
+    def _flushed(self, version: _Version) -> None:
+        version.local_at = self.env.now
+        self.policy = policy.observe(
+            self.policy,
+            self.plan.rules,
+            "local",
+            self.plan.checkpoint_bytes,
+            self.plan.flush_seconds,
+            self.env.now,
+        )
+        self._look()
+
+    def _move(self, pipe: Pipe, size_bytes: float) -> Steps:
+        flow = pipe.send(size_bytes, self.nodes * self.world.cluster.rates.nic)
+        self.transfer = (pipe, flow)
+        yield flow.done
+        self.transfer = None
+
+    def _give_up(self) -> None:
+        """Withdraw what the job was waiting for when it was struck."""
+        if self.request is not None:
+            if self.request.triggered:
+                self._take_spare()
+            else:
+                self.request.cancel()
+            self.request = None
+        if self.transfer is not None:
+            pipe, flow = self.transfer
+            pipe.cancel(flow)
+            self.transfer = None
+
+    # --- draining ----------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Ask the policy, and do what it says."""
+        self.policy, decision = policy.decide(self.policy, self.plan.rules, self._situation())
+        self._obey(decision)
+
+    def _situation(self) -> Situation:
+        size_bytes = self.plan.checkpoint_bytes
+        return Situation(
+            now=self.env.now,
+            versions=[
+                policy.Version(
+                    one.number,
+                    size_bytes,
+                    one.taken_at,
+                    one.staged or one.local_at < math.inf,
+                    one.shared_at < math.inf,
+                    one.skipped,
+                )
+                for one in self.versions
+            ],
+            next_bytes=size_bytes,
+            interval_seconds=self.plan.interval_seconds + self.plan.stall_seconds,
+            sending=self.drain.version.number if self.drain else None,
+        )
+
+    def _obey(self, decision: Decision) -> None:
+        self.place = decision.place
+        by_number = {one.number: one for one in self.versions}
+        for number in decision.skip:
+            by_number[number].skipped = True
+        for number in decision.remove:
+            by_number[number].local_at = math.inf
+        if decision.send is not None:
+            self._send(by_number[decision.send])
+        self._forget()
+
+    def _send(self, version: _Version) -> None:
+        flow = self.world.writes.send(self.plan.checkpoint_bytes, self.nodes * self.world.cluster.rates.nic)
+        drain = self.drain = _Drain(version, flow, self.env.now)
+        flow.done.callbacks.append(lambda _: self._drained(drain))
+
+    def _drained(self, drain: _Drain) -> None:
+        seconds = self.env.now - drain.began_at
+        self.drain = None
+        self.drains += 1
+        self.debt += seconds * self.plan.drain_slowdown
+        self._on_shared(drain.version)
+        self.policy = policy.observe(
+            self.policy, self.plan.rules, "shared", self.plan.checkpoint_bytes, seconds, self.env.now
+        )
+        self._look()
+
+    def _on_shared(self, version: _Version) -> None:
+        self.exposure_max = max(self.exposure_max, self.env.now - self.shared_work_at)
+        version.shared_at = self.env.now
+        self.shared_work_at = version.taken_at
+
+    def _forget(self) -> None:
+        """Keep what can still be restored or sent: a handful."""
+        shared = max((one.number for one in self.versions if one.shared_at < math.inf), default=0)
+        newest = [one.number for one in self.versions[-3:]]
+        sending = self.drain.version.number if self.drain else 0
+        self.versions = [one for one in self.versions if one.number in newest or one.number in (shared, sending)]
+
+    # --- failing and coming back -------------------------------------------------------------------------------
+
+    def strike(self, nodes: list[int], *, wipes: bool) -> None:
+        """Some of its nodes failed: the job stops."""
+        self.epoch += 1
+        if wipes:
+            self.wiped |= dict.fromkeys(nodes, self.env.now)
+            self.missing += len(nodes)
+        if self.drain and not self._can_go_on(self.drain.version):
+            self.world.writes.cancel(self.drain.flow)
+            self.drain = None
+        self._now_doing("restarting")
+        self.process.interrupt()
+
+    def _can_go_on(self, version: _Version) -> bool:
+        """A drain outlives the trainer while every byte of it is still on some node."""
+        return self._from_local(version) or self._from_peers(version)
+
+    def _come_back(self) -> Steps:
+        self._now_doing("restarting")
+        yield self.env.timeout(self.plan.restart_seconds)
+        self._now_doing("waiting")
+        if self.world.spares is not None:
+            while self.missing:
+                self.request = self.world.spares.get(1)
+                yield self.request
+                self.request = None
+                self._take_spare()
+        self.missing = 0
+        self._now_doing("loading")
+        version, tier = self._newest_usable()
+        if tier == "shared":
+            yield from self._move(self.world.reads, self.plan.restore_bytes or self.plan.checkpoint_bytes)
+        elif tier != "start":
+            yield self.env.timeout(self.plan.local_load_seconds if tier == "local" else self.plan.peer_load_seconds)
+        self._roll_back(version, tier)
+
+    def _take_spare(self) -> None:
+        """One node less is missing, and the one it replaces goes to be repaired."""
+        self.missing -= 1
+        self.env.process(self._repair())
+
+    def _repair(self) -> Steps:
+        yield self.env.timeout(self.world.cluster.repair_seconds)
+        if self.world.spares is not None:
+            yield self.world.spares.put(1)
+
+    def _newest_usable(self) -> tuple[_Version, str]:
+        """The newest checkpoint that is whole somewhere, from the nearest place that has it."""
+        for version in reversed(self.versions):
+            if self._from_local(version):
+                return version, "local"
+            if self._from_peers(version):
+                return version, "peer"
+            if version.shared_at < math.inf:
+                return version, "shared"
+        return _Version(0, 0.0, 0.0, staged=False), "start"
+
+    def _from_local(self, version: _Version) -> bool:
+        return version.local_at < math.inf and not self._lost_since(version.local_at)
+
+    def _from_peers(self, version: _Version) -> bool:
+        if math.isinf(version.peer_at) or math.isinf(version.local_at):
+            return False
+        return placement.survives(self.world.holders, self._lost_since(min(version.local_at, version.peer_at)))
+
+    def _lost_since(self, when: float) -> set[int]:
+        return {node for node, at in self.wiped.items() if at >= when}
+
+    def _roll_back(self, version: _Version, tier: str) -> None:
+        """Training goes on from ``version``. All nodes have it again: a restore fills the SSDs that it passes."""
+        self.restores[tier] += 1
+        self.spent["lost"] += self.work - version.work
+        self.work = version.work
+        sending = self.drain.version if self.drain else None
+        self.versions = [one for one in self.versions if one in (version, sending) or one.shared_at < math.inf]
+        for one in self.versions:
+            one.staged = False
+            if self._lost_since(one.local_at):
+                one.local_at = one.peer_at = math.inf
+        if self.plan.local and version.number:
+            version.local_at = self.env.now
+            version.peer_at = self.env.now if self.plan.peer else math.inf
+        self.wiped.clear()
+
+    def close(self) -> None:
+        """Book what was under way at the end."""
+        self._now_doing("over")
+        self.exposure_max = max(self.exposure_max, self.env.now - self.shared_work_at)
+
+
+def _holders(configuration: Configuration, nodes: int) -> list[tuple[int, ...]]:
+    if not configuration.peer:
+        return []
+    if configuration.replicas > nodes:
+        raise ConfigError(f"replicas are {configuration.replicas}: a job of {nodes} nodes holds at most {nodes} copies")
+    return placement.group_placement(nodes, configuration.replicas)

@@ -1,0 +1,33 @@
+"""A live model and its optimizer as the sizer sees them."""
+
+from __future__ import annotations
+
+import torch
+
+from ..planning.inventory import Tensor, take_stock
+from ..planning.model import Model
+from ..planning.state import State
+
+
+def measure(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[Model, State]:
+    """Count the parameters of ``model``, and the bytes that it and ``optimizer`` keep for each, whatever shards them.
+
+    An optimizer that has not taken a step has no state yet, and adds nothing.
+
+    Raises:
+        ConfigError: the model has no parameters.
+    """
+    tensors = [_tensor(name, parameter) for name, parameter in model.named_parameters()]
+    if optimizer is not None:
+        tensors += [
+            _tensor(f"optimizer.state.{key}", value)
+            for kept in optimizer.state.values()
+            for key, value in kept.items()
+            if isinstance(value, torch.Tensor)
+        ]
+    return take_stock(tensors, type(model).__name__)
+
+
+def _tensor(name: str, tensor: torch.Tensor) -> Tensor:
+    """A DTensor has the shape of the whole."""
+    return Tensor(name, tensor.numel(), tensor.numel() * tensor.element_size(), tensor.is_floating_point())
