@@ -32,7 +32,7 @@ azurite:
 	  --loglevel=error azurite; } || echo "Azurite could not be installed; its tests will be skipped"
 
 test: $(STAMP) azurite ## run every test suite (servers that are not there are skipped, with the reason)
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -27,6 +27,27 @@ logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
 for variable in ("CI", "BUILD_NUMBER"):
     os.environ.pop(variable, None)
 
+LONGEST_FIRST = (
+    "test_sweeps.py",
+    "test_flush_faults.py",
+    "test_store_faults.py",
+    "test_preemption.py",
+    "test_rank_deaths.py",
+    "test_cli.py",
+    "test_attacks.py",
+    "test_removal_crashes.py",
+    "test_resharding.py",
+    "test_agent.py",
+    "test_wire_save.py",
+)
+"""Files of minutes. Several workers take a file each: none of these should be begun last."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
 CLOUD_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "AZURITE_")
 
 

@@ -1,7 +1,7 @@
 """SIGTERM, and SIGKILL 30 seconds later, with 1 GiB on its way: the step is on the SSD, and where it fits on shared
 storage too; what is left is said, and drained by whoever comes next.
 
-``TIERCKPT_TEST_PREEMPTIONS`` is how often (``make torture``: 17 of each of three ways, that is over 50).
+``TIERCKPT_TEST_PREEMPTIONS`` is how often (``make torture``: 17 of each of four ways).
 """
 
 from __future__ import annotations
