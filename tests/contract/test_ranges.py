@@ -12,10 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
+from tests.services import HttpServer
 from tierckpt.config import Settings
 from tierckpt.errors import (
     IntegrityError,
@@ -36,7 +37,7 @@ WHOLE = ByteRange(0, SIZE)
 PART = ByteRange(DIRECT_BYTES_MIN - 5, 2 * DIRECT_BYTES_MIN + 7)
 
 
-class Server:
+class Server(HttpServer):
     """One object. ``plan`` says how the next requests are answered: first come, first served; then well."""
 
     def __init__(self) -> None:
@@ -46,27 +47,7 @@ class Server:
         self.other = 0
         self.connections: set[tuple[str, int]] = set()
         self.asked = threading.Event()
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                server.answer(self)
-
-            do_HEAD = do_GET
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         is_ours = "X-Amz-Signature=" in request.path

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -18,6 +18,7 @@ import pytest
 
 import tierckpt
 from tests.integration.test_cli import COMMAND, Done, saved
+from tests.services import HttpServer
 from tierckpt.cache.owner import Presence
 from tierckpt.cli.app import run
 from tierckpt.client import open_cached
@@ -39,7 +40,7 @@ TOTAL = sum(map(len, FILES.values()))
 CHUNKS = sum(-(-len(data) // CHUNK) for data in FILES.values())
 
 
-class Bucket:
+class Bucket(HttpServer):
     """A server that speaks as much S3 as a reader needs, counts every range it gives, and can be slow or change."""
 
     def __init__(self) -> None:
@@ -48,33 +49,13 @@ class Bucket:
         self.request_seconds = 0.0
         self.changes_after: int | None = None
         self._lock = threading.Lock()
-        bucket = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                bucket.get(self)
-
-            do_HEAD = do_GET
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__()
 
     @property
     def requests(self) -> int:
         return sum(self.ranges.values())
 
-    def get(self, request: BaseHTTPRequestHandler) -> None:
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
         url = urlsplit(request.path)
         key = unquote(url.path).lstrip("/").partition("/")[2]
         if not key and request.command == "GET":
