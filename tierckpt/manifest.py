@@ -102,50 +102,10 @@ def block_count(size_bytes: int, chunk_size_bytes: int) -> int:
     return chunks * chunk_count(chunk_size_bytes, BLOCK_BYTES) + chunk_count(rest, BLOCK_BYTES)
 
 
-class Digester:
-    """Digest a stream chunk by chunk as it passes. Feed any pieces to ``update``; ``finish`` gives one digest a chunk.
-
-    Cost: one pass over the bytes, GIL released for pieces of more than 64 KiB; no buffering, no copy.
-    """
-
-    def __init__(self, chunk_size_bytes: int) -> None:
-        self.chunk_size_bytes = chunk_size_bytes
-        self.size_bytes = 0
-        self._digests: list[str] = []
-        self._blocks: list[bytes] = []
-        self._hash = xxh3_128()
-        self._in_block = self._in_chunk = 0
-
-    def update(self, data: Buffer) -> None:
-        view = memoryview(data).cast("B")
-        self.size_bytes += len(view)
-        while view:
-            count = min(len(view), BLOCK_BYTES - self._in_block, self.chunk_size_bytes - self._in_chunk)
-            self._hash.update(view[:count])
-            view = view[count:]
-            self._in_block += count
-            self._in_chunk += count
-            if self._in_chunk == self.chunk_size_bytes:
-                self._end_chunk()
-            elif self._in_block == BLOCK_BYTES:
-                self._end_block()
-
-    def finish(self) -> tuple[str, ...]:
-        if self._in_chunk:
-            self._end_chunk()
-        return tuple(self._digests)
-
-    def _end_block(self) -> None:
-        self._blocks.append(self._hash.digest())
-        self._hash.reset()
-        self._in_block = 0
-
-    def _end_chunk(self) -> None:
-        if self._in_block:
-            self._end_block()
-        self._digests.append(digest_of_blocks(b"".join(self._blocks)))
-        self._blocks = []
-        self._in_chunk = 0
+def digests_of(data: Buffer, chunk_size_bytes: int) -> tuple[str, ...]:
+    """One digest a chunk of a file that is in memory. The cost of ``digest_of``; no copy."""
+    view = memoryview(data).cast("B")
+    return tuple(digest_of(view[at : at + chunk_size_bytes]) for at in range(0, len(view), chunk_size_bytes))
 
 
 @dataclass(frozen=True, slots=True)

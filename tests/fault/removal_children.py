@@ -22,7 +22,7 @@ from tierckpt.config import Settings
 from tierckpt.engine import Engine
 from tierckpt.errors import CheckpointNotFoundError, ManifestError, UncommittedCheckpointError
 from tierckpt.layout import MANIFEST, METADATA, attempt_metadata, local_dir, parse_uri
-from tierckpt.manifest import Digester, FileEntry, Manifest, decode
+from tierckpt.manifest import FileEntry, Manifest, decode, digests_of
 from tierckpt.mover import commit, prune
 from tierckpt.mover.retention import Policy
 from tierckpt.stores.base import Store
@@ -37,9 +37,7 @@ CHANGES = {"os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.trun
 
 
 def entry_of(path: str, data: bytes, token: str, rank: int = 0, source: str = "") -> FileEntry:
-    digester = Digester(CHUNK)
-    digester.update(data)
-    return FileEntry(path, len(data), digester.finish(), rank, token, source)
+    return FileEntry(path, len(data), digests_of(data, CHUNK), rank, token, source)
 
 
 def build(folder: Path) -> None:

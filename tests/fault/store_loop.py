@@ -26,7 +26,7 @@ from tierckpt.errors import (
     TierckptError,
 )
 from tierckpt.layout import METADATA, Location, attempt_metadata, parse_uri
-from tierckpt.manifest import Digester, FileEntry, Manifest
+from tierckpt.manifest import FileEntry, Manifest, digests_of
 from tierckpt.mover import commit
 from tierckpt.mover.journal import READY, Entry
 from tierckpt.stores.local import durable_write, make_dirs
@@ -105,9 +105,7 @@ def _ready(entry: Entry, manifest: Manifest) -> Entry:
 
 
 def _entry(path: str, data: bytes, token: str, source: str = "") -> FileEntry:
-    digester = Digester(CHUNK_BYTES)
-    digester.update(data)
-    return FileEntry(path, len(data), digester.finish(), 0, token, source)
+    return FileEntry(path, len(data), digests_of(data, CHUNK_BYTES), 0, token, source)
 
 
 def wrong_files(directory: Path, saved: Saved) -> list[str]:

@@ -294,9 +294,7 @@ def restored(node: Node, name: str) -> dict[str, str]:
     chunk = node.manifest.chunk_size_bytes
     digests = {}
     for entry in node.manifest.entries:
-        digester = manifests.Digester(chunk)
-        digester.update((target / entry.path).read_bytes())
-        digests[entry.path] = "".join(digester.finish())
+        digests[entry.path] = "".join(manifests.digests_of((target / entry.path).read_bytes(), chunk))
     return digests
 
 

@@ -34,7 +34,7 @@ from tierckpt.config import Settings
 from tierckpt.dcp import writer as dcp_writer
 from tierckpt.errors import CapacityError, ManifestError, StoreError, TierckptError
 from tierckpt.layout import MANIFEST, METADATA, local_dir, parse_uri
-from tierckpt.manifest import Digester, Manifest
+from tierckpt.manifest import Manifest
 from tierckpt.mover import blocks, commit, copies, flush, journal, transfer
 from tierckpt.mover.retention import Policy
 from tierckpt.stores import local
@@ -275,9 +275,7 @@ def decoded(data: bytes) -> Manifest | None:
 
 @functools.lru_cache(4096)
 def digests_of(data: bytes, chunk_size_bytes: int) -> tuple[str, ...]:
-    digester = Digester(chunk_size_bytes)
-    digester.update(data)
-    return digester.finish()
+    return manifests.digests_of(data, chunk_size_bytes)
 
 
 @functools.lru_cache(4096)

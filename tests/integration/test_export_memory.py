@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from tests.states import same, save
+from tierckpt.dcp.reading import windows
 from tierckpt.errors import CapacityError
 from tierckpt.loading import export as exports
 from tierckpt.loading import rewriting
 from tierckpt.loading.export import export_safetensors
-from tierckpt.loading.rewriting import Item, blocks, windows
+from tierckpt.loading.rewriting import Item, blocks
 from tierckpt.telemetry import BYTES, Metric, listen
 
 MIB = 1 << 20
@@ -131,7 +132,7 @@ def test_blocks_are_the_tensor_once_in_order(shape: tuple[int, ...], size_bytes:
             part = part.narrow(dim, offset, size)
         seen += part.flatten().tolist()
     assert seen == list(range(math.prod(shape)))
-    for window in windows(iter(found), size_bytes):
+    for window in windows(found, lambda block: block.memory_bytes, size_bytes):
         assert len(window) == 1 or sum(block.size_bytes for block in window) <= size_bytes
 
 

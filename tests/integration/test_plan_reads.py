@@ -150,12 +150,12 @@ def test_what_needs_memory_of_its_own_is_read_in_windows(
     windows: list[int] = []
     real = reading.windows
 
-    def counted(reads: Any) -> Any:
-        for window in real(reads):
+    def counted(*given: Any) -> Any:
+        for window in real(*given):
             windows.append(len(window))
             yield window
 
-    monkeypatch.setattr(reading, "WINDOW_BYTES", 2 * 100 * COLUMNS * 4)
+    monkeypatch.setattr(readers, "WINDOW_BYTES", 2 * 100 * COLUMNS * 4)
     monkeypatch.setattr(readers, "windows", counted)
     loaded = {f"part-{at}": torch.empty(100, 10) for at in range(0, ROWS, 100)}
     planner = Rows(**loaded)

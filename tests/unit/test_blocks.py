@@ -16,7 +16,7 @@ from tierckpt import manifest as manifests
 from tierckpt.arena.slots import Bounce
 from tierckpt.errors import IntegrityError, ManifestError, ObjectNotFoundError
 from tierckpt.layout import blocks_file
-from tierckpt.manifest import BLOCK_BYTES, Digester, FileEntry, Manifest, digest_of
+from tierckpt.manifest import BLOCK_BYTES, FileEntry, Manifest, digest_of
 from tierckpt.mover import blocks
 from tierckpt.mover.blocks import BlockDigests
 from tierckpt.mover.copies import Copies, Copy, LocalCopy, RemoteCopy
@@ -71,16 +71,6 @@ def test_chunks_digested_as_the_first_release_did_still_verify(data: bytes) -> N
     old = xxh3_128(data[:CHUNK]).hexdigest()
     assert manifests.has_digest(data[:CHUNK], old)
     assert not manifests.has_digest(data[1 : CHUNK + 1], old)
-
-
-@pytest.mark.parametrize("chunk", [1000, BLOCK_BYTES, BLOCK_BYTES + 4096, CHUNK])
-def test_a_stream_has_the_digests_of_its_chunks_however_it_is_cut(chunk: int, data: bytes) -> None:
-    cuts, at, digester = random.Random(chunk), 0, Digester(chunk)
-    while at < SIZE:
-        count = cuts.choice([1, 999, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * CHUNK])
-        digester.update(data[at : at + count])
-        at += count
-    assert digester.finish() == tuple(digest_of(data[at : at + chunk]) for at in range(0, SIZE, chunk))
 
 
 # --- in the manifest -------------------------------------------------------------------------------------------------

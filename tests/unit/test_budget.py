@@ -446,18 +446,15 @@ async def test_the_threads_of_a_budget_step_back_and_the_callers_thread_does_not
     budget.close()
 
 
-def test_a_process_lowers_all_its_threads_and_those_to_come() -> None:
+def test_a_thread_lowers_itself_and_those_that_it_starts() -> None:
     code = (
         "import json, os, threading\n"
-        "from tierckpt.mover.priority import lower_this_process\n"
-        "stop, seen = threading.Event(), []\n"
-        "def thread(wait):\n"
-        "    wait and stop.wait(10)\n"
-        "    seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))\n"
-        "old = threading.Thread(target=thread, args=(True,)); old.start()\n"
-        "lower_this_process(12); stop.set(); old.join()\n"
-        "new = threading.Thread(target=thread, args=(False,)); new.start(); new.join()\n"
-        "print(json.dumps([*seen, os.getpriority(os.PRIO_PROCESS, 0)]))"
+        "from tierckpt.mover.priority import lower_this_thread\n"
+        "seen = []\n"
+        "def nice(): seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))\n"
+        "lower_this_thread(12); nice()\n"
+        "new = threading.Thread(target=nice); new.start(); new.join()\n"
+        "print(json.dumps(seen))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert all(nice >= 12 for nice in json.loads(done.stdout))

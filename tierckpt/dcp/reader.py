@@ -37,7 +37,7 @@ from ..types import ByteRange, Tier
 from .collection import no_collection
 from .mount import Mount
 from .neighbours import Neighbours, Reading, spans
-from .reading import DeviceCopies, RawRead, Read, Shapes, WholeRead, by_file, frame_of, windows
+from .reading import WINDOW_BYTES, DeviceCopies, RawRead, Read, Shapes, WholeRead, by_file, frame_of, windows
 from .sealed import Objects, load_metadata, load_tensor
 
 log = logger("restore")
@@ -171,7 +171,8 @@ class TierStorageReader(Mount, StorageReader):
                 name: open_files.enter_context(contextlib.closing(self._copies(checkpoint, entry)))
                 for name, entry in entries.items()
             }
-            prepared = windows(self._prepare(item, work, files) for item in items)
+            reads = (self._prepare(item, work, files) for item in items)
+            prepared = windows(reads, lambda read: read.extra_bytes, WINDOW_BYTES)
             done = 0
             while done < len(items):
                 with no_collection():
@@ -211,6 +212,8 @@ class TierStorageReader(Mount, StorageReader):
 
     def _names_to_fetch(self, plan: LoadPlan) -> list[str]:
         checkpoint = self._find()
+        if checkpoint.manifest is None:
+            return []  # nothing of a stock checkpoint is fetched, so nothing is asked about its files
         names = {self._info(item).relative_path for item in plan.items}
         found = self._worth_fetching(checkpoint, {name: self._entry(checkpoint, name) for name in names}, plan)
         return [entry.path for entry in found]

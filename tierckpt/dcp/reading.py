@@ -15,7 +15,7 @@ import ctypes
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from ..mover.pull import Piece
 from . import wire
+
+T = TypeVar("T")
 
 WINDOW_BYTES = 256 << 20
 """What one window of items may need besides the tensors they are read into."""
@@ -176,16 +178,17 @@ Read: TypeAlias = RawRead | WholeRead
 to their target, and returns False when they are not what was expected: then the item must be read whole."""
 
 
-def windows(reads: Iterable[Read]) -> Iterator[list[Read]]:
-    """Cut ``reads`` into runs that need at most ``WINDOW_BYTES`` besides their targets, or are one item."""
-    window: list[Read] = []
-    extra_bytes = 0
-    for read in reads:
-        if window and extra_bytes + read.extra_bytes > WINDOW_BYTES:
+def windows(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: int) -> Iterator[list[T]]:
+    """Cut ``things`` into runs of at most ``size_bytes_max`` in memory, or of one thing."""
+    window: list[T] = []
+    size_bytes = 0
+    for thing in things:
+        more = bytes_of(thing)
+        if window and size_bytes + more > size_bytes_max:
             yield window
-            window, extra_bytes = [], 0
-        window.append(read)
-        extra_bytes += read.extra_bytes
+            window, size_bytes = [], 0
+        window.append(thing)
+        size_bytes += more
     if window:
         yield window
 

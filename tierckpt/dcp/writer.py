@@ -50,7 +50,7 @@ from ..layout import (
     rank_metadata,
     shard_name,
 )
-from ..manifest import FileEntry, Manifest, chunk_count, digest_of
+from ..manifest import FileEntry, Manifest, digests_of
 from ..mover import blocks, commit, leases, space
 from ..mover.catalog import file_size
 from ..mover.disk import check_local_root
@@ -699,10 +699,7 @@ def _results(shard: Shard) -> list[WriteResult]:
 
 
 def _metadata_entry(data: bytes, chunk_size_bytes: int, rank: int, attempt: str, alone: bool) -> FileEntry:
-    digests = tuple(
-        digest_of(memoryview(data)[index * chunk_size_bytes : (index + 1) * chunk_size_bytes])
-        for index in range(chunk_count(len(data), chunk_size_bytes))
-    )
+    digests = digests_of(data, chunk_size_bytes)
     path = rank_metadata(rank) if alone else METADATA
     return FileEntry(path, len(data), digests, rank, attempt, source=attempt_metadata(attempt))
 

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ..arena.memory import Memory
 from ..config import MiB
 from ..dcp.reader import TierStorageReader
+from ..dcp.reading import windows
 from ..errors import IntegrityError
 from ..mover.flush import BLOCK_BYTES, round_up
 from .dtypes import name_of, shape_in_file
@@ -75,9 +76,10 @@ class Block:
         return self.start + self.size_bytes
 
     @property
-    def extra_bytes(self) -> int:
-        """What a conversion needs."""
-        return self.numel * self.item.dtype.itemsize if self.item.dtype != self.item.written else 0
+    def memory_bytes(self) -> int:
+        """The block, and what a conversion reads it into."""
+        converted_bytes = self.numel * self.item.dtype.itemsize if self.item.dtype != self.item.written else 0
+        return self.size_bytes + converted_bytes
 
 
 def in_file_order(items: Sequence[Item]) -> list[Item]:
@@ -117,7 +119,7 @@ def write_file(
     """
     header = header_of(items)
     memory_bytes = min(window_bytes, sum(item.size_bytes for item in items)) + 2 * BLOCK_BYTES
-    ordered = windows(blocks(items, len(header), window_bytes), window_bytes)
+    ordered = windows(blocks(items, len(header), window_bytes), lambda block: block.memory_bytes, window_bytes)
     with _File(path) as file, ThreadPoolExecutor(1, "tierckpt-export") as writer:
         file.write_small(header)
         writing: Future[None] | None = None
@@ -174,19 +176,6 @@ def _stretches(shape: tuple[int, ...], numel_max: int) -> Iterator[tuple[tuple[i
         for index in range(shape[0]):
             for offsets, sizes in _stretches(shape[1:], numel_max):
                 yield (index, *offsets), (1, *sizes)
-
-
-def windows(some: Iterator[Block], size_bytes_max: int) -> Iterator[list[Block]]:
-    window: list[Block] = []
-    size_bytes = 0
-    for block in some:
-        if window and size_bytes + block.size_bytes + block.extra_bytes > size_bytes_max:
-            yield window
-            window, size_bytes = [], 0
-        window.append(block)
-        size_bytes += block.size_bytes + block.extra_bytes
-    if window:
-        yield window
 
 
 # --- reading -------------------------------------------------------------------------------------------------------

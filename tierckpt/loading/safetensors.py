@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config import GiB, Settings
+from ..dcp.reading import windows
 from ..errors import ConfigError, StateMismatchError
 from .fill import Want, fill
 from .model import Model, in_file_order
@@ -241,33 +242,20 @@ def _select(model: Model, names: Names | None, prefix: str) -> list[str]:
 # --- streaming -----------------------------------------------------------------------------------------------------
 
 
-def _windows(wants: Iterable[Want], size_bytes_max: int) -> Iterator[list[Want]]:
-    window: list[Want] = []
-    size_bytes = 0
-    for want in wants:
-        if window and size_bytes + want.size_bytes > size_bytes_max:
-            yield window
-            window, size_bytes = [], 0
-        window.append(want)
-        size_bytes += want.size_bytes
-    if window:
-        yield window
-
-
 def _stream(wanted: _Wanted, bytes_in_flight_max: int) -> Generator[tuple[str, Tensor], None, None]:
     stop = threading.Event()
-    windows = _windows(wanted.wants, bytes_in_flight_max // 2)
+    ordered = windows(wanted.wants, lambda want: want.size_bytes, bytes_in_flight_max // 2)
     with contextlib.closing(wanted), ThreadPoolExecutor(1, "tierckpt-stream") as reader:
 
         def begin(window: list[Want] | None) -> Future[dict[str, Tensor]] | None:
             return reader.submit(fill, window, wanted.device, stop) if window is not None else None
 
         try:
-            window = next(windows, None)
+            window = next(ordered, None)
             reading = begin(window)
             while window is not None and reading is not None:
                 ready = deque((want.name, tensor) for want, tensor in _paired(window, reading.result()))
-                present, window = window, next(windows, None)
+                present, window = window, next(ordered, None)
                 fits = window is not None and _size_bytes(present) + _size_bytes(window) <= bytes_in_flight_max
                 reading = begin(window) if fits else None
                 while ready:

@@ -24,8 +24,8 @@ from ..manifest import (
     FileEntry,
     Manifest,
     block_count,
-    digest_of,
     digest_of_blocks,
+    digests_of,
 )
 from ..stores.local import durable_write, make_dirs
 from ..telemetry import BYTES, logger
@@ -45,8 +45,7 @@ def keep(directory: Path, flushed: Sequence[Flushed], rank: int, token: str, chu
     path = directory / blocks_file(token)
     make_dirs(path.parent)
     durable_write(path, data)
-    digests = tuple(digest_of(data[at : at + chunk_size_bytes]) for at in range(0, len(data), chunk_size_bytes))
-    return [FileEntry(blocks_file(token), len(data), digests, rank, token)]
+    return [FileEntry(blocks_file(token), len(data), digests_of(data, chunk_size_bytes), rank, token)]
 
 
 def places(manifest: Manifest) -> dict[str, tuple[FileEntry, int]]:

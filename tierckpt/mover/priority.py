@@ -6,7 +6,6 @@ import ctypes
 import os
 import platform
 import threading
-from pathlib import Path
 
 from ..telemetry import logger
 
@@ -22,17 +21,10 @@ _BEST_EFFORT_LOWEST = (2 << 13) | 7
 def lower_this_thread(nice: int) -> None:
     """Lower the CPU and I/O priority of the calling thread, for good: raising it again needs privileges.
 
-    Linux keeps both per thread. Best effort: what the kernel refuses is logged and the thread works on as it is.
+    Linux keeps both per thread, and a thread begins with those of the one that starts it. Best effort:
+    what the kernel refuses is logged and the thread works on as it is.
     """
     _lower(threading.get_native_id(), nice)
-
-
-def lower_this_process(nice: int) -> None:
-    """Lower every thread of this process, and with them those that will be started: for the agent, which has no
-    other work. Best effort, as ``lower_this_thread``.
-    """
-    for task in Path("/proc/self/task").iterdir():
-        _lower(int(task.name), nice)
 
 
 def _lower(thread: int, nice: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt import layout
-from tierckpt.manifest import Digester
+from tierckpt.manifest import digests_of
 from tierckpt.mover import commit, flush
 from tierckpt.stores import local
 
@@ -78,9 +78,9 @@ def commit_before_shards() -> None:
     def flush_later(shards: Any, **options: Any) -> list[flush.Flushed]:
         flushed = []
         for shard in shards:
-            digester = Digester(options["chunk_size_bytes"])
-            digester.update(b"".join(bytes(record.head) for record in shard.records))
-            flushed.append(flush.Flushed(shard.path, shard.size_bytes, digester.finish()))
+            heads = b"".join(bytes(record.head) for record in shard.records)
+            digests = digests_of(heads, options["chunk_size_bytes"])
+            flushed.append(flush.Flushed(shard.path, shard.size_bytes, digests))
         later.append(lambda: real_flush(shards, **options))
         return flushed
 

@@ -20,7 +20,7 @@ from tierckpt.config import Settings
 from tierckpt.engine import Engine
 from tierckpt.errors import TierckptError
 from tierckpt.layout import Location, local_dir
-from tierckpt.manifest import Digester, FileEntry, Manifest
+from tierckpt.manifest import FileEntry, Manifest, digests_of
 from tierckpt.mover import commit, flush, space
 from tierckpt.mover.disk import check_local_root, typed_errors
 from tierckpt.mover.journal import READY, WRITING, Entry
@@ -163,15 +163,14 @@ class _OneSave:
         assert self.entry is not None
         files = list(self.entry.files) if self.alone else self.collected
         data = json.dumps({"label": self.label, "files": sorted(file.path for file in files)}).encode()
-        digester = Digester(CHUNK_BYTES)
-        digester.update(data)
         name = layout.rank_metadata(rank) if self.alone else layout.METADATA
         source = layout.attempt_metadata(self.entry.token if self.alone else self.attempt)
+        digests = digests_of(data, CHUNK_BYTES)
         manifest = Manifest(
             attempt=self.attempt,
             world_size=self.ranks,
             chunk_size_bytes=CHUNK_BYTES,
-            metadata=(FileEntry(name, len(data), digester.finish(), rank, self.entry.token, source=source),),
+            metadata=(FileEntry(name, len(data), digests, rank, self.entry.token, source=source),),
             files=tuple(sorted(files, key=lambda file: file.path)),
             replaces=self.replaces,
             created_unix_seconds=time.time(),
