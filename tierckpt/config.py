@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import ByteSize, Field, ValidationError, field_validator
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -147,6 +147,42 @@ class Settings(BaseSettings):
 
     cache_low_water: float = Field(default=0.8, gt=0, le=1)
     """Share of the local disk down to which it then evicts."""
+
+    peers: str | None = None
+    """Where the agents of the other nodes are: ``host[:port],...``, ``slurm[:port]`` (the job's node list),
+    ``dns:NAME[:port]`` (a headless service), or ``torchrun`` (the job's own store). None: this node reads for itself."""
+
+    peer_listen: str = "0.0.0.0:7117"
+    """Where this node's agent serves the others, when there are ``peers``. Beyond loopback only with a secret or TLS."""
+
+    peer_advertise: str | None = None
+    """``host[:port]`` by which the others reach this node. None: found out from the route to them."""
+
+    peer_secret: SecretStr | None = None
+    """What all nodes of the cluster know and nobody else: requests are signed with it (HMAC-SHA256)."""
+
+    peer_secret_file: Path | None = None
+    """A file with that secret, readable by its owner alone."""
+
+    peer_tls_certificate: Path | None = None
+    peer_tls_key: Path | None = None
+    peer_tls_authority: Path | None = None
+    """All three: peers speak TLS, and each shows a certificate of this authority (mutual TLS)."""
+
+    peer_domain: str = ""
+    """This node's failure domain (rack, power feed): replicas go to other domains first."""
+
+    peer_bytes_per_second: ByteSize | None = Field(default=None, gt=0)
+    """Speed of this node's network, which decides its part of the work. None: what the kernel says of the interface."""
+
+    peer_serve_bytes_per_second: ByteSize | None = Field(default=None, gt=0)
+    """Most bytes per second that this node serves, to all peers together. None: what the network takes."""
+
+    peer_serves_max: int = Field(default=64, ge=1, le=4096)
+    """Chunks that this node serves at a time, to all peers together; a quarter of them to any one."""
+
+    replicas: int = Field(default=1, ge=1, le=16)
+    """Nodes that hold each shard of a checkpoint after a save, its own among them. More than 1 needs ``peers``."""
 
     trust_pickle: bool = False
     """Load items that only an unrestricted unpickler can read. It runs whatever code the checkpoint names: say True

@@ -13,6 +13,7 @@ class Tier(enum.StrEnum):
     """Where a copy of a file lives."""
 
     LOCAL = "local"
+    PEER = "peer"
     SHARED = "shared"
 
 
