@@ -150,10 +150,10 @@ class Settings(BaseSettings):
 
     peers: str | None = None
     """Where the agents of the other nodes are: ``host[:port],...``, ``slurm[:port]`` (the job's node list),
-    ``dns:NAME[:port]`` (a headless service), or ``torchrun`` (the job's own store). None: this node reads for itself."""
+    ``dns:NAME[:port]`` (a headless service), or ``torchrun`` (the job's own store). None: it reads for itself."""
 
     peer_listen: str = "0.0.0.0:7117"
-    """Where this node's agent serves the others, when there are ``peers``. Beyond loopback only with a secret or TLS."""
+    """Where this node's agent serves the others, when there are ``peers``. Beyond loopback: a secret, or TLS."""
 
     peer_advertise: str | None = None
     """``host[:port]`` by which the others reach this node. None: found out from the route to them."""
