@@ -499,7 +499,7 @@ def recover_and_go_on(world: World, state: CrashState, steps: Sequence[int]) -> 
             assert same(load(world.uri(step), state_of(99), **options), state_of(99))
             location = parse_uri(world.uri(step))
             checkpoint, report = client.run(lambda engine, at=location: engine.verify(at, read_data=True))
-            assert (checkpoint.tiers, report.problems, report.records) == (frozenset(Tier), {}, {})
+            assert (checkpoint.tiers, report.problems, report.records) == (frozenset({Tier.LOCAL, Tier.SHARED}), {}, {})
     finally:
         close_all()
 

@@ -227,6 +227,44 @@ def test_the_directory_may_vanish_before_its_lock_is_had(tmp_path: Path, monkeyp
     assert stands(tmp_path, "one")
 
 
+def fragment(directory: Path, rank: int, world_size: int = 2) -> tuple[Manifest, dict[str, bytes]]:
+    """What one rank of a save without collectives leaves: a shard, and metadata of its own."""
+    token, data, metadata = f"run{rank}", f"data of {rank}".encode(), f"metadata of {rank}".encode()
+    name = f"__{rank}_0-{token}.distcp"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / name).write_bytes(data)
+    files = (FileEntry(name, len(data), (digest_of(data),), rank, token),)
+    path, source = f"__{rank}{METADATA}", attempt_metadata(token)
+    entry = FileEntry(path, len(metadata), (digest_of(metadata),), rank, token, source=source)
+    return Manifest("run", world_size, CHUNK, (entry,), files, (), 1.0), {path: metadata}
+
+
+def test_the_last_fragment_commits_the_whole_and_none_before_it(tmp_path: Path) -> None:
+    assert commit.commit_local_fragment(tmp_path, at(tmp_path), *fragment(tmp_path, 1)) is None
+    assert commit.read_local_manifest(tmp_path) is None
+    whole = commit.commit_local_fragment(tmp_path, at(tmp_path), *fragment(tmp_path, 0))
+    assert whole == commit.read_local_manifest(tmp_path)
+    assert whole is not None
+    assert [entry.path for entry in whole.files] == ["__0_0-run0.distcp", "__1_0-run1.distcp"]
+    assert (tmp_path / f"__1{METADATA}").read_bytes() == b"metadata of 1"
+    assert not [name for name in names(tmp_path) if "/parts/" in name]
+
+
+def test_what_an_unfinished_save_left_goes_and_what_stands_stays(tmp_path: Path) -> None:
+    committed(tmp_path, "one")
+    before = names(tmp_path)
+    _, metadata = saved(tmp_path, "two")
+    local.durable_write(tmp_path / attempt_metadata("two"), metadata[METADATA])
+    commit.remove_unfinished(tmp_path, "two")
+    assert names(tmp_path) == before
+    assert stands(tmp_path, "one")
+
+
+def test_a_directory_that_no_save_of_ours_made_is_left_alone(tmp_path: Path) -> None:
+    commit.remove_empty(tmp_path)
+    assert tmp_path.is_dir()
+
+
 # --- shared tier --------------------------------------------------------------------------------------------------
 
 
@@ -341,6 +379,13 @@ def test_a_claim_that_names_no_attempt_is_refused(body: dict[str, Any], store: S
     asyncio.run(store.put(CLAIM, manifests.seal(body)))
     with pytest.raises(ManifestError, match=r"claim\.json"):
         asyncio.run(commit.read_claim(store))
+
+
+def test_a_claim_that_came_from_elsewhere_with_the_files_is_one(store: Store) -> None:
+    body = {"attempt": "one", "replaces": [], "uri": "s3://elsewhere/step-1"}
+    asyncio.run(store.put(CLAIM, manifests.seal(body)))
+    claim = asyncio.run(commit.read_claim(store))
+    assert claim is not None
 
 
 def test_a_drained_mark_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:

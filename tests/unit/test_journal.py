@@ -13,7 +13,7 @@ import pytest
 from tests.unit.test_manifest import checkpoint, entry
 from tierckpt import manifest as manifests
 from tierckpt.errors import ManifestError
-from tierckpt.layout import parse_uri
+from tierckpt.layout import local_dir, parse_uri
 from tierckpt.mover import journal as journals
 from tierckpt.mover.journal import READY, Journal
 
@@ -42,6 +42,22 @@ def test_a_removed_entry_is_gone(tmp_path: Path) -> None:
     journal.remove("aa")
     assert journal.read("aa") is None
     assert journal.entries() == []
+
+
+def test_that_an_unfinished_save_is_gone_is_durable_before_its_entry_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, made_durable = Journal(tmp_path), []
+    journal.open("aa", LOCATION, 0, 4096)
+    directory = local_dir(tmp_path, LOCATION)
+    directory.mkdir(parents=True)
+
+    def fsync_dir(path: Path) -> None:
+        made_durable.append((path, journal.read("aa") is not None))
+
+    monkeypatch.setattr(journals, "fsync_dir", fsync_dir)
+    journal.remove("aa")
+    assert made_durable == [(directory, True)]
 
 
 def test_an_unreadable_entry_hides_no_other(tmp_path: Path) -> None:
