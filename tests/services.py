@@ -16,6 +16,7 @@ import secrets
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -69,7 +70,7 @@ def shared_memory_alone() -> Iterator[None]:
 class HttpServer:
     """A server in this process, on a port of its own. What it answers to GET and HEAD is for ``answer`` to say."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -85,8 +86,10 @@ class HttpServer:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self.endpoint = f"{'https' if tls else 'http'}://127.0.0.1:{self._server.server_port}"
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         raise NotImplementedError

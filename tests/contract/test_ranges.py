@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 
 import pytest
 
+from tests.certificates import Authority
 from tests.services import HttpServer
 from tierckpt.config import Settings
 from tierckpt.errors import (
@@ -40,14 +43,14 @@ PART = ByteRange(DIRECT_BYTES_MIN - 5, 2 * DIRECT_BYTES_MIN + 7)
 class Server(HttpServer):
     """One object. ``plan`` says how the next requests are answered: first come, first served; then well."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.plan: deque[str] = deque()
         self.signed = 0
         """Requests whose URL carries the signature: ours. The library signs with a header."""
         self.other = 0
         self.connections: set[tuple[str, int]] = set()
         self.asked = threading.Event()
-        super().__init__()
+        super().__init__(tls)
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         is_ours = "X-Amz-Signature=" in request.path
@@ -102,7 +105,11 @@ class Server(HttpServer):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    made = Server()
+    yield from served(Server(), monkeypatch)
+
+
+def served(made: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """``made`` is the S3 server of the environment, until the test is over."""
     for name, value in {
         "AWS_ENDPOINT_URL": made.endpoint,
         "AWS_ACCESS_KEY_ID": "testing",
@@ -249,3 +256,48 @@ async def test_who_gives_up_gets_back_memory_that_nothing_writes_to(store: Remot
         await task
     assert time.monotonic() - begun < 4, "it waited for the server"
     into.release()  # BufferError if a thread still has it
+
+
+# --- TLS ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def tls_server(
+    authority: Authority, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Server]:
+    """Its certificate names the host that is the parameter."""
+    yield from served(Server(authority.server_side(request.param)), monkeypatch)
+
+
+@pytest.mark.parametrize("tls_server", ["127.0.0.1"], indirect=True)
+async def test_over_tls_it_is_the_same(
+    tls_server: Server, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
+    store = RemoteStore(parse_uri("s3://bucket/run"), Settings.load())
+    assert [await read(store) for _ in range(3)] == [digest_of(DATA[PART.start : PART.stop])] * 3
+    assert (tls_server.signed, tls_server.other, len(tls_server.connections)) == (3, 0, 1)
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("tls_server", "trusts"),
+    [("elsewhere.example", True), ("127.0.0.1", False)],
+    indirect=["tls_server"],
+    ids=["another name", "unknown authority"],
+)
+async def test_a_server_that_cannot_be_believed_is_asked_nothing(
+    tls_server: Server, trusts: bool, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if trusts:
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
+    store = RemoteStore(parse_uri("s3://bucket/run"), Settings.load(retry_attempts_max=0, store_timeout_seconds=5))
+    with pytest.raises(StoreUnavailableError):
+        await read(store)
+    assert (tls_server.signed, tls_server.other) == (0, 0)
+    await store.close()

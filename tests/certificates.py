@@ -1,0 +1,70 @@
+"""Certificates for tests: an authority of their own, and what it issues."""
+
+from __future__ import annotations
+
+import ipaddress
+import ssl
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+
+class Authority:
+    """Issues certificates into ``directory``; ``path`` is its own, which those who trust it are given."""
+
+    def __init__(self, directory: Path, name: str = "tests") -> None:
+        self.directory = directory
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"authority of {name}")])
+        certificate = (
+            _builder(self._name, self._name, self._key)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .sign(self._key, hashes.SHA256())
+        )
+        self.path = directory / f"{name}-authority.pem"
+        self.path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+    def issue(self, host: str) -> tuple[Path, Path]:
+        """Return the files of a certificate for ``host`` (a name or an address), and of its key."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
+        try:
+            alternative: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
+        except ValueError:
+            alternative = x509.DNSName(host)
+        uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        certificate = (
+            _builder(name, self._name, key)
+            .add_extension(x509.SubjectAlternativeName([alternative]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        paths = self.directory / f"{host}.pem", self.directory / f"{host}.key"
+        paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        paths[1].write_bytes(key.private_bytes(serialization.Encoding.PEM, *form))
+        paths[1].chmod(0o600)
+        return paths
+
+    def server_side(self, host: str = "127.0.0.1") -> ssl.SSLContext:
+        """Return what a server for ``host`` speaks TLS with."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*self.issue(host))
+        return context
+
+
+def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(days=1))
+    )
