@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import NamedTuple, TypeAlias
 
 from ..arena.slots import Bounce
@@ -22,7 +23,7 @@ from ..errors import TierckptError
 from ..types import Buffer, ByteRange
 from .copies import Copies, LocalCopy
 from .flush import round_up
-from .read_tuner import TRIED_BYTES, WAYS, ReadTuner, Way
+from .read_tuner import TRIED_BYTES, TRIED_ROUNDS_MAX, WAYS, ReadTuner, Way
 from .resident import PAGE_BYTES
 
 BUFFER_SECONDS = 600.0
@@ -138,9 +139,13 @@ def _tried(jobs: list[_Job], disk: LocalCopy, memories: Sequence[memoryview], on
 def _try(
     jobs: list[_Job], tuner: ReadTuner, first: LocalCopy, memories: Sequence[memoryview], on_error: OnError
 ) -> list[_Job]:
-    """Return what is left to read. Nothing is learned from bytes that came from memory, or from another device."""
-    rates: dict[Way, float] = {}
-    for way in tuner.ways:
+    """Return what is left to read. Nothing is learned from bytes that came from memory, or from another device.
+
+    A device is not equally fast at all times, so a load that is large enough tries each way several times, in turn.
+    """
+    rounds = min(TRIED_ROUNDS_MAX, max(1, _size_bytes(jobs) // (2 * TRIED_BYTES * len(tuner.ways))))
+    rates: dict[Way, list[float]] = {way: [] for way in tuner.ways}
+    for way in tuner.ways * rounds:
         part, jobs = _part(jobs, TRIED_BYTES)
         disks = {job.copies.disk for job in part}
         cold_bytes = -sum(disk.cold_bytes for disk in disks if disk)
@@ -155,8 +160,8 @@ def _try(
             not disk or disk.device != first.device for disk in disks
         ):
             return jobs
-        rates[way] = cold_bytes / seconds
-    chosen = tuner.decide(first.device, rates, first.where)
+        rates[way].append(cold_bytes / seconds)
+    chosen = tuner.decide(first.device, {way: median(found) for way, found in rates.items()}, first.where)
     for job in jobs:
         if job.copies.disk is not None:
             job.copies.disk.is_direct = chosen.direct

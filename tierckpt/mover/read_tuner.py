@@ -33,7 +33,10 @@ log = logger("restore")
 MiB = 1 << 20
 
 TRIED_BYTES = 64 * MiB
-"""Read in each way before one is chosen."""
+"""Read at a time in each way before one is chosen."""
+
+TRIED_ROUNDS_MAX = 5
+"""How often, by a load that is large enough to read as much again in the best of them."""
 
 AS_GOOD = 0.95
 """A way as fast as this part of the fastest is as good: the difference is noise, and fewer threads are better."""
