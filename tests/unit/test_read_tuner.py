@@ -35,18 +35,17 @@ def tuner(root: Path, **settings: Any) -> ReadTuner:
 
 # --- the choice ------------------------------------------------------------------------------------------------------
 
-FOUR, EIGHT, CACHE = WAYS
+DIRECT, CACHE = WAYS
 
 
 @pytest.mark.parametrize(
     ("rates", "expected"),
     [
-        ((2.0, 1.0, 1.0), FOUR),
-        ((1.0, 2.0, 1.0), EIGHT),
-        ((1.96, 2.0, 1.0), FOUR),
-        ((1.0, 1.0, 1.2), FOUR),
-        ((1.0, 1.0, 3.0), CACHE),
-        ((1.0, 2.0, 2.4), EIGHT),
+        ((2.0, 1.0), DIRECT),
+        ((1.0, 1.0), DIRECT),
+        ((1.0, 1.2), DIRECT),
+        ((1.0, 1.4), CACHE),
+        ((1.0, 3.0), CACHE),
     ],
 )
 def test_the_cheapest_of_the_fastest_is_taken_and_the_page_cache_must_gain_a_quarter(
@@ -61,15 +60,15 @@ def test_what_was_decided_is_known_to_the_next_process_until_the_next_boot(
     with tmp_path.joinpath("file").open("wb") as file:
         device = device_of(file.fileno())
     first = tuner(tmp_path)
-    assert not first.is_known(device) and first.way(device) == FOUR
-    first.decide(device, {FOUR: 1e9, EIGHT: 2e9}, "here")
-    assert tuner(tmp_path).is_known(device) and tuner(tmp_path).way(device) == EIGHT
+    assert not first.is_known(device) and first.way(device) == DIRECT
+    first.decide(device, {DIRECT: 1e9, CACHE: 2e9}, "here")
+    assert tuner(tmp_path).is_known(device) and tuner(tmp_path).way(device) == CACHE
     assert not tuner(tmp_path).is_known(f"{device} of another boot")
     monkeypatch.setattr(read_tuner, "_boot", lambda: "later")
     with tmp_path.joinpath("file").open("wb") as file:
         later = device_of(file.fileno())
     assert not tuner(tmp_path).is_known(later)
-    tuner(tmp_path).decide(later, {FOUR: 1e9}, "here")
+    tuner(tmp_path).decide(later, {DIRECT: 1e9}, "here")
     assert json.loads(read_ways(tmp_path).read_bytes()).keys() == {later}  # what is of an older boot is forgotten
 
 
@@ -78,14 +77,14 @@ def test_what_was_decided_is_known_to_the_next_process_until_the_next_boot(
 )
 def test_a_damaged_result_is_no_result(kept: bytes, tmp_path: Path) -> None:
     read_ways(tmp_path).write_bytes(kept)
-    assert not tuner(tmp_path).is_known("d") and tuner(tmp_path).way("d") == FOUR
+    assert not tuner(tmp_path).is_known("d") and tuner(tmp_path).way("d") == DIRECT
 
 
 def test_the_user_has_the_last_word(tmp_path: Path) -> None:
-    tuner(tmp_path).decide("d", {FOUR: 1.0, EIGHT: 9.0}, "here")
+    tuner(tmp_path).decide("d", {DIRECT: 9.0, CACHE: 1.0}, "here")
     for mode, direct in (("direct", True), ("buffered", False)):
         forced = tuner(tmp_path, read_mode=mode)
-        assert forced.is_known("d") and forced.is_known("anything") and forced.way("d") == Way(direct, 4)
+        assert forced.is_known("d") and forced.is_known("anything") and forced.way("d") == Way(direct, 8)
     assert tuner(tmp_path, read_threads_max=6).way("d") == Way(True, 6)
     assert tuner(tmp_path, read_threads_max=2).way("e") == Way(True, 2)
     with pytest.raises(ConfigError, match="read_mode"):
@@ -137,11 +136,11 @@ def test_the_first_large_load_tries_each_way_on_its_own_bytes(small: None, path:
     first = Noted(path, tuner(root))
     load(first, path)
     assert len(first.read_in) == SIZE // CHUNK  # no byte twice
-    assert first.read_in[:6] == [True] * 4 + [False] * 2
+    assert first.read_in[:8] == ([True] * 2 + [False] * 2) * 2  # twice, in turn
     [entry] = json.loads(read_ways(root).read_bytes()).values()
-    assert entry["bytes_per_second"].keys() == {"direct/4", "direct/8", "buffered/4"}
+    assert entry["bytes_per_second"].keys() == {"direct/8", "buffered/4"}
     chosen = Way.parse(entry["way"])
-    assert set(first.read_in[6:]) == {chosen.direct}
+    assert set(first.read_in[8:]) == {chosen.direct}
     second = Noted(path, tuner(root))
     load(second, path)
     assert set(second.read_in) == {chosen.direct}
@@ -149,7 +148,7 @@ def test_the_first_large_load_tries_each_way_on_its_own_bytes(small: None, path:
 
 def test_a_load_that_can_tell_nothing_tries_nothing(small: None, path: Path) -> None:
     root = path.parent
-    load(Noted(path, tuner(root)), path, 6 * CHUNK)  # too small
+    load(Noted(path, tuner(root)), path, 4 * CHUNK)  # too small
     load(Noted(path, tuner(root), cached=True), path)  # from memory
     with try_lock(read_ways(root).with_suffix(".lock")) as held:  # another process is at it
         assert held
