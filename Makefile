@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
 .PHONY: help test azurite check lint types layers demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
-  bench-load bench-plan bench-safetensors bench-save clean
+  bench-fanout bench-fanout-simulation bench-load bench-plan bench-safetensors bench-save bench-serve clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -53,7 +53,7 @@ compat-frameworks: $(STAMP) ## install Accelerate and Lightning, kill and resume
 	$(BIN)/python -m pytest tests/compat/test_frameworks.py
 
 # Each harness of tests/fault, as long as it is worth; what it is in CI is in docs/internals/testing.md. TORTURE takes a part.
-TORTURE ?= sweeps crash bits fuzz stores deaths preemption load safetensors readers fsspec
+TORTURE ?= sweeps crash bits fuzz stores deaths preemption load safetensors readers fsspec order simulated fanout replicas evil
 TORTURE_sweeps := TIERCKPT_TEST_SWEEP=full test_sweeps.py
 TORTURE_crash := TIERCKPT_TEST_CRASH_STATES=600000 test_crash_states.py
 TORTURE_bits := TIERCKPT_TEST_BIT_FLIPS=every test_bit_faults.py
@@ -65,6 +65,11 @@ TORTURE_load := TIERCKPT_TEST_SAVERS=64 test_load.py
 TORTURE_safetensors := TIERCKPT_TEST_FUZZ_SECONDS=1800 test_safetensors_fuzz.py
 TORTURE_readers := TIERCKPT_TEST_CACHE_READERS=300 test_cache_readers.py
 TORTURE_fsspec := TIERCKPT_TEST_FSSPEC=all ../contract/test_fsspec.py
+TORTURE_fanout := TIERCKPT_TEST_SWEEP=full test_fanout.py
+TORTURE_replicas := TIERCKPT_TEST_REPLICA_KILLS=100 test_replica_faults.py
+TORTURE_evil := TIERCKPT_TEST_PEER_FLOOD=10000 test_evil_peer.py
+TORTURE_order := TIERCKPT_TEST_SWEEP=full ../integration/test_data_order.py
+TORTURE_simulated := TIERCKPT_TEST_SWEEP=full ../integration/test_simulated_run.py
 
 torture: $(STAMP) ## every fault harness at full length (hours); TORTURE="sweeps crash" for a part
 	@for part in $(TORTURE); do echo "== $$part"; $(MAKE) --no-print-directory torture-$$part || exit 1; done
@@ -98,6 +103,15 @@ bench-load: $(STAMP) ## load: the disk, stock PyTorch, safetensors, tierckpt (20
 
 bench-save: $(STAMP) ## save: the disk's limit, stock PyTorch, tierckpt (25 minutes)
 	$(BIN)/python bench/save.py $(BENCH_ARGS)
+
+bench-serve: $(STAMP) ## one agent on one core serving chunks, beside nginx and a bare sendfile
+	$(BIN)/python bench/serve.py $(BENCH_ARGS)
+
+bench-fanout: $(STAMP) ## one model to N nodes in network namespaces (20 minutes, root)
+	$(BIN)/python bench/fanout.py $(BENCH_ARGS)
+
+bench-fanout-simulation: $(STAMP) ## the same placement and schedule under a virtual clock, up to 4,096 nodes
+	$(BIN)/python bench/fanout_simulation.py $(BENCH_ARGS)
 
 clean: ## remove what builds and tests leave, the environment included
 	rm -rf .venv .services .demo build dist bench/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -39,6 +39,10 @@ LONGEST_FIRST = (
     "test_resharding.py",
     "test_agent.py",
     "test_wire_save.py",
+    "test_fanout.py",
+    "test_peers_agent.py",
+    "test_replica_faults.py",
+    "test_replicas.py",
 )
 """Files of minutes. Several workers take a file each: none of these should be begun last."""
 

@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Checkpointer": ".training.checkpointer",
+    "DataOrder": ".training.sampling",
     "PerRank": ".training.state",
     "RngState": ".training.state",
     "Settings": ".config",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .loading.safetensors import stream_safetensors as stream_safetensors
     from .training.checkpointer import Checkpointer as Checkpointer
     from .training.restoring import load_model as load_model
+    from .training.sampling import DataOrder as DataOrder
     from .training.state import PerRank as PerRank
     from .training.state import RngState as RngState
 

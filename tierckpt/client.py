@@ -190,7 +190,7 @@ def wait(
 def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **overrides: Any) -> str | None:
     """Return the URI of the newest usable checkpoint at or under ``uri``, None when there is none.
 
-    Usable means committed, and every file has a copy of its size on this node or the shared tier. Newest is the
+    Usable means committed, and every file has a copy of its size on this node, a peer or the shared tier. Newest is the
     highest step number at the end of the name.
     """
     location = check_location(parse_uri(uri))

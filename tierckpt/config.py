@@ -5,11 +5,13 @@ Sizes are written like ``"200GiB"``. Every field ends in its unit.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic import ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -24,8 +26,13 @@ KiB = 1 << 10
 MiB = 1 << 20
 GiB = 1 << 30
 BLOCK_BYTES = 4096
+PEER_SECRET_BYTES_MIN = 16
+
+_LISTEN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
+_ADVERTISE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:(?P<port>\d{1,5}))?")
 
 StagingPolicy: TypeAlias = Literal["wait", "skip", "drop_oldest_unflushed"]
+PreemptSignal: TypeAlias = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"]
 NumaNode: TypeAlias = Annotated[int, Field(ge=0, lt=1024)]
 
 
@@ -104,6 +111,27 @@ class Settings(BaseSettings):
     """Where a Checkpointer stages. ``shared``: the agent holds the memory too, and what a killed trainer had staged is
     still saved. ``auto``: shared where the agent drains and the kernel has huge pages for it, else private, which is
     faster to write from than shared memory of small pages."""
+
+    preempt_signals: Annotated[tuple[PreemptSignal, ...], NoDecode] = ("SIGTERM",)
+    """Signals after which a process brings its checkpoints to safety and ends. Slurm sends what ``--signal`` asks for:
+    "SIGTERM,SIGUSR1". In the environment separated by commas."""
+
+    preempt_notices: Literal["none", "aws", "gcp", "azure"] = "none"
+    """Whose notices of preemption to look for, at the metadata address of the cloud: then the next ``step`` saves."""
+
+    preempt_endpoint: str | None = None
+    """Where to look, like ``http://169.254.169.254``, when it is not where that cloud has it."""
+
+    preempt_poll_seconds: float = Field(default=5.0, gt=0)
+    """Time between two looks."""
+
+    drain_policy: Literal["every", "adaptive"] = "every"
+    """Which checkpoints go to shared storage. ``every``: all, or every n-th where ``interval="auto"`` says so.
+    ``adaptive``: decided at each save, from measured throughputs (``planning/policy.py``); what is left out stays on
+    the SSD until newer ones stand there."""
+
+    exposure_seconds_max: float | None = Field(default=None, gt=0)
+    """With ``adaptive``: the oldest that the newest state on shared storage may become."""
 
     drain_bytes_per_second: ByteSize | None = Field(default=None, gt=0)
     """Most bytes per second that all drains of one mover together send. None: what the store takes."""
@@ -235,12 +263,66 @@ class Settings(BaseSettings):
     def _node_list(cls, value: Any) -> Any:
         return value.replace(",", " ").split() if isinstance(value, str) else value
 
+    @field_validator("preempt_signals", mode="before")
+    @classmethod
+    def _signal_list(cls, value: Any) -> Any:
+        names = value.replace(",", " ").split() if isinstance(value, str) else value
+        return tuple(
+            name if not isinstance(name, str) or name.startswith("SIG") else f"SIG{name}" for name in names or ()
+        )
+
     @field_validator("staging_numa_nodes")
     @classmethod
     def _each_node_once(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(value)) != len(value):
             raise ValueError("a node is named twice")
         return value
+
+    @field_validator("peer_listen", "peer_advertise")
+    @classmethod
+    def _address(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """Form only: what it means is found out where it is used."""
+        form = _LISTEN if info.field_name == "peer_listen" else _ADVERTISE
+        match = form.fullmatch(value) if value is not None else None
+        if value is not None and (match is None or int(match["port"] or 0) > 65535):
+            example = (
+                "0.0.0.0:7117 or [::]:7117" if form is _LISTEN else "10.0.0.1, host.example:7117 or [fd00::1]:7117"
+            )
+            raise ValueError(f"{value[:100]!r} is no address; write {example}")
+        return value
+
+    @field_validator("peer_secret")
+    @classmethod
+    def _long_enough(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and len(value.get_secret_value().encode()) < PEER_SECRET_BYTES_MIN:
+            raise ValueError(f"shorter than {PEER_SECRET_BYTES_MIN} bytes; `openssl rand -hex 32` makes a good one")
+        return value
+
+    @field_validator("peer_domain")
+    @classmethod
+    def _printable(cls, value: str) -> str:
+        if len(value) > 128 or not (value.isascii() and (value.isprintable() or not value)):
+            raise ValueError("a failure domain is up to 128 printable ASCII characters")
+        return value
+
+    @model_validator(mode="after")
+    def _peers_fit(self) -> Self:
+        tls = (self.peer_tls_certificate, self.peer_tls_key, self.peer_tls_authority)
+        if any(tls) and not all(tls):
+            raise ValueError("peer_tls_certificate, peer_tls_key and peer_tls_authority go together: set all three")
+        if self.peer_secret is not None and self.peer_secret_file is not None:
+            raise ValueError("peer_secret and peer_secret_file are both set: set one of them")
+        if self.replicas > 1 and self.peers is None:
+            raise ValueError(f"replicas is {self.replicas}, which needs peers: other nodes to hold them")
+        return self
+
+    def to_private_json(self) -> str:
+        """The settings with the secret in plain: for a pipe to a process of our own, never for a file or a log."""
+        document = self.model_dump(mode="json")
+        for name, value in self:
+            if isinstance(value, SecretStr):
+                document[name] = value.get_secret_value()
+        return json.dumps(document)
 
     @classmethod
     def settings_customise_sources(
@@ -274,7 +356,9 @@ class Settings(BaseSettings):
                 return settings
             return cls(**{**settings.model_dump(), **overrides})
         except ValidationError as error:
-            lines = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+            lines = "; ".join(
+                ": ".join(filter(None, (".".join(map(str, item["loc"])), item["msg"]))) for item in error.errors()
+            )
             raise ConfigError(
                 f"invalid settings: {lines}", hint=f"Settings are {', '.join(cls.model_fields)}"
             ) from None

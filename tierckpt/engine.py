@@ -6,7 +6,7 @@ import asyncio
 import builtins
 import secrets
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -26,10 +26,12 @@ from .errors import (
 )
 from .layout import MANIFEST, Location, local_dir, step_of
 from .manifest import FileEntry, Manifest
-from .mover import catalog, commit, leases
+from .mover import bringing, catalog, commit, kept, leases
+from .mover.bringing import Nearest
 from .mover.browse import Browser
 from .mover.budget import Budget
 from .mover.catalog import Checkpoint, Row
+from .mover.cluster import Live, cluster_of
 from .mover.drain import Drainer, DrainResult
 from .mover.drill import DrillReport, choose, drill
 from .mover.journal import READY, Entry, Journal
@@ -38,9 +40,9 @@ from .mover.prune import Pruner, PruneResult, finish_local
 from .mover.recovery import take_up
 from .mover.restore import RestoreResult, restore
 from .mover.retention import Policy, Rule
+from .mover.sharing import Sharing
 from .mover.shelf import Check, Held, Kind, Shelf, refuse_pin
 from .mover.through import Cached
-from .mover.transfer import fetch
 from .mover.verify import VerifyReport, verify
 from .stores.base import Store
 from .telemetry import ignore_progress, logger
@@ -60,11 +62,22 @@ class Engine:
     Owns the stores and the running drains. Not thread-safe: every coroutine runs on the loop that made it.
     """
 
-    def __init__(self, settings: Settings, listener: ProgressListener = ignore_progress) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        listener: ProgressListener = ignore_progress,
+        *,
+        live: Callable[[], Awaitable[Live]] | None = None,
+    ) -> None:
+        """``live``: who the other nodes are; None: this node's agent is asked, where there are ``peers``."""
         self.settings = settings
         self._listener = listener
         self._drainer = Drainer(settings, listener)
-        self.shelf = Shelf(settings, self.store, listener)
+        # The agent, which says itself who is there, fetches nothing that it would have to ask others for.
+        self.sharing = Sharing(settings) if settings.peers is not None and live is None else None
+        self.shelf = Shelf(settings, self.store, listener, self.sharing)
+        self.cluster = cluster_of(settings, live)
+        """The other nodes, where there are ``peers``."""
         self.browser = Browser(self.store, self.find, self.directory)
         self._drains: dict[str, asyncio.Task[DrainResult]] = {}
         self._failures: dict[str, tuple[str, TierckptError]] = {}
@@ -91,6 +104,8 @@ class Engine:
             task.cancel()
         await asyncio.gather(*self._drains.values(), return_exceptions=True)
         await self._drainer.close()
+        if self.cluster is not None:
+            await self.cluster.close()
 
     # --- saving ------------------------------------------------------------------------------------------------
 
@@ -173,6 +188,14 @@ class Engine:
         finally:
             self._drains.pop(token, None)
 
+    async def release(self, run: Location | None = None) -> builtins.list[Entry]:
+        """Have what stands newest on this node, and was to stay there, drained after all. Returns its entries."""
+        return await asyncio.to_thread(kept.release, self.settings.local_root, self.journal, run)
+
+    async def settle(self, run: Location | None = None) -> None:
+        """Let go of what was kept on this node and is older than what the shared tier has of its run."""
+        await asyncio.to_thread(kept.settle, self.settings.local_root, self.journal, run)
+
     async def drain_now(self, token: str) -> None:
         """Commit an entry whose files are all on the shared tier already. Raises when that cannot be done at once."""
         result = await self._drainer.drain(token, patient=False)
@@ -238,7 +261,8 @@ class Engine:
                 if idle_rounds > 2:
                     raise CommitAbandonedError(
                         f"{location.uri} is committed on the local tier only and nothing drains it",
-                        hint="It was saved with drain=False, or another save of the same id won on the shared tier",
+                        hint="It was saved with drain=False, or its interval keeps it here (`tierckpt drain` sends the "
+                        "newest), or another save of the same id won on the shared tier",
                     )
                 for entry in entries:
                     if entry.state == READY:
@@ -298,7 +322,7 @@ class Engine:
     # --- finding -----------------------------------------------------------------------------------------------
 
     async def find(self, location: Location) -> Checkpoint:
-        return await catalog.find(location, self.directory(location), self.store(location))
+        return await catalog.find(location, self.directory(location), self.store(location), self.cluster)
 
     async def list(self, location: Location) -> builtins.list[Row]:
         """Return the checkpoints at or directly under ``location``, by step, uncommitted ones included.
@@ -320,15 +344,20 @@ class Engine:
         return await catalog.describe(location, self.directory(location), self.store(location))
 
     async def _children(self, location: Location) -> builtins.list[str]:
-        local = await asyncio.to_thread(self._local_children, location)
+        near = await self._near_children(location)
         try:
             shared = await self.store(location).list_dirs()
         except StoreUnavailableError as error:
-            if not local:
+            if not near:
                 raise
-            log.warning("%s: listing the local tier only (%s)", location.uri, error)
+            log.warning("%s: listing this node and its peers only (%s)", location.uri, error)
             shared = []
-        return sorted({name for name in local + shared if not name.startswith(".")})
+        return sorted({name for name in near + shared if not name.startswith(".")})
+
+    async def _near_children(self, location: Location) -> builtins.list[str]:
+        """Names below ``location`` on this node and, of checkpoints committed there, on its peers."""
+        local = await asyncio.to_thread(self._local_children, location)
+        return local + list(await self.cluster.committed(location) if self.cluster is not None else ())
 
     async def latest(self, location: Location, step_max: int | None = None) -> Checkpoint | None:
         """Return the newest usable checkpoint at or under ``location``: committed, every file with a copy of its size.
@@ -341,12 +370,10 @@ class Engine:
         except (CheckpointNotFoundError, UncommittedCheckpointError):
             find = self.find
         except StoreUnavailableError as error:
-            log.warning("%s: looking on the local tier only (%s)", location.uri, error)
-            find = self._find_local
+            log.warning("%s: looking on this node and its peers only (%s)", location.uri, error)
+            find = self._find_near
         names = sorted(
-            await (
-                self._children(location) if find == self.find else asyncio.to_thread(self._local_children, location)
-            ),
+            set(await (self._children(location) if find == self.find else self._near_children(location))),
             key=lambda name: (step_of(name) is not None, step_of(name) or 0, name),
         )
         for name in reversed(names):
@@ -362,16 +389,20 @@ class Engine:
             log.warning("latest: passing over %s: some files have no copy", name)
         return None
 
-    async def _find_local(self, location: Location) -> Checkpoint:
-        """Find a checkpoint while the shared tier is away: what the local tier has committed, whole."""
-        directory = self.directory(location)
+    async def _find_near(self, location: Location) -> Checkpoint:
+        """Find a checkpoint while the shared tier is away: one that this node and its peers have whole."""
+        directory, store = self.directory(location), self.store(location)
         manifest = await asyncio.to_thread(commit.read_local_manifest, directory)
-        if manifest is None:
-            raise CheckpointNotFoundError(f"no local copy of {location.uri}")
-        checkpoint = Checkpoint(location, manifest, directory, self.store(location), frozenset({Tier.LOCAL}))
-        if checkpoint.missing_locally():
-            raise CheckpointNotFoundError(f"the local copy of {location.uri} is not whole")
-        return checkpoint
+        found = await self.cluster.at(location, (manifest,)) if self.cluster is not None else {}
+        attempts = {attempt: elsewhere.manifest for attempt, elsewhere in found.items()}
+        attempts |= {manifest.attempt: manifest} if manifest is not None else {}
+        for known in sorted(attempts.values(), key=lambda known: known.created_unix_seconds, reverse=True):
+            is_local = manifest is not None and known.attempt == manifest.attempt
+            tiers = {Tier.LOCAL} if is_local else {Tier.PEER}
+            checkpoint = Checkpoint(location, known, directory, store, frozenset(tiers), found.get(known.attempt))
+            if not await catalog.lacking_near(checkpoint):
+                return checkpoint
+        raise CheckpointNotFoundError(f"neither this node nor its peers have {location.uri} whole")
 
     def _local_children(self, location: Location) -> builtins.list[str]:
         directory = self.directory(location)
@@ -383,11 +414,11 @@ class Engine:
         return await self.store(location).get_range(key, byte_range)
 
     async def fetch_missing(self, checkpoint: Checkpoint, entries: Iterable[FileEntry]) -> None:
-        """Bring those of ``entries`` that this node lacks to the local tier, verified. Best effort: readers go to the
-        shared tier for what could not be kept here."""
+        """Bring those of ``entries`` that this node lacks to the local tier, verified, from peers or the shared tier.
+        Best effort: readers go there themselves for what could not be kept here."""
         if checkpoint.manifest is None:
             return
-        chunk_size, done = checkpoint.manifest.chunk_size_bytes, 0
+        done = 0
         missing = [entry for entry in entries if checkpoint.local_path(entry) is None]
         total = sum(entry.size_bytes for entry in missing)
         gate = asyncio.Semaphore(self.settings.concurrency)
@@ -400,23 +431,18 @@ class Engine:
         async def one(entry: FileEntry) -> None:
             async with gate:
                 try:
-                    path = checkpoint.directory / entry.key
-                    await fetch(checkpoint.store, entry, path, chunk_size, on_bytes, self.settings.concurrency)
+                    width = self.settings.concurrency
+                    await bringing.bring(checkpoint, entry, sharing=self.sharing, concurrency=width, on_bytes=on_bytes)
                 except (TierckptError, OSError) as error:
-                    log.warning("%s stays on the shared tier only: %s", entry.path, error)
+                    log.warning("%s could not be brought to this node: %s", entry.path, error)
 
         async with self.reading(checkpoint):
+            is_elsewhere = bool(missing and checkpoint.tiers & {Tier.SHARED, Tier.PEER})
+            if is_elsewhere and self.cluster is not None:
+                await bringing.adopt(checkpoint)  # so that peers find each file here from the moment that it is whole
             await asyncio.gather(*(one(entry) for entry in missing))
-            if missing and Tier.SHARED in checkpoint.tiers:
-                # With the manifest beside them the fetched files are known to retention and eviction.
-                await self._adopt(checkpoint.store, checkpoint.directory, checkpoint.manifest)
-
-    async def _adopt(self, store: Store, directory: Path, manifest: Manifest) -> None:
-        try:
-            await self._drainer.adopt(store, directory, manifest)
-            await asyncio.to_thread(commit.mark_drained, directory, manifest.attempt)
-        except TierckptError as error:
-            log.warning("the commit of %s could not be noted on this node: %s", store.uri, error)
+            if is_elsewhere:
+                await bringing.adopt(checkpoint)  # what was brought is known to retention and eviction
 
     async def verify(self, location: Location, *, read_data: bool) -> tuple[Checkpoint, VerifyReport]:
         checkpoint = await self.find(location)
@@ -490,7 +516,7 @@ class Engine:
         A checkpoint of ours belongs on the local tier, anything else in the node cache. ``keep``: nobody evicts it from
         there while this process lives.
         """
-        held = await self.shelf.freeze(location, include=include, exclude=exclude)
+        held, checkpoint = await self._freeze(location, include, exclude)
         target = directory or self.local_place(held)
         if target is None:
             return await self.shelf.prefetch(held, pin=pin, keep=keep)
@@ -499,16 +525,33 @@ class Engine:
         if location.scheme == "file" and target.absolute() == Path(location.path):
             raise ConfigError(f"{target} is both source and target of the prefetch", hint="Give another --to")
         result = await prefetch(
-            held.store,
+            Nearest(held.store, checkpoint.elsewhere) if checkpoint is not None else held.store,
             held.frozen.files,
             target,
             chunk_size_bytes=held.frozen.chunk_size_bytes,
             concurrency=self.settings.concurrency * 2,
             listener=self._listener,
+            sharing=self.sharing,
         )
         if held.manifest is not None and directory is None:
-            await self._adopt(held.store, target, held.manifest)
+            tiers = frozenset({Tier.SHARED})
+            await bringing.adopt(checkpoint or Checkpoint(location, held.manifest, target, held.store, tiers))
         return result
+
+    async def _freeze(
+        self, location: Location, include: Sequence[str], exclude: Sequence[str]
+    ) -> tuple[Held, Checkpoint | None]:
+        """What is at ``location``, frozen; and the checkpoint there, when peers have committed it.
+
+        A checkpoint is there from the moment that some node has committed it, on the shared tier or not yet.
+        """
+        if self.cluster is not None and location.name in await self.cluster.committed(location.parent):
+            checkpoint = await self.find(location)
+            if checkpoint.manifest is not None and checkpoint.elsewhere is not None:
+                await checkpoint.elsewhere.look()
+                held = self.shelf.hold(location, checkpoint.store, checkpoint.manifest, include, exclude)
+                return held, checkpoint
+        return await self.shelf.freeze(location, include=include, exclude=exclude), None
 
     async def check_prefetched(
         self, location: Location, directory: Path | None, include: Sequence[str] = (), exclude: Sequence[str] = ()

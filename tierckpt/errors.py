@@ -3,12 +3,14 @@
     TierckptError
     ├── ConfigError (ValueError)                      exit 2   a setting, URI or argument that cannot work
     │   └── MissingExtraError (ImportError)                    the URI needs a package that is not installed
-    ├── StoreError                                    exit 1   raised by stores/ only
+    ├── StoreError                                    exit 1   raised by stores/ and peer/ only
     │   ├── ObjectNotFoundError (FileNotFoundError)   exit 4
     │   │   └── BucketNotFoundError
     │   ├── PermissionDeniedError (PermissionError)   exit 6   missing or wrong credentials, read-only mount
     │   ├── PreconditionFailedError                            put-if-absent found something, or an etag changed
     │   └── StoreUnavailableError                     exit 7   the store's own retries are spent; try again later
+    │       └── PeerError                                      another node does not answer, or not as it should
+    │           └── PeerBusyError                              it serves as much as it may: .retry_after_seconds
     ├── CapacityError (OSError)                       exit 1   no room: disk full, quota
     ├── IntegrityError                                exit 5   bytes are not what the manifest says
     │   ├── ManifestError (ValueError)                         the manifest itself is not acceptable
@@ -97,6 +99,18 @@ class PreconditionFailedError(StoreError):
 class StoreUnavailableError(StoreError):
     exit_code = 7
     retryable = True
+
+
+class PeerError(StoreUnavailableError):
+    pass
+
+
+class PeerBusyError(PeerError):
+    """The peer is there and has no hand free. Ask another one, or this one after ``retry_after_seconds``."""
+
+    @property
+    def retry_after_seconds(self) -> float:
+        return float(self.context.get("retry_after_seconds", 1.0))
 
 
 class CapacityError(TierckptError, OSError):

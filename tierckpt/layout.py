@@ -11,6 +11,11 @@ A checkpoint directory looks the same on every tier, so what is true of the buck
     <checkpoint>/.tierckpt/pending/<attempt>.json   the manifest to be, until every rank has drained (shared tier only)
     <checkpoint>/.tierckpt/parts/<token>.json       one rank has drained its shards (shared tier only)
     <checkpoint>/.tierckpt/removed/<attempt>.json   a removal that is under way: what is still to be deleted
+    <checkpoint>/.tierckpt/own/<token>              a rank of this node makes this save (local tier, with peers)
+    <checkpoint>/.tierckpt/replica.json             whose saves are copied here (local tier, with peers)
+    <checkpoint>/.tierckpt/bringing/                files on their way here from peers (local tier)
+
+A run, the directory of its checkpoints, has ``<run>/.tierckpt-history/*.jsonl``: what `tierckpt report` reads.
 
 The local root holds::
 
@@ -42,8 +47,19 @@ PENDING_DIR = ".tierckpt/pending"
 PARTS_DIR = ".tierckpt/parts"
 METADATA_DIR = ".tierckpt/metadata"
 BLOCKS_DIR = ".tierckpt/blocks"
+OWN_DIR = ".tierckpt/own"
+REPLICA = ".tierckpt/replica.json"
+REPLICATED = ".tierckpt/replicated.json"
+"""Local tier only: what ranks of this node saved of this attempt, and copies of others', are on all their holders."""
+BRINGING = ".tierckpt/bringing"
+"""Local tier only: files on their way here, each in a directory of its own."""
+PASSED = ".tierckpt/passed.json"
+"""Local tier only: this attempt was not drained and newer ones stand here, so the local copy may be evicted."""
 DRAINED = ".tierckpt/drained.json"
 """Local tier only: the shared tier has committed this attempt, so the local copy may be evicted."""
+
+HISTORY_DIR = ".tierckpt-history"
+"""Of a run, beside its checkpoints: what its processes have done with their time, one small file for each start."""
 
 SHARD_SUFFIX = ".distcp"
 
@@ -148,6 +164,17 @@ def local_dir(local_root: Path, location: Location) -> Path:
     return Path(local_root, "checkpoints", location.scheme, location.authority or "_", location.path.strip("/"))
 
 
+def location_at(local_root: Path, directory: Path) -> Location | None:
+    """The location that ``directory`` of the local tier mirrors; None when it is none's."""
+    try:
+        scheme, authority, *path = directory.relative_to(Path(local_root, "checkpoints")).parts
+    except ValueError:
+        return None
+    below = "/".join(path)
+    found = Location(scheme, "" if authority == "_" else authority, f"/{below}" if scheme == "file" else below)
+    return found if local_dir(local_root, found) == directory else None
+
+
 def journal_dir(local_root: Path) -> Path:
     return Path(local_root, "journal")
 
@@ -177,9 +204,14 @@ def blocks_file(token: str) -> str:
     return f"{BLOCKS_DIR}/{token}"
 
 
+def own_file(token: str) -> str:
+    """Name of the mark that a rank of this node makes this save. It is empty, and losing it costs a copy on peers."""
+    return f"{OWN_DIR}/{token}"
+
+
 def private_files(token: str) -> tuple[str, ...]:
     """What a rank's save writes beside its shards."""
-    return attempt_metadata(token), blocks_file(token)
+    return attempt_metadata(token), blocks_file(token), own_file(token)
 
 
 def pending(attempt: str) -> str:

@@ -87,10 +87,17 @@ RETRIES = Metric("counter", "tierckpt_retries_total", "Tries again after a failu
 QUARANTINES = Metric("counter", "tierckpt_quarantines_total", "Bad copies set aside, by tier.", ("tier",))
 ERRORS = Metric("counter", "tierckpt_errors_total", "Errors that ended an operation.", ("operation", "error"))
 COMMITS = Metric("counter", "tierckpt_commits_total", "Checkpoints committed by this node, by tier.", ("tier",))
+REPLICAS = Metric("counter", "tierckpt_replicas_total", "Copies of other nodes' checkpoints, by outcome.", ("outcome",))
 READS_ALONE = Metric("counter", "tierckpt_reads_alone_total", "Loads in which a rank gave up reading with its node.")
 STEPPED_BACK_SECONDS = Metric(
     "counter", "tierckpt_stepped_back_seconds_total", "Time in which drains left the disk to a flush."
 )
+
+PEER_MEMBERS = Metric("gauge", "tierckpt_peer_members", "Other nodes that this one knows, by state.", ("state",))
+PEER_REFUSED = Metric(
+    "counter", "tierckpt_peer_refused_total", "Requests of peers that were not answered, by reason.", ("reason",)
+)
+PEER_BANS = Metric("counter", "tierckpt_peer_bans_total", "Peers that are not asked for a while: wrong bytes.")
 
 RELAYED_VALUES_MAX = 10_000
 
@@ -201,20 +208,26 @@ class _TextFormatter(logging.Formatter):
 def log_to(stream: TextIO, log_format: LogFormat, level: LogLevel, name: str = "tierckpt") -> Callable[[], None]:
     """Write the events of logger ``name`` to ``stream``, redacted. For processes of our own: the CLI and the agent.
 
-    Returns what ends it. ``name`` may be "" for every library's events.
+    Returns what ends it. ``name`` may be "" for every library's events. Where events go to ``stream`` already, no event
+    is written twice: until this ends, it writes what either asks for.
     """
+    target = logging.getLogger(name)
+    standing = [each for each in target.handlers if isinstance(each, logging.StreamHandler) and each.stream is stream]
     handler = logging.StreamHandler(stream)
-    handler.setLevel(level.upper())
+    handler.setLevel(min([level_of(level), *(each.level for each in standing)]))
     handler.setFormatter(
         JsonFormatter() if log_format == "json" else _TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     )
-    target = logging.getLogger(name)
     before = target.level
+    for each in standing:
+        target.removeHandler(each)
     target.addHandler(handler)
     target.setLevel(min(level_of(level), before) if before else level_of(level))
 
     def stop() -> None:
         target.removeHandler(handler)
+        for each in standing:
+            target.addHandler(each)
         target.setLevel(before)
 
     return stop

@@ -72,7 +72,7 @@ COORDINATOR_PHASES: dict[str, Callable[[], None]] = {
     "committed": lambda: _after(commit, "commit_local"),
 }
 RESTORE_PHASES: dict[str, Callable[[], None]] = {
-    "finding the step": lambda: _before(checkpointers.Checkpointer, "_uri_to_restore"),
+    "finding the step": lambda: _before(checkpointers, "restore_newest"),
     "planning to read": lambda: _before(TierStorageReader, "prepare_local_plan"),
     "reading": lambda: _before(TierStorageReader, "read_data"),
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.agent.server import _Connection
+from tierckpt.agent.connection import Connection
 from tierckpt.config import Settings
 from tierckpt.errors import OperationTimeoutError, PermissionDeniedError, TierckptError
 from tierckpt.layout import agent_dir
@@ -62,10 +62,10 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, _Connection]]:
+def pair() -> Iterator[tuple[socket.socket, Connection]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     theirs.setblocking(False)
-    connection = _Connection(theirs, os.getpid())
+    connection = Connection(theirs, os.getpid())
     yield ours, connection
     ours.close()
     connection.close()
@@ -81,7 +81,7 @@ def _names(descriptors: list[int]) -> list[str]:
 
 
 def test_descriptors_come_in_order_though_their_messages_are_cut_anywhere(
-    pair: tuple[socket.socket, _Connection], tmp_path: Path
+    pair: tuple[socket.socket, Connection], tmp_path: Path
 ) -> None:
     ours, connection = pair
     files = _files(5, tmp_path)
@@ -103,7 +103,7 @@ def test_descriptors_come_in_order_though_their_messages_are_cut_anywhere(
 
 
 def test_more_descriptors_than_fit_end_the_connection_and_none_is_kept(
-    pair: tuple[socket.socket, _Connection], tmp_path: Path
+    pair: tuple[socket.socket, Connection], tmp_path: Path
 ) -> None:
     ours, connection = pair
     files = _files(contacts.DESCRIPTORS_MAX + 20, tmp_path)
@@ -116,7 +116,7 @@ def test_more_descriptors_than_fit_end_the_connection_and_none_is_kept(
         os.close(file)
 
 
-def test_the_end_of_the_other_side_is_seen_after_its_last_word(pair: tuple[socket.socket, _Connection]) -> None:
+def test_the_end_of_the_other_side_is_seen_after_its_last_word(pair: tuple[socket.socket, Connection]) -> None:
     ours, connection = pair
     ours.sendall(encode({"op": "last"}))
     ours.close()

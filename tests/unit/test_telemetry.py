@@ -77,6 +77,19 @@ def lines_of(log_format: str, say: object, level: str = "info") -> list[str]:
     return stream.getvalue().splitlines()
 
 
+def test_two_who_write_to_one_stream_write_each_event_once() -> None:
+    stream = io.StringIO()
+    stop = log_to(stream, "text", "warning")
+    stop_inner = log_to(stream, "text", "info")
+    logger("test").info("once")
+    stop_inner()
+    logger("test").info("not at this level")
+    logger("test").warning("again")
+    stop()
+    logger("test").warning("nobody listens")
+    assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == ["once", "again"]
+
+
 def test_an_event_is_one_line_of_json_with_its_fields() -> None:
     def say() -> None:
         logger("test").info("drained %s", "s3://b/run", extra={"uri": "s3://b/run", "size_bytes": 5, "path": object})

@@ -34,7 +34,7 @@ from ..errors import ConfigError, TierckptError
 from ..layout import MANIFEST, step_of
 from ..mover import commit
 from ..mover.budget import Budget
-from ..mover.journal import READY, Journal
+from ..mover.journal import KEPT, READY, Journal
 from ..mover.retention import nearest_existing
 from ..telemetry import Labels, Metric, logger
 from ..types import Tier
@@ -180,7 +180,7 @@ class NodeState:
     def _queue(self) -> Iterator[Sample]:
         entries = Journal(self.local_root).entries()
         ready = [entry for entry in entries if entry.state == READY]
-        unwritten = [entry for entry in entries if entry.state != READY]
+        unwritten = [entry for entry in entries if entry.state not in (READY, KEPT)]
         now = time.time()
         for tier, waiting in ((Tier.SHARED, ready), (Tier.LOCAL, unwritten)):
             oldest = min((entry.created_unix_seconds for entry in waiting), default=now)

@@ -7,12 +7,10 @@ that was acknowledged: the next one goes on where it stopped.
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import os
 import resource
-import select
 import signal
 import socket
 import time
@@ -22,10 +20,10 @@ from typing import Any
 
 from ..config import Settings
 from ..engine import Engine
-from ..errors import TierckptError
+from ..errors import ConfigError, TierckptError
 from ..mover import priority
+from ..mover.cluster import Live, live_of
 from ..mover.contact import (
-    DESCRIPTORS_MAX,
     LOCK_NAME,
     SOCKET,
     encode,
@@ -36,9 +34,12 @@ from ..mover.contact import (
 )
 from ..mover.journal import READY, Entry
 from ..mover.lock import try_lock
+from ..mover.replicate import Replicator
 from ..telemetry import emit_rows, logger
 from ..types import Json, Progress
-from .estate import Estate, Owner
+from .connection import Connection, close_all
+from .estate import Estate
+from .peers import Peers
 
 log = logger("agent")
 
@@ -52,7 +53,8 @@ RECOVER_SECONDS = 60.0
 ENDING_SECONDS = 0.1
 ACCEPT_AGAIN_SECONDS = 1.0
 FINISH_POLL_SECONDS = 0.1
-_SO_PEERPIDFD = 77
+SENT_AT_ONCE_BYTES_MAX = 1 << 16
+SEND_SECONDS = 10.0
 
 
 def run(settings: Settings, *, stay: bool = False) -> int:
@@ -72,57 +74,17 @@ def run(settings: Settings, *, stay: bool = False) -> int:
         return asyncio.run(Agent(settings.model_copy(update={"mover": "inline"}), directory, stay=stay).run())
 
 
-class _Connection:
-    """One process of the job. Reads without blocking; descriptors are queued until their message is whole.
-
-    Its end is not the process's: a process that got no answer in time closes it and lives on. The kernel tells by
-    ``pidfd`` (pidfd_open(2)) when the process ends. Where it does not (-1: an old kernel that sees another container's
-    process), the end of the connection has to do, and locks are not taken over: who still holds one is alive.
-    """
-
-    def __init__(self, sock: socket.socket, pid: int) -> None:
-        self.socket = sock
-        self.owner = Owner(pid)
-        self.pidfd = _pidfd_of(sock, pid)
-        self.buffer = bytearray()
-        self.descriptors: list[int] = []
-
-    def read(self) -> bool:
-        """Take in what has come. False when the other side is gone."""
-        size = DESCRIPTORS_MAX * array.array("i").itemsize
-        data, ancillary, flags, _ = self.socket.recvmsg(1 << 16, socket.CMSG_SPACE(size), socket.MSG_CMSG_CLOEXEC)
-        for level, kind, content in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                received = array.array("i")
-                received.frombytes(content[: len(content) - len(content) % received.itemsize])
-                self.descriptors.extend(received)
-        if flags & socket.MSG_CTRUNC:
-            return False  # descriptors were lost: what comes now cannot be trusted
-        self.buffer += data
-        return bool(data)
-
-    def close(self) -> None:
-        self.socket.close()
-        _close_all(self.descriptors)
-
-    @property
-    def process_has_ended(self) -> bool:
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(0))
-
-
 class Agent:
     """One agent. ``run`` is its whole life."""
 
     def __init__(self, settings: Settings, directory: Path, *, stay: bool = False) -> None:
         self.settings = settings
-        self.engine = Engine(settings, self._on_progress)
+        self.engine = Engine(settings, self._on_progress, live=self._live)
         self.estate = Estate(lambda: self._spawn(self._recover()))  # what no will protects any more is put away
         self._directory = directory
         self._stay = stay
-        self._connections: set[_Connection] = set()
-        self._watched: set[_Connection] = set()
+        self._connections: set[Connection] = set()
+        self._watched: set[Connection] = set()
         """Whose process has not ended, closed ones among them when there is a will of theirs."""
         self._begun = self._busy_at = time.monotonic()
         self._retry_at: dict[str, float] = {}
@@ -133,6 +95,18 @@ class Agent:
         self._stopping = asyncio.Event()
         self._signalled = False
         self._metrics: Any = None
+        self.replicator: Replicator | None = None
+        if self.engine.cluster is not None:
+            self.replicator = Replicator(
+                settings,
+                self.engine.journal,
+                self.engine.budget,
+                self.engine.cluster,
+                self.engine.store,
+                self._on_progress,
+            )
+        fresh = self.replicator.fresh if self.replicator is not None else None
+        self.peers = Peers(self.settings, directory, fresh=fresh) if settings.peers is not None else None
         self._recovered_at = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -141,6 +115,9 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         self._serve_metrics()
+        if self.peers is not None:
+            self.peers.start()
+        copying = asyncio.create_task(self.replicator.run()) if self.replicator is not None else None
         with self._listen() as listener:
             loop.add_reader(listener, self._accept, listener)
             log.info("agent of %s is ready (process %d)", self.settings.local_root, os.getpid())
@@ -151,6 +128,11 @@ class Agent:
                 loop.remove_reader(listener)
                 with contextlib.suppress(FileNotFoundError):
                     (self._directory / SOCKET).unlink()
+        if copying is not None:
+            copying.cancel()
+            await asyncio.wait([copying])
+        if self.peers is not None:
+            await self.peers.close()
         await self.engine.close()
         if self._metrics is not None:
             self._metrics.close()
@@ -198,7 +180,9 @@ class Agent:
 
     def _may_leave(self) -> bool:
         has_work = self._connections or self._tasks or self.engine.draining or self._retry_at
-        return not has_work and self.estate.is_empty
+        is_needed = self.peers is not None and self.peers.is_needed
+        is_needed = is_needed or (self.replicator is not None and self.replicator.is_needed)
+        return not (has_work or is_needed) and self.estate.is_empty
 
     async def _drain_what_is_ready(self) -> None:
         entries = await self._entries()
@@ -296,7 +280,7 @@ class Agent:
             sock.close()
             return
         sock.setblocking(False)
-        connection = _Connection(sock, pid)
+        connection = Connection(sock, pid)
         self._connections.add(connection)
         loop = asyncio.get_running_loop()
         loop.add_reader(sock, self._readable, connection)
@@ -308,7 +292,7 @@ class Agent:
         if listener.fileno() >= 0:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
-    def _readable(self, connection: _Connection) -> bool:
+    def _readable(self, connection: Connection) -> bool:
         """Read and act. False when there is nothing more to read now, or ever."""
         try:
             alive = connection.read()
@@ -323,10 +307,12 @@ class Agent:
             self._hang_up(connection)
         return alive
 
-    def _hang_up(self, connection: _Connection) -> None:
+    def _hang_up(self, connection: Connection) -> None:
         asyncio.get_running_loop().remove_reader(connection.socket)
         connection.close()
         self._connections.discard(connection)
+        if self.peers is not None:
+            self.peers.done(connection)
         self._busy_at = time.monotonic()
         if connection not in self._watched:
             self.estate.gone(connection.owner)
@@ -336,7 +322,7 @@ class Agent:
             self._unwatch(connection)
         self._spawn(self._after_an_end())
 
-    def _ended(self, connection: _Connection) -> None:
+    def _ended(self, connection: Connection) -> None:
         """The process has ended, even if somebody it forked still holds the connection open."""
         self._unwatch(connection)
         if connection in self._connections:
@@ -348,7 +334,7 @@ class Agent:
             self.estate.gone(connection.owner)
             self._spawn(self._after_an_end())
 
-    def _unwatch(self, connection: _Connection) -> None:
+    def _unwatch(self, connection: Connection) -> None:
         self._watched.discard(connection)
         asyncio.get_running_loop().remove_reader(connection.pidfd)
         os.close(connection.pidfd)
@@ -367,7 +353,7 @@ class Agent:
         except (OSError, TierckptError) as error:
             log.error("what earlier processes left cannot be taken up now: %s", error)
 
-    def _handle(self, connection: _Connection, message: Json) -> None:
+    def _handle(self, connection: Connection, message: Json) -> None:
         count = message.pop("descriptors", 0)
         received, connection.descriptors = connection.descriptors[:count], connection.descriptors[count:]
         verb: Callable[..., Any] | None = getattr(self, f"_on_{message.pop('op', '')}", None)
@@ -377,33 +363,42 @@ class Agent:
             self._answer(connection, {"error": f"{type(error).__name__}: {error}"})
             return
         finally:
-            _close_all(received)  # those that nobody has taken
+            close_all(received)  # those that nobody has taken
         if asyncio.iscoroutine(answer):
             self._spawn(self._answer_later(connection, answer))
         else:
             self._answer(connection, {"ok": answer})
 
-    async def _answer_later(self, connection: _Connection, work: Coroutine[Any, Any, Any]) -> None:
+    async def _answer_later(self, connection: Connection, work: Coroutine[Any, Any, Any]) -> None:
         try:
             answer: Json = {"ok": await work}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         self._answer(connection, answer)
 
-    def _answer(self, connection: _Connection, answer: Json) -> None:
+    def _answer(self, connection: Connection, answer: Json) -> None:
+        data = encode(answer)
+        if len(data) > SENT_AT_ONCE_BYTES_MAX:  # it may not fit into the socket's buffer
+            self._spawn(self._send(connection, data))
+            return
         try:
-            connection.socket.sendall(encode(answer))
+            connection.socket.sendall(data)
         except OSError:
             return  # it went away; reading will say so
 
+    async def _send(self, connection: Connection, data: bytes) -> None:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(SEND_SECONDS):
+                await asyncio.get_running_loop().sock_sendall(connection.socket, data)
+
     # --- operations ---------------------------------------------------------------------------------------------
 
-    def _on_submit(self, connection: _Connection, received: list[int], token: str) -> None:
+    def _on_submit(self, connection: Connection, received: list[int], token: str) -> None:
         self._retry_at.pop(token, None)
         self._submit(token)
 
     def _on_hand_in(
-        self, connection: _Connection, received: list[int], save: str, rank: int, world_size: int, names: list[str]
+        self, connection: Connection, received: list[int], save: str, rank: int, world_size: int, names: list[str]
     ) -> None:
         if len(received) != len(names) or len(set(names)) != len(names):
             raise ValueError(f"{len(received)} descriptors for the names {names}")
@@ -413,23 +408,52 @@ class Agent:
             os.close(descriptors.pop(LOCK_NAME))
         self.estate.hand_in(connection.owner, save, rank, world_size, descriptors)
 
-    def _on_take_back(self, connection: _Connection, received: list[int], save: str, rank: int) -> None:
+    def _on_take_back(self, connection: Connection, received: list[int], save: str, rank: int) -> None:
         self.estate.take_back(save, rank)
 
-    async def _on_settle(self, connection: _Connection, received: list[int]) -> None:
+    async def _on_settle(self, connection: Connection, received: list[int]) -> None:
         """Answer when no will is being executed any more: then the local tier has all it is going to have."""
         for ended in [watched for watched in self._watched if watched.process_has_ended]:
             self._ended(ended)
         await self.estate.settled()
 
-    def _on_metrics(self, connection: _Connection, received: list[int], rows: list[list[Any]]) -> int:
+    def _on_metrics(self, connection: Connection, received: list[int], rows: list[list[Any]]) -> int:
         """Take in what another process of this node has measured."""
         return emit_rows(rows)
 
-    def _on_stop(self, connection: _Connection, received: list[int]) -> None:
+    def _on_peers(
+        self, connection: Connection, received: list[int], version: str | None = None, directory: str | None = None
+    ) -> Coroutine[Any, Any, Json]:
+        """Who the other nodes are; with a version, also that this process fills ``directory`` with it."""
+        return self._cluster().ask(connection, version, directory)
+
+    def _on_peers_done(self, connection: Connection, received: list[int], version: str) -> None:
+        """This process no longer fills anything with ``version``."""
+        self._cluster().done(connection, version)
+
+    def _on_fetched(self, connection: Connection, received: list[int], version: str, report: Json) -> None:
+        """What this process has fetched of ``version`` since it began."""
+        self._cluster().report(connection, version, report)
+
+    def _on_peer_addresses(self, connection: Connection, received: list[int], addresses: list[str]) -> None:
+        """Where the job's own store says the agents are."""
+        self._cluster().tell(addresses)
+
+    def _on_peer_status(self, connection: Connection, received: list[int]) -> Coroutine[Any, Any, Json]:
+        return self._cluster().status()
+
+    async def _live(self) -> Live:
+        return live_of(await self._cluster().ask(None, None, None))
+
+    def _cluster(self) -> Peers:
+        if self.peers is None:
+            raise ConfigError("this agent was started without `peers`; `tierckpt agent --stop` lets a new one start")
+        return self.peers
+
+    def _on_stop(self, connection: Connection, received: list[int]) -> None:
         self._on_signal()
 
-    def _on_status(self, connection: _Connection, received: list[int]) -> Json:
+    def _on_status(self, connection: Connection, received: list[int]) -> Json:
         return {
             "pid": os.getpid(),
             "uptime_seconds": time.monotonic() - self._begun,
@@ -444,19 +468,8 @@ class Agent:
             ],
             "moved_bytes": self._moved_bytes,
             "errors": self._errors,
+            "replicas": self.replicator.status() if self.replicator is not None else None,
         }
-
-
-def _pidfd_of(sock: socket.socket, pid: int) -> int:
-    """A descriptor that becomes readable when the process on the other side has ended; -1 when there is none."""
-    try:
-        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)  # Linux 6.5; of another container's processes too
-    except OSError:
-        pass
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1
 
 
 def _allow_descriptors() -> None:
@@ -464,11 +477,6 @@ def _allow_descriptors() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _close_all(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())
 
 
 def _unknown() -> Json:

@@ -5,7 +5,8 @@
         entry.json            what is to be here (frozen.py): uri, files, chunk size
         progress-<boot>-<chunk size>    a line for each chunk that has landed: "<file> <chunk> <digest>"; "!<file>.":
                               forget its chunks; "=<file>.": it is whole and durable
-        claims/               who fetches which chunk now (owner.py)
+        claims/               who brings which chunk now (owner.py)
+        shared/               and which of them from shared storage, where other nodes take part
         owners/               heartbeats of the processes that are at it
     <parent>/NAME/.tierckpt/prefetched.json             the receipt; a directory without it is not done
 
@@ -44,6 +45,7 @@ FILLING = f"{PRIVATE_DIR}/filling"
 ENTRY = f"{FILLING}/entry.json"
 SUFFIX = ".incoming"
 PUBLISH = "publish"
+SHARED = "shared"
 APPENDS_MAX = 8
 
 _LANDED = re.compile(rb"(\d+) (\d+) (t?[0-9a-f]{32})")
@@ -131,6 +133,8 @@ class Lines:
         self.landed_bytes = 0
         self.durable: set[int] = set()
         """Files that are whole and durable."""
+        self.order: list[tuple[int, int]] = []
+        """Chunks as they landed, one after the other. One that was forgotten and has landed again is there twice."""
 
     def path(self, incoming: Path) -> Path:
         """Lines of another boot (G3), or of chunks of another size, are in another file."""
@@ -148,7 +152,9 @@ class Lines:
             index, chunk = int(match[1]), int(match[2])
             if index < len(self.frozen.files) and chunk < self.frozen.chunks_of(index):
                 chunks = self.landed.setdefault(index, {})
-                self.landed_bytes += 0 if chunk in chunks else self.frozen.chunk_range(index, chunk).size_bytes
+                if chunk not in chunks:
+                    self.landed_bytes += self.frozen.chunk_range(index, chunk).size_bytes
+                    self.order.append((index, chunk))
                 chunks[chunk] = match[3].decode()
         elif match := _MARK.fullmatch(line):
             index = int(match[2])
@@ -178,6 +184,7 @@ class Filling:
         base = self.incoming / FILLING
         with translated(self.incoming):
             (base / "claims").mkdir(parents=True, exist_ok=True)  # durable when it is published, not before (G3)
+            (base / SHARED).mkdir(exist_ok=True)
             self.frozen = self._agree(frozen)
             self._lines = Lines(self.frozen)
             self._progress = self._lines.path(self.incoming)
@@ -190,6 +197,7 @@ class Filling:
             os.close(self._log)
             raise
         self.claims = Claims(base / "claims", base / "owners", self.presence.name)
+        self.fetching = Claims(base / SHARED, base / "owners", self.presence.name)
         self.refresh()
 
     def _agree(self, frozen: Frozen) -> Frozen:

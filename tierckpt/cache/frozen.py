@@ -14,7 +14,17 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from ..errors import ManifestError, ObjectNotFoundError
-from ..manifest import MANIFEST_BYTES_MAX, SIZE_BYTES_MAX, chunk_count, digest_of, is_safe_path, seal, unseal
+from ..manifest import (
+    MANIFEST_BYTES_MAX,
+    SIZE_BYTES_MAX,
+    FileEntry,
+    Manifest,
+    chunk_count,
+    digest_of,
+    is_safe_path,
+    seal,
+    unseal,
+)
 from ..types import ByteRange, Json
 
 _FIELDS = frozenset({"uri", "chunk_size_bytes", "files", "count", "wanted", "landed"})
@@ -104,6 +114,15 @@ class Receipt:
 
     frozen: Frozen
     landed: tuple[tuple[str, ...], ...]
+
+
+def from_manifest(manifest: Manifest) -> list[Wanted]:
+    """The files of a checkpoint of ours, whose digests are their version."""
+    return [wanted_of(entry) for entry in manifest.entries]
+
+
+def wanted_of(entry: FileEntry) -> Wanted:
+    return Wanted(entry.path, entry.key, entry.size_bytes, None, entry.digests)
 
 
 def version_of(files: Sequence[Wanted]) -> str:

@@ -18,7 +18,23 @@ from ..redaction import redact, redact_all
 from ..stores.local import translate_os_error
 from ..telemetry import log_to
 from ..types import Tier
-from . import agent, doctor, drain, drill, export, info, ls, prefetch, prune, restore, simulate, size, status, verify
+from . import (
+    agent,
+    doctor,
+    drain,
+    drill,
+    export,
+    info,
+    ls,
+    prefetch,
+    prune,
+    report,
+    restore,
+    simulate,
+    size,
+    status,
+    verify,
+)
 from .output import Output, Report, hush
 
 INTERRUPTED = 130
@@ -47,6 +63,7 @@ for _verb in (
     export.export,
     size.size,
     simulate.simulate,
+    report.report,
 ):
     app.command()(_verb)
 

@@ -14,7 +14,7 @@ from ..engine import Engine
 from ..errors import ConfigError, OperationTimeoutError, PartialTransferError, TierckptError
 from ..layout import control_file
 from ..mover.budget import UNCHANGED, Unchanged, change_control
-from ..mover.journal import READY, Entry
+from ..mover.journal import KEPT, READY, Entry
 from ..types import Json
 from .output import Report, facts, human_bytes, progress_bar, table
 from .session import JsonOption, LocalRootOption, load_settings, open_client
@@ -145,6 +145,7 @@ async def _drain_within(engine: Engine, wait: bool, timeout_seconds: float | Non
     try:
         async with asyncio.timeout(timeout_seconds):
             await _drain(engine, work, wait)
+            await engine.settle()
     except TimeoutError as error:
         if isinstance(error, TierckptError):
             raise
@@ -161,6 +162,7 @@ async def _drain(engine: Engine, work: _Work, wait: bool) -> None:
     """
     await _look(engine, work)
     await engine.recover()  # with drain=False: only removes what dead processes never finished
+    await engine.release()
     await _look(engine, work)
     while work.left:
         before = len(work.left)
@@ -176,7 +178,8 @@ async def _drain(engine: Engine, work: _Work, wait: bool) -> None:
 
 
 async def _look(engine: Engine, work: _Work) -> None:
-    entries = {entry.token: entry for entry in await asyncio.to_thread(engine.journal.entries)}
+    found = await asyncio.to_thread(engine.journal.entries)
+    entries = {entry.token: entry for entry in found if entry.state != KEPT}  # those are not to be drained
     for token in work.left.keys() - entries.keys():
         if token not in work.outcomes and work.left[token].state != READY:
             work.outcomes[token] = "removed"

@@ -16,6 +16,7 @@ from ..stores.local import translate_os_error
 from ..types import Tier
 
 if TYPE_CHECKING:
+    from ..planning.goodput import Goodput
     from ..planning.simulator import Run
 
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -28,6 +29,17 @@ PARTS = {
     "restarting_seconds": ("restarting", "#9c9c9c"),
     "loading_seconds": ("loading", "#2b7bba"),
     "waiting_seconds": ("waiting for nodes", "#8a5fb0"),
+}
+
+STRETCHES = {
+    "kept": ("kept", "#1f9e6e"),
+    "lost": ("lost, trained again", "#c23b3b"),
+    "down": ("no process", "#ffffff"),
+    "starting": ("starting", "#9c9c9c"),
+    "loading": ("loading", "#2b7bba"),
+    "warming": ("first step", "#8a5fb0"),
+    "blocked": ("blocked by saves", "#d98b2b"),
+    "other": ("after the last step", "#d0d0d0"),
 }
 
 
@@ -61,6 +73,33 @@ def plot_runs(path: Path, runs: Sequence[Run]) -> None:
         axis.set_xlim(0, 100)
         axis.set_xlabel("share of the wall clock, %")
         axis.set_title(f"{runs[0].wall_seconds / 86400:g} simulated days")
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, fontsize=8, frameon=False)
+
+
+def plot_goodput(path: Path, found: Goodput) -> None:
+    """Draw a run as it was: the step that training had come to, over time, and what each stretch of time was."""
+    with _figure(path, 1) as axes:
+        axis = axes[0]
+        begin = found.starts[0].began_at
+        unit, name = (3600.0, "hours") if found.wall_seconds > 7200 else (60.0, "minutes")
+        if found.wall_seconds < 300:
+            unit, name = 1.0, "seconds"
+        told: set[str] = set()
+        for stretch in found.stretches:
+            label, colour = STRETCHES[stretch.what]
+            left, right = ((at - begin) / unit for at in (stretch.began_at, stretch.ended_at))
+            axis.axvspan(left, right, color=colour, alpha=0.25, linewidth=0, label=None if label in told else label)
+            told.add(label)
+        for start in found.starts:
+            if start.work:
+                span = max(start.ended_at - start.began_at - start.work[-1][1], 0.0)
+                times = [(start.began_at - begin + span + seconds) / unit for _, seconds in start.work]
+                axis.plot(times, [step for step, _ in start.work], color="#1f4e79", linewidth=1.2)
+        axis.set_xlim(0, found.wall_seconds / unit)
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel(name)
+        axis.set_ylabel("step")
+        axis.set_title(f"ETTR {found.ettr:.1%}, {len(found.failures)} failures, {found.kept_steps} steps kept")
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, fontsize=8, frameon=False)
 
 

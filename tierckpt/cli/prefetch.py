@@ -18,6 +18,7 @@ from ..mover.shelf import Check, patiently
 from ..types import Json
 from .output import Report, facts, human_bytes, human_seconds, progress_bar, table
 from .session import JsonOption, LocalRootOption, load_settings, location_of, open_client
+from .watch import watch as watch_rollout
 
 PARTIAL = 3
 PENDING_SECONDS = 1800.0
@@ -43,6 +44,9 @@ ReadData = Annotated[bool, typer.Option("--read-data", help="With --check: diges
 Evict = Annotated[bool, typer.Option("--evict", help="Remove it from the cache, unless it is pinned or in use.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched and evicted. Changes nothing.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait for what is not committed, or not there, yet.")]
+Watch = Annotated[
+    bool, typer.Option("--watch", help="Show it filling all nodes (peers), live. Fetches nothing. URI: what to watch.")
+]
 Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0, help="With --wait: at most so long.")]
 
 
@@ -59,6 +63,7 @@ def prefetch(
     dry_run: DryRun = False,
     wait: Wait = False,
     timeout: Timeout = PENDING_SECONDS,
+    watch: Watch = False,
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
@@ -67,6 +72,10 @@ def prefetch(
     A directory appears when every file is there, checked and durable. A prefetch that was killed goes on where it
     stopped, and processes that want the same share the work. Exit code 3 when anything is missing, with the list.
     """
+    if watch:
+        if len(uris or ()) > 1 or any((check, evict, unpin, dry_run, pin, to, include, exclude)):
+            raise ConfigError("--watch takes a URI or none, and no other option", hint="It only shows what goes on")
+        return watch_rollout(location_of(uris[0]) if uris else None, load_settings(local_root), as_json=as_json)
     if sum((check, evict, unpin, dry_run)) > 1 or (pin and (unpin or evict or check)):
         raise ConfigError("give one of --check, --evict, --unpin, --dry-run", hint="--pin goes with a fetch")
     if not uris and not check:
@@ -115,18 +124,23 @@ class _Job:
             lambda: engine.prefetch(location, self.to, include=self.include, exclude=self.exclude, pin=self.pin),
         )
         document: Json = {"uri": location.uri, **result.to_json(), "seconds": time.monotonic() - begun}
-        rate = result.fetched_bytes / max(document["seconds"], 1e-3)
+        came_bytes = result.fetched_bytes + result.peer_bytes
+        rate = came_bytes / max(document["seconds"], 1e-3)
         summary = {
             "directory": result.directory,
             "files": f"{result.files}, {human_bytes(result.size_bytes)}",
-            "fetched now": f"{human_bytes(result.fetched_bytes)} in {human_seconds(document['seconds'])}, "
-            f"{human_bytes(rate)}/s",
+            "fetched now": f"{human_bytes(came_bytes)} in {human_seconds(document['seconds'])}, {human_bytes(rate)}/s",
             "was here": human_bytes(result.here_bytes),
         }
         if result.others_bytes:
             summary["by other processes"] = human_bytes(result.others_bytes)
+        if result.peers:
+            summary["from peers"] = f"{human_bytes(result.peer_bytes)} of {len(result.peers)} nodes"
+            summary["from shared storage"] = human_bytes(result.fetched_bytes)
+        if result.fallbacks:
+            summary["read in a peer's stead"] = ", ".join(f"{n} ({why})" for why, n in result.fallbacks.items())
         if result.slowest:
-            summary["slowest chunk"] = f"{result.slowest}, {result.slowest_seconds:.2f} s"
+            summary["slowest chunk"] = f"{result.slowest}, {result.slowest_seconds:.2f} s, from {result.slowest_from}"
         if result.is_pinned:
             summary["pinned"] = "yes"
         return Report(document, [facts(summary)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -25,16 +25,19 @@ from ..mover.journal import READY, Entry, Journal
 from ..mover.prefetch import RECEIPT
 from ..mover.retention import local_checkpoints, nearest_existing
 from ..types import Json
+from . import peers as peers_view
 from .output import Report, facts, human_bytes, human_seconds, table
 from .session import JsonOption, LocalRootOption, load_settings
 
 Watch = Annotated[bool, typer.Option("--watch", help="Draw it again and again until Ctrl-C.")]
 Interval = Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Between two pictures.")]
+Peers = Annotated[bool, typer.Option("--peers", help="The other nodes: who is there, and what goes between us.")]
 
 
 def status(
     watch: Watch = False,
     interval: Interval = 1.0,
+    peers: Peers = False,
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
@@ -42,26 +45,41 @@ def status(
     settings = load_settings(local_root)
     if watch and as_json:
         raise ConfigError("--watch draws for people, --json is for programs", hint="Leave one out")
+    if peers:
+        if watch:
+            _redraw(lambda: peers_view.view(peers_view.document(settings)), interval)
+        document = peers_view.document(settings)
+        return Report(document, peers_view.view(document))
     if watch:
-        _watch(settings, interval)
+        _redraw(_Rated(settings).view, interval)
     document = _document(settings)
     return Report(document, _view(document))
 
 
-def _watch(settings: Settings, interval_seconds: float) -> None:
-    """Draw the state over and over, with the rate of the agent since the picture before. Ends with Ctrl-C."""
-    before: tuple[float, int] | None = None
+def _redraw(view: Callable[[], list[RenderableType]], interval_seconds: float) -> None:
+    """Draw over and over until Ctrl-C."""
     with contextlib.suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
         while True:
-            document, now = _document(settings), time.monotonic()
-            agent = document["agent"]
-            if agent is not None:
-                if before is not None:
-                    moved = max(0, agent["moved_bytes"] - before[1])
-                    agent["bytes_per_second"] = moved / max(now - before[0], 1e-3)
-                before = (now, agent["moved_bytes"])
-            live.update(Group(*_view(document)), refresh=True)
+            live.update(Group(*view()), refresh=True)
             time.sleep(interval_seconds)
+
+
+class _Rated:
+    """The state of the node, with the rate of its agent since the picture before."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._before: tuple[float, int] | None = None
+
+    def view(self) -> list[RenderableType]:
+        document, now = _document(self._settings), time.monotonic()
+        agent = document["agent"]
+        if agent is not None:
+            if self._before is not None:
+                moved = max(0, agent["moved_bytes"] - self._before[1])
+                agent["bytes_per_second"] = moved / max(now - self._before[0], 1e-3)
+            self._before = (now, agent["moved_bytes"])
+        return _view(document)
 
 
 def _document(settings: Settings) -> Json:
@@ -183,6 +201,18 @@ def _agent_line(agent: Json | None) -> str:
     )
 
 
+def _copies_line(copies: Json) -> str:
+    """Whether the newest steps of this node are on all the nodes that are to hold them."""
+    if copies["replicas"] < 2:
+        return "none (replicas=1)"
+    newest = [
+        f"{row['uri']} is {'on all' if row['has_all_replicas'] else 'not yet on all'} of {len(copies['holders'])} nodes"
+        for row in copies["newest"].values()
+    ]
+    lacking = f"; {copies['without_room']} times no room here for a peer's" if copies["without_room"] else ""
+    return ("; ".join(newest) or "nothing of this node's own to copy") + lacking
+
+
 def _budget_line(budget: Json) -> str:
     if budget["problem"]:
         return str(budget["problem"])
@@ -201,6 +231,8 @@ def _view(document: Json) -> list[RenderableType]:
         "drains": _budget_line(document["budget"]),
         "agent": _agent_line(document["agent"]),
     }
+    if copies := (document["agent"] or {}).get("replicas"):
+        summary["copies"] = _copies_line(copies)
     waiting = [
         (
             item["uri"],

@@ -28,10 +28,12 @@ from ..errors import CheckpointNotFoundError, IntegrityError, TierckptError, Uns
 from ..layout import METADATA, rank_metadata
 from ..manifest import FileEntry, Manifest
 from ..mover import blocks, leases
+from ..mover.bringing import PEERS_TRIED_MAX
 from ..mover.catalog import Checkpoint
-from ..mover.copies import CheckedFile, Copies, Copy, LocalCopy, RemoteCopy
+from ..mover.copies import CheckedFile, Copies, Copy, LocalCopy, PeerCopy, RemoteCopy
 from ..mover.pull import Piece
 from ..mover.read_tuner import read_tuner_for
+from ..peer.members import Member
 from ..telemetry import logger
 from ..types import ByteRange, Tier
 from .collection import no_collection
@@ -52,10 +54,10 @@ load; of others only what is wanted is read, from where they lie."""
 class TierStorageReader(Mount, StorageReader):
     """Loads DCP checkpoints saved by tierckpt or by stock DCP.
 
-    Each file is read from the local tier if its copy is good, else from the shared tier: whole, and kept on the local
-    tier for the next restart, when most of it is wanted; else only what is wanted. Every byte passes its digest before
-    a tensor sees it; a bad copy is set aside and the next one used. Checkpoints of stock DCP carry no digests and are
-    read as they are.
+    Each file is read from the local tier if its copy is good, else from peers, else from the shared tier: whole, and
+    kept on the local tier for the next restart, when most of it is wanted; else what is wanted. Every byte passes its
+    digest before a tensor sees it; a bad copy is set aside and the next one used. Checkpoints of stock DCP carry no
+    digests and are read as they are.
 
     Args:
         uri: a checkpoint URI (``tierckpt.latest(run_uri)`` finds the newest).
@@ -398,6 +400,8 @@ class TierStorageReader(Mount, StorageReader):
         local = checkpoint.local_path(entry)
         if local is not None and checkpoint.manifest is not None:
             copies.append(LocalCopy(local, tuner=tuner))
+        else:
+            copies += self._places_on_peers(checkpoint, entry)
         if self.location.scheme == "file":
             copies.append(LocalCopy(Path(self.location.path, entry.key), Tier.SHARED, tuner))
         else:
@@ -405,6 +409,21 @@ class TierStorageReader(Mount, StorageReader):
                 RemoteCopy(f"{self.path}/{entry.key}", lambda byte_range: self._get_range(entry.key, byte_range))
             )
         return copies
+
+    def _places_on_peers(self, checkpoint: Checkpoint, entry: FileEntry) -> list[Copy]:
+        elsewhere = checkpoint.elsewhere
+        if elsewhere is None:
+            return []
+
+        def place(member: Member) -> Copy:
+            return PeerCopy(
+                f"{member.name} ({member.address})",
+                elsewhere.frozen.chunk_size_bytes,
+                lambda index: self._client.run(lambda _: elsewhere.chunk(member, entry, index)),
+                lambda: elsewhere.report(member),
+            )
+
+        return [place(member) for member in elsewhere.holders(entry)[:PEERS_TRIED_MAX]]
 
     def _get_range(self, key: str, byte_range: ByteRange) -> Any:
         return self._client.run(lambda engine: engine.get_range(self.location, key, byte_range))

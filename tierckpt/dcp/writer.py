@@ -51,11 +51,11 @@ from ..layout import (
     shard_name,
 )
 from ..manifest import FileEntry, Manifest, digests_of
-from ..mover import blocks, commit, leases, space
+from ..mover import blocks, commit, kept, leases, space
 from ..mover.catalog import file_size
 from ..mover.disk import check_local_root
 from ..mover.flush import Flushed, Shard, flush, round_up, segment_bytes
-from ..mover.journal import READY, WRITING, WRITTEN, Entry, Journal
+from ..mover.journal import KEPT, READY, WRITING, WRITTEN, Entry, Journal
 from ..mover.mark import flushing
 from ..mover.pace import Pace
 from ..mover.tuner import WRITE_BYTES_MAX, tuner_for
@@ -182,6 +182,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self._save: _Save | None = None
         self._prepared: Prepared | None = None
         self._holds_back = False
+        self._is_kept: bool | None = None
         self._busy = threading.Lock()
         self._stager: TierStager | None = None
         self._point_to(uri if uri is not None else path)
@@ -322,9 +323,8 @@ class TierStorageWriter(Mount, StorageWriter):
                 manifest = self._manifest(save, data, results)
             metadata_bytes = {manifest.metadata[0].path: data}
             commit.keep_metadata(save.directory, manifest, metadata_bytes)
-            save.entry = dataclasses.replace(
-                save.entry, files=save.entry.files + manifest.metadata, manifest=manifest, state=READY
-            )
+            files, state = save.entry.files + manifest.metadata, self._state_when_committed
+            save.entry = dataclasses.replace(save.entry, files=files, manifest=manifest, state=state)
             # Before the commit, so that a crash after it still finds the drain to do; a crash between the two leaves an
             # entry that the local manifest does not name, which the mover forgets.
             self._journal.write(save.entry)
@@ -374,6 +374,8 @@ class TierStorageWriter(Mount, StorageWriter):
         make_dirs(directory)
         hold = lock.enter_context(self._journal.own(token))
         entry = self._journal.open(token, self.location, self.rank, int(self.settings.chunk_size_bytes))
+        if self.settings.peers is not None:
+            commit.mark_own(directory, token)
         self._save = _Save(entry, directory, lock, hold.descriptor)
         return self._save
 
@@ -511,6 +513,14 @@ class TierStorageWriter(Mount, StorageWriter):
         """Keep this rank's shards from the mover until ``hand_over``: for callers that tell every rank the outcome."""
         self._holds_back = True
 
+    def keep(self, is_kept: bool) -> None:
+        """Say whether this save stays on the local tier instead of being drained. Every rank says the same."""
+        self._is_kept = is_kept
+
+    @property
+    def _state_when_committed(self) -> str:
+        return KEPT if self._is_kept and self.settings.drain else READY
+
     def hand_over(self) -> None:
         """Give the shards held back to the mover: the coordinator has committed."""
         if self._save is not None:
@@ -545,14 +555,18 @@ class TierStorageWriter(Mount, StorageWriter):
             if not self.settings.drain:
                 self._journal.remove(entry.token)
                 return
-            if entry.state != READY:
-                entry = self._journal.write(dataclasses.replace(entry, state=READY))
+            if entry.state != self._state_when_committed:
+                entry = self._journal.write(dataclasses.replace(entry, state=self._state_when_committed))
         except (TierckptError, OSError) as error:
             # The commit names the shards, so they stay; recovering finds that and tries again.
             log.warning("%s: the journal cannot be written: %s", entry.uri, error)
             return
         finally:
             self._release()  # from here on the entry is the mover's, whatever happens
+        if self._is_kept is not None:
+            kept.pass_over(self.settings.local_root, self._journal, entry)
+        if entry.state == KEPT:
+            return
         try:
             linked = self._client.run(lambda engine: engine.send_linked(entry))
             if linked and entry.manifest is not None and not entry.is_fragment:

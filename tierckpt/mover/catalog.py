@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import (
     CheckpointNotFoundError,
@@ -35,6 +35,9 @@ from ..telemetry import logger
 from ..types import Json, Tier
 from . import commit
 
+if TYPE_CHECKING:
+    from .cluster import Cluster, Elsewhere
+
 log = logger("catalog")
 
 STOCK = "stock"
@@ -49,6 +52,8 @@ class Checkpoint:
     directory: Path
     store: Store
     tiers: frozenset[Tier] = field(default_factory=frozenset)
+    elsewhere: Elsewhere | None = None
+    """The copies that other nodes have of it."""
 
     @property
     def step(self) -> int | None:
@@ -58,6 +63,21 @@ class Checkpoint:
         """Path of the local copy of ``entry``, None when there is none of its size."""
         path = self.directory / entry.key
         return path if file_size(path) == entry.size_bytes else None
+
+    @property
+    def attempt(self) -> str:
+        """'' for a checkpoint of stock DCP."""
+        return self.manifest.attempt if self.manifest is not None else ""
+
+    @property
+    def created_unix_seconds(self) -> float:
+        return self.manifest.created_unix_seconds if self.manifest is not None else 0.0
+
+    async def look(self) -> None:
+        """Ask the peers which files they have, when this node lacks some."""
+        lacking = await asyncio.to_thread(self.missing_locally) if self.elsewhere is not None else []
+        if lacking and self.elsewhere is not None:
+            await self.elsewhere.look()
 
     def missing_locally(self) -> list[FileEntry]:
         return [entry for entry in self.manifest.entries if self.local_path(entry) is None] if self.manifest else []
@@ -70,10 +90,11 @@ def file_size(path: Path) -> int:
         return -1
 
 
-async def find(location: Location, directory: Path, store: Store) -> Checkpoint:
+async def find(location: Location, directory: Path, store: Store, cluster: Cluster | None = None) -> Checkpoint:
     """Return the committed checkpoint at ``location``, the newer one when the tiers disagree.
 
-    A shared tier that cannot be reached is passed over while the local tier has a commit, and the other way round.
+    A shared tier that cannot be reached is passed over while the local tier, or a peer, has a commit, and the other way
+    round. Of attempts that only peers know, the newest wins of which every file has a copy somewhere.
 
     Raises:
         CheckpointNotFoundError: nothing is there.
@@ -84,13 +105,17 @@ async def find(location: Location, directory: Path, store: Store) -> Checkpoint:
     local, local_error = await _attempt(lambda: asyncio.to_thread(commit.read_local_manifest, directory))
     shared, shared_error = await _attempt(lambda: commit.read_shared_manifest(store))
     manifest = _newer(local, shared, await asyncio.to_thread(_is_drained, directory, local))
+    found = await cluster.at(location, (local, shared)) if cluster is not None else {}
+
+    def checkpoint(manifest: Manifest) -> Checkpoint:
+        attempts = {Tier.LOCAL: local, Tier.SHARED: shared, Tier.PEER: found.get(manifest.attempt)}
+        tiers = (tier for tier, copy in attempts.items() if copy is not None and copy.attempt == manifest.attempt)
+        return Checkpoint(location, manifest, directory, store, frozenset(tiers), found.get(manifest.attempt))
+
+    if found:
+        return await _newest_complete(manifest, [elsewhere.manifest for elsewhere in found.values()], checkpoint)
     if manifest is not None:
-        tiers = {
-            tier
-            for tier, copy in ((Tier.LOCAL, local), (Tier.SHARED, shared))
-            if copy and copy.attempt == manifest.attempt
-        }
-        return Checkpoint(location, manifest, directory, store, frozenset(tiers))
+        return checkpoint(manifest)
     if isinstance(local_error, ManifestError):
         raise local_error
     if shared_error is not None:
@@ -107,6 +132,35 @@ async def find(location: Location, directory: Path, store: Store) -> Checkpoint:
         hint="Check the URI; `tierckpt ls` on its parent lists what is there",
         local_copy=directory,
     )
+
+
+async def _newest_complete(
+    base: Manifest | None, others: Iterable[Manifest], checkpoint: Callable[[Manifest], Checkpoint]
+) -> Checkpoint:
+    """Of the attempt that this node and the shared tier tell of, and those of peers: the newest that can be read whole.
+
+    None of them can: the one that was known without the peers, or the newest, and whoever reads it says what it lacks.
+    """
+    attempts = {manifest.attempt: manifest for manifest in others}
+    if base is not None:
+        attempts[base.attempt] = base
+    chosen = [checkpoint(manifest) for manifest in attempts.values()]
+    for one in chosen:
+        await one.look()
+    if len(chosen) == 1:
+        return chosen[0]
+    replaced = {attempt for manifest in attempts.values() for attempt in manifest.replaces}
+    chosen.sort(key=lambda one: (one.attempt not in replaced, one.created_unix_seconds), reverse=True)
+    for one in chosen:
+        if await is_complete(one):
+            log.warning(
+                "%s: nodes have committed %d different saves under it; the newest that is whole is attempt %s",
+                one.location.uri,
+                len(chosen),
+                one.attempt,
+            )
+            return one
+    return checkpoint(base) if base is not None else chosen[0]
 
 
 async def _attempt(read: Callable[[], Any]) -> tuple[Manifest | None, TierckptError | None]:
@@ -161,7 +215,10 @@ async def stands(checkpoint: Checkpoint) -> bool:
         shared = await commit.read_shared_manifest(checkpoint.store)
     except (StoreUnavailableError, ManifestError):
         return True  # then the restore says what it cannot read
-    return shared is not None and shared.attempt == checkpoint.manifest.attempt
+    if shared is not None and shared.attempt == checkpoint.manifest.attempt:
+        return True
+    # What only peers have may go any moment, lease or not: then the next copy is read, or there is an error.
+    return Tier.PEER in checkpoint.tiers and (shared is None or checkpoint.attempt not in shared.replaces)
 
 
 async def _has_leftovers(directory: Path, store: Store) -> bool:
@@ -242,7 +299,7 @@ async def is_complete(checkpoint: Checkpoint) -> bool:
     """True when every file has a copy of its size on some tier. Reads no data."""
     if checkpoint.manifest is None:
         return True
-    missing = {entry.key: entry.size_bytes for entry in await asyncio.to_thread(checkpoint.missing_locally)}
+    missing = {entry.key: entry.size_bytes for entry in await lacking_near(checkpoint)}
     if not missing:
         return True
     try:
@@ -251,3 +308,11 @@ async def is_complete(checkpoint: Checkpoint) -> bool:
         log.warning("%s", error)
         return False
     return all(sizes.get(key) == size for key, size in missing.items())
+
+
+async def lacking_near(checkpoint: Checkpoint) -> list[FileEntry]:
+    """The files of which neither this node nor a peer has a copy. Reads no data."""
+    lacking = await asyncio.to_thread(checkpoint.missing_locally)
+    if lacking and checkpoint.elsewhere is not None:
+        lacking = (await checkpoint.elsewhere.look()).lacks(lacking)
+    return lacking

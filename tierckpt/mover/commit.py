@@ -17,6 +17,7 @@ Every step is idempotent for one attempt, so whichever mover comes last, or come
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -34,15 +35,21 @@ from ..errors import (
 )
 from ..layout import (
     BLOCKS_DIR,
+    BRINGING,
     CLAIM,
     DRAINED,
     MANIFEST,
     METADATA_DIR,
+    OWN_DIR,
     PARTS_DIR,
+    PASSED,
     PENDING_DIR,
     PRIVATE_DIR,
+    REPLICA,
+    REPLICATED,
     SHARD_SUFFIX,
     Location,
+    own_file,
     part,
     pending,
     private_files,
@@ -59,11 +66,12 @@ from .retry import verified
 log = logger("commit")
 
 LOCK_TIMEOUT_SECONDS = 60.0
+MARK_TRIES = 5
 
 REMOVED_DIR = f"{PRIVATE_DIR}/removed"
 """Notes of removals under way, on either tier: the manifest that stood there, which says what is still to go."""
 
-PRIVATE_DIRS = (REMOVED_DIR, PARTS_DIR, PENDING_DIR, METADATA_DIR, BLOCKS_DIR)
+PRIVATE_DIRS = (REMOVED_DIR, PARTS_DIR, PENDING_DIR, METADATA_DIR, BLOCKS_DIR, OWN_DIR)
 
 CLAIM_FIELDS = frozenset({"attempt", "replaces"})
 DRAINED_FIELDS = frozenset({"attempt"})
@@ -218,7 +226,8 @@ def _replace(directory: Path, current: Manifest | None, manifest: Manifest, meta
     try:
         for entry in manifest.metadata:
             durable_write(directory / entry.path, metadata[entry.path])
-        (directory / DRAINED).unlink(missing_ok=True)
+        for name in (DRAINED, PASSED, REPLICATED):
+            (directory / name).unlink(missing_ok=True)
         durable_write(directory / MANIFEST, manifest.encode())
     except BaseException:
         with suppress(OSError, TierckptError):  # the first error is the one to tell
@@ -308,6 +317,17 @@ def adopt_local(directory: Path, manifest: Manifest, metadata: Mapping[str, byte
             _replace(directory, current, manifest, metadata)
 
 
+def mark_own(directory: Path, token: str) -> None:
+    """Note that a rank of this node makes the save ``token``: its files are for peers to copy, and it hears of its
+    commit from them. Not durable: losing the note costs a copy."""
+    for _ in range(MARK_TRIES):
+        with suppress(OSError, TierckptError):
+            make_dirs(directory / OWN_DIR)
+            (directory / own_file(token)).touch()
+            return  # else a commit beside us has taken the empty directory away between the two lines
+    log.warning("%s: peers are not told that this node saves it", directory)
+
+
 def mark_drained(directory: Path, attempt: str) -> None:
     """Note beside the local copy that the shared tier has committed ``attempt``. Losing the note costs one GET."""
     if (directory / PRIVATE_DIR).is_dir():
@@ -321,6 +341,40 @@ def is_drained(directory: Path, attempt: str) -> bool:
     except (ManifestError, StoreError) as error:
         log.warning("%s", error)
         return False
+
+
+def mark_passed(directory: Path, attempt: str) -> None:
+    """Note beside the local copy that ``attempt`` was left undrained and that newer ones stand on this node."""
+    if (directory / PRIVATE_DIR).is_dir():
+        durable_write(directory / PASSED, manifests.seal({"attempt": attempt}))
+
+
+def mark_replicated(directory: Path, attempt: str) -> None:
+    """Note that all copies of ``attempt`` that this node knows of are whole: older ones are not needed any more."""
+    if (directory / PRIVATE_DIR).is_dir():
+        durable_write(directory / REPLICATED, manifests.seal({"attempt": attempt}))
+
+
+def is_replicated(directory: Path, attempt: str) -> bool:
+    """True when ``mark_replicated`` was called for ``attempt``. A damaged note says nothing."""
+    return _noted(directory / REPLICATED) == attempt
+
+
+def may_go(directory: Path, attempt: str) -> bool:
+    """True when nobody is to drain the local copy of ``attempt`` any more. A damaged note says nothing."""
+    return is_drained(directory, attempt) or _noted(directory / PASSED) == attempt
+
+
+def _noted(path: Path) -> str | None:
+    """The attempt that a note is about, None without one. A damaged note says nothing."""
+    try:
+        data = read_whole(path, manifests.RECORD_BYTES_MAX)
+        return str(manifests.unseal(data, DRAINED_FIELDS, where=str(path))["attempt"])
+    except ObjectNotFoundError:
+        return None
+    except (ManifestError, StoreError) as error:
+        log.warning("%s", error)
+        return None
 
 
 def read_drained(directory: Path) -> str | None:
@@ -392,11 +446,14 @@ def _finish_removal(directory: Path) -> bool:
             continue
         doomed = [entry.key for entry in (stale_files(gone, standing) if standing else gone.entries)]
         doomed += [f"{key}.bad" for key in doomed]  # put aside by a restore
+        if (directory / OWN_DIR).is_dir():
+            doomed += [own_file(token) for token in gone.tokens - (standing.tokens if standing else set())]
         # Durably before the shards, or a power cut could keep it and lose them: stock PyTorch goes by it (P1).
         stock = stale_metadata(gone, standing) if standing else [entry.path for entry in gone.metadata]
         _unlink_all([directory / path for path in stock])
         if standing is None:
-            doomed.append(DRAINED)
+            shutil.rmtree(directory / BRINGING, ignore_errors=True)
+            doomed += [DRAINED, PASSED, REPLICA, REPLICATED]
         _unlink_all([directory / name for name in doomed] + [*(directory / PARTS_DIR).glob(f"{gone.attempt}-*.json")])
         note.unlink(missing_ok=True)  # last: without it nobody would know what to look for
     _remove_empty(directory)

@@ -184,6 +184,35 @@ class RemoteCopy:
         """Nothing is held."""
 
 
+class PeerCopy:
+    """A copy on another node, read by whole chunks through ``get_chunk`` (blocking): less than one cannot be asked for.
+
+    Args:
+        report: is told when what it gave was not what was saved.
+    """
+
+    def __init__(
+        self, where: str, chunk_size_bytes: int, get_chunk: Callable[[int], Buffer], report: Callable[[], None]
+    ) -> None:
+        self.tier = Tier.PEER
+        self.where = where
+        self._chunk_size_bytes, self._get_chunk, self._report = chunk_size_bytes, get_chunk, report
+
+    def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Buffer:
+        size = self._chunk_size_bytes
+        indices = range(byte_range.start // size, max(byte_range.start // size + 1, -(-byte_range.stop // size)))
+        chunks = [self._get_chunk(index) for index in indices]
+        data = b"".join(chunks) if len(chunks) > 1 else chunks[0]
+        start = byte_range.start - indices[0] * size
+        return memoryview(data)[start : start + byte_range.size_bytes]
+
+    def quarantine(self) -> None:
+        self._report()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 class KnownBlocks(Protocol):
     """Digests of the blocks of a file's chunks (mover/blocks.py)."""
 
@@ -232,8 +261,13 @@ class Copies:
 
     @property
     def is_remote(self) -> bool:
-        """True when the copy that is read now lies behind a store: each read of it is a request."""
-        return isinstance(next(iter(self._copies), None), RemoteCopy)
+        """True when the copy that is read now lies behind a network: each read of it is a request."""
+        return isinstance(next(iter(self._copies), None), RemoteCopy | PeerCopy)
+
+    @property
+    def _is_by_chunk(self) -> bool:
+        """True when less than a chunk of the copy that is read now costs as much as the whole."""
+        return isinstance(next(iter(self._copies), None), PeerCopy)
 
     @property
     def grain_bytes(self) -> int:
@@ -246,12 +280,14 @@ class Copies:
 
     def expect_parts(self, indices: Iterable[int]) -> None:
         """Say of which chunks ``part`` will be asked for."""
-        if self._blocks is not None:
+        if self._blocks is not None and not self._is_by_chunk:
             self._blocks.expect(indices)
 
     def has_parts(self, index: int) -> bool:
         """True when less than the whole of chunk ``index`` can be had, by ``part``."""
-        return not self.entry.digests or (self._blocks is not None and self._blocks.of(index) is not None)
+        if not self.entry.digests:
+            return True
+        return not self._is_by_chunk and self._blocks is not None and self._blocks.of(index) is not None
 
     def chunk(self, index: int, into: memoryview | None = None) -> Buffer:
         """Return chunk ``index``: in ``into`` (page-aligned, a chunk in whole pages), or in other memory."""

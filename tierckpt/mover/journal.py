@@ -6,7 +6,7 @@ Invariants (tests cite them):
     J2  One mover works on an entry at a time. Ownership is a flock held by a process, so it ends with the process;
         there is no lock file to clean up after a crash.
     J3  An entry is removed only when its files are committed on the shared tier, or were deleted because no
-        commit can name them; durably, if they were never all there.
+        commit can name them (durably, if they were never all there), or stand on the SSD behind newer ones.
     J4  An entry carries a digest of itself: a damaged one is reported and left alone, so nothing is sent to a wrong
         place and no file is deleted because of it.
 """
@@ -37,6 +37,8 @@ WRITING = "writing"
 WRITTEN = "written"
 """The files are durable, and whether the save they belong to was committed is not known on this rank."""
 READY = "ready"
+KEPT = "kept"
+"""Committed on the local tier, and to stay there: it is not drained unless somebody asks for it (``kept.py``)."""
 ENTRY_BYTES_MAX = 2 * manifests.MANIFEST_BYTES_MAX
 """It holds a manifest and, on the coordinator, the entries of its own files once more."""
 FIELDS = frozenset(
@@ -48,8 +50,8 @@ FIELDS = frozenset(
 class Entry:
     """What one rank of one save has to drain.
 
-    ``files`` are durable on the local tier once ``state`` is READY. ``manifest`` is the whole checkpoint's on the
-    coordinator, this rank's fragment after a save without collectives, None on every other rank.
+    ``files`` are durable on the local tier once ``state`` is READY or KEPT. ``manifest`` is the whole checkpoint's on
+    the coordinator, this rank's fragment after a save without collectives, None on every other rank.
     """
 
     token: str
@@ -133,7 +135,7 @@ class Journal:
             entry = self.read(token)
         except (ManifestError, StoreError):
             return  # whoever removes a damaged entry knows what it does
-        if entry is not None and entry.state != READY:
+        if entry is not None and entry.state not in (READY, KEPT):
             directory = local_dir(self.directory.parent, entry.location)
             for changed in (directory, directory / METADATA_DIR, directory / BLOCKS_DIR):
                 if changed.is_dir():
@@ -213,7 +215,7 @@ def _problem(body: Json) -> str:
         "token": manifests.is_token(body["token"]),
         "uri": _is_uri(body["uri"]),
         "rank": _is_int(body["rank"]) and 0 <= body["rank"] < manifests.RANKS_MAX,
-        "state": body["state"] in (WRITING, WRITTEN, READY),
+        "state": body["state"] in (WRITING, WRITTEN, READY, KEPT),
         "created_unix_seconds": manifests.is_unix_seconds(body["created_unix_seconds"]),
         "chunk_size_bytes": _is_int(body["chunk_size_bytes"])
         and 4096 <= body["chunk_size_bytes"] <= manifests.SIZE_BYTES_MAX,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -23,14 +23,16 @@ from ..cache.filling import RECEIPT as RECEIPT
 from ..cache.filling import incoming_of, remove_abandoned
 from ..cache.frozen import Frozen
 from ..cache.frozen import Wanted as Wanted
+from ..cache.frozen import from_manifest as from_manifest
 from ..cache.pool import allocated_bytes
 from ..errors import CapacityError, ConfigError, ObjectNotFoundError
 from ..layout import PRIVATE_DIR
-from ..manifest import Manifest, is_safe_path
+from ..manifest import is_safe_path
 from ..stores.base import Store
 from ..telemetry import logger
 from ..types import Json, ProgressListener, Tier
 from .retention import nearest_existing
+from .sharing import Sharing
 from .through import Cached, Origin
 
 log = logger("prefetch")
@@ -38,8 +40,8 @@ log = logger("prefetch")
 
 @dataclass(frozen=True, slots=True)
 class PrefetchResult:
-    """What a prefetch did. ``fetched_bytes`` came over the wire now; the rest was there already, or was fetched by
-    other processes of this node meanwhile (``others_bytes``)."""
+    """What a prefetch did. ``fetched_bytes`` came from shared storage now, ``peer_bytes`` from other nodes; the rest
+    was there already, or was fetched by other processes of this node meanwhile (``others_bytes``)."""
 
     directory: Path
     files: int
@@ -51,6 +53,12 @@ class PrefetchResult:
     slowest_seconds: float = 0.0
     slowest: str = ""
     is_pinned: bool = False
+    peer_bytes: int = 0
+    slowest_from: str = ""
+    peers: tuple[Json, ...] = ()
+    """Of each peer its name, what came from it, how fast, and whether it was banned for wrong bytes."""
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    """Chunks read from shared storage that another node was to read, by the reason."""
 
     def to_json(self) -> Json:
         return {
@@ -60,17 +68,21 @@ class PrefetchResult:
             "fetched_bytes": self.fetched_bytes,
             "bytes_by_source": {
                 "here": self.here_bytes,
+                "peer": self.peer_bytes,
                 "shared": self.fetched_bytes,
                 "other_processes": self.others_bytes,
             },
             "chunks_fetched": self.requests,
-            "slowest_chunk": {"what": self.slowest, "seconds": self.slowest_seconds} if self.slowest else None,
+            "slowest_chunk": self._slowest(),
+            "peers": list(self.peers),
+            "fallbacks": self.fallbacks,
             "pinned": self.is_pinned,
         }
 
-
-def from_manifest(manifest: Manifest) -> list[Wanted]:
-    return [Wanted(entry.path, entry.key, entry.size_bytes, None, entry.digests) for entry in manifest.entries]
+    def _slowest(self) -> Json | None:
+        if not self.slowest:
+            return None
+        return {"what": self.slowest, "seconds": self.slowest_seconds, "from": self.slowest_from}
 
 
 async def from_listing(store: Store) -> list[Wanted]:
@@ -128,11 +140,12 @@ async def prefetch(
     concurrency: int,
     listener: ProgressListener,
     stall_seconds: float = 120.0,
+    sharing: Sharing | None = None,
 ) -> PrefetchResult:
     """Make ``directory`` hold exactly these versions of ``wanted``.
 
     Returns when every file is there, whole and durable. Idempotent: what is there already is not fetched again. Several
-    processes may do it at a time: each chunk is fetched by one of them.
+    processes may do it at a time: each chunk is fetched by one of them; with ``sharing``, one of all nodes.
 
     Raises:
         PartialTransferError: some files could not be had; names each. Nothing was published.
@@ -141,7 +154,9 @@ async def prefetch(
     """
     frozen = Frozen(store.uri, tuple(wanted), chunk_size_bytes)
     gate = asyncio.Semaphore(concurrency)
-    cached = Cached(store, frozen, directory, gate=gate, stall_seconds=stall_seconds, fetches_max=concurrency)
+    cached = Cached(
+        store, frozen, directory, gate=gate, stall_seconds=stall_seconds, fetches_max=concurrency, sharing=sharing
+    )
     try:
         await asyncio.to_thread(_begin, cached, directory)
         await cached.fill(listener=listener)
@@ -152,6 +167,7 @@ async def prefetch(
 
 def result_of(cached: Cached, directory: Path, *, is_pinned: bool = False) -> PrefetchResult:
     tally = cached.tally
+    sources = cached.swarm.sources if cached.swarm is not None else None
     return PrefetchResult(
         directory,
         len(cached.frozen.files),
@@ -163,6 +179,10 @@ def result_of(cached: Cached, directory: Path, *, is_pinned: bool = False) -> Pr
         tally.slowest_seconds,
         tally.slowest,
         is_pinned,
+        tally.peer_bytes,
+        tally.slowest_from,
+        tuple(sources.peers()) if sources is not None else (),
+        dict(sources.fallbacks) if sources is not None else {},
     )
 
 

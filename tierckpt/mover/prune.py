@@ -169,15 +169,16 @@ class Pruner:
             for tier, manifest in ((Tier.LOCAL, one.local), (Tier.SHARED, one.shared)):
                 if manifest is not None:
                     drained = tier is Tier.LOCAL and self._is_drained(one, manifest)
-                    copies.append(
-                        Standing(one.name, step, tier, None, drained, held, manifest.attempt, manifest.size_bytes)
-                    )
+                    size_bytes, attempt = manifest.size_bytes, manifest.attempt
+                    directory = local_dir(self._root, one.location)
+                    peers = tier is Tier.LOCAL and not drained and commit.is_replicated(directory, attempt)
+                    copies.append(Standing(one.name, step, tier, None, drained, held, attempt, size_bytes, peers))
         return await self._with_health(copies, {one.name: one for one in seen})
 
     def _is_drained(self, seen: _Seen, manifest: Manifest) -> bool:
         if seen.shared is not None and seen.shared.attempt == manifest.attempt:
             return True
-        return commit.is_drained(local_dir(self._root, seen.location), manifest.attempt)
+        return commit.may_go(local_dir(self._root, seen.location), manifest.attempt)
 
     def _held(self, location: Location, busy: set[str], linked: dict[Path, str]) -> str:
         if location.uri in busy:

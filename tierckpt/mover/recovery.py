@@ -7,10 +7,11 @@ import time
 from dataclasses import replace
 
 from ..errors import ManifestError, TierckptError
+from ..manifest import Manifest
 from ..telemetry import logger
 from . import commit
 from .drain import Drainer
-from .journal import READY, WRITTEN, Entry
+from .journal import KEPT, READY, WRITTEN, Entry
 
 log = logger("recovery")
 
@@ -21,8 +22,8 @@ async def take_up(entry: Entry, drainer: Drainer) -> bool:
     The shards of a save that never finished are removed, and the entry with them. What cannot be known yet stays as it
     is; what a live process holds is left alone.
     """
-    if entry.state == READY:
-        return True
+    if entry.state in (READY, KEPT):
+        return entry.state == READY
     try:
         if entry.state == WRITTEN:
             return await _take_up_written(entry, drainer)
@@ -51,9 +52,17 @@ async def _take_up_written(entry: Entry, drainer: Drainer) -> bool:
         is_old = time.time() - entry.created_unix_seconds > drainer.settings.commit_timeout_seconds
         return is_old and await asyncio.to_thread(_put_away, entry, drainer)
     with drainer.journal.own(entry.token) as dead:
-        if dead:
-            await asyncio.to_thread(drainer.journal.write, replace(entry, state=READY))
-        return bool(dead)
+        if not dead:
+            return False
+        is_kept = local is not None and await asyncio.to_thread(_is_kept, drainer, local)
+        await asyncio.to_thread(drainer.journal.write, replace(entry, state=KEPT if is_kept else READY))
+        return not is_kept
+
+
+def _is_kept(drainer: Drainer, manifest: Manifest) -> bool:
+    """True when the coordinator's entry of this save, which has its attempt for a name, stays on this node."""
+    coordinators = drainer.journal.read(manifest.attempt)
+    return coordinators is not None and coordinators.state == KEPT
 
 
 def _put_away(entry: Entry, drainer: Drainer) -> bool:

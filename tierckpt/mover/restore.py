@@ -17,6 +17,7 @@ from ..manifest import FileEntry, Manifest
 from ..stores.base import Store
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Json, ProgressListener, Tier
+from .bringing import Nearest
 from .catalog import Checkpoint
 from .prefetch import from_listing, from_manifest, prefetch
 from .transfer import check, get_checked, open_file, pread_all
@@ -34,6 +35,7 @@ class RestoreResult:
     size_bytes: int
     local_bytes: int
     shared_bytes: int
+    peer_bytes: int = 0
 
     def to_json(self) -> Json:
         return {
@@ -42,6 +44,7 @@ class RestoreResult:
             "files": self.files,
             "size_bytes": self.size_bytes,
             "local_bytes": self.local_bytes,
+            "peer_bytes": self.peer_bytes,
             "shared_bytes": self.shared_bytes,
         }
 
@@ -75,14 +78,16 @@ async def restore(
         if source is None or not source.lost:
             raise
         raise source.loss() from error
-    local_bytes = source.local_bytes if source is not None else 0
+    local_bytes, peer_bytes = (source.local_bytes, source.peer_bytes) if source is not None else (0, 0)
+    shared_bytes = done.fetched_bytes - local_bytes - peer_bytes
     return RestoreResult(
-        checkpoint.location, done.directory, done.files, done.size_bytes, local_bytes, done.fetched_bytes - local_bytes
+        checkpoint.location, done.directory, done.files, done.size_bytes, local_bytes, shared_bytes, peer_bytes
     )
 
 
 class _Nearest:
-    """The copies of one checkpoint as one source: this node's where the digest is right, else the shared tier's."""
+    """The copies of one checkpoint as one source: this node's where the digest is right, else peers', else the shared
+    tier's."""
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
         self.uri = checkpoint.location.uri
@@ -93,6 +98,11 @@ class _Nearest:
         self._chunk_size_bytes = manifest.chunk_size_bytes
         self._entries = {entry.key: entry for entry in manifest.entries}
         self._bad: dict[str, str] = {}
+        self._others = Nearest(checkpoint.store, checkpoint.elsewhere)
+
+    @property
+    def peer_bytes(self) -> int:
+        return self._others.peer_bytes
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
         """Return one chunk of the file ``key``, verified. Prefetch cuts files as their manifest does."""
@@ -107,14 +117,14 @@ class _Nearest:
             except TierckptError as error:
                 self._give_up_local(entry, error)
         try:
-            return await get_checked(self._checkpoint.store, entry, byte_range, digest)
+            return await get_checked(self._others, entry, byte_range, digest)
         except (IntegrityError, ObjectNotFoundError) as error:
-            self.lost[entry.path] = f"local: {self._bad[key]}; shared: {error.message}"
+            self.lost[entry.path] = f"local: {self._bad[key]}; elsewhere: {error.message}"
             raise
 
     def _give_up_local(self, entry: FileEntry, error: TierckptError) -> None:
         if not isinstance(error, ObjectNotFoundError) and entry.key not in self._bad:
-            log.warning("the local copy is bad, trying the shared tier: %s", error.message)
+            log.warning("the local copy is bad, trying other tiers: %s", error.message)
         self._bad[entry.key] = error.message
 
     def _read_local(self, entry: FileEntry, byte_range: ByteRange) -> bytes:

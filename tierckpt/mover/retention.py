@@ -2,7 +2,8 @@
 
 Invariants (tests cite them by number; I5 of the failure model is N1 and N2):
     N1  The newest copy of a tier is never removed; when it is damaged, neither is the newest sound one, nor the newest
-        whole one.
+        whole one. Where copies are made on peers, neither is the newest that they have whole, until the shared tier has
+        it: a node lost before the next one is copied must not cost both.
     N2  A local copy is removed only when its attempt was drained and the shared tier holds that step, or a newer one,
         whole. Where nothing is drained (``drain=False``) the local tier is the last one and has its own newest (N1).
     N3  A checkpoint that a live process of this node reads, saves or drains is not removed.
@@ -59,6 +60,8 @@ class Standing:
     """Why nobody may remove it now: what a live process does with it."""
     attempt: str = ""
     size_bytes: int = 0
+    is_replicated: bool = False
+    """Local tier: not on the shared tier, and all its copies on other nodes are whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,9 @@ def protect(copies: Sequence[Standing]) -> dict[str, str]:
         for copy in copies:
             if steps and copy.step == max(steps) and copy.health in healths:
                 found.setdefault(copy.name, reason)
+    replicated = [copy for copy in copies if copy.is_replicated]
+    if replicated:
+        found.setdefault(max(replicated, key=lambda copy: copy.step).name, "the newest that peers have whole too")
     return found
 
 

@@ -33,6 +33,7 @@ from ..types import Json, ObjectInfo, ProgressListener, Tier
 from . import commit
 from .catalog import file_size
 from .prefetch import PrefetchResult, from_listing, from_manifest, result_of, select
+from .sharing import Sharing
 from .through import STALL_SECONDS_MIN, Cached
 from .transfer import open_file, pread_all
 
@@ -96,8 +97,15 @@ class Check:
 class Shelf:
     """The entries of this node's cache, by URI. Runs on one event loop."""
 
-    def __init__(self, settings: Settings, store_at: Callable[[Location], Store], listener: ProgressListener) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        settings: Settings,
+        store_at: Callable[[Location], Store],
+        listener: ProgressListener,
+        sharing: Sharing | None = None,
+    ) -> None:
+        """``sharing``: the other nodes; None where there are none."""
+        self.settings, self.sharing = settings, sharing
         self.pool = Pool(settings)
         self._store_at, self._listener = store_at, listener
         self._gate = asyncio.Semaphore(2 * settings.concurrency)
@@ -156,11 +164,21 @@ class Shelf:
                 f"{location.uri} is not committed on the shared tier",
                 hint="Wait for its drain (`tierckpt drain --wait` on the training nodes), or take an older step",
             )
-        files = from_manifest(manifest) if manifest else await from_listing(store)
+        if manifest is not None:
+            return self.hold(location, store, manifest, include, exclude)
+        files = await from_listing(store)
         if include or exclude:
             files = select(files, include, exclude, location.uri)
-        chunk = manifest.chunk_size_bytes if manifest else None
-        frozen = self._frozen(location, files, chunk)
+        return Held(location, store, self._frozen(location, files), is_filtered=bool(include or exclude))
+
+    def hold(
+        self, location: Location, store: Store, manifest: Manifest, include: Sequence[str], exclude: Sequence[str]
+    ) -> Held:
+        """A checkpoint whose manifest is known. Raises ObjectNotFoundError: nothing of it matches."""
+        files = from_manifest(manifest)
+        if include or exclude:
+            files = select(files, include, exclude, location.uri)
+        frozen = self._frozen(location, files, manifest.chunk_size_bytes)
         return Held(location, store, frozen, manifest, is_filtered=bool(include or exclude))
 
     def _frozen(self, location: Location, files: Sequence[Wanted], chunk_size_bytes: int | None = None) -> Frozen:
@@ -185,6 +203,7 @@ class Shelf:
             gate=self._gate,
             stall_seconds=max(STALL_SECONDS_MIN, 2 * self.settings.store_timeout_seconds),
             fetches_max=2 * self.settings.concurrency,
+            sharing=self.sharing,
         )
         await asyncio.to_thread(lambda: cached.begin(whole=whole))
         cached.only = self._only(held, frozen)

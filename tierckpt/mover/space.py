@@ -5,7 +5,8 @@ Three limits. Two are hard: what the disk has free, and ``local_bytes_max``. One
 it drained copies go and saves wait for drains; but a disk that other people's files keep above the mark is still used.
 
 Invariants:
-    E1  Evicted is only what was drained, what nobody reads, saves or drains, and never the newest of its run (N1).
+    E1  Evicted is only what was drained or is not to be, what nobody reads, saves or drains, and never the newest of
+        its run (N1).
     E2  A save never waits for what cannot come: no drain under way, or not enough of it, ends the wait at once.
 """
 
@@ -71,6 +72,17 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path) -> None:
             said = True
         time.sleep(pause)
         pause = min(pause * 1.5, POLL_SECONDS_MAX)
+
+
+def has_room(settings: Settings, needed_bytes: int, directory: Path) -> bool:
+    """True when ``needed_bytes`` of somebody else's checkpoint fit, after evicting what a save may evict (E1).
+
+    Nothing is waited for, and the node cache gives way to nothing but this node's own saves.
+    """
+    if _lack(settings, needed_bytes, directory).is_none:
+        return True
+    lack, _ = _evict(settings, needed_bytes, directory)
+    return lack.is_none
 
 
 class Lack(NamedTuple):
@@ -148,7 +160,7 @@ def _evict(settings: Settings, needed_bytes: int, directory: Path) -> tuple[Lack
     protected = _newest_of_each_run(here)
     busy, waits = _draining(settings, protected | {directory})
     for old, manifest in _oldest_first(here):
-        if old in protected | busy | {directory} or not commit.is_drained(old, manifest.attempt):
+        if old in protected | busy | {directory} or not commit.may_go(old, manifest.attempt):
             continue
         size_bytes = _own_bytes(old, manifest)
         if not size_bytes:
@@ -178,7 +190,14 @@ def _newest_of_each_run(here: list[tuple[Path, Manifest]]) -> set[Path]:
     runs: dict[Path, list[Standing]] = {}
     for directory, manifest in here:
         step = step_of(directory.name)
-        copy = Standing(directory.name, -1 if step is None else step, Tier.LOCAL, local_health(directory, manifest))
+        copy = Standing(
+            directory.name,
+            -1 if step is None else step,
+            Tier.LOCAL,
+            local_health(directory, manifest),
+            is_replicated=commit.is_replicated(directory, manifest.attempt)
+            and not commit.is_drained(directory, manifest.attempt),
+        )
         runs.setdefault(directory.parent, []).append(copy)
     return {run / name for run, copies in runs.items() for name in protect(copies)}
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..cache.filling import Filling, read_file, same_digest, tidy, whole_receipt
 from ..cache.frozen import Frozen, Wanted
@@ -26,26 +25,30 @@ from ..errors import (
     IntegrityError,
     ObjectNotFoundError,
     OperationTimeoutError,
-    PartialTransferError,
     PreconditionFailedError,
-    TierckptError,
 )
 from ..manifest import digest_of
 from ..stores.base import ReadsInto, Store
 from ..stores.common import settled
 from ..telemetry import BYTES, ignore_progress, logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
+from .fill import POLL_SECONDS_MAX, POLL_SECONDS_MIN, Fill
 from .retry import verified
+
+if TYPE_CHECKING:
+    from ..peer.swarm import Swarm
+    from .sharing import Sharing
 
 log = logger("prefetch")
 
-POLL_SECONDS_MIN = 0.005
-POLL_SECONDS_MAX = 0.1
 STALL_SECONDS_MIN = 60.0
 NO_ROOM_SECONDS = 10.0
 """How long a reader that found no room does not ask for it again."""
 GROW_BYTES = 64 << 20
 """Room that reading through takes at a time."""
+
+
+SHARED_NAME = "shared"
 
 
 class Origin(Protocol):
@@ -62,17 +65,25 @@ class Tally:
 
     here_bytes: int = 0
     fetched_bytes: int = 0
+    """From shared storage."""
+    peer_bytes: int = 0
     others_bytes: int = 0
     requests: int = 0
     taken_over: int = 0
     slowest_seconds: float = 0.0
     slowest: str = ""
+    slowest_from: str = SHARED_NAME
 
-    def note(self, path: str, at: ByteRange, seconds: float) -> None:
+    def note(self, path: str, at: ByteRange, seconds: float, peer: str | None = None) -> None:
+        """``peer``: whom it came from; None: shared storage."""
         self.requests += 1
-        self.fetched_bytes += at.size_bytes
+        if peer is None:
+            self.fetched_bytes += at.size_bytes
+        else:
+            self.peer_bytes += at.size_bytes
         if seconds > self.slowest_seconds:
             self.slowest_seconds, self.slowest = seconds, f"{path} {at.start}-{at.stop}"
+            self.slowest_from = peer or SHARED_NAME
 
 
 class Cached:
@@ -91,27 +102,32 @@ class Cached:
         pool: Pool | None = None,
         stall_seconds: float = STALL_SECONDS_MIN,
         fetches_max: int = 16,
+        sharing: Sharing | None = None,
     ) -> None:
         """Use ``open_entry`` or ``open_directory``.
 
         Args:
             gate: bounds what this process fetches at a time.
             fetches_max: chunks that all processes of the node together fetch of this entry, to fill it.
+            sharing: how to join the other nodes; None: there are none.
         """
         self.store, self.frozen, self.pool = store, frozen, pool
         self.only: Wanted | None = None
         """The file of a URI that is one object."""
         self.tally = Tally()
         self._target = directory
-        self._gate, self._stall_seconds, self._fetches_max = gate, stall_seconds, fetches_max
+        self.gate, self.stall_seconds, self.fetches_max = gate, stall_seconds, fetches_max
         self._is_whole = False
         self._filling: Filling | None = None
         self._lease: Lease | None = None
         self._granted_bytes = 0
         self._no_room_until = 0.0
         self._bringing: dict[tuple[int, int], asyncio.Task[Buffer | None]] = {}
-        self._idle = asyncio.Lock()
+        self.idle = asyncio.Lock()
         self._granting = asyncio.Lock()
+        self.swarm: Swarm | None = None
+        """The other nodes, once something had to be fetched."""
+        self._sharing, self._read_gate, self._joining = sharing, gate, asyncio.Lock()
 
     # --- what it is ----------------------------------------------------------------------------------------------
 
@@ -126,6 +142,11 @@ class Cached:
     @property
     def chunk_size_bytes(self) -> int:
         return self.frozen.chunk_size_bytes
+
+    @property
+    def target(self) -> str:
+        """The directory that is filled, whole or not."""
+        return str(self._target.absolute())
 
     @property
     def directory(self) -> Path | None:
@@ -193,7 +214,22 @@ class Cached:
             task.cancel()
         if left:
             await asyncio.wait(left)
+        if self.swarm is not None:
+            await self.swarm.close()
         await asyncio.to_thread(self._end)
+
+    async def _join(self, filling: Filling) -> None:
+        """Find the other nodes, once."""
+        if self._sharing is None:
+            return
+        async with self._joining:
+            sharing, self._sharing = self._sharing, None
+            if sharing is None:
+                return
+            self.swarm = await sharing.join(self, filling)
+            if self.swarm is not None:  # more at a time: what waits for a peer takes no room at the store
+                self.fetches_max = max(self.fetches_max, self.swarm.slots)
+                self.gate = asyncio.Semaphore(self.fetches_max)
 
     def _end(self) -> None:
         if self._filling is not None:
@@ -301,19 +337,20 @@ class Cached:
         filling = self._filling
         if filling is None:
             return None
+        await self._join(filling)
         while True:
             filling.refresh()
             if filling.has(index, chunk):
                 return None
-            async with self._gate:
-                if await self._claim(filling, index, chunk):
-                    return (await self._fetch_claimed(filling, index, chunk, keep=True))[1]
+            async with self._read_gate:
+                if await self.claim(filling, index, chunk):
+                    return (await self.fetch_claimed(filling, index, chunk, keep=True))[1]
             if await self._await_other(filling, index, chunk) == "stalled":
                 log.warning("%s: waited too long for another process, fetching chunk %d too", filling.incoming, chunk)
-                async with self._gate:
-                    return await self._fetch(filling, index, chunk, keep=True)
+                async with self._read_gate:
+                    return await self.fetch(filling, index, chunk, keep=True)
 
-    async def _claim(self, filling: Filling, index: int, chunk: int) -> bool:
+    async def claim(self, filling: Filling, index: int, chunk: int) -> bool:
         name = f"{index}-{chunk}"
         try:
             return await settled(asyncio.to_thread(filling.claims.take, name))
@@ -323,7 +360,7 @@ class Cached:
             filling.claims.release(name)
             raise
 
-    async def _fetch_claimed(
+    async def fetch_claimed(
         self, filling: Filling, index: int, chunk: int, *, keep: bool
     ) -> tuple[bool, Buffer | None]:
         """Fetch unless it has landed before the claim: look again. Returns whether it was fetched, and ``_fetch``'s."""
@@ -331,13 +368,13 @@ class Cached:
             filling.refresh()
             if filling.has(index, chunk):
                 return False, None
-            return True, await self._fetch(filling, index, chunk, keep=keep)
+            return True, await self.fetch(filling, index, chunk, keep=keep)
         finally:
             await settled(asyncio.to_thread(filling.claims.release, f"{index}-{chunk}"))
 
     async def _await_other(self, filling: Filling, index: int, chunk: int) -> str:
         """Wait for whoever has claimed a chunk: ``landed``, ``free`` (it has let go or ended), or ``stalled``."""
-        deadline, pause = time.monotonic() + self._stall_seconds, POLL_SECONDS_MIN
+        deadline, pause = time.monotonic() + self.stall_seconds, POLL_SECONDS_MIN
         while time.monotonic() < deadline:
             filling.refresh()
             if filling.has(index, chunk):
@@ -348,18 +385,24 @@ class Cached:
             pause = min(pause * 1.5, POLL_SECONDS_MAX)
         return "stalled"
 
-    async def _fetch(self, filling: Filling, index: int, chunk: int, *, keep: bool) -> Buffer | None:
+    async def fetch(self, filling: Filling, index: int, chunk: int, *, keep: bool) -> Buffer | None:
         """Fetch one chunk and land it. Returns it to ``keep``; then it need not find room.
 
         Where the store can, it is received in aligned memory, and digested and written from there.
         """
         begun, at = time.monotonic(), self.frozen.chunk_range(index, chunk)
-        wanted_bytes = at.size_bytes if isinstance(self.store, ReadsInto) else 0
+        wanted_bytes = at.size_bytes if self.swarm is not None or isinstance(self.store, ReadsInto) else 0
+        peer: str | None = None
         with landing_memory(wanted_bytes) as memory:
-            data, digest = await self._get(index, chunk, memory)
+            if self.swarm is None:
+                data, digest = await self._get(index, chunk, memory)
+            else:
+                data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
+                brought = await self.swarm.bring(index, chunk, data)
+                digest, peer = brought.digest, brought.source
             await self._land(filling, index, chunk, data, digest, keep)
             kept = bytes(data) if keep and memory is not None else data
-        self.tally.note(self.frozen.files[index].path, at, time.monotonic() - begun)
+        self.tally.note(self.frozen.files[index].path, at, time.monotonic() - begun, peer)
         return kept if keep else None
 
     async def _land(self, filling: Filling, index: int, chunk: int, data: Buffer, digest: str, keep: bool) -> None:
@@ -387,6 +430,13 @@ class Cached:
             if wanted > self._granted_bytes:
                 ahead = max(GROW_BYTES, 16 * self.chunk_size_bytes)
                 await settled(asyncio.to_thread(self._reserve, min(self.frozen.size_bytes, wanted + ahead)))
+
+    async def read_store(self, index: int, chunk: int, into: memoryview) -> str:
+        """Read one chunk from the store, verified, into ``into``; return its digest."""
+        data, digest = await self._get(index, chunk, into)
+        if data is not into:
+            into[:] = data
+        return digest
 
     async def _get(self, index: int, chunk: int, memory: memoryview | None) -> tuple[Buffer, str]:
         """Return one chunk, in ``memory`` if there is some, and its digest, verified as far as anybody knows it."""
@@ -432,9 +482,10 @@ class Cached:
         if self._filling is None or self.directory is not None:
             listener(Progress(str(self._target), self.frozen.size_bytes, self.frozen.size_bytes))
             return
+        await self._join(self._filling)
         indexes = range(len(self.frozen.files)) if paths is None else [self.frozen.index_of(path) for path in paths]
         while True:
-            await _Fill(self, self._filling, indexes, listener).run()
+            await Fill(self, self._filling, indexes, listener).run()
             if len(indexes) < len(self.frozen.files) and not self._filling.has_all():
                 return
             if await self._publish(self._filling):
@@ -442,14 +493,14 @@ class Cached:
 
     async def _publish(self, filling: Filling) -> bool:
         """True when the entry is whole; False when something has to be fetched again."""
-        deadline, pause = time.monotonic() + self._stall_seconds, POLL_SECONDS_MIN
+        deadline, pause = time.monotonic() + self.stall_seconds, POLL_SECONDS_MIN
         while not await settled(asyncio.to_thread(filling.publish)):
             filling.refresh()
             if not filling.has_all():
                 return False
             if time.monotonic() > deadline:
                 raise OperationTimeoutError(
-                    f"another process has been publishing {self._target} for {self._stall_seconds:g} s",
+                    f"another process has been publishing {self._target} for {self.stall_seconds:g} s",
                     hint="Look for a hung disk, or a hung tierckpt process on this node",
                     tier=Tier.LOCAL,
                 )
@@ -459,116 +510,6 @@ class Cached:
         if self.pool is not None:
             await asyncio.to_thread(self.pool.note, self.frozen.name)
         return True
-
-
-class _Fill:
-    """One pass over the chunks that are missing: some workers take chunk after chunk, whoever gets it."""
-
-    def __init__(self, cached: Cached, filling: Filling, indexes: Iterable[int], listener: ProgressListener) -> None:
-        self.cached, self.filling, self.listener = cached, filling, listener
-        self.frozen = cached.frozen
-        filling.refresh()
-        wanted = list(indexes)
-        self.todo = deque(
-            (index, chunk)
-            for index in wanted
-            for chunk in range(self.frozen.chunks_of(index))
-            if not filling.has(index, chunk)
-        )
-        self.total = sum(self.frozen.files[index].size_bytes for index in wanted)
-        missing = sum(self.frozen.chunk_range(*work).size_bytes for work in self.todo)
-        self.done_bytes = self.total - missing
-        self.failures: dict[int, TierckptError] = {}
-        self.wanted = wanted
-        self.fatal = False
-        self.pause = POLL_SECONDS_MIN
-        self.moved_at = time.monotonic()
-
-    async def run(self) -> None:
-        self._say()
-        workers = min(self.cached._fetches_max, len(self.todo))
-        tasks = [asyncio.ensure_future(self._work()) for _ in range(workers)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self.cached.tally.taken_over = self.filling.claims.taken_over
-        if self.failures:
-            raise self._error()
-
-    async def _work(self) -> None:
-        while self.todo and not self.fatal:
-            index, chunk = self.todo.popleft()
-            if index in self.failures:
-                continue
-            if self.filling.has(index, chunk):
-                self._advance(index, chunk, others=True)
-                continue
-            try:
-                if not await self._try(index, chunk):
-                    self.todo.append((index, chunk))
-                    await self._rest()
-            except TierckptError as error:
-                self.failures.setdefault(index, error)
-                self.fatal |= isinstance(error, IntegrityError | CapacityError)
-
-    async def _try(self, index: int, chunk: int) -> bool:
-        """Fetch one chunk if nobody else is at it; False to come back to it later."""
-        async with self.cached._gate:
-            if time.monotonic() < self.moved_at + self.cached._stall_seconds:
-                if self.filling.claims.count() >= self.cached._fetches_max:
-                    return False  # the node fetches enough of it
-                if not await self.cached._claim(self.filling, index, chunk):
-                    return False
-                fetched, _ = await self.cached._fetch_claimed(self.filling, index, chunk, keep=False)
-            else:
-                log.warning("%s: other processes do not get on, fetching what they claim", self.filling.incoming)
-                self.moved_at = time.monotonic()
-                await self.cached._fetch(self.filling, index, chunk, keep=False)
-                fetched = True
-        self._advance(index, chunk, others=not fetched)
-        return True
-
-    async def _rest(self) -> None:
-        """Wait a moment for others. One worker at a time looks; the rest wait for it."""
-        before = self.filling.landed_bytes
-        async with self.cached._idle:
-            self.filling.refresh()
-            if self.filling.landed_bytes == before:
-                await asyncio.sleep(self.pause)
-                self.pause = min(self.pause * 1.5, POLL_SECONDS_MAX)
-                self.filling.refresh()
-        if self.filling.landed_bytes != before:
-            self.pause, self.moved_at = POLL_SECONDS_MIN, time.monotonic()
-
-    def _advance(self, index: int, chunk: int, *, others: bool) -> None:
-        size_bytes = self.frozen.chunk_range(index, chunk).size_bytes
-        self.done_bytes += size_bytes
-        self.moved_at = time.monotonic()
-        if others:
-            self.cached.tally.others_bytes += size_bytes
-        self._say()
-
-    def _say(self) -> None:
-        tally = self.cached.tally
-        sources = {"here": tally.here_bytes, "shared": tally.fetched_bytes, "other processes": tally.others_bytes}
-        note = ", ".join(f"{size_bytes >> 20} MiB {source}" for source, size_bytes in sources.items() if size_bytes)
-        self.listener(Progress(f"prefetch {self.frozen.uri}", self.done_bytes, self.total, note))
-
-    def _error(self) -> TierckptError:
-        errors = [self.failures[index] for index in sorted(self.failures)]
-        first = next((error for error in errors if isinstance(error, IntegrityError | CapacityError)), errors[0])
-        if len(errors) == len(self.wanted) or isinstance(first, IntegrityError | CapacityError):
-            return first
-        names = {self.frozen.files[index].path: error for index, error in sorted(self.failures.items())}
-        return PartialTransferError(
-            f"{len(errors)} of {len(self.wanted)} files of {self.frozen.uri} could not be fetched",
-            hint="Nothing was published; run the same command again to fetch only what is missing",
-            uri=self.frozen.uri,
-            failures={path: f"{type(error).__name__}: {error}" for path, error in names.items()},
-        )
 
 
 def _as_store(origin: Origin) -> Store:

@@ -7,11 +7,13 @@ write into whatever gets the descriptor next.
 from __future__ import annotations
 
 import asyncio
+import glob
 import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
 from ..manifest import FileEntry, has_digest
@@ -23,6 +25,9 @@ from ..types import Buffer, ByteRange, Tier
 from .budget import Share
 from .lock import lock_async
 from .retry import again, verified
+
+if TYPE_CHECKING:
+    from .through import Origin
 
 FETCH_TIMEOUT_SECONDS = 3600.0
 
@@ -102,7 +107,7 @@ async def _checked_chunks(
 
 
 async def fetch(
-    store: Store, entry: FileEntry, path: Path, chunk_size_bytes: int, on_bytes: OnBytes, concurrency: int
+    store: Origin, entry: FileEntry, path: Path, chunk_size_bytes: int, on_bytes: OnBytes, concurrency: int
 ) -> None:
     """Bring ``entry`` to ``path``, verified chunk by chunk; it appears whole and durable, or not at all.
 
@@ -117,6 +122,8 @@ async def fetch(
             on_bytes(entry.size_bytes)
             return
         begun = time.monotonic()
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            left.unlink(missing_ok=True)  # of a process that was killed: nobody else fetches it while we hold the lock
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         file = await asyncio.to_thread(_create, temporary, entry.size_bytes)
         try:
@@ -140,7 +147,7 @@ async def fetch(
             os.close(file)
 
 
-async def get_checked(store: Store, entry: FileEntry, byte_range: ByteRange, digest: str) -> Buffer:
+async def get_checked(store: Origin, entry: FileEntry, byte_range: ByteRange, digest: str) -> Buffer:
     """Return one chunk of ``entry`` that has ``digest``. A damaged answer is asked for again on a new connection.
 
     Raises:
@@ -149,10 +156,10 @@ async def get_checked(store: Store, entry: FileEntry, byte_range: ByteRange, dig
 
     async def read() -> Buffer:
         chunk = await store.get_range(entry.key, byte_range)
-        await check(chunk, digest, entry, byte_range, Tier.SHARED, store.uri)
+        await check(chunk, digest, entry, byte_range, getattr(store, "tier", Tier.SHARED), store.uri)
         return chunk
 
-    return await verified(store, read)
+    return await verified(cast(Store, store), read)
 
 
 async def check(chunk: Buffer, digest: str, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:

@@ -48,6 +48,8 @@ class Cluster:
     repair_seconds: float = 4 * 3600.0
     outage_every_seconds: float = math.inf
     outage_seconds: float = 0.0
+    strikes_at: tuple[float, ...] = ()
+    """Seconds at which the first job's processes fail besides, for a run that is simulated after it was seen."""
 
     def __post_init__(self) -> None:
         whole(self.nodes, "nodes")

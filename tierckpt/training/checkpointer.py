@@ -11,14 +11,13 @@ Saves are written one after another; up to ``checkpoints_in_flight_max`` of them
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -32,26 +31,32 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from ..client import Client, get_client
 from ..config import Settings
 from ..dcp.planner import TierSavePlanner
-from ..dcp.reader import TierStorageReader
 from ..dcp.stager import Mode, StagedItems, TierStager
 from ..dcp.writer import TierStorageWriter, refuse_overlap
 from ..errors import (
     CheckpointError,
     CheckpointSkippedError,
-    IntegrityError,
-    ObjectNotFoundError,
     OperationTimeoutError,
     TierckptError,
 )
-from ..layout import Location, parse_uri, step_name, step_of
+from ..layout import DRAINED, Location, local_dir, parse_uri, step_name, step_of
 from ..mover.retention import Policy, Rule
+from ..planning.interval import OVERHEAD_MAX
+from ..planning.tuning import Goal
 from ..stores.schemes import check_location
 from ..telemetry import BLOCKED_SECONDS, logger
 from ..types import Tier
-from . import preemption, testament
+from . import peers, preemption, testament
 from . import state as states
 from .exchange import Exchange, agree_on_name, all_gather, is_distributed
-from .restoring import restore_into, unwrapped
+from .interval import Interval, Pacer, Phase
+from .job import Job
+from .last_save import LastSave, cost_of
+from .ledger import Ledger
+from .notices import Notices
+from .record import SaveRecord
+from .restoring import agreed_latest, restore_newest, unwrapped
+from .sending import Sending
 from .testament import Testament
 
 log = logger("checkpointer")
@@ -59,21 +64,11 @@ log = logger("checkpointer")
 T = TypeVar("T")
 
 PROMPT_SECONDS = 0.02
+LATEST = 64
+"""Saves that are looked at again: what is decided is decided by the latest ones."""
+LOOK_SECONDS = 0.1
 EXTRA_SECONDS = 60.0
 """What a save may take beyond its own deadline for the other ranks."""
-
-
-@dataclass
-class SaveRecord:
-    """How one save went. Seconds count from the call of ``save``; None until known (or not known on this rank)."""
-
-    step: int
-    uri: str
-    size_bytes: int = 0
-    blocked_seconds: float = 0.0
-    local_commit_seconds: float | None = None
-    shared_commit_seconds: float | None = None
-    error: str = ""
 
 
 class Checkpointer:
@@ -93,6 +88,10 @@ class Checkpointer:
         staging: "eager" copies the state before ``save`` returns. "lazy" lets the copies of parameters and optimizer
             state overlap the next forward and backward pass; ``step`` of an optimizer in ``state`` waits for them.
             Nothing else may change these tensors before that step.
+        interval: when ``step`` saves: every so many steps, or "auto": as often as pays, from what is measured here.
+        overhead_max: with "auto", the share of training time that checkpoints may cost.
+        mtbf_seconds: with "auto", the mean time between failures of the job, where it is known; or two of them:
+            ``{"local": ..., "shared": ...}``, between failures that an SSD survives, and those that it does not.
         timeout_seconds: how long a save waits for the other ranks before it fails on all of them.
         settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``, ``drain=False``).
 
@@ -109,6 +108,9 @@ class Checkpointer:
         keep_every: int | Mapping[str, int] | None = None,
         overwrite: bool = True,
         staging: Mode = "eager",
+        interval: Interval = None,
+        overhead_max: float = OVERHEAD_MAX,
+        mtbf_seconds: float | Mapping[str, float] | None = None,
         timeout_seconds: float = 600.0,
         settings: Settings | None = None,
         **overrides: Any,
@@ -120,6 +122,8 @@ class Checkpointer:
         self.restore_seconds: float | None = None
         self._keep = Policy.of(keep_last, keep_every)
         self._overwrite = overwrite
+        mtbf = dict(mtbf_seconds) if isinstance(mtbf_seconds, Mapping) else mtbf_seconds
+        self._pacer = Pacer(interval, Goal.of(overhead_max, mtbf), Sending(self.settings))
         refuse_overlap(self.location, self.settings.local_root)
         self._outlives = testament.is_wanted(self.settings)
         self._stager = TierStager(mode=staging, outlives=self._outlives, settings=self.settings)
@@ -131,10 +135,68 @@ class Checkpointer:
         self._job = agree_on_name()
         self._saves = 0
         self._closed = False
+        self._ledger = Ledger(self.location, self.settings, is_on=not is_distributed() or dist.get_rank() == 0)
+        self._looked_at = 0.0
         self.grace_seconds = self.settings.grace_seconds
-        preemption.watch(self)
+        self._last = LastSave(self._job, lambda: cost_of(self.stats[-LATEST:], len(self._unfinished())))
+        self._steps_seen = 0
+        self._notices = Notices(self.settings, self._on_notice)
+        preemption.watch(self, self.settings.preempt_signals)
+        peers.meet(self.settings)
 
     # --- saving -------------------------------------------------------------------------------------------------
+
+    def step(self, step: int, state: Mapping[str, Any]) -> Future[None] | None:
+        """Say that training step ``step`` has ended. Saves ``state`` when it is time to, as ``interval`` has it.
+
+        Call it once after each step, on every rank. Returns the future of ``save``, None where nothing is saved.
+
+        Raises what ``save`` raises. Cost: microseconds, where nothing is saved.
+        """
+        self._check_open()
+        begun = time.monotonic()
+        self._pacer.stepped(self._phase(begun), begun)
+        self._ledger.stepped(step)
+        try:
+            is_last = self._last.look(step)
+            future = self._save(step, state, is_asked=is_last) if is_last or self._pacer.is_due(step) else None
+            if is_last:
+                self._last.done()
+            return future
+        finally:
+            self._steps_seen += 1
+            self._resume(begun)
+
+    @property
+    def preempted(self) -> bool:
+        """True once the job is told to go and ``step`` has saved it, if that fitted: leave the loop then."""
+        return self._last.is_done
+
+    def _on_notice(self, seconds: float, reason: str) -> None:
+        """A cloud takes this node back: save once more. The process goes on until it is ended."""
+        log.warning("%s: the next step is saved", reason)
+        self._last.ask(time.monotonic() + seconds, reason)
+
+    def prepare_to_go(self, deadline: float, reason: str) -> None:
+        """After a signal: have the loop save at its next step, if there is one and it fits."""
+        if self._steps_seen:
+            self._last.ask(deadline, reason)
+
+    def _resume(self, begun: float) -> None:
+        now = time.monotonic()
+        self._pacer.resumed(now - begun, now)
+        self._ledger.resumed(now - begun)
+
+    def _phase(self, now: float) -> Phase:
+        """What goes on beside training. Looks at the disk at most ten times a second."""
+        if self._running and not self._running[-1][1].done():
+            return "flushing"
+        if not any(record.is_sent and record.shared_commit_seconds is None for record in self.stats[-LATEST:]):
+            return "plain"
+        if now - self._looked_at > LOOK_SECONDS:
+            self._looked_at = now
+            self._note_commits()
+        return "draining" if self.settings.drain else "plain"
 
     def save(self, step: int, state: Mapping[str, Any]) -> Future[None]:
         """Save ``state`` as ``step``. Returns when it is copied; the future is done when it is committed locally.
@@ -148,22 +210,35 @@ class Checkpointer:
         """
         self._check_open()
         begun = time.monotonic()
+        self._ledger.stepped(step)
+        try:
+            return self._save(step, state, is_asked=True)
+        finally:
+            self._resume(begun)
+
+    def _save(self, step: int, state: Mapping[str, Any], *, is_asked: bool) -> Future[None]:
+        begun = time.monotonic()
         record = SaveRecord(step, self.location.child(step_name(step)).uri)
         if self._has_no_room(record.uri):
             return self._skip(record)
+        self._note_commits()
+        record.is_sent = self._pacer.before_save(step, self.stats[-LATEST:], is_asked=is_asked)
         writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=self._overwrite)
         writer.hold_back()
+        if self._pacer.keeps_some:
+            writer.keep(not record.is_sent)
         with unwrapped():
             plan, planner, metadata = self._plan(states.collect(state), writer)
         staged, failure = self._stage(plan, planner, state)
         self.stats.append(record)
+        self._ledger.saved(step)
         self._started[record.uri] = begun
         self._saves += 1
         name = f"tierckpt/{self._job}"
         exchange = Exchange(
             f"{name}/{self._saves}", f"{name}/{self._saves - 1}" if self._saves > 1 else "", self.timeout_seconds
         )
-        job = _Job(writer, plan, staged, metadata, record, exchange, begun)
+        job = Job(writer, plan, staged, metadata, record, exchange, begun)
         if self._wills is not None and failure is None:
             job.testament = self._wills.submit(self._hand_in_will, job)
         future = self._pool.submit(self._write, job)
@@ -251,13 +326,13 @@ class Checkpointer:
             raise
         return planner.finish_plan(plan), planner, metadata
 
-    def _hand_in_will(self, job: _Job) -> Testament | None:
+    def _hand_in_will(self, job: Job) -> Testament | None:
         """Have the agent see to this save if this process ends before it is on the SSD."""
         job.staged.wait(self.settings.staging_timeout_seconds)
         prepared = job.writer.prepare(job.plan, job.staged)
         return testament.hand_in(job.writer, prepared, job.metadata, job.exchange.key)
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: Job) -> None:
         record, is_settled = job.record, True
 
         def write() -> list[Any]:
@@ -287,10 +362,11 @@ class Checkpointer:
                 job.take_back_will()
             job.let_go()
         record.local_commit_seconds = time.monotonic() - job.begun
+        self._ledger.durable(record.step, record.local_commit_seconds, record.size_bytes)
         self._prune()
 
     def wait(self, tier: str = "shared", timeout_seconds: float | None = None) -> None:
-        """Return when every save of this object that retention keeps is committed on ``tier``.
+        """Return when every save of this object that retention keeps, and that goes there, is committed on ``tier``.
 
         Raises the error of a save or drain that failed, OperationTimeoutError when the time is up.
         """
@@ -305,7 +381,7 @@ class Checkpointer:
 
     def _kept_records(self) -> list[SaveRecord]:
         """The newest save of each step, without those that retention has removed or is about to."""
-        newest = {record.step: record for record in self.stats if not record.error}
+        newest = {record.step: record for record in self.stats if not record.error and record.is_sent}
         kept = self._keep.shared.kept(newest)
         return [record for step, record in newest.items() if step in kept or step == max(newest)]
 
@@ -316,10 +392,23 @@ class Checkpointer:
         record.shared_commit_seconds = seen - self._started[record.uri]
 
     def _note_commits(self) -> None:
-        for record in self.stats:
-            seen = self._client.engine.committed_at.get(record.uri)
-            if record.shared_commit_seconds is None and seen is not None and seen > self._started[record.uri]:
-                record.shared_commit_seconds = seen - self._started[record.uri]
+        for record in self.stats[-LATEST:]:
+            if record.shared_commit_seconds is None and record.is_sent and record.uri in self._started:
+                seconds = self._drained_after(record)
+                if seconds is not None and seconds > 0:
+                    record.shared_commit_seconds = seconds
+
+    def _drained_after(self, record: SaveRecord) -> float | None:
+        """Seconds until the shared commit: as this process saw it, or as the agent noted it on the SSD."""
+        started = self._started[record.uri]
+        seen = self._client.engine.committed_at.get(record.uri)
+        if seen is not None:
+            return seen - started
+        try:
+            noted = (local_dir(self.settings.local_root, parse_uri(record.uri)) / DRAINED).stat().st_mtime
+        except OSError:
+            return None
+        return noted - time.time() + time.monotonic() - started
 
     def _finish_running(self) -> None:
         """Wait for every save that is under way. Raises the first error among them; the others are logged."""
@@ -416,53 +505,19 @@ class Checkpointer:
         self._finish_running()
         self._client.recover()
         begun = time.monotonic()
-        passed_over: list[tuple[str, BaseException]] = []
-        while True:
-            uri = self._uri_to_restore(step, passed_over)
-            if uri is None:
-                if passed_over:
-                    raise passed_over[0][1]
-                return None
-            try:
-                restore_into(TierStorageReader(uri, settings=self.settings), state, names)
-                break
-            except (IntegrityError, ObjectNotFoundError) as error:
-                if step is not None:
-                    raise
-                passed_over.append((uri, error))
+        uri = restore_newest(self._client, self.location, state, names, step)
+        if uri is None:
+            return None
         self.restore_seconds = time.monotonic() - begun
+        self._ledger.restored(step_of(uri), self.restore_seconds)
+        self._pacer.resumed()
         log.info("restored %s in %.2f s", uri, self.restore_seconds)
-        if passed_over:
-            told = "; ".join(f"{passed} has no good copy left: {error}" for passed, error in passed_over)
-            log.warning("restored %s, because %s", uri, told)
         return step_of(uri)
-
-    def _uri_to_restore(self, step: int | None, passed_over: Sequence[tuple[str, BaseException]]) -> str | None:
-        if step is not None:
-            return self.location.child(step_name(step)).uri
-        steps = [step_of(uri) for uri, _ in passed_over]
-        below = min((found for found in steps if found is not None), default=None)
-        return self._agreed_latest(below - 1 if below is not None else None)
 
     def latest_step(self) -> int | None:
         """Return the newest step that every rank can load, None when there is none. Collective under torchrun."""
-        uri = self._agreed_latest()
+        uri = agreed_latest(self._client, self.location)
         return step_of(uri) if uri is not None else None
-
-    def _agreed_latest(self, step_max: int | None = None) -> str | None:
-        """Lower everybody's newest step to the lowest, until all can load it: never a mix of steps."""
-        while True:
-            limit = step_max
-            found = self._client.run(lambda engine: engine.latest(self.location, limit))  # noqa: B023
-            attempt = found.manifest.attempt if found is not None and found.manifest is not None else ""
-            seen = all_gather((found.step, attempt) if found is not None else None)
-            if any(item is None for item in seen):
-                return None
-            if len(set(seen)) == 1:
-                return found.location.uri if found is not None else None
-            steps = {step for step, _ in seen}
-            # Ranks that see different saves under one step must not mix them: look below it.
-            step_max = min(steps) if len(steps) > 1 else min(steps) - 1
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -471,10 +526,25 @@ class Checkpointer:
         if self._closed:
             return
         try:
+            self._finish_running()
+            self._send_newest()
             self.wait()
+            if self._pacer.keeps_some:
+                self._client.run(lambda engine: engine.settle(self.location))
         finally:
+            self._ledger.ended("preempted" if preemption.is_ending() else "closed", wait=True)
             self._closed = True
             self._let_go()
+            preemption.await_end(self.grace_seconds)
+
+    def _send_newest(self) -> None:
+        """The newest save goes to shared storage, if it was to stay on the SSD: nothing newer comes behind it."""
+        good = [record for record in self.stats[-LATEST:] if not record.error]
+        if not (good and self.settings.drain) or good[-1].is_sent:
+            return
+        good[-1].is_sent = True
+        for entry in self._client.run(lambda engine: engine.release(self.location)):
+            self._client.submit(entry.token)
 
     def __enter__(self) -> Self:
         return self
@@ -490,6 +560,7 @@ class Checkpointer:
             self.wait(Tier.LOCAL.value)
         except TierckptError as failure:
             log.error("the last save failed too: %s", failure)
+        self._ledger.ended("failed")
         self._closed = True
         self._let_go()
 
@@ -499,14 +570,20 @@ class Checkpointer:
         Raises nothing that waiting could not mend. What the agent drains it goes on to drain after this process.
         """
         self._client.run(lambda engine: engine.hurry())
+        self._last.wait(deadline, self._pacer.step_seconds)
         futures.wait([future for _, future in self._running], max(0.0, deadline - time.monotonic()))
+        self._send_newest()
         left = [f"{record.uri} did not reach the local tier in time" for record, _ in self._unfinished()]
         entries = self._client.run(lambda engine: engine.idle(max(0.0, deadline - time.monotonic())))
         left += [f"{entry.uri} is on the local tier only; `tierckpt drain --wait` finishes it" for entry in entries]
+        self._ledger.ended("preempted", wait=time.monotonic() < deadline)
         return left
 
     def _let_go(self) -> None:
         preemption.forget(self)
+        self._notices.close()
+        self._last.close()
+        self._ledger.close()
         self._pool.shutdown(wait=False)
         if self._wills is not None:
             self._wills.shutdown(wait=False)
@@ -519,45 +596,3 @@ class Checkpointer:
     @property
     def _client(self) -> Client:
         return get_client(self.settings)
-
-
-@dataclass
-class _Job:
-    """One save on its way from staging memory to the local tier."""
-
-    writer: TierStorageWriter
-    plan: SavePlan
-    staged: StagedItems
-    metadata: Metadata | None
-    record: SaveRecord
-    exchange: Exchange
-    begun: float
-    testament: Future[Testament | None] | None = None
-
-    def will(self) -> Testament | None:
-        """What the agent has, once it has it. Raises what went wrong while the save was prepared for that."""
-        return self.testament.result() if self.testament is not None else None
-
-    def take_back_will(self) -> None:
-        with contextlib.suppress(Exception):  # it was raised where the save needed it
-            will = self.will()
-            if will is not None:
-                will.take_back()
-
-    def give_up(self) -> bool:
-        """End a save that failed here. False when nobody here knows whether it failed as a whole.
-
-        Then all this rank had to do is done, and the shards and the will stay: should the rest of the job be killed,
-        what every rank had staged is still a checkpoint.
-        """
-        with contextlib.suppress(Exception):
-            self.will()  # until then another thread has the writer
-        if self.exchange.may_be_done:
-            return self.writer.let_go()
-        self.writer.reset()
-        return True
-
-    def let_go(self) -> None:
-        """Drop the staged copies: their memory is free for the next checkpoint, whoever keeps the future of this."""
-        self.staged = StagedItems()
-        self.metadata = None

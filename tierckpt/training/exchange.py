@@ -41,7 +41,7 @@ class Exchange:
             value = then([work()])
             self.may_be_done = True
             return value
-        store, rank, world = _store(), dist.get_rank(), dist.get_world_size()
+        store, rank, world = own_store(), dist.get_rank(), dist.get_world_size()
         try:
             outcome: Any = ("ok", work())
         except BaseException as error:
@@ -111,7 +111,7 @@ def portable(error: BaseException) -> BaseException:
     return CommitAbandonedError(f"{type(error).__name__}: {error}")
 
 
-def _store() -> Any:
+def own_store() -> Any:
     """A connection of our own to the job's rendezvous store, so that waiting on it blocks nobody else's use."""
     store: Any = dist.distributed_c10d._get_default_store()
     try:
@@ -144,6 +144,22 @@ def same_outcome(work: Callable[[], T]) -> T:
     if error is not None and first == (dist.get_rank() if is_distributed() else 0):
         raise error
     raise told[first]
+
+
+def broadcast(work: Callable[[], T]) -> T:
+    """Run ``work`` on rank 0 and return its value on every rank. Its error is raised on all of them."""
+    if not is_distributed():
+        return work()
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told = [("ok", work())]
+        except Exception as error:
+            told = [("error", portable(error))]
+    dist.broadcast_object_list(told, src=0)
+    if told[0][0] == "error":
+        raise told[0][1]
+    return cast(T, told[0][1])
 
 
 def all_gather(value: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,16 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ..client import latest
+from ..client import Client, latest
 from ..config import Settings
 from ..dcp.reader import TierStorageReader
-from ..errors import StateMismatchError, TierckptError
-from ..layout import step_of
+from ..errors import IntegrityError, ObjectNotFoundError, StateMismatchError, TierckptError
+from ..layout import Location, step_name, step_of
+from ..telemetry import logger
 from . import state as states
 from .exchange import all_gather, is_distributed, same_outcome
+
+log = logger("checkpointer")
 
 NAMES_SHOWN = 20
 
@@ -39,6 +42,55 @@ def restore_into(reader: TierStorageReader, state: dict[str, Any], only: Collect
         metadata, target = same_outcome(read_target)
         _load(reader, target)
         same_outcome(lambda: states.put_back(state, target, metadata, only))
+
+
+def restore_newest(
+    client: Client, location: Location, state: dict[str, Any], only: Collection[str] | None, step: int | None
+) -> str | None:
+    """Restore ``step``, else the newest checkpoint of the run that has a good copy of every file. Returns its URI.
+
+    None when there is none. Raises what keeps the newest from being restored, when no older one can be either.
+    """
+    passed_over: list[tuple[str, BaseException]] = []
+    while True:
+        uri = location.child(step_name(step)).uri if step is not None else _newest_below(client, location, passed_over)
+        if uri is None:
+            if passed_over:
+                raise passed_over[0][1]
+            return None
+        try:
+            restore_into(TierStorageReader(uri, settings=client.settings), state, only)
+        except (IntegrityError, ObjectNotFoundError) as error:
+            if step is not None:
+                raise
+            passed_over.append((uri, error))
+            continue
+        if passed_over:
+            told = "; ".join(f"{passed} has no good copy left: {error}" for passed, error in passed_over)
+            log.warning("restored %s, because %s", uri, told)
+        return uri
+
+
+def _newest_below(client: Client, location: Location, passed_over: Sequence[tuple[str, BaseException]]) -> str | None:
+    steps = [step_of(uri) for uri, _ in passed_over]
+    below = min((found for found in steps if found is not None), default=None)
+    return agreed_latest(client, location, below - 1 if below is not None else None)
+
+
+def agreed_latest(client: Client, location: Location, step_max: int | None = None) -> str | None:
+    """Lower everybody's newest step to the lowest, until all can load it: never a mix of steps."""
+    while True:
+        limit = step_max
+        found = client.run(lambda engine: engine.latest(location, limit))  # noqa: B023
+        attempt = found.manifest.attempt if found is not None and found.manifest is not None else ""
+        seen = all_gather((found.step, attempt) if found is not None else None)
+        if any(item is None for item in seen):
+            return None
+        if len(set(seen)) == 1:
+            return found.location.uri if found is not None else None
+        steps = {step for step, _ in seen}
+        # Ranks that see different saves under one step must not mix them: look below it.
+        step_max = min(steps) if len(steps) > 1 else min(steps) - 1
 
 
 def load_model(

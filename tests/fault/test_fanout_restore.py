@@ -1,0 +1,78 @@
+"""A job restores on several nodes at once: each byte of the checkpoint leaves shared storage once for all of them.
+
+Eight ranks on four nodes (local roots and agents of their own), a model whose shards two data-parallel groups hold, and
+tensors that all ranks hold. The store counts what it sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.compat.worker import launch
+from tests.servers.cluster import Cluster, Model
+from tests.servers.fleet import Fleet
+from tests.servers.origin import Origin
+from tests.services import free_port
+
+pytestmark = pytest.mark.distributed
+
+MiB = 1 << 20
+RANKS, NODES = 8, 4
+CHUNK_BYTES = MiB // 4
+STORE_RATE = 48 * MiB
+SETTINGS = {"TIERCKPT_CHUNK_SIZE_BYTES": str(CHUNK_BYTES), "TIERCKPT_MOVER": "agent"}
+SCENARIOS = "tests.fault.fanout_ranks"
+
+
+@dataclass
+class Saved:
+    """A checkpoint on a store that counts what it sends."""
+
+    fleet: Fleet
+    origin: Origin
+    store: Path
+    uri: str
+    size_bytes: int
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
+    folder = tmp_path_factory.mktemp("restore")
+    uri = f"{folder}/store/bucket/run/step-1"
+    size = launch(f"{SCENARIOS}:save", 1, uri=uri, root=str(folder / "saver"), env={"TIERCKPT_ALLOW_TMPFS": "1"})
+    with Origin.running(folder / "store", rate=STORE_RATE) as origin, Fleet.running(folder / "logs") as fleet:
+        yield Saved(fleet, origin, folder / "store", "s3://bucket/run/step-1", size["size_bytes"])
+
+
+@pytest.fixture
+def cluster(saved: Saved, tmp_path: Path) -> Iterator[Cluster]:
+    """Nodes that have nothing yet."""
+    cluster = Cluster(saved.fleet, saved.origin, Model(saved.store, "none", {}, 0), tmp_path / "nodes")
+    saved.origin.reset()
+    yield cluster
+    cluster.close()
+
+
+def restore(saved: Saved, cluster: Cluster, *, peers: bool) -> dict[str, int]:
+    """Restore on all nodes at once. Returns what the store has sent of the shards, and of all."""
+    cluster.add([f"127.0.0.1:{free_port()}" for _ in range(NODES)], SETTINGS, peers=peers)
+    if peers:
+        cluster.start_agents()
+    outcome = launch(f"{SCENARIOS}:restore", RANKS, uri=saved.uri, nodes=[node.env for node in cluster.nodes])
+    assert outcome["right"] == [True] * RANKS
+    sent = saved.origin.counts()["sent_bytes_by_key"]
+    return {"shards": sum(size for key, size in sent.items() if key.endswith(".distcp")), "all": sum(sent.values())}
+
+
+def test_eight_ranks_on_four_nodes_take_each_byte_from_the_store_once(saved: Saved, cluster: Cluster) -> None:
+    sent = restore(saved, cluster, peers=True)
+    assert saved.size_bytes <= sent["shards"] <= 1.02 * saved.size_bytes + CHUNK_BYTES, sent
+    assert sent["all"] <= 1.05 * saved.size_bytes + CHUNK_BYTES, sent
+
+
+def test_control_nodes_without_peers_take_more(saved: Saved, cluster: Cluster) -> None:
+    assert restore(saved, cluster, peers=False)["shards"] > 2 * saved.size_bytes

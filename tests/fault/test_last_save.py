@@ -1,0 +1,289 @@
+"""A job that is told to go saves the step it is at, on all ranks, if what was measured says that it fits: with real
+signals, by torchrun too, and by the notices of the clouds, asked of a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fault.nursery import Job, Nursery
+from tests.services import REPOSITORY
+from tierckpt.config import Settings
+from tierckpt.errors import ConfigError
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.training.last_save import Cost, judge
+from tierckpt.training.notices import Notices
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery.running("tests.fault.training_scenarios") as running:
+        yield running
+
+
+def steps_done(folder: Path, rank: int = 0) -> int:
+    path = folder / f"seen-000-{rank}"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def until_step(job: Job, folder: Path, step: int, ranks: int = 1) -> None:
+    deadline = time.monotonic() + 60
+    while min(steps_done(folder, rank) for rank in range(ranks)) < step:
+        assert time.monotonic() < deadline, job.output()[-3000:]
+        time.sleep(0.005)
+
+
+def newest(local_root: Path, uri: str) -> int:
+    run = local_dir(local_root, parse_uri(uri))
+    return max((int(path.parent.parent.name[5:]) for path in run.glob("*/.tierckpt/manifest.json")), default=0)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("SIGTERM", 2), ("SIGUSR1", 1), ("SIGUSR2", 2)])
+def test_a_signal_saves_the_step_the_job_is_at_and_ends_it(
+    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, name: str, ranks: int
+) -> None:
+    """The signal reaches one rank only; the other hears of it from that one."""
+    options = {"preempt_signals": ["SIGTERM", "SIGUSR1", "SIGUSR2"], "interval": 1000, "grace_seconds": 20}
+    job = nursery.start("train", tmp_path, ranks, uri=file_uri, step_seconds=0.02, **options)
+    until_step(job, tmp_path, 5, ranks)
+    os.kill(job.pids[-1], getattr(signal, name))
+    codes = (
+        job.codes(40, until_one_fails=False)
+        if ranks == 1
+        else [job.nursery.ask(verb="wait", pids=[job.pids[-1]], timeout_seconds=40, until_one_fails=False)[0]]
+    )
+    job.kill()
+    assert codes[-1] == -getattr(signal, name), job.output()[-3000:]
+    saved = newest(local_root, file_uri)
+    assert saved >= 5, job.output()[-3000:]
+    assert f"{name}: step {saved} is saved" in job.output()
+
+
+def test_without_a_last_save_those_steps_are_lost(
+    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str
+) -> None:
+    """Control."""
+    job = nursery.start("train", tmp_path, 1, uri=file_uri, step_seconds=0.02, interval=1000, grace_seconds=0)
+    until_step(job, tmp_path, 5)
+    os.kill(job.pids[0], signal.SIGTERM)
+    assert job.codes(40) == [-signal.SIGTERM]
+    assert newest(local_root, file_uri) == 0
+
+
+def test_a_save_that_does_not_fit_is_not_begun(
+    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str
+) -> None:
+    """A disk that takes 1.5 s for a checkpoint, and 1.2 s of grace."""
+    job = nursery.start("train_on_a_slow_disk", tmp_path, 1, uri=file_uri, slow_seconds=1.5, grace_seconds=1.2)
+    until_step(job, tmp_path, 6)
+    os.kill(job.pids[0], signal.SIGTERM)
+    assert job.codes(30) == [-signal.SIGTERM]
+    assert newest(local_root, file_uri) == 2
+    assert "is not saved:" in job.output()
+    assert "s to the SSD, and" in job.output()
+
+
+def test_torchrun_passes_the_signal_on_and_the_last_step_is_saved(
+    tmp_path: Path, local_root: Path, file_uri: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch.distributed as dist\n"
+        "from tests.fault.training_scenarios import train\n"
+        "dist.init_process_group('gloo')\n"
+        "train(sys.argv[1], sys.argv[2], step_seconds=0.02, interval=1000, grace_seconds=20)\n"
+    )
+    output = tmp_path / "output"
+    with output.open("wb") as stream:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
+        process = subprocess.Popen(
+            [*command, str(tmp_path), file_uri],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline = time.monotonic() + 90
+        while min(steps_done(tmp_path, rank) for rank in (0, 1)) < 5:
+            assert time.monotonic() < deadline and process.poll() is None, output.read_text()[-3000:]
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    finally:
+        process.kill()
+        process.wait(10)
+    saved = newest(local_root, file_uri)
+    assert saved >= 5, output.read_text()[-3000:]
+
+
+# --- what fits -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cost", "seconds", "fits", "says"),
+    [
+        (Cost(), 5.0, True, "nothing was measured yet"),
+        (Cost(10**9, 2.0, None), 5.0, True, "1000000000 bytes at 5e.08 bytes/s take 2 s to the SSD, and 5 s are left"),
+        (Cost(10**9, 2.0, 2.0), 5.0, True, r"shared storage \(2 s more\) fits too"),
+        (Cost(10**9, 2.0, 9.0), 5.0, True, r"shared storage \(9 s more\) does not fit, and is drained later"),
+        (Cost(10**9, 6.0, 9.0), 5.0, False, "step 7 is not saved: .* take 6 s to the SSD, and 5 s are left"),
+        (Cost(10**9, 6.0, 9.0), -1.0, False, "0 s are left"),
+    ],
+)
+def test_what_fits_is_judged_by_measured_rates_and_said(cost: Cost, seconds: float, fits: bool, says: str) -> None:
+    import re
+
+    found, why = judge(7, cost, seconds)
+    assert found == fits
+    assert re.search(says, why), why
+
+
+# --- notices -------------------------------------------------------------------------------------------------------
+
+
+class Metadata:
+    """A metadata server: what it answers for each path, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, bytes]] = {}
+        self.asked: list[tuple[str, str, dict[str, str]]] = []
+        self.url = ""
+
+
+@contextmanager
+def metadata_server() -> Iterator[Metadata]:
+    metadata = Metadata()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            metadata.asked.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
+            code, body = metadata.answers.get(f"{self.command} {self.path}", (404, b""))
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_PUT = do_GET
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    metadata.url = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield metadata
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+AWS = "GET /latest/meta-data/spot/instance-action"
+GCP = "GET /computeMetadata/v1/instance/preempted"
+AZURE = "GET /metadata/scheduledevents?api-version=2020-07-01"
+SOON = datetime.now(UTC) + timedelta(hours=1)
+
+
+TERMINATE = json.dumps({"action": "terminate", "time": f"{SOON:%Y-%m-%dT%H:%M:%SZ}"}).encode()
+
+
+def events(kind: str, when: str) -> bytes:
+    return json.dumps({"DocumentIncarnation": 1, "Events": [{"EventType": kind, "NotBefore": when}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("cloud", "path", "quiet", "notice", "seconds", "header"),
+    [
+        ("aws", AWS, (404, b""), TERMINATE,
+         (600, 3601), ("x-aws-ec2-metadata-token", "a token")),
+        ("gcp", GCP, (200, b"FALSE"), b"TRUE", (30, 30), ("metadata-flavor", "Google")),
+        ("azure", AZURE, (200, events("Freeze", "")), events("Preempt", format_datetime(SOON, usegmt=True)),
+         (600, 3601),
+         ("metadata", "true")),
+        ("azure", AZURE, (200, b'{"DocumentIncarnation": 0, "Events": []}'), events("Terminate", ""), (30, 30),
+         ("metadata", "true")),
+    ],
+)  # fmt: skip
+def test_each_clouds_notice_is_heard_and_its_quiet_is_not(
+    cloud: str,
+    path: str,
+    quiet: tuple[int, bytes],
+    notice: bytes,
+    seconds: tuple[float, float],
+    header: tuple[str, str],
+) -> None:
+    heard: list[float] = []
+    event = threading.Event()
+    with metadata_server() as server:
+        server.answers = {"PUT /latest/api/token": (200, b"a token"), path: quiet}
+        settings = Settings.load(preempt_notices=cloud, preempt_endpoint=server.url, preempt_poll_seconds=0.02)
+        notices = Notices(settings, lambda left, why: (heard.append(left), event.set()))  # type: ignore[func-returns-value]
+        deadline = time.monotonic() + 20
+        while sum(f"{method} {asked}" == path for method, asked, _ in server.asked) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not heard
+        server.answers[path] = (200, notice)
+        assert event.wait(20)
+        notices.close()
+    assert seconds[0] <= heard[0] <= seconds[1]
+    asked = next(headers for method, asked, headers in server.asked if f"{method} {asked}" == path)
+    assert asked[header[0]] == header[1]
+
+
+def test_nobody_is_asked_unless_it_is_wanted_and_a_broken_answer_harms_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    heard: list[float] = []
+    with metadata_server() as server:
+        off = Notices(Settings.load(preempt_endpoint=server.url), lambda left, why: heard.append(left))
+        server.answers = {"PUT /latest/api/token": (200, b"t"), AWS: (200, b"<html>")}
+        settings = Settings.load(preempt_notices="aws", preempt_endpoint=server.url, preempt_poll_seconds=0.02)
+        broken = Notices(settings, lambda left, why: heard.append(left))
+        deadline = time.monotonic() + 20
+        while sum(path.endswith("instance-action") for _, path, _ in server.asked) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        count = len(server.asked)
+        off.close()
+        broken.close()
+    assert heard == []
+    assert count >= 6
+    assert sum("does not tell of preemptions" in message for message in caplog.messages) == 1
+
+
+def test_a_notice_saves_and_training_goes_on(nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str) -> None:
+    with metadata_server() as server:
+        server.answers = {GCP: (200, b"FALSE")}
+        options = {"preempt_notices": "gcp", "preempt_endpoint": server.url, "preempt_poll_seconds": 0.05}
+        job = nursery.start("train", tmp_path, 2, uri=file_uri, step_seconds=0.02, interval=1000, **options)
+        until_step(job, tmp_path, 5, 2)
+        server.answers = {GCP: (200, b"TRUE")}
+        assert set(job.codes(60)) == {0}, job.output()[-3000:]  # the loop leaves when it is told that it may
+    saved = newest(local_root, file_uri)
+    assert saved >= 5
+    assert saved == steps_done(tmp_path)
+    assert "a notice of gcp, 30 s ahead" in job.output()
+
+
+def test_bad_settings_get_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="preempt_signals"):
+        Settings.load(preempt_signals=("SIGKILL",))
+    with pytest.raises(ConfigError, match="preempt_notices"):
+        Settings.load(preempt_notices="ibm")
+    assert Settings.load(preempt_signals="TERM, USR1").preempt_signals == ("SIGTERM", "SIGUSR1")

@@ -1,0 +1,161 @@
+"""Killing the agent that makes copies, at any operation: never a wrong byte, never half a copy that counts as one (R1).
+
+``TIERCKPT_TEST_REPLICA_KILLS=N`` has more kills than the few of every run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fault.replica_kills import AT, LOG, ON
+from tests.servers.fleet import Fleet
+from tests.servers.nodes import Node, Nodes, cluster
+from tests.states import save
+from tierckpt.client import close_all
+from tierckpt.layout import location_at
+from tierckpt.mover import commit
+from tierckpt.mover.held import here
+
+pytestmark = pytest.mark.distributed
+
+KILLS = int(os.environ.get("TIERCKPT_TEST_REPLICA_KILLS", "4"))
+SHARDS = 12
+OPERATIONS = 90
+"""Kills are at an operation up to this one: a copy of one step takes more."""
+SETTINGS = {"replicas": 2, "drain": False, "chunk_size_bytes": 16384, "shard_size_bytes_max": 40_000}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("agents")
+    with Fleet.running(folder, "tests.servers.nodes", "tests.fault.replica_kills") as running:
+        yield running
+
+
+@dataclass
+class Kills:
+    """A node whose agent is killed again and again while it copies what another one saves."""
+
+    nodes: Nodes
+    folder: Path
+    bug: str = "kill"
+    step: int = 0
+    fired: int = 0
+    at: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def source(self) -> Node:
+        return self.nodes[0]
+
+    @property
+    def holder(self) -> Node:
+        return self.nodes[1]
+
+    def save(self) -> None:
+        self.step += 1
+        state = {f"t{index}": torch.full((9_000,), 100.0 * self.step + index) for index in range(SHARDS)}
+        save(f"{self.folder}/run/step-{self.step}", state, settings=self.source.settings)
+        close_all()
+
+    def kill(self, operation: int) -> bool:
+        """Run the holder's agent until it is killed, and look at what it has left. False when it never got there."""
+        log = self.folder / "operations"
+        log.unlink(missing_ok=True)
+        self.holder.env |= {AT: str(operation), LOG: str(log)}
+        self.holder.bug = self.bug
+        self.holder.start()
+        assert self.holder.process is not None
+        ended = self.holder.process.wait(20)
+        self.holder.kill()
+        fired = ended is not None and ended.code == -signal.SIGKILL
+        if fired:
+            self.fired += 1
+            self.at.append(log.read_text().splitlines()[-1])
+        self.problems += self.judge()
+        return fired
+
+    def judge(self) -> list[str]:
+        """What is wrong on the holder's disk: other bytes than the source's, or saves that count and are not there."""
+        good = {path.name: _digest(path) for path in (self.source.root / "checkpoints").rglob("*.distcp")}
+        copies = (self.holder.root / "checkpoints").rglob("*.distcp")
+        wrong = [path.name for path in copies if _digest(path) != good.get(path.name)]
+        problems = [f"step {self.step}: {name} has wrong bytes" for name in wrong]
+        for directory in (self.holder.root / "checkpoints").rglob("step-*"):
+            manifest, location = commit.read_local_manifest(directory), location_at(self.holder.root, directory)
+            if manifest is None or location is None:
+                continue
+            held = here(directory, location, manifest).held
+            lacking = [e.key for e in manifest.files if e.token in held and not (directory / e.key).exists()]
+            problems += [f"step {self.step}: {key} counts and is not there" for key in lacking]
+        return problems
+
+    def finish(self) -> None:
+        """An agent that is not killed completes the newest copy, and leaves nothing half done beside it."""
+        self.holder.bug = "none, but hurry"
+        self.holder.start()
+        uri = f"{self.folder}/run/step-{self.step}"
+        self.nodes.until(lambda: self.source.has_all_replicas(uri), "the copies to be whole")
+        newest = self.holder.directory(uri)
+        left = [path.name for path in newest.rglob("*") if path.name.endswith((".tmp", ".incoming"))]
+        self.problems += self.judge() + [f"{name} was left over" for name in left]
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def run(fleet: Fleet, folder: Path, operations: Sequence[int], bug: str, on: str = "") -> Kills:
+    with cluster(fleet, folder, 2, **SETTINGS) as nodes:
+        result = Kills(nodes, folder, bug)
+        nodes[1].env[ON] = on
+        nodes[1].kill()
+        for operation in operations:
+            result.save()  # so that there is always something to copy
+            if not result.kill(operation):
+                result.save()
+                result.kill(operation // 2)
+        if bug == "kill":
+            result.finish()
+    return result
+
+
+def test_a_killed_copy_is_never_wrong_and_never_counts_before_it_is_whole(fleet: Fleet, tmp_path: Path) -> None:
+    chance = random.Random(KILLS)
+    result = run(fleet, tmp_path, [chance.randint(1, OPERATIONS) for _ in range(KILLS)], "kill")
+    assert result.problems == []
+    assert result.fired == KILLS, f"{result.fired} of {KILLS} kills fired, at {result.at}"
+
+
+def test_control_a_name_that_comes_before_the_bytes_is_found(fleet: Fleet, tmp_path: Path) -> None:
+    """Killed when the first shard has been opened, and the first of its three pieces written."""
+    result = run(fleet, tmp_path, [3], "names before bytes", on=".distcp")
+    assert result.fired == 1, result.at
+    assert any("wrong bytes" in problem for problem in result.problems), result.at
+
+
+def test_a_copy_is_not_made_of_damaged_bytes(fleet: Fleet, tmp_path: Path) -> None:
+    """The source's disk has lost a bit since the save: what it gives is not taken, and the copy is not said to be."""
+    with cluster(fleet, tmp_path, 2, **SETTINGS) as nodes:
+        nodes[1].kill()
+        uri = f"{tmp_path}/run/step-1"
+        save(uri, {"t": torch.arange(9_000, dtype=torch.float32)}, settings=nodes[0].settings)
+        close_all()
+        (shard,) = nodes[0].directory(uri).glob("*.distcp")
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 4
+        shard.write_bytes(data)
+        nodes[1].start()
+        nodes.meet(2)
+        nodes.until(lambda: nodes[1].replicas()["failed"] >= 2, "two tries")
+        assert not nodes[0].has_all_replicas(uri)
+        assert list(nodes[1].directory(uri).glob("*.distcp")) == []

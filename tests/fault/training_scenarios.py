@@ -1,0 +1,80 @@
+"""A small training job that is killed and comes back. Run by ``nursery.py``."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tierckpt
+
+COLLECTIVE_TIMEOUT_SECONDS = 60.0
+PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer", "tierckpt.training.sampling")
+
+
+def train(
+    folder: str,
+    uri: str,
+    samples: int = 0,
+    epochs: int = 1,
+    batch_size: int = 8,
+    steps: int = 10**9,
+    step_seconds: float = 0.005,
+    interval: Any = 3,
+    bug: str = "",
+    start: int = 0,
+    elements: int = 1000,
+    line_seconds: float = 1.0,
+    **options: Any,
+) -> None:
+    """Train until the data or ``steps`` end. Each rank writes what it saw, step by step, before it says so."""
+    from tierckpt.training import ledger
+
+    ledger.LINE_SECONDS = line_seconds
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    order = tierckpt.DataOrder(
+        samples or 10**9, batch_size=batch_size, epochs=epochs if samples else None, shuffle=bool(samples)
+    )
+    model = torch.nn.Linear(elements, 1)
+    state: dict[str, Any] = {"model": model, "data": order, "step": 0}
+    log = os.open(Path(folder) / f"seen-{start:03d}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with tierckpt.Checkpointer(uri, interval=interval, timeout_seconds=60, **options) as checkpointer:
+        checkpointer.restore(state)
+        if bug == "forget the place":
+            order.load_state_dict({**order.state_dict(), "position": 0})
+        step = state["step"]
+        for batch in order.over(order):
+            step += 1
+            time.sleep(step_seconds)
+            if dist.is_initialized():
+                dist.all_reduce(torch.ones(1))
+            os.write(log, f"{step} {','.join(map(str, batch))}\n".encode() if samples else f"{step} \n".encode())
+            state["step"] = step
+            checkpointer.step(step, state)
+            if step >= steps or checkpointer.preempted:
+                break
+
+
+def train_on_a_slow_disk(folder: str, uri: str, slow_seconds: float, **options: Any) -> None:
+    """Two saves that take ``slow_seconds`` to be durable, then steps without any until the end."""
+    from tierckpt.mover import flush
+
+    real = flush._File.finish
+
+    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(slow_seconds)
+        return real(self, *args, **kwargs)
+
+    flush._File.finish = late  # type: ignore[method-assign]
+    state = {"w": torch.zeros(1000)}
+    log = os.open(Path(folder) / "seen-000-0", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with tierckpt.Checkpointer(uri, interval=None, timeout_seconds=60, **options) as checkpointer:
+        checkpointer.save(2, state).result(60)
+        for step in range(3, 10**6):
+            time.sleep(0.02)
+            os.write(log, f"{step} \n".encode())
+            checkpointer.step(step, state)

@@ -1,0 +1,86 @@
+"""Exactly once: a job is killed with SIGKILL at random, comes back with another number of ranks, and no sample of an
+epoch is trained on twice or not at all.
+
+``TIERCKPT_TEST_SWEEP=full`` kills it 20 times; the normal suite four times.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fault.nursery import Nursery
+
+KILLS = 20 if os.environ.get("TIERCKPT_TEST_SWEEP") == "full" else 4
+SAMPLES = 150 * KILLS
+EPOCHS = 2
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60 + 30 * KILLS)]
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery.running("tests.fault.training_scenarios") as running:
+        yield running
+
+
+def steps_seen(folder: Path) -> dict[int, list[int]]:
+    """What was trained on at each step, in the life that counts: the last one that took the step."""
+    by_life: dict[int, dict[int, list[int]]] = {}
+    for path in sorted(folder.glob("seen-*")):
+        life = by_life.setdefault(int(path.name.split("-")[1]), {})
+        for line in path.read_text().splitlines():
+            step, _, samples = line.partition(" ")
+            life.setdefault(int(step), []).extend(map(int, samples.split(",")))
+    seen: dict[int, list[int]] = {}
+    for _, life in sorted(by_life.items()):
+        seen = {step: samples for step, samples in seen.items() if step < min(life, default=10**9)} | life
+    return seen
+
+
+def lines(folder: Path, life: int) -> int:
+    path = folder / f"seen-{life:03d}-0"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def killed_and_finished(
+    nursery: Nursery, folder: Path, uri: str, kills: int, **options: Any
+) -> tuple[Counter[int], int]:
+    """Train to the end through ``kills`` SIGKILLs, each of all ranks. Returns what was seen, and how many fired."""
+    chance = random.Random(kills)
+    fired = 0
+    for life in range(kills + 1):
+        job = nursery.start(
+            "train", folder, 1 + life % 2, uri=uri, samples=SAMPLES, epochs=EPOCHS, start=life, **options
+        )
+        if life == kills:
+            assert set(job.codes(120)) == {0}, job.output()[-3000:]
+            break
+        wanted = chance.randrange(5, 20)
+        deadline = time.monotonic() + 60
+        while lines(folder, life) < wanted:
+            assert time.monotonic() < deadline, job.output()[-3000:]
+            time.sleep(0.002)
+        job.kill()
+        fired += set(job.codes(10)) == {-9}
+    return Counter(sample for samples in steps_seen(folder).values() for sample in samples), fired
+
+
+def test_every_sample_once_an_epoch_over_random_kills_and_other_world_sizes(nursery: Nursery, tmp_path: Path) -> None:
+    seen, fired = killed_and_finished(nursery, tmp_path / "job", str(tmp_path / "run"), KILLS)
+    assert fired == KILLS
+    assert seen == dict.fromkeys(range(SAMPLES), EPOCHS)
+
+
+def test_a_job_that_forgets_its_place_is_found(nursery: Nursery, tmp_path: Path) -> None:
+    """Control: a seeded bug."""
+    seen, fired = killed_and_finished(nursery, tmp_path / "job", str(tmp_path / "run"), 1, bug="forget the place")
+    assert fired == 1
+    assert seen != dict.fromkeys(range(SAMPLES), EPOCHS)

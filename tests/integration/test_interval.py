@@ -1,0 +1,237 @@
+"""``Checkpointer(interval=...)``: real saves, at intervals that it finds itself, on all ranks alike, on two levels."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tierckpt
+from tests.compat.worker import launch
+from tierckpt import Checkpointer
+from tierckpt.cli.app import run as cli
+from tierckpt.layout import PASSED, local_dir, parse_uri, step_of
+from tierckpt.mover.journal import KEPT, Journal
+from tierckpt.training.interval import PROFILE_STEPS
+
+HERE = "tests.integration.test_interval"
+
+
+def train(checkpointer: Checkpointer, steps: int, seconds: float = 0.004, first: int = 1) -> dict[str, Any]:
+    state = {"w": torch.zeros(1000)}
+    for step in range(first, first + steps):
+        time.sleep(seconds)
+        state["w"].fill_(step)
+        checkpointer.step(step, state)
+    return state
+
+
+def committed(local_root: Path, uri: str) -> list[int]:
+    run = local_dir(local_root, parse_uri(uri))
+    return sorted(int(path.parent.parent.name[5:]) for path in run.glob("*/.tierckpt/manifest.json"))
+
+
+def test_auto_saves_after_profiling_and_says_in_one_line_what_it_decided(
+    file_uri: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tierckpt.interval")
+    with Checkpointer(file_uri, interval="auto") as checkpointer:
+        train(checkpointer, 150)
+        saved = [record.step for record in checkpointer.stats]
+    assert saved[0] == PROFILE_STEPS
+    assert len(saved) >= 2
+    [first, *_] = [record for record in caplog.records if record.name == "tierckpt.interval"]
+    assert "a checkpoint every" in first.getMessage()
+    facts = vars(first)
+    assert facts["interval_steps"] >= facts["blocked_seconds"] / (0.035 * facts["step_seconds"]) - 1
+    assert {"step_seconds", "durable_seconds", "overhead", "overhead_max", "shared_every"} <= facts.keys()
+
+
+def test_a_number_of_steps_saves_at_its_multiples_and_the_future_tells(file_uri: str, local_root: Path) -> None:
+    with Checkpointer(file_uri, interval=5) as checkpointer:
+        futures = [checkpointer.step(step, {"w": torch.zeros(10)}) for step in range(1, 12)]
+        assert [step for step, future in enumerate(futures, 1) if future is not None] == [5, 10]
+    assert committed(local_root, file_uri) == [5, 10]
+
+
+def slow_storage(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Shared storage on another device, which takes ``seconds`` for each checkpoint."""
+    import asyncio
+
+    from tierckpt.mover.drain import Drainer
+
+    real = Drainer.send_files
+
+    async def late(self: Drainer, entry: Any) -> None:
+        await asyncio.sleep(seconds)
+        await real(self, entry)
+
+    async def never(*_: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(Drainer, "send_files", late)
+    monkeypatch.setattr("tierckpt.engine.Engine.send_linked", never)
+
+
+def test_two_levels_every_nth_goes_to_shared_storage_and_the_last_one_does(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_storage(monkeypatch, 1.0)
+    with Checkpointer(file_uri, interval="auto", overhead_max=0.9) as checkpointer:
+        train(checkpointer, 200)
+        checkpointer.wait("local")
+        sent = [record.is_sent for record in checkpointer.stats]
+        assert sum(sent) < len(sent) / 2, sent
+        kept = [entry for entry in Journal(local_root).entries() if entry.state == KEPT]
+        assert len(kept) <= 2, "what stands behind two newer ones is no longer in the journal"
+        newest = checkpointer.stats[-1].step
+    assert not Journal(local_root).entries()
+    shutil.rmtree(local_root)  # the node is lost after the job has ended
+    state = {"w": torch.zeros(1000)}
+    assert Checkpointer(file_uri).restore(state) == newest
+    assert state["w"].unique().tolist() == [newest]
+
+
+def test_what_was_passed_over_may_be_evicted_and_can_be_restored_until_then(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_storage(monkeypatch, 30.0)  # the first one is on its way throughout
+    checkpointer = Checkpointer(file_uri, interval=1, drain_policy="adaptive", exit_timeout_seconds=0)
+    train(checkpointer, 6)
+    checkpointer.wait("local")
+    assert [record.is_sent for record in checkpointer.stats] == [True] + [False] * 5
+    run = local_dir(local_root, parse_uri(file_uri))
+    assert sorted(path.parent.parent.name for path in run.glob(f"*/{PASSED}")) == ["step-2", "step-3", "step-4"]
+    state = {"w": torch.zeros(1000)}
+    assert checkpointer.restore(state, 3) == 3
+    assert state["w"].unique().tolist() == [3]
+    small = Checkpointer(file_uri, local_bytes_max=60_000, local_full_policy="error", drain=False)
+    small.save(7, {"w": torch.zeros(1000)}).result(60)
+    left = committed(local_root, file_uri)
+    assert {1, 5, 6, 7} <= set(left), "never what is being sent, nor the newest"
+    assert len(left) < 7
+
+
+def test_tierckpt_drain_sends_the_newest_that_a_dead_job_has_kept(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as slow:
+        slow_storage(slow, 60.0)
+        checkpointer = Checkpointer(file_uri, interval=1, drain_policy="adaptive", exit_timeout_seconds=0)
+        train(checkpointer, 4)
+        checkpointer.wait("local")
+        tierckpt.client.close_all()  # the process ends
+    assert cli(["drain", "--wait", "--json"]) == 0
+    outcomes = {row["uri"]: row["outcome"] for row in json.loads(capsys.readouterr().out)["entries"]}
+    assert outcomes[f"{file_uri}/step-4"] == "committed"
+    shutil.rmtree(local_root)
+    state = {"w": torch.zeros(1000)}
+    assert Checkpointer(file_uri).restore(state) == 4
+
+
+# --- several ranks -------------------------------------------------------------------------------------------------
+
+
+def decide_together(uri: str, interval: Any, **options: Any) -> dict[str, Any]:
+    """Ranks of which one is slow: what each decided."""
+    rank = dist.get_rank()
+    with Checkpointer(uri, interval=interval, **options) as checkpointer:
+        state = {f"own-{rank}": torch.zeros(1000), "both": torch.zeros(10)}
+        for step in range(1, 61):
+            time.sleep(0.003 + 0.004 * rank)
+            dist.all_reduce(torch.ones(1))
+            checkpointer.step(step, state)
+        pace = checkpointer._pacer.pace
+        told = [(record.step, record.is_sent) for record in checkpointer.stats], (pace.steps, pace.every)
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, told)
+    return {"same": all(one == outcomes[0] for one in outcomes), "saves": len(told[0]), "pace": told[1]}
+
+
+def decide_apart() -> None:
+    """Seeded bug: each rank decides by what it measured itself."""
+    from tierckpt.training import interval
+
+    interval.all_gather = lambda value: [value]  # type: ignore[assignment]
+    interval.broadcast = lambda work: work()  # type: ignore[assignment]
+    interval.tuning.choose = lambda *_, **__: interval.tuning.Choice(3 + dist.get_rank(), 1, "")  # type: ignore[assignment]
+
+
+def decide_apart_and_tell(uri: str) -> list[Any]:
+    decide_apart()
+    pacer = Checkpointer(uri, interval="auto")._pacer
+    pacer.step_seconds = 0.1
+    record = tierckpt.training.SaveRecord(1, "", 10, 0.1, 0.2)
+    pacer.before_save(2, [record])
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, pacer.pace.steps if pacer.pace else None)
+    return outcomes
+
+
+@pytest.mark.distributed
+def test_all_ranks_decide_the_same(file_uri: str) -> None:
+    found = launch(f"{HERE}:decide_together", 2, uri=file_uri, interval="auto")
+    assert found["same"]
+    assert found["saves"] >= 2
+    assert launch(f"{HERE}:decide_apart_and_tell", 2, uri=f"{file_uri}-2") == [3, 4]  # the comparison can fail
+
+
+def keep_on_two_nodes(uri: str, roots: str) -> dict[str, Any]:
+    """Two nodes; shared storage takes nothing while six saves are made. Then both nodes are lost."""
+    import asyncio
+    import threading
+
+    from tierckpt.engine import Engine
+    from tierckpt.mover.drain import Drainer
+
+    real, is_up = Drainer.send_files, threading.Event()
+
+    async def late(self: Drainer, entry: Any) -> None:
+        await asyncio.to_thread(is_up.wait, 60)
+        await real(self, entry)
+
+    async def never(*_: Any) -> bool:
+        return False
+
+    Drainer.send_files = late  # type: ignore[method-assign]
+    Engine.send_linked = never  # type: ignore[assignment, method-assign]
+    rank = dist.get_rank()
+    root = Path(roots, f"node-{rank}")
+    name = f"own-{rank}"
+    with Checkpointer(uri, interval=1, local_root=root, drain_policy="adaptive") as checkpointer:
+        for step in range(1, 7):
+            checkpointer.step(step, {name: torch.full((5000,), float(step)), "both": torch.zeros(10)})
+        checkpointer.wait("local")
+        run = local_dir(root, parse_uri(uri))
+        shards = sorted(int(path.parent.name[5:]) for path in run.glob("step-*/*.distcp"))
+        sent = [record.step for record in checkpointer.stats if record.is_sent]
+        entries = sorted((step_of(entry.uri) or 0, entry.state) for entry in Journal(root).entries())
+        is_up.set()
+    outcome = {"sent": sent, "shards": shards, "entries": entries, "left": len(Journal(root).entries())}
+    dist.barrier()
+    shutil.rmtree(root)
+    state = {name: torch.zeros(5000), "both": torch.zeros(10)}
+    outcome["restored"] = Checkpointer(uri, local_root=root).restore(state)
+    outcome["value"] = state[name].unique().tolist()
+    outcomes: list[Any] = [None] * 2
+    dist.all_gather_object(outcomes, outcome)
+    return {key: [one[key] for one in outcomes] for key in outcome}
+
+
+@pytest.mark.distributed
+def test_two_nodes_keep_the_same_checkpoints_and_send_the_last(tmp_path: Path, file_uri: str) -> None:
+    found = launch(f"{HERE}:keep_on_two_nodes", 2, uri=file_uri, roots=str(tmp_path))
+    assert found["sent"] == [[1], [1]]
+    assert found["entries"] == [[[1, "ready"], [5, "kept"], [6, "kept"]]] * 2
+    # The node of the coordinator can still restore what was passed; the other one could not name its files.
+    assert found["shards"] == [[1, 2, 3, 4, 5, 6], [1, 5, 6]]
+    assert found["left"] == [0, 0]
+    assert found["restored"] == [6, 6]
+    assert found["value"] == [[6.0], [6.0]]

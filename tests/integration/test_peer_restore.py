@@ -1,0 +1,224 @@
+"""A checkpoint is a source from the moment some node has committed it: found, read and prefetched from there.
+
+Agents are real processes with local roots of their own. Nothing is drained here: shared storage is empty, or holds
+what a test has put there, so that what is read can only have come from peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import tierckpt
+from tests.servers.fleet import Fleet
+from tests.servers.nodes import Node, Nodes, cluster
+from tests.states import load, same, save, small_state, zeros_like
+from tierckpt.cli.app import run
+from tierckpt.client import Client, close_all, get_client
+from tierckpt.engine import Engine
+from tierckpt.errors import CheckpointNotFoundError
+from tierckpt.layout import parse_uri
+from tierckpt.mover import cluster as cluster_module
+from tierckpt.mover.cluster import Elsewhere
+from tierckpt.mover.commit import is_drained, read_local_manifest
+from tierckpt.peer.members import Member
+from tierckpt.types import Tier
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Three nodes that drain nothing; each test has a run of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIERCKPT_ALLOW_TMPFS", "true")
+        with (
+            Fleet.running(tmp_path_factory.mktemp("agents"), "tests.servers.nodes") as fleet,
+            cluster(fleet, tmp_path_factory.mktemp("nodes"), 3, drain=False, chunk_size_bytes=65536) as running,
+        ):
+            yield running
+            close_all()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_open() -> Iterator[None]:
+    yield
+    close_all()
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    return str(tmp_path / "shared" / "run")
+
+
+def local_files(node: Node, uri: str) -> dict[str, str]:
+    """Every file of the node's own copy that stock PyTorch would see, with the digest of its bytes."""
+    directory = node.directory(uri)
+    files = [path for path in directory.iterdir() if path.is_file()] if directory.exists() else []
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def save_on(nodes: Nodes, index: int, uri: str, state: dict[str, Any]) -> None:
+    """Save on one node, and wait until another finds it there."""
+    save(uri, state, settings=nodes[index].settings)
+    await_holders(nodes, index, uri, 1, nodes[(index + 1) % 3])
+
+
+def await_holders(nodes: Nodes, index: int, uri: str, count: int, by: Node) -> None:
+    """Until a node finds what node ``index`` has on so many others: agents look at their disks twice a second."""
+    location, manifest = parse_uri(uri), read_local_manifest(nodes[index].directory(uri))
+    assert manifest is not None
+    client = Client(by.settings)
+
+    async def holders(engine: Engine) -> int:
+        assert engine.cluster is not None
+        attempts = (await engine.cluster.committed(location.parent)).get(location.name, {})
+        return len(attempts.get(manifest.attempt, ()))
+
+    try:
+        nodes.until(lambda: client.run(holders) >= count, f"{uri} to be found")
+    finally:
+        client.close()
+        close_all()
+
+
+def test_a_rollout_node_prefetches_a_step_that_only_the_training_node_has(nodes: Nodes, uri: str) -> None:
+    trainer, rollout = nodes[0], nodes[2]
+    step = f"{uri}/step-1"
+    save_on(nodes, 0, step, small_state(1))
+    directory = tierckpt.prefetch(step, settings=rollout.settings)
+    assert directory == rollout.directory(step)
+    assert local_files(rollout, step) == local_files(trainer, step)
+    assert not Path(step).exists(), "nothing was on shared storage"
+    stock = zeros_like(small_state(1))
+    dcp.load(stock, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+    assert same(stock, small_state(1))
+    manifest = read_local_manifest(directory)
+    assert manifest is not None
+    assert not is_drained(directory, manifest.attempt), "nobody may evict it for being on shared storage: it is not"
+    trainer.kill()
+    try:
+        assert same(load(step, zeros_like(small_state(1)), settings=rollout.settings), small_state(1))
+    finally:
+        trainer.start()
+        nodes.meet(3)
+
+
+def test_two_rollout_nodes_at_once_have_a_large_step_from_the_trainer_and_each_other(nodes: Nodes, uri: str) -> None:
+    """Large enough for chunks to be shared while they come; nothing is on shared storage all the time."""
+    step = f"{uri}/step-1"
+    state = {f"t{index}": torch.randn(200_000, generator=torch.Generator().manual_seed(index)) for index in range(6)}
+    save_on(nodes, 0, step, state)
+    with ThreadPoolExecutor() as pool:
+        done = [pool.submit(tierckpt.prefetch, step, settings=nodes[index].settings) for index in (1, 2)]
+    assert [future.result() for future in done] == [nodes[1].directory(step), nodes[2].directory(step)]
+    assert local_files(nodes[1], step) == local_files(nodes[2], step) == local_files(nodes[0], step)
+    assert not Path(step).exists()
+
+
+def test_the_command_line_restores_what_only_a_peer_has(
+    nodes: Nodes, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_on(nodes, 0, f"{uri}/step-3", small_state(3))
+    for name, value in nodes[1].env.items():
+        monkeypatch.setenv(name, value)
+    assert run(["restore", uri, "--to", str(tmp_path / "out"), "--json"]) == 0
+    told = capsys.readouterr().out
+    assert '"shared_bytes": 0' in told
+    assert '"peer_bytes": 0' not in told
+    state = zeros_like(small_state(3))
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "out"), no_dist=True)
+    assert same(state, small_state(3))
+
+
+def test_the_newest_step_is_found_over_own_ssd_peers_and_shared_storage(nodes: Nodes, uri: str) -> None:
+    """Never assume that local is newer, nor that shared storage is."""
+    here = nodes[0].settings
+    save_on(nodes, 0, f"{uri}/step-1", small_state(1))
+    assert tierckpt.latest(uri, settings=here) == f"{uri}/step-1"
+    save(f"{uri}/step-2", small_state(2), local_root=nodes[0].root / "elsewhere", mover="inline", drain=True)
+    assert Path(uri, "step-2", ".tierckpt", "manifest.json").exists()
+    assert tierckpt.latest(uri, settings=here) == f"{uri}/step-2"
+    save_on(nodes, 1, f"{uri}/step-3", small_state(3))
+    assert tierckpt.latest(uri, settings=here) == f"{uri}/step-3"
+    assert same(load(f"{uri}/step-3", zeros_like(small_state(3)), settings=here), small_state(3))
+    found = get_client(here).run(lambda engine: engine.find(parse_uri(f"{uri}/step-2")))
+    assert found.tiers == {Tier.SHARED}
+
+
+def test_of_two_saves_under_one_name_the_newest_that_is_whole_wins(
+    nodes: Nodes, uri: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = f"{uri}/step-1"
+    save_on(nodes, 0, step, small_state(1))
+    save_on(nodes, 1, step, small_state(2))
+    with caplog.at_level(logging.WARNING, "tierckpt.catalog"):
+        assert same(load(step, zeros_like(small_state(2)), settings=nodes[2].settings), small_state(2))
+    assert "2 different saves under it" in caplog.text
+    close_all()
+    for node in (nodes[1], nodes[2]):
+        for shard in node.directory(step).glob("*.distcp"):
+            shard.unlink()
+    nodes[1].kill()
+    nodes[2].kill()
+    nodes[1].start()
+    nodes[2].start()
+    nodes.meet(3)
+    found = get_client(nodes[0].settings).run(lambda engine: engine.latest(parse_uri(step)))
+    assert found is not None
+    assert found.manifest == read_local_manifest(nodes[0].directory(step))
+
+
+def test_a_load_of_a_few_rows_asks_peers_for_those_and_brings_no_file(nodes: Nodes, uri: str) -> None:
+    rows = torch.arange(400_000, dtype=torch.float32).reshape(1000, 400)
+    save_on(nodes, 0, uri, {"wanted": rows[:10].clone(), "other": rows})
+    state: dict[str, Any] = {"wanted": torch.zeros(10, 400)}
+    assert same(load(uri, state, settings=nodes[2].settings), {"wanted": rows[:10]})
+    assert local_files(nodes[2], uri) == {}
+
+
+def test_what_nobody_has_is_said_to_be_missing(nodes: Nodes, uri: str) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        load(f"{uri}/step-9", zeros_like(small_state(1)), settings=nodes[1].settings)
+    assert tierckpt.latest(uri, settings=nodes[1].settings) is None
+
+
+def test_a_peer_that_goes_away_in_the_middle_costs_nothing_where_another_copy_is(
+    nodes: Nodes, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first chunk comes, then its agent is killed: the rest is read from the other holder."""
+    step = f"{uri}/step-5"
+    save_on(nodes, 1, step, small_state(5))
+    tierckpt.prefetch(step, settings=nodes[2].settings)
+    await_holders(nodes, 1, step, 2, nodes[0])
+    killed: list[str] = []
+    real = Elsewhere.chunk
+
+    async def chunk(self: Elsewhere, member: Member, *arguments: Any) -> Any:
+        data = await real(self, member, *arguments)
+        if not killed:
+            killed.append(member.address)
+            node = next(node for node in nodes if node.settings.peer_listen == member.address)
+            await asyncio.to_thread(node.kill)
+        return data
+
+    monkeypatch.setattr(Elsewhere, "chunk", chunk)
+    monkeypatch.setattr(cluster_module, "LIVE_SECONDS", 3600.0)  # nobody tells it that the peer has gone
+    try:
+        assert same(load(step, zeros_like(small_state(5)), settings=nodes[0].settings), small_state(5))
+        assert killed, "no peer was ever asked"
+    finally:
+        close_all()
+        for node in nodes:
+            if node.process is None:
+                node.start()
+        nodes.meet(3)

@@ -1,0 +1,423 @@
+"""A node asks another one: server, client and files are real (K1 to K3 in tierckpt/peer/server.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.certificates import Authority
+from tests.peer_node import (
+    CHUNK,
+    EVENT_SECONDS,
+    SECRET,
+    Node,
+    begin,
+    bytes_of,
+    commit,
+    freeze,
+    get,
+    land,
+    model,
+    publish,
+    serving,
+    until,
+)
+from tierckpt.cache.frozen import Frozen
+from tierckpt.errors import (
+    ConfigError,
+    IntegrityError,
+    ObjectNotFoundError,
+    PeerBusyError,
+    PeerError,
+    PermissionDeniedError,
+)
+from tierckpt.manifest import digest_of
+from tierckpt.peer import holdings
+from tierckpt.peer import server as module
+from tierckpt.peer.members import Member
+from tierckpt.peer.server import Bucket, PeerServer
+from tierckpt.peer.sources import frozen_of
+
+DATA = model()
+FLOOD = int(os.environ.get("TIERCKPT_TEST_PEER_FLOOD", "40"))
+"""Connections of nobody; the sweep makes it 10,000."""
+
+
+@pytest.fixture(autouse=True)
+def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdings, "SCAN_SECONDS", 0.01)
+
+
+def same(one: bytes, other: bytes) -> bool:
+    return digest_of(one) == digest_of(other)
+
+
+# --- chunks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_every_chunk_arrives_in_the_memory_of_who_asks(tmp_path: Path, known: bool) -> None:
+    frozen = publish(tmp_path, DATA, known=known)
+    async with serving(tmp_path) as node:
+        client = node.client()
+        for ordinal in range(10):
+            wanted = bytes_of(frozen, DATA, ordinal)
+            into = memoryview(bytearray(len(wanted)))
+            answer = await client.chunk(
+                node.member, frozen.version, CHUNK, ordinal, into, expected=digest_of(wanted) if known else ""
+            )
+            assert same(into, wanted)
+            assert answer.digest == digest_of(wanted)
+            assert answer.held.whole
+        assert node.server.counts["chunks"] == 10
+        assert node.server.served == {"client": sum(map(len, DATA.values()))}
+
+
+async def test_a_connection_is_used_again_and_again(tmp_path: Path) -> None:
+    frozen = publish(tmp_path, DATA)
+    async with serving(tmp_path) as node:
+        client = node.client()
+        for ordinal in range(10):
+            await get(client, node.member, frozen, ordinal)
+            await client.held(node.member, frozen.version, CHUNK)
+        assert len(node.server._connections) == 1
+
+
+async def test_a_connection_that_the_peer_has_closed_meanwhile_is_no_failure(tmp_path: Path) -> None:
+    frozen = publish(tmp_path, DATA)
+    async with serving(tmp_path) as node:
+        client = node.client()
+        await get(client, node.member, frozen, 0)
+        for task in list(node.server._connections):
+            task.cancel()
+        await until(lambda: not node.server._connections)
+        assert same(await get(client, node.member, frozen, 1), bytes_of(frozen, DATA, 1))
+
+
+async def test_what_lands_while_somebody_waits_is_given_at_once(tmp_path: Path) -> None:
+    frozen = freeze(DATA)
+    async with serving(tmp_path) as node:
+        waiting = [asyncio.ensure_future(get(node.client(), node.member, frozen, 7, wait_seconds=10)) for _ in range(8)]
+        await until(lambda: len(node.server._connections) == 8)
+        filling = begin(tmp_path, frozen)
+        await asyncio.to_thread(land, filling, DATA, [7])
+        for one in await asyncio.gather(*waiting):
+            assert same(one, bytes_of(frozen, DATA, 7))
+        filling.close()
+
+
+async def test_who_waits_in_vain_is_told_so_in_time(tmp_path: Path) -> None:
+    frozen = freeze(DATA)
+    filling = begin(tmp_path, frozen)
+    land(filling, DATA, [0])
+    async with serving(tmp_path) as node:
+        begun = time.monotonic()
+        with pytest.raises(ObjectNotFoundError):
+            await get(node.client(), node.member, frozen, 7, wait_seconds=0.3)
+        assert 0.3 <= time.monotonic() - begun < EVENT_SECONDS
+        assert node.server._serving.total() == 0
+    filling.close()
+
+
+async def test_an_answer_tells_what_else_has_landed(tmp_path: Path) -> None:
+    frozen = freeze(DATA)
+    filling = begin(tmp_path, frozen)
+    land(filling, DATA, [3])
+    land(filling, DATA, [1])
+    async with serving(tmp_path) as node:
+        client, into = node.client(), memoryview(bytearray(CHUNK))
+        answer = await client.chunk(node.member, frozen.version, CHUNK, 3, into)
+        assert [at for at, _ in answer.held.new] == [3, 1]
+        await asyncio.to_thread(land, filling, DATA, [5])
+        answer = await client.chunk(node.member, frozen.version, CHUNK, 3, into, after=answer.held.next)
+        assert [at for at, _ in answer.held.new] == [5]
+        held = await client.held(node.member, frozen.version, CHUNK, after=2, interested=True)
+        assert [at for at, _ in held.new] == [5]
+        assert held.interested == {"client", "server"}, "the node itself fills it"
+    filling.close()
+
+
+async def test_interest_ends_when_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = freeze(DATA)
+    async with serving(tmp_path) as node:
+        one, two = node.client("one"), node.client("two")
+        await one.held(node.member, frozen.version, CHUNK, interested=True)
+        await two.held(node.member, frozen.version, CHUNK, interested=False)
+        assert await asyncio.to_thread(node.server.interested, frozen.version) == {"one"}
+        monkeypatch.setattr(module, "INTEREST_SECONDS", 0.0)
+        assert await asyncio.to_thread(node.server.interested, frozen.version) == set()
+
+
+async def test_bytes_that_are_not_what_the_manifest_says_are_refused_and_nobody_else_gets_them(tmp_path: Path) -> None:
+    frozen = publish(tmp_path, DATA)
+    async with serving(tmp_path) as node:
+        client, into = node.client(), memoryview(bytearray(CHUNK))
+        with pytest.raises(IntegrityError) as caught:
+            await client.chunk(node.member, frozen.version, CHUNK, 0, into, expected="0" * 32)
+        assert caught.value.context["peer"] == "server"
+        with pytest.raises(IntegrityError):
+            await client.chunk(node.member, frozen.version, CHUNK, 0, memoryview(bytearray(CHUNK - 1)))
+
+
+async def test_a_chunk_that_has_rotted_on_the_disk_is_not_there(tmp_path: Path) -> None:
+    frozen = publish(tmp_path, DATA)
+    with (tmp_path / "cache" / frozen.name / frozen.files[0].path).open("r+b") as stream:
+        stream.write(b"rotten")
+    async with serving(tmp_path) as node:
+        with pytest.raises(ObjectNotFoundError):
+            await get(node.client(), node.member, frozen, 0)
+        assert (await node.client().status(node.member))["bad_chunks"] == 1
+
+
+async def test_a_file_system_without_sendfile_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen, tried = publish(tmp_path, DATA), []
+
+    async def none(*asked: object, **how: object) -> int:
+        tried.append(1)
+        raise asyncio.SendfileNotAvailableError
+
+    async with serving(tmp_path) as node:
+        monkeypatch.setattr(asyncio.get_running_loop(), "sendfile", none, raising=False)
+        assert same(await get(node.client(), node.member, frozen, 3), bytes_of(frozen, DATA, 3))
+        assert tried == [1]
+
+
+async def test_after_a_request_was_given_up_nothing_is_written_to_its_memory(tmp_path: Path) -> None:
+    big = {"big": os.urandom(64 * CHUNK)}
+    frozen = publish(tmp_path, big, chunk_size_bytes=64 * CHUNK)
+    async with serving(tmp_path, peer_serve_bytes_per_second=4 * 64 * CHUNK) as node:
+        client, into = node.client(), memoryview(bytearray(64 * CHUNK))
+        asking = asyncio.ensure_future(client.chunk(node.member, frozen.version, 64 * CHUNK, 0, into))
+        await until(lambda: into[100] != 0 or into[1000] != 0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        into[:] = bytes(len(into))
+        await asyncio.sleep(0.3)
+        assert same(into, bytes(len(into)))
+
+
+# --- the rest of what can be asked ---------------------------------------------------------------------------------
+
+
+async def test_peers_speak_ipv6(tmp_path: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 on this machine's loopback: {error}")
+    frozen = publish(tmp_path, DATA)
+    async with serving(tmp_path, peer_listen="[::1]:0") as node:
+        assert node.server.address.startswith("[::1]:")
+        assert same(await get(node.client(), node.member, frozen, 3), bytes_of(frozen, DATA, 3))
+
+
+async def test_members_manifests_steps_and_status(tmp_path: Path) -> None:
+    manifest = commit(tmp_path, "s3://bucket/run/step-100", DATA)
+    async with serving(tmp_path) as node:
+        client = node.client()
+        assert await client.manifest(node.member, "s3://bucket/run/step-100") == manifest.encode()
+        assert await client.steps(node.member, "s3://bucket/run") == {"step-100": manifest.attempt}
+        assert await client.steps(node.member, "s3://bucket/other") == {}
+        with pytest.raises(ObjectNotFoundError):
+            await client.manifest(node.member, "s3://bucket/run/step-200")
+        frozen = frozen_of(manifest, "")
+        assert (await client.held(node.member, frozen.version, CHUNK)).whole
+        assert await client.fresh(node.member) == {"runs": []}
+        assert (await client.status(node.member))["name"] == "server"
+        row = {"name": "client", "domain": 'rack "7"'}
+        assert (await client.members(node.member, row))["me"]["name"] == "server"
+        assert (await client.members(node.server.address))["members"] == []
+        assert node.members.heard == [row, None]
+
+
+async def test_a_node_with_nothing_says_so(tmp_path: Path) -> None:
+    async with serving(tmp_path) as node:
+        held = await node.client().held(node.member, "0" * 32, CHUNK)
+        assert (held.total, held.landed, held.whole) == (0, 0, False)
+
+
+# --- bounds --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_peer_gets_a_quarter_of_what_is_served_at_a_time_and_is_told_to_come_again(tmp_path: Path) -> None:
+    frozen = publish(tmp_path, DATA)
+    async with serving(tmp_path, peer_serves_max=8) as node:
+        node.server._serving["greedy"] = 2
+        with pytest.raises(PeerBusyError) as caught:
+            await get(node.client("greedy"), node.member, frozen, 0)
+        assert caught.value.retry_after_seconds == 1
+        assert await get(node.client("modest"), node.member, frozen, 0)
+        node.server._serving["other"] = 6
+        with pytest.raises(PeerBusyError):
+            await get(node.client("modest"), node.member, frozen, 0)
+        waiting = asyncio.ensure_future(get(node.client("modest"), node.member, frozen, 0, wait_seconds=10))
+        await until(lambda: len(node.server._connections) >= 4)
+        node.server._serving["other"] = 0
+        node.server._freed.set()
+        assert await waiting
+        assert node.server.counts["busy"] == 2
+
+
+async def test_the_rate_of_all_together_is_bounded(tmp_path: Path) -> None:
+    frozen = publish(tmp_path, DATA)
+    rate = 16 * CHUNK
+    async with serving(tmp_path, peer_serve_bytes_per_second=rate) as node:
+        begun = time.monotonic()
+        await asyncio.gather(*(get(node.client(f"c{at}"), node.member, frozen, at) for at in range(10)))
+        took = time.monotonic() - begun
+        assert sum(map(len, DATA.values())) / took <= rate * 1.3
+
+
+async def test_a_bucket_lets_through_what_it_may() -> None:
+    bucket, begun = Bucket(1000), time.monotonic()
+    for _ in range(10):
+        await bucket.take(50)
+    assert time.monotonic() - begun >= 0.35
+    await Bucket(None).take(1 << 60)
+
+
+async def test_256_clients_get_every_chunk_and_no_error(tmp_path: Path) -> None:
+    frozen = publish(tmp_path, DATA)
+    wanted = [digest_of(bytes_of(frozen, DATA, ordinal)) for ordinal in range(10)]
+    async with serving(tmp_path) as node:
+
+        async def one(number: int) -> int:
+            client, right = node.client(f"node-{number}"), 0
+            for ordinal in [number % 10, (number + 3) % 10]:
+                data = await get(client, node.member, frozen, ordinal, wait_seconds=10)
+                right += digest_of(data) == wanted[ordinal]
+            return right
+
+        async with asyncio.timeout(EVENT_SECONDS):
+            assert sum(await asyncio.gather(*(one(number) for number in range(256)))) == 512
+        assert node.server.counts["chunks"] == 512
+
+
+async def test_too_many_connections_are_closed_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CONNECTIONS_MAX", 16)  # eight from one address
+    frozen = publish(tmp_path, DATA)
+    async with serving(tmp_path) as node:
+        good = node.client()
+        await get(good, node.member, frozen, 0)
+        host, port = node.server.address.split(":")
+        tried = over = 0
+        while tried < FLOOD:
+            flood = [await asyncio.open_connection(host, int(port)) for _ in range(min(200, FLOOD - tried))]
+            tried, over = tried + len(flood), over + len(flood) - 7
+            await until(lambda: node.server.counts["overflowed"] >= over)  # noqa: B023
+            assert await get(good, node.member, frozen, 1)
+            for _, writer in flood:
+                writer.transport.abort()
+            await until(lambda: len(node.server._connections) <= 1)
+        assert tried == FLOOD
+        await until(lambda: len(node.server._connections) <= 1)
+        assert await get(node.client(), node.member, frozen, 2)
+
+
+# --- who may ask ---------------------------------------------------------------------------------------------------
+
+
+async def test_another_secret_is_no_member(tmp_path: Path) -> None:
+    frozen = publish(tmp_path, DATA)
+    async with serving(tmp_path) as node:
+        with pytest.raises(PermissionDeniedError):
+            await get(node.client(peer_secret="the secret of another job"), node.member, frozen, 0)
+        assert node.server.counts["refused"] == 1
+
+
+async def test_who_has_taken_the_place_of_a_node_without_the_secret_is_not_believed(tmp_path: Path) -> None:
+    frozen = publish(tmp_path, DATA)
+    async with serving(tmp_path, peer_secret=None) as impostor:
+        with pytest.raises(PermissionDeniedError, match="not proven"):
+            await get(impostor.client(peer_secret=SECRET), impostor.member, frozen, 0)
+
+
+async def test_a_request_for_another_node_is_not_answered(tmp_path: Path) -> None:
+    async with serving(tmp_path) as node:
+        with pytest.raises(PermissionDeniedError):
+            await node.client().status(Member("somebody else", node.server.address))
+
+
+@pytest.mark.parametrize("address", ["node-1:7117", "169.254.169.254:80", "[fe80::1]:80", "0.0.0.0:1", "127.0.0.1"])
+async def test_nothing_is_sent_to_an_address_that_no_peer_can_have(tmp_path: Path, address: str) -> None:
+    node = Node(tmp_path)
+    with pytest.raises(PeerError, match="no address"):
+        await node.client().status(Member("x", address))
+    await node.client().close()
+
+
+async def test_a_port_that_is_taken_is_a_configuration_error(tmp_path: Path) -> None:
+    async with serving(tmp_path) as node:
+        again = Node(tmp_path, peer_listen=node.server.address)
+        with pytest.raises(ConfigError, match="cannot be served"):
+            await again.server.start()
+
+
+async def test_a_server_that_is_closed_is_gone_at_once(tmp_path: Path) -> None:
+    frozen = publish(tmp_path, DATA)
+    async with serving(tmp_path) as node:
+        client, member = node.client(), node.member
+        await get(client, member, frozen, 0)
+        waiting = asyncio.ensure_future(get(client, member, freeze(DATA, uri="x", known=True), 0, wait_seconds=10))
+        await asyncio.sleep(0.05)
+        await node.server.close()
+        await node.server.close()
+        with pytest.raises(PeerError):
+            await waiting
+        with pytest.raises(PeerError):
+            await get(client, member, frozen, 0)
+
+
+# --- TLS -----------------------------------------------------------------------------------------------------------
+
+
+def certified(authority: Authority, folder: Path, host: str = "127.0.0.1") -> dict[str, Path]:
+    folder.mkdir()
+    authority.directory = folder
+    certificate, key = authority.issue(host)
+    return {"peer_tls_certificate": certificate, "peer_tls_key": key, "peer_tls_authority": authority.path}
+
+
+async def test_peers_with_certificates_of_one_authority_need_no_secret(tmp_path: Path) -> None:
+    frozen = publish(tmp_path, DATA)
+    tls = certified(Authority(tmp_path), tmp_path / "tls")
+    async with serving(tmp_path, peer_secret=None, **tls) as node:
+        client = node.client()
+        for ordinal in range(10):
+            assert same(await get(client, node.member, frozen, ordinal), bytes_of(frozen, DATA, ordinal))
+
+
+@pytest.mark.parametrize("wrong", ["authority of the client", "authority of the server", "name", "plain"])
+async def test_nobody_else_gets_or_gives_anything(tmp_path: Path, wrong: str) -> None:
+    frozen: Frozen = publish(tmp_path, DATA)
+    ours, other = Authority(tmp_path), Authority(tmp_path, "other")
+    good = certified(ours, tmp_path / "good")
+    theirs = certified(other, tmp_path / "theirs")
+    named = certified(ours, tmp_path / "named", "127.0.0.2")
+    served = {
+        "authority of the client": good,
+        "authority of the server": {**theirs, "peer_tls_authority": ours.path},
+        "name": named,
+        "plain": good,
+    }[wrong]
+    asked = {**theirs, "peer_tls_authority": ours.path} if wrong == "authority of the client" else good
+    async with serving(tmp_path, peer_secret=None, **served) as node:
+        if wrong == "plain":
+            asked = dict.fromkeys(good)
+        with pytest.raises((PermissionDeniedError, PeerError)):
+            await get(node.client(**asked), node.member, frozen, 0)
+        assert node.server.counts["chunks"] == 0
+
+
+async def test_the_server_is_what_the_agent_says_it_is(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    assert isinstance(node.server, PeerServer)
+    with pytest.raises(ConfigError, match="does not listen"):
+        _ = node.server.address

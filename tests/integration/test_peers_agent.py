@@ -1,0 +1,430 @@
+"""Agents that know each other: real processes at loopback addresses, joined, left, killed, stopped and healed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compat.worker import launch
+from tests.servers.fleet import Fleet, Process
+from tests.services import free_port
+from tierckpt.cache.filling import Filling
+from tierckpt.cache.frozen import Frozen, Wanted
+from tierckpt.config import Settings
+from tierckpt.errors import TierckptError
+from tierckpt.mover.contact import Contact, NoAgentError
+from tierckpt.peer.client import PeerClient
+from tierckpt.peer.members import member_of
+from tierckpt.types import Json
+
+SECRET = "canary-4cf1a9d2-known-to-all-nodes"
+PATIENCE_SECONDS = 30.0
+CHUNK = 64 << 10
+
+_hosts = itertools.count(random.randrange(1 << 20))
+
+
+def address() -> str:
+    """An address that nobody else has: a loopback host of its own."""
+    rest, last = divmod(next(_hosts), 254)
+    return f"127.{64 + rest // 256 % 64}.{rest % 256}.{last + 1}:7117"
+
+
+@dataclass
+class Node:
+    """One node: its settings, its agent's process, and what can be asked of it."""
+
+    fleet: Fleet
+    root: Path
+    address: str
+    peers: str
+    more: dict[str, str] = field(default_factory=dict)
+    agent: Process | None = None
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "TIERCKPT_LOCAL_ROOT": str(self.root),
+            "TIERCKPT_PEERS": self.peers,
+            "TIERCKPT_PEER_LISTEN": self.address,
+            "TIERCKPT_PEER_SECRET": SECRET,
+            "TIERCKPT_ALLOW_TMPFS": "true",
+            **self.more,
+        }
+
+    def start(self, *options: str) -> Node:
+        self.agent = self.fleet.start(["agent", *options], self.environment())
+        return self
+
+    def ask(self, op: str, **more: Any) -> Any:
+        with self.contact() as contact:
+            return contact.ask({"op": op, **more}, start=False)
+
+    @contextmanager
+    def contact(self) -> Iterator[Contact]:
+        contact = Contact(Settings.load(local_root=self.root))
+        try:
+            yield contact
+        finally:
+            contact.close()
+
+    @property
+    def name(self) -> str:
+        return str(self.ask("peers")["me"]["name"])
+
+    def live(self) -> set[str]:
+        """Addresses of those who are there, as this node sees it; none while it cannot be asked."""
+        try:
+            return {row["address"] for row in self.ask("peers")["live"]}
+        except TierckptError:
+            return set()
+
+    def states(self) -> set[str]:
+        return {row["state"] for row in self.ask("peer_status")["members"]}
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.agent is not None
+        self.agent.send(number)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with Fleet.running(tmp_path_factory.mktemp("fleet")) as running:
+        yield running
+
+
+@pytest.fixture
+def nodes(fleet: Fleet, tmp_path: Path) -> Iterator[Callable[..., list[Node]]]:
+    made: list[Node] = []
+
+    def make(count: int, peers: str = "", **more: str) -> list[Node]:
+        addresses = [address() for _ in range(count)]
+        listed = peers or ",".join(addresses[:2])  # two places to ask are enough to find everybody
+        first = len(made)
+        made.extend(Node(fleet, tmp_path / f"n{first + at}", it, listed, more) for at, it in enumerate(addresses))
+        return made[first:]
+
+    yield make
+    for node in made:
+        if node.agent is not None:
+            node.agent.kill()
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> float:
+    """Wait for ``condition``; return how long that took."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds, f"{what} did not happen in {seconds:g} s"
+        time.sleep(0.1)
+    return time.monotonic() - begun
+
+
+def agree(some: Sequence[Node]) -> bool:
+    everybody = {node.address for node in some}
+    return all(node.live() == everybody for node in some)
+
+
+def model(uri: str = "s3://models/tiny", chunks: int = 6) -> tuple[Frozen, bytes]:
+    data = random.Random(7).randbytes(chunks * CHUNK)
+    return Frozen(uri, (Wanted("model.bin", "model.bin", len(data), '"etag"'),), CHUNK), data
+
+
+def land(filling: Filling, data: bytes, chunks: Sequence[int]) -> None:
+    for chunk in chunks:
+        filling.land(0, chunk, data[chunk * CHUNK : (chunk + 1) * CHUNK])
+
+
+# --- who is there -------------------------------------------------------------------------------------------------
+
+
+def test_eight_agents_find_each_other_and_notice_death_goodbye_and_return(nodes: Callable[..., list[Node]]) -> None:
+    cluster = [node.start() for node in nodes(8)]
+    until(lambda: agree(cluster), "eight agents that know each other")
+    *rest, killed, leaving = cluster
+    name = killed.name
+    killed.signal(signal.SIGKILL)
+    until(lambda: agree([*rest, leaving]), "the end of one that was killed")
+    leaving.signal(signal.SIGTERM)
+    until(lambda: agree(rest), "the goodbye of one that was told to end")
+    until(lambda: rest[0].states() == {"live", "dead", "left"}, "the killed one to be held for dead, not the other")
+    killed.address = address()
+    killed.start()
+    until(lambda: agree([*rest, killed]), "the return of the killed one at another address")
+    assert killed.name == name
+
+
+def test_a_stopped_agent_is_left_out_and_taken_back_when_it_goes_on(nodes: Callable[..., list[Node]]) -> None:
+    cluster = [node.start() for node in nodes(3)]
+    until(lambda: agree(cluster), "three agents that know each other")
+    *rest, stopped = cluster
+    stopped.signal(signal.SIGSTOP)
+    until(lambda: agree(rest), "two that leave out the one that is stopped")
+    stopped.signal(signal.SIGCONT)
+    until(lambda: agree(cluster), "three that are together again")
+
+
+def test_who_does_not_know_the_secret_is_no_member_and_is_told_why(nodes: Callable[..., list[Node]]) -> None:
+    one, other = (node.start() for node in nodes(2))
+    (stranger,) = nodes(1, peers=one.peers, TIERCKPT_PEER_SECRET="another-secret-of-enough-bytes")
+    stranger.start()
+    until(lambda: agree([one, other]), "two that know the secret")
+    until(lambda: stranger.live() == {stranger.address}, "the stranger's agent")
+    until(lambda: "does not take this node for a member" in stranger.ask("peer_status")["problem"], "the reason")
+    assert agree([one, other])
+
+
+def test_a_copied_local_root_gets_a_name_of_its_own(nodes: Callable[..., list[Node]]) -> None:
+    cluster = nodes(3)
+    for node in cluster[1:]:
+        (node.root / "agent").mkdir(parents=True, mode=0o700)
+        (node.root / "agent" / "node-name").write_text("golden-image-1")
+    for node in cluster:
+        node.start()
+    until(lambda: agree(cluster), "three that know each other by three names")
+    assert len({node.name for node in cluster}) == 3
+
+
+# --- an agent whose peers cannot be served works without ---------------------------------------------------------
+
+
+def test_a_taken_port_is_told_and_taken_up_when_it_is_free(nodes: Callable[..., list[Node]]) -> None:
+    (node,) = nodes(1)
+    host, port = node.address.split(":")
+    with socket.create_server((host, int(port))):
+        node.start()
+        until(lambda: runs(node), "the agent")
+        until(lambda: "cannot be served" in node.ask("peer_status")["problem"], "the reason")
+        with pytest.raises(TierckptError, match=r"takes no part in the cluster.*cannot be served"):
+            node.ask("peers")
+        assert node.ask("status")["errors"] == []
+    until(lambda: node.live() == {node.address}, "the port to be taken up")
+    assert node.ask("peer_status")["problem"] == ""
+
+
+@pytest.mark.parametrize(
+    ("peers", "listen", "reason"),
+    [
+        ("169.254.169.254", "", "no node can be"),
+        ("slurm", "", "SLURM_JOB_NODELIST"),
+        ("127.0.0.1", "0.0.0.0:0", "to whoever asks"),
+    ],
+)
+def test_settings_that_cannot_work_are_told_and_the_agent_goes_on(
+    nodes: Callable[..., list[Node]], peers: str, listen: str, reason: str
+) -> None:
+    (node,) = nodes(1, peers=peers)
+    if listen:
+        node.more = {"TIERCKPT_PEER_LISTEN": listen, "TIERCKPT_PEER_SECRET": ""}
+        node.environment = lambda env=node.environment: {k: v for k, v in env().items() if v}  # type: ignore[method-assign]
+    node.start()
+    until(lambda: runs(node) and reason in node.ask("peer_status")["problem"], "the reason")
+
+
+def runs(node: Node) -> bool:
+    try:
+        return bool(node.ask("status"))
+    except NoAgentError:
+        return False
+
+
+# --- what processes of the node tell and ask ----------------------------------------------------------------------
+
+
+def test_what_a_process_fills_is_served_for_as_long_as_it_is_connected(
+    nodes: Callable[..., list[Node]], tmp_path: Path
+) -> None:
+    """The directory lies outside the local root: only the process knows of it."""
+    (node,) = (one.start() for one in nodes(1))
+    until(lambda: node.live() == {node.address}, "the agent")
+    frozen, data = model()
+    filling = Filling(tmp_path / "elsewhere" / "model", frozen, preallocate=False)
+    land(filling, data, [2])
+    settings = Settings.load(peer_secret=SECRET)
+    member = member_of(node.ask("peers")["me"])
+
+    async def ordinals() -> list[int]:
+        client = PeerClient(settings, "tester")
+        try:
+            held = await client.held(member, frozen.version, CHUNK)
+            return [ordinal for ordinal, _ in held.new]
+        finally:
+            await client.close()
+
+    assert asyncio.run(ordinals()) == []
+    with node.contact() as contact:
+        message = {"op": "peers", "version": frozen.version, "directory": str(filling.directory)}
+        answer = contact.ask(message, start=False)
+        assert answer["interested"] == [answer["me"]["name"]]
+        assert asyncio.run(ordinals()) == [2]
+        contact.ask({"op": "peers_done", "version": frozen.version}, start=False)
+        until(lambda: asyncio.run(ordinals()) == [], "the end of it by word")
+        contact.ask(message, start=False)
+        assert asyncio.run(ordinals()) == [2]
+    until(lambda: asyncio.run(ordinals()) == [], "the end of it with the connection")
+    filling.close()
+    with pytest.raises(TierckptError, match="not absolute"):
+        node.ask("peers", version=frozen.version, directory="relative")
+    with pytest.raises(TierckptError, match="no version"):
+        node.ask("peers", version="../etc", directory="/tmp")
+
+
+def test_an_agent_leaves_though_others_ask_for_members_and_stays_while_somebody_fills(
+    nodes: Callable[..., list[Node]], tmp_path: Path
+) -> None:
+    (staying,) = (node.start() for node in nodes(1))
+    (leaving,) = nodes(1, peers=staying.address, TIERCKPT_AGENT_IDLE_SECONDS="0.4")
+    leaving.start("--leave-when-idle")
+    until(lambda: agree([staying, leaving]), "two that know each other")
+    with leaving.contact() as contact:
+        contact.ask({"op": "peers", "version": "0" * 32, "directory": str(tmp_path / "model")}, start=False)
+        time.sleep(1.6)  # longer than it would stay for its own sake
+        assert runs(leaving)
+    assert leaving.agent is not None
+    ended = leaving.agent.wait(PATIENCE_SECONDS)
+    assert ended is not None, "a heartbeat is no reason to stay"
+    assert ended.code == 0
+    until(lambda: agree([staying]), "the goodbye of one that left when idle")
+
+
+def test_the_jobs_own_store_tells_where_the_agents_are(nodes: Callable[..., list[Node]]) -> None:
+    cluster = [node.start() for node in nodes(3, peers="torchrun")]
+    until(lambda: all(node.live() == {node.address} for node in cluster), "three agents, each alone")
+    for node in cluster[1:]:
+        node.ask("peer_addresses", addresses=[cluster[0].address, "169.254.169.254:80"])
+    until(lambda: agree(cluster), "three that know each other")
+
+
+@pytest.mark.distributed
+def test_a_job_under_torchrun_introduces_its_nodes_agents(nodes: Callable[..., list[Node]]) -> None:
+    cluster = [node.start() for node in nodes(3, peers="torchrun")]
+    until(lambda: all(node.live() == {node.address} for node in cluster), "three agents, each alone")
+    launch("tests.integration.peer_ranks:meet", 3, roots=[str(node.root) for node in cluster])
+    until(lambda: agree(cluster), "three that know each other")
+
+
+def test_a_secret_reaches_an_agent_started_on_demand_and_is_shown_nowhere(
+    nodes: Callable[..., list[Node]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an argument of the trainer, so only the pipe to the agent carries it."""
+    (known,) = (node.start() for node in nodes(1))
+    own = address()
+    settings = Settings.load(
+        local_root=tmp_path / "demand", peers=known.address, peer_listen=own, peer_secret=SECRET, allow_tmpfs=True
+    )
+    contact = Contact(settings)
+    try:
+        until(lambda: len(contact.ask({"op": "peers"})["live"]) == 2, "two that know each other")
+        pid = contact.ask({"op": "status"})["pid"]
+        told = [json.dumps(contact.ask({"op": op})) for op in ("status", "peers", "peer_status")]
+        told += [Path(f"/proc/{pid}/{name}").read_text() for name in ("cmdline", "environ")]
+        told += [(tmp_path / "demand" / "agent" / "agent.log").read_text(), repr(settings), settings.model_dump_json()]
+        assert all(SECRET not in text for text in told)
+        assert SECRET in settings.to_private_json(), "or this test proves nothing"
+    finally:
+        contact.ask({"op": "stop"})
+        contact.close()
+
+
+# --- what people see ----------------------------------------------------------------------------------------------
+
+
+def said(process: Process) -> Json:
+    ended = process.wait(PATIENCE_SECONDS)
+    assert ended is not None, process.log()
+    assert ended.code == 0, process.log()
+    return process.answer()
+
+
+def test_status_shows_members_and_what_would_survive(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
+    cluster = [node.start() for node in nodes(4, TIERCKPT_REPLICAS="2", TIERCKPT_PEER_BYTES_PER_SECOND="25MB")]
+    until(lambda: agree(cluster), "four agents that know each other")
+    node, version = cluster[0], "ab" * 16
+    with node.contact() as contact:
+        report = {
+            "by_source": {"peer": 3000, "shared": 1000},
+            "by_peer": {cluster[1].name: 3000},
+            "slowest": {"what": "chunk 7", "seconds": 1.5, "from": cluster[1].name},
+        }
+        for _ in range(2):  # each replaces the one before
+            contact.ask({"op": "fetched", "version": version, "report": report}, start=False)
+    document = said(fleet.start(["status", "--peers", "--json"], node.environment()))
+    assert {row["address"] for row in document["members"]} == {other.address for other in cluster[1:]}
+    assert {row["state"] for row in document["members"]} == {"live"}
+    assert {row["weight"] for row in document["members"]} == {25e6}
+    assert document["fetched_bytes_by_source"] == {"peer": 3000, "shared": 1000}
+    assert sum(row["fetched_bytes"] for row in document["members"]) == 3000
+    assert document["slowest_chunk"]["what"] == "chunk 7"
+    # Two of four lost, in groups of two: 6 pairs, 2 of them groups. Three lost: always a group among them.
+    assert document["survival"] == {"1": 1.0, "2": pytest.approx(4 / 6), "3": 0.0}
+    people = fleet.start(["status", "--peers"], node.environment())
+    assert people.wait(PATIENCE_SECONDS)
+    text = people.out.read_text()
+    for word in ("3 live", "2.9 KiB from peer", "chunk 7", "2 at once: 66.67 %", cluster[1].address):
+        assert word in text
+
+
+def test_the_agents_page_tells_prometheus_who_is_there(nodes: Callable[..., list[Node]]) -> None:
+    (one,) = nodes(1, TIERCKPT_METRICS_PORT=str(free_port()))
+    (other,) = nodes(1, peers=one.address)
+    cluster = [one.start(), other.start()]
+    until(lambda: agree(cluster), "two that know each other")
+
+    def told() -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{one.more['TIERCKPT_METRICS_PORT']}/metrics", timeout=5) as page:
+            return 'tierckpt_peer_members{state="live"} 1.0' in page.read().decode()
+
+    until(told, "the gauge")
+
+
+def test_status_without_an_agent_says_so(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
+    (node,) = nodes(1)
+    assert "no agent runs" in said(fleet.start(["status", "--peers", "--json"], node.environment()))["problem"]
+
+
+def test_a_rollout_is_watched_until_it_is_whole_everywhere(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
+    one, other = cluster = [node.start() for node in nodes(2)]
+    until(lambda: agree(cluster), "two that know each other")
+    frozen, data = model()
+    fillings = [Filling(node.root / "cache" / frozen.name, frozen, preallocate=False) for node in cluster]
+    land(fillings[0], data, [0, 1, 2])
+    watching = fleet.start(["prefetch", frozen.uri, "--watch"], one.environment())
+    counting = fleet.start(["prefetch", "--watch", "--json"], other.environment())
+    until(lambda: "25 % on 2 nodes" in watching.log(), "a line that tells how far it is")
+    for filling, chunks in zip(fillings, ([3, 4, 5], range(6)), strict=True):
+        land(filling, data, chunks)
+        assert filling.publish()
+        filling.close()
+    document = said(counting)
+    assert (document["done"], document["uri"], document["share"]) == (True, frozen.uri, 1.0)
+    assert {row["name"]: row["chunks"] for row in document["nodes"]} == {one.name: 6, other.name: 6}
+    ended = watching.wait(PATIENCE_SECONDS)
+    assert ended is not None
+    assert ended.code == 0
+    assert "100 % on 2 nodes" in watching.out.read_text()
+
+
+def test_a_node_keeps_its_name(nodes: Callable[..., list[Node]]) -> None:
+    (node,) = nodes(1)
+    names = set()
+    for _ in range(2):
+        node.start()
+        until(lambda: node.live() == {node.address}, "the agent")
+        names.add(node.name)
+        node.signal(signal.SIGTERM)
+        assert node.agent is not None
+        assert node.agent.wait(PATIENCE_SECONDS)
+    assert len(names) == 1
+    assert os.stat(node.root / "agent" / "node-name").st_size  # noqa: PTH116

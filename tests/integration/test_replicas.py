@@ -1,0 +1,194 @@
+"""Replicas at save: with ``replicas=2`` a checkpoint survives its node, from the moment it was committed there.
+
+Agents here are real processes with local roots of their own; nothing is on shared storage unless a test says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+
+import tierckpt
+from tests.compat.worker import launch
+from tests.servers.fleet import Fleet
+from tests.servers.nodes import Node, Nodes, cluster
+from tests.services import HttpServer
+from tests.states import load, same, save, small_state, zeros_like
+from tierckpt.client import close_all, get_client
+from tierckpt.layout import parse_uri
+from tierckpt.mover import commit
+
+pytestmark = pytest.mark.distributed
+SCENARIOS = "tests.integration.peer_scenarios"
+
+
+class EmptyBucket(HttpServer):
+    """An object store that holds nothing and takes nothing, and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        self.asked.append(f"{request.command} {request.path}")
+        is_listing = "list-type=2" in request.path
+        body = b'<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>'
+        body = body if is_listing else b'<?xml version="1.0"?><Error><Code>NoSuchKey</Code></Error>'
+        request.send_response(200 if is_listing else 404)
+        request.send_header("Content-Type", "application/xml")
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        if request.command == "GET":
+            request.wfile.write(body)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with Fleet.running(tmp_path_factory.mktemp("agents"), "tests.servers.nodes") as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmptyBucket]:
+    server = EmptyBucket()
+    for name, value in {
+        "AWS_ENDPOINT_URL": server.endpoint,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    close_all()
+    server.close()
+
+
+def shards(node: Node) -> dict[str, str]:
+    """Every shard of the node's local tier by name, with the digest of its bytes."""
+    found = (node.root / "checkpoints").rglob("*.distcp")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+def all_copied(nodes: Nodes, uri: str, *of: int) -> None:
+    nodes.until(lambda: all(nodes[index].has_all_replicas(uri) for index in of), f"the copies of {uri}")
+
+
+def test_a_node_lost_right_after_its_local_commit_costs_nothing(
+    bucket: EmptyBucket, fleet: Fleet, tmp_path: Path
+) -> None:
+    """A replaced, empty node restores the newest step; of shared storage it asks what is committed, and no data."""
+    uri = "s3://bucket/run"
+    with cluster(fleet, tmp_path, 2, replicas=2) as nodes:
+        save(f"{uri}/step-7", small_state(7), settings=nodes[0].settings)
+        all_copied(nodes, f"{uri}/step-7", 0)
+        close_all()
+        nodes[0].lose()
+        nodes[0].start()
+        nodes.meet(2)
+        bucket.asked.clear()
+        assert tierckpt.latest(uri, settings=nodes[0].settings) == f"{uri}/step-7"
+        assert same(load(f"{uri}/step-7", zeros_like(small_state(7)), settings=nodes[0].settings), small_state(7))
+        assert bucket.asked, "the tiers were not compared"
+        data = [line for line in bucket.asked if ".distcp" in line or (line.endswith("/.metadata") and "GET" in line)]
+        assert data == []
+        assert shards(nodes[0]) == shards(nodes[1]), "what was read is here again, for the next restart"
+
+
+def test_all_ranks_of_a_job_restore_when_any_of_its_nodes_is_lost(fleet: Fleet, tmp_path: Path) -> None:
+    """Each rank saved its part on its own node; only the coordinator's had the manifest."""
+    uri = str(tmp_path / "shared" / "run")
+    with cluster(fleet, tmp_path, 3, replicas=2, drain=False, domains=("a", "a", "b")) as nodes:
+        ranks = [node.settings.to_private_json() for node in nodes][:2]
+        launch(f"{SCENARIOS}:save_locally", 2, uri=uri, nodes=ranks, step=1)
+        all_copied(nodes, f"{uri}/step-1", 0, 1)
+        assert sum(len(shards(node)) for node in nodes) == 4, "two copies of two shards"
+        nodes[0].lose()
+        nodes[0].start()
+        nodes.meet(3)
+        outcome = launch(f"{SCENARIOS}:restore", 2, uri=uri, nodes=ranks)
+        assert outcome["outcomes"] == [[1, True], [1, True]]
+
+
+def test_a_copy_makes_room_for_a_newer_one_only_when_that_is_on_all_its_holders(fleet: Fleet, tmp_path: Path) -> None:
+    """Three copies: while one holder is away, the other keeps both steps."""
+    uri = str(tmp_path / "shared" / "run")
+    with cluster(fleet, tmp_path, 3, replicas=3, drain=False) as nodes:
+        save(f"{uri}/step-1", small_state(1), settings=nodes[0].settings)
+        all_copied(nodes, f"{uri}/step-1", 0)
+        full = nodes[2].directory(f"{uri}/step-2")
+        full.parent.mkdir(parents=True, exist_ok=True)
+        full.write_text("no copy can be made here")
+        save(f"{uri}/step-2", small_state(2), settings=nodes[0].settings)
+        nodes.until(lambda: len(shards(nodes[1])) == 2, "the second step on the holder that works")
+        nodes.until(lambda: nodes[2].replicas()["failed"] >= 2, "two tries on the holder that does not")
+        assert len(shards(nodes[1])) == 2
+        assert nodes[1].replicas()["removed"] == 0
+        assert not nodes[0].has_all_replicas(f"{uri}/step-2")
+        full.unlink()
+        all_copied(nodes, f"{uri}/step-2", 0)
+        nodes.until(lambda: all(len(shards(node)) == 1 for node in (nodes[1], nodes[2])), "the old copies to go")
+        assert commit.read_local_manifest(nodes[1].directory(f"{uri}/step-1")) is None
+        assert len(shards(nodes[0])) == 2, "what the node itself has saved is for retention, not for this"
+
+
+def test_a_full_ssd_holds_no_copy_and_loses_nothing_of_its_own(fleet: Fleet, tmp_path: Path) -> None:
+    uri = str(tmp_path / "shared" / "run")
+    other = str(tmp_path / "shared" / "other")
+    with cluster(fleet, tmp_path, 2, replicas=2, drain=False, local_bytes_max=400_000) as nodes:
+        save(f"{other}/step-1", small_state(1), settings=nodes[1].settings)
+        save(f"{other}/step-2", small_state(2), settings=nodes[1].settings)
+        all_copied(nodes, f"{other}/step-2", 1)
+        own = shards(nodes[1])
+        save(f"{uri}/step-1", small_state(3), settings=nodes[0].settings)
+        nodes.until(lambda: nodes[1].replicas()["without_room"] >= 1, "the copy to be refused")
+        assert "only this node's own work is in the way" in nodes[1].replicas()["last_error"]
+        assert not nodes[0].has_all_replicas(f"{uri}/step-1")
+        assert shards(nodes[1]) == own
+
+
+def test_a_damaged_copy_is_never_read_as_if_it_were_good(fleet: Fleet, tmp_path: Path) -> None:
+    """The one copy on a peer is damaged: the load ends with an error that says so, and with no wrong byte."""
+    uri = str(tmp_path / "shared" / "run" / "step-1")
+    with cluster(fleet, tmp_path, 2, replicas=2, drain=False) as nodes:
+        save(uri, small_state(1), settings=nodes[0].settings)
+        all_copied(nodes, uri, 0)
+        good = shards(nodes[0])
+        nodes[0].lose()
+        (damaged,) = (nodes[1].root / "checkpoints").rglob("*.distcp")
+        data = bytearray(damaged.read_bytes())
+        data[len(data) // 2] ^= 1
+        nodes[1].kill()
+        damaged.write_bytes(data)
+        nodes[1].start()
+        nodes[0].start()
+        nodes.meet(2)
+        state = zeros_like(small_state(1))
+        with pytest.raises(tierckpt.TierckptError):
+            load(uri, state, settings=nodes[0].settings)
+        assert shards(nodes[0]) == {}
+        shutil.copy(next((tmp_path).glob("node-0.lost-*/checkpoints/file/**/*.distcp")), damaged)
+        assert shards(nodes[1]) == good
+
+
+def test_retention_keeps_the_newest_step_that_a_peer_has_whole(fleet: Fleet, tmp_path: Path) -> None:
+    """A node that is lost while its newest step is still being copied must not cost the step before too."""
+    uri = str(tmp_path / "shared" / "run")
+
+    def steps_after_prune(node: Node) -> list[str]:
+        get_client(node.settings).run(lambda engine: engine.keep_last(parse_uri(uri), local=1))
+        return sorted(path.name for path in node.directory(uri).iterdir())
+
+    with cluster(fleet, tmp_path, 2, replicas=2, drain=False) as nodes:
+        save(f"{uri}/step-1", small_state(1), settings=nodes[0].settings)
+        all_copied(nodes, f"{uri}/step-1", 0)
+        nodes[1].kill()
+        save(f"{uri}/step-2", small_state(2), settings=nodes[0].settings)
+        assert steps_after_prune(nodes[0]) == ["step-1", "step-2"]
+        nodes[1].start()
+        all_copied(nodes, f"{uri}/step-2", 0)
+        nodes.until(lambda: steps_after_prune(nodes[0]) == ["step-2"], "the older step to be let go")

@@ -1,0 +1,157 @@
+"""``tierckpt report``: what a real run that was killed says of its own time, to people and to programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import xml.etree.ElementTree as tree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fault.nursery import Nursery
+from tierckpt import Checkpointer
+from tierckpt.cli.app import run
+from tierckpt.layout import HISTORY_DIR, local_dir, parse_uri
+from tierckpt.training import ledger
+
+STEP_SECONDS = 0.02
+PHASES = {"kept", "lost", "blocked", "down", "starting", "loading", "warming", "other"}
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery.running("tests.fault.training_scenarios") as running:
+        yield running
+
+
+def report(capsys: pytest.CaptureFixture[str], uri: str, *more: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run(["report", uri, "--json", *more]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+def killed_once(nursery: Nursery, folder: Path, uri: str) -> tuple[float, float]:
+    """Train, be killed some steps after a save, come back, finish. Returns the seconds of the whole, and between."""
+    begun = time.monotonic()
+    job = nursery.start("train", folder, uri=uri, step_seconds=STEP_SECONDS, interval=20, start=0, line_seconds=0.05)
+    deadline = time.monotonic() + 60
+    while not (folder / "seen-000-0").exists() or len((folder / "seen-000-0").read_text().splitlines()) < 55:
+        assert time.monotonic() < deadline, job.output()[-3000:]
+        time.sleep(0.005)
+    job.kill()
+    died = time.monotonic()
+    time.sleep(0.5)
+    again = time.monotonic()
+    job = nursery.start(
+        "train", folder, uri=uri, step_seconds=STEP_SECONDS, interval=20, start=1, steps=80, line_seconds=0.05
+    )
+    assert job.codes(60) == [0], job.output()[-3000:]
+    return time.monotonic() - begun, again - died
+
+
+def test_a_killed_run_tells_where_its_time_went(
+    nursery: Nursery, tmp_path: Path, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wall, away = killed_once(nursery, tmp_path / "job", file_uri)
+    found = report(capsys, file_uri)
+    [failure] = found["failures"]
+    assert failure["restored_step"] == 40
+    assert failure["last_step"] >= 52
+    assert failure["lost_steps"] == failure["last_step"] - 40
+    assert failure["lost_seconds"] == pytest.approx(found["spent"]["lost"], abs=0.01)
+    assert failure["lost_seconds"] == pytest.approx(failure["lost_steps"] * STEP_SECONDS, rel=0.6)
+    assert found["lost_steps_per_failure"] == failure["lost_steps"]
+    assert found["kept_steps"] == 80
+    assert found["kept_seconds"] == pytest.approx(80 * STEP_SECONDS, rel=0.6)
+    assert found["saves"] == 4
+    assert set(found["spent"]) == PHASES
+    assert sum(found["spent"].values()) == pytest.approx(found["wall_seconds"], rel=0.02)
+    assert 0.3 * wall < found["wall_seconds"] <= wall + 0.1
+    assert found["spent"]["down"] >= away - 0.3
+    assert all(found["spent"][what] > 0 for what in ("starting", "loading", "blocked"))
+    assert found["ettr"] == pytest.approx(found["kept_seconds"] / found["wall_seconds"])
+    assert found["ettr"] < found["goodput"] < 1
+    assert [start["end"] for start in found["starts"]] == ["", "closed"]
+    people_get_a_timeline_and_a_picture(capsys, file_uri, tmp_path / "run.svg")
+    shutil.rmtree(local_root)  # the node is lost: the records are beside the checkpoints too
+    after = report(capsys, file_uri)
+    assert len(after["starts"]) == 2
+    assert after["starts"][1] == found["starts"][1]
+
+
+def people_get_a_timeline_and_a_picture(capsys: pytest.CaptureFixture[str], uri: str, picture: Path) -> None:
+    assert run(["report", uri, "--plot", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    for words in ("ETTR", "lost by a failure", "training, lost and done again", "where the time went"):
+        assert words in shown
+    bar = next(line for line in shown.splitlines() if line.startswith(("█", "·", "▸", "◦")))
+    assert len(bar.rstrip()) <= 80
+    assert "█" in bar
+    assert tree.parse(picture).getroot().tag.endswith("svg")
+
+
+def test_a_run_without_records_is_a_sentence(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Checkpointer(file_uri) as checkpointer:
+        checkpointer.save(1, {"w": torch.zeros(3)})
+    assert run(["report", f"{file_uri}/step-1"]) == 4
+    assert "has no records of training" in capsys.readouterr().err
+
+
+def test_who_only_reads_a_run_leaves_no_record(file_uri: str, local_root: Path) -> None:
+    with Checkpointer(file_uri) as checkpointer:
+        checkpointer.save(1, {"w": torch.zeros(3)})
+    before = sorted(Path(file_uri, HISTORY_DIR).iterdir())
+    with Checkpointer(file_uri) as reader:
+        assert reader.restore({"w": torch.zeros(3)}) == 1
+    assert sorted(Path(file_uri, HISTORY_DIR).iterdir()) == before
+    assert len(list((local_dir(local_root, parse_uri(file_uri)) / HISTORY_DIR).iterdir())) == 1
+
+
+def test_records_change_nothing_about_the_checkpoints(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Checkpointer(file_uri) as checkpointer:
+        checkpointer.save(1, {"w": torch.zeros(3)})
+    assert run(["ls", file_uri, "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)["checkpoints"]] == ["step-1"]
+    assert run(["verify", f"{file_uri}/step-1", "--read-data", "--json"]) == 0
+    capsys.readouterr()
+    assert run(["prune", file_uri, "--keep-last", "1", "--json"]) == 0
+
+
+def test_records_are_bounded_and_lose_only_their_detail(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ledger, "LINES_MAX", 40)
+    monkeypatch.setattr(ledger, "LINE_SECONDS", 0.0)
+    with Checkpointer(file_uri) as checkpointer:
+        for step in range(1, 500):
+            checkpointer.step(step, {})
+        [path] = (local_dir(local_root, parse_uri(file_uri)) / HISTORY_DIR).glob("*.jsonl")
+        assert len(path.read_text().splitlines()) <= 41
+    assert report(capsys, file_uri)["kept_steps"] == 499
+
+
+def test_a_torn_line_and_a_full_disk_cost_nothing_but_their_news(
+    file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(file_uri) as checkpointer:
+        for step in range(1, 20):
+            checkpointer.step(step, {})
+        checkpointer.save(20, {"w": torch.zeros(3)})
+        with monkeypatch.context() as full:
+
+            def no_room(*_: Any) -> int:
+                raise OSError(28, "No space left on device")
+
+            full.setattr(os, "write", no_room)
+            checkpointer._ledger.saved(20)
+        checkpointer.save(21, {"w": torch.zeros(3)}).result(60)  # training has not noticed
+    for path in [*local_dir(local_root, parse_uri(file_uri)).rglob("*.jsonl"), *Path(file_uri).rglob("*.jsonl")]:
+        with path.open("a") as stream:
+            stream.write('{"what": "step", "at": 179')
+    assert report(capsys, file_uri)["kept_steps"] == 20

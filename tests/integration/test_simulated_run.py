@@ -1,0 +1,106 @@
+"""The simulator against a real run: a small job is killed again and again, and then simulated with what it measured.
+
+``TIERCKPT_TEST_SWEEP=full`` kills it 25 times; the normal suite three times. The agreement is printed (``pytest -s``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fault.nursery import Nursery
+from tests.unit.test_simulate import RATES
+from tierckpt.cli.app import run as cli
+from tierckpt.planning.goodput import Goodput, analyse, read_start
+from tierckpt.planning.scenario import Cluster, Configuration
+from tierckpt.planning.simulator import Run, simulate
+
+KILLS = 25 if os.environ.get("TIERCKPT_TEST_SWEEP") == "full" else 3
+MEAN_SECONDS = 2.0
+INTERVAL_STEPS = 15
+NEVER_DRAINED_BYTES = 1e15
+"""The SSD is not lost, so that a restore never needs shared storage."""
+AGREEMENT = 0.12 if KILLS < 10 else 0.05
+STEP_SECONDS = 0.02
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60 + 20 * KILLS)]
+
+
+def killed_at_random(folder: Path, uri: str) -> None:
+    chance = random.Random(7)
+    options: dict[str, Any] = {"step_seconds": STEP_SECONDS, "interval": INTERVAL_STEPS, "line_seconds": 0.02}
+    with Nursery.running("tests.fault.training_scenarios") as nursery:
+        for life in range(KILLS + 1):
+            job = nursery.start("train", folder, uri=uri, start=life, **options)
+            seen, deadline = folder / f"seen-{life:03d}-0", time.monotonic() + 60
+            while not (seen.exists() and seen.stat().st_size):
+                assert time.monotonic() < deadline, job.output()[-3000:]
+                time.sleep(0.005)
+            time.sleep(0.3 + chance.expovariate(1 / (MEAN_SECONDS - 0.3)))
+            job.kill()
+
+
+def as_simulated(found: Goodput, *, fails: bool = True) -> tuple[Run, float]:
+    """Simulate the same failures with the measured means. Returns it, and what was measured over the same time."""
+    first = found.starts[0]
+    origin = first.began_at + first.spent["starting"] + first.spent["loading"]
+    wall = first.began_at + found.wall_seconds - origin
+    steps = found.kept_steps + sum(one.lost_steps for one in found.failures)
+    step_seconds = (found.spent["kept"] + found.spent["lost"]) / steps
+    loading = found.spent["loading"] / len(found.failures)
+    away = sum(one.away_seconds for one in found.failures) / len(found.failures)
+    blocked = found.spent["blocked"] / found.saves
+    plan = Configuration(
+        "real",
+        INTERVAL_STEPS * step_seconds,
+        checkpoint_bytes=NEVER_DRAINED_BYTES,
+        restart_seconds=max(0.0, away - loading),
+        stall_seconds=blocked,
+        local=True,
+        flush_seconds=max(0.0, (found.durable_seconds or 0.0) - blocked),
+        local_load_seconds=loading,
+    )
+    cluster = Cluster(1, RATES, (), strikes_at=tuple(one.at - origin for one in found.failures if fails))
+    return simulate(cluster, plan, days=wall / 86400), found.kept_seconds / wall
+
+
+def test_a_simulated_run_has_the_ettr_of_the_real_one(
+    tmp_path: Path, file_uri: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed_at_random(tmp_path / "job", file_uri)
+    capsys.readouterr()
+    assert cli(["report", file_uri, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    found = analyse(start for start in map(read_start, histories(file_uri)) if start)
+    assert document["ettr"] == found.ettr
+    assert len(found.failures) == KILLS
+    run, measured = as_simulated(found)
+    with capsys.disabled():
+        print(f"\nreal {measured:.2%}, simulated {run.ettr:.2%}, {KILLS} kills in {found.wall_seconds:.1f} s")
+    assert run.failures == {"seen": KILLS}
+    assert run.ettr == pytest.approx(measured, abs=AGREEMENT)
+    assert run.lost_seconds == pytest.approx(found.spent["lost"], abs=max(0.5, 0.1 * KILLS))
+    without, _ = as_simulated(found, fails=False)
+    assert without.ettr > measured + AGREEMENT, "the comparison can fail"
+
+
+def histories(uri: str) -> list[list[dict[str, Any]]]:
+    from tierckpt.layout import HISTORY_DIR, local_dir, parse_uri
+
+    root = Path(os.environ["TIERCKPT_LOCAL_ROOT"])
+    paths = sorted((local_dir(root, parse_uri(uri)) / HISTORY_DIR).glob("*.jsonl"))
+    return [[json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] for path in paths]
+
+
+def test_strikes_at_given_times_are_those_failures() -> None:
+    plan = Configuration("plain", 10.0, checkpoint_bytes=1.0, restart_seconds=5.0, local=True)
+    run = simulate(Cluster(1, RATES, (), strikes_at=(25.0, 60.0)), plan, days=100 / 86400)
+    assert (run.failures, run.restarting_seconds) == ({"seen": 2}, 10.0)
+    assert simulate(replace(Cluster(1, RATES, ()), strikes_at=()), plan, days=1).failures == {}

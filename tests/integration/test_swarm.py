@@ -1,0 +1,283 @@
+"""Filling together: real agents, real prefetches, one store that counts; and what a swarm makes of peers that lie.
+
+Faults of nodes and networks are in tests/fault/test_fanout.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.servers.cluster import Cluster, Model, dumped
+from tests.servers.fleet import Fleet
+from tests.servers.origin import Origin
+from tests.services import free_port
+from tierckpt.cache.frozen import Frozen, Wanted
+from tierckpt.errors import IntegrityError, ObjectNotFoundError, PeerError, StoreUnavailableError
+from tierckpt.manifest import digest_of
+from tierckpt.peer.client import ChunkAnswer
+from tierckpt.peer.members import Member
+from tierckpt.peer.schedule import NotNowError, Tuning
+from tierckpt.peer.swarm import Swarm, View
+from tierckpt.peer.wire import Held
+
+MiB = 1 << 20
+SIZES = {"model-1.safetensors": 9 * MiB + 77, "model-2.safetensors": 7 * MiB, "tokenizer.json": 4000}
+SETTINGS = {"TIERCKPT_CHUNK_SIZE_BYTES": str(MiB // 2)}
+
+
+# --- real nodes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("swarm")
+    (folder / "store" / "models").mkdir(parents=True)
+    with Origin.running(folder / "store", rate=20 * MiB) as origin, Fleet.running(folder / "logs") as fleet:
+        model = Model.make(folder / "store" / "models", "one", SIZES)
+        made = Cluster(fleet, origin, model, folder / "nodes")
+        made.add([f"127.0.0.1:{free_port()}" for _ in range(3)], SETTINGS)
+        try:
+            made.start_agents()
+            yield made
+        finally:
+            made.close()
+
+
+def test_three_nodes_read_a_model_once_and_say_where_it_came_from(cluster: Cluster) -> None:
+    cluster.origin.reset()
+    cluster.fetch()
+    results = cluster.results()
+    assert all(result.is_right for result in results), dumped(results)
+    size = cluster.model.size_bytes
+    assert size <= cluster.origin.sent_bytes() <= 1.02 * size + 2 * MiB, dumped(results)
+    for result in results:
+        sources = result.answer["bytes_by_source"]
+        assert sources["peer"] + sources["shared"] == size
+        assert sum(peer["bytes"] for peer in result.answer["peers"]) == sources["peer"] > 0
+        assert result.answer["slowest_chunk"]["from"]
+        assert not any(peer["banned"] for peer in result.answer["peers"])
+
+
+def test_a_directory_is_filled_from_peers_as_the_cache_is(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.origin.reset()
+    target = tmp_path / "copy"
+    cluster.fetch(cluster.nodes[:1], more=["--to", str(target)])
+    [result] = cluster.results(cluster.nodes[:1])
+    assert result.is_right, dumped([result])
+    assert cluster.model.problems(target) == []
+    assert result.source("peer") == cluster.model.size_bytes, "the others have all of it"
+    assert cluster.origin.sent_bytes() == 0
+
+
+def test_without_an_agent_that_takes_part_everything_comes_from_the_store(cluster: Cluster, tmp_path: Path) -> None:
+    node = cluster.nodes[0]
+    lonely = type(node)(
+        "lonely", tmp_path / "lonely", "", {**node.env, "TIERCKPT_LOCAL_ROOT": str(tmp_path / "lonely")}
+    )
+    cluster.origin.reset()
+    lonely.env |= {"TIERCKPT_PEER_LISTEN": cluster.nodes[1].address, "TIERCKPT_LOG_LEVEL": "info"}  # which is taken
+    cluster.fetch([lonely])
+    [result] = cluster.results([lonely])
+    assert result.is_right, dumped([result])
+    assert result.source("shared") == cluster.model.size_bytes
+    assert lonely.fetch is not None
+    assert lonely.fetch.log().count("without peers") == 1
+
+
+# --- one swarm among peers that the test plays ------------------------------------------------------------------------
+
+CHUNK = 1000
+COUNT = 12
+QUICK = Tuning(settle_seconds=0.1, wait_seconds=0.2, stall_seconds=0.3, hedge_seconds_min=0.2)
+
+
+@dataclass
+class Played:
+    """A cluster of which only one node is real. ``give`` decides what a peer answers."""
+
+    has_digests: bool = True
+    holders: dict[str, set[int]] = field(default_factory=dict)
+    give: Callable[[str, int, bytes], bytes] = lambda name, ordinal, data: data
+    claim: Callable[[str, int, str], str] = lambda name, ordinal, digest: digest
+    asked: list[tuple[str, int]] = field(default_factory=list)
+    from_store_ordinals: list[int] = field(default_factory=list)
+    marks: list[tuple[int, bool]] = field(default_factory=list)
+    reports: list[object] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        data = random.Random(1).randbytes(CHUNK * COUNT)
+        self.chunks = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+        digests = tuple(map(digest_of, self.chunks)) if self.has_digests else ()
+        self.frozen = Frozen("s3://bucket/model", (Wanted("m", "m", len(data), "e", digests),), CHUNK)
+        self.landed: dict[int, bytes] = {}
+
+    # the node's own part
+
+    def has(self, index: int, chunk: int) -> bool:
+        return chunk in self.landed
+
+    async def from_store(self, index: int, chunk: int, into: memoryview) -> str:
+        self.from_store_ordinals.append(chunk)
+        into[:] = self.chunks[chunk]
+        return digest_of(into)
+
+    async def mark(self, index: int, chunk: int, is_fetched: bool) -> None:
+        self.marks.append((chunk, is_fetched))
+
+    async def view(self, is_filling: bool) -> View:
+        members = tuple(Member(name, f"{name}:1") for name in ("me", *self.holders))
+        return View(members[0], members, frozenset())
+
+    async def tell(self, report: object) -> None:
+        self.reports.append(report)
+
+    # the peers
+
+    async def chunk(
+        self,
+        member: Member,
+        version: str,
+        chunk_size_bytes: int,
+        ordinal: int,
+        into: memoryview,
+        *,
+        expected: str = "",
+        after: int = 0,
+        wait_seconds: float = 0.0,
+    ) -> ChunkAnswer:
+        self.asked.append((member.name, ordinal))
+        await asyncio.sleep(0)
+        if ordinal not in self.holders[member.name]:
+            await asyncio.sleep(wait_seconds)
+            raise ObjectNotFoundError("not here")
+        into[:] = self.give(member.name, ordinal, self.chunks[ordinal])
+        digest = digest_of(into)
+        if digest != (expected or self.claim(member.name, ordinal, digest)):
+            raise IntegrityError("other bytes")
+        return ChunkAnswer(digest, self._held(member.name, after))
+
+    async def held(
+        self, member: Member, version: str, chunk_size_bytes: int, *, after: int = 0, interested: bool = False
+    ) -> Held:
+        return self._held(member.name, after)
+
+    def _held(self, name: str, after: int) -> Held:
+        lines = [
+            (ordinal, "" if self.has_digests else self.claim(name, ordinal, self._digest(name, ordinal)))
+            for ordinal in sorted(self.holders[name])
+        ]
+        return Held(COUNT, len(lines), len(lines), tuple(lines[after:]))
+
+    def _digest(self, name: str, ordinal: int) -> str:
+        return digest_of(self.give(name, ordinal, self.chunks[ordinal]))
+
+    async def close(self) -> None:
+        pass
+
+    async def fill(self) -> Swarm:
+        """Fetch all as a fill does, with two workers."""
+        swarm = Swarm(self.frozen, self, self.view, lambda me: self, tell=self.tell, tuning=QUICK)
+        await swarm.start()
+
+        async def work() -> None:
+            order = swarm.order([(0, chunk) for chunk in range(COUNT) if chunk not in self.landed], whole=True)
+            while (taken := await order.take()) is not None:
+                into = memoryview(bytearray(CHUNK))
+                try:
+                    await swarm.bring(*taken, into)
+                except NotNowError:
+                    order.put_back(taken)
+                else:
+                    self.landed[taken[1]] = bytes(into)
+                    order.done(taken)
+
+        try:
+            async with asyncio.timeout(20):
+                await work()
+        finally:
+            await swarm.close()
+        return swarm
+
+    @property
+    def is_right(self) -> bool:
+        ours = b"".join(self.landed[chunk] for chunk in sorted(self.landed))
+        return hashlib.sha256(ours).digest() == hashlib.sha256(b"".join(self.chunks)).digest()
+
+
+EVERY = set(range(COUNT))
+
+
+async def test_what_peers_hold_is_not_read_from_the_store() -> None:
+    played = Played(holders={"b": EVERY, "c": set(range(6))})
+    swarm = await played.fill()
+    assert played.is_right
+    assert played.from_store_ordinals == []
+    assert sum(swarm.sources.peer_bytes.values()) == CHUNK * COUNT
+    assert played.reports
+
+
+async def test_what_nobody_holds_is_read_from_the_store_and_marked_meanwhile() -> None:
+    played = Played(holders={"b": set(), "c": set()})
+    await played.fill()
+    assert played.is_right
+    assert sorted(played.from_store_ordinals) == sorted(EVERY)
+    assert sorted(chunk for chunk, begun in played.marks if begun) == sorted(EVERY)
+    assert sorted(chunk for chunk, begun in played.marks if not begun) == sorted(EVERY)
+
+
+async def test_a_peer_with_wrong_bytes_is_found_out_and_not_asked_again() -> None:
+    played = Played(holders={"evil": EVERY, "good": EVERY})
+    played.give = lambda name, ordinal, data: data[::-1] if name == "evil" else data
+    swarm = await played.fill()
+    assert played.is_right
+    assert swarm.sources.banned == {"evil"}
+    assert sum(name == "evil" for name, _ in played.asked) <= QUICK.slots
+    assert "evil" not in swarm.sources.peer_bytes
+
+
+async def test_without_digests_peers_that_disagree_are_not_believed_and_the_store_decides() -> None:
+    played = Played(has_digests=False, holders={"evil": EVERY, "good": EVERY})
+    played.give = lambda name, ordinal, data: data[::-1] if name == "evil" and ordinal == 3 else data
+    swarm = await played.fill()
+    assert played.is_right
+    assert 3 in played.from_store_ordinals
+    assert swarm.sources.banned == {"evil"}
+    assert swarm.sources.fallbacks["members disagree"] >= 1
+
+
+async def test_a_peer_that_claims_another_digest_than_its_bytes_have_is_banned() -> None:
+    played = Played(has_digests=False, holders={"evil": EVERY})
+    played.claim = lambda name, ordinal, digest: "t" + "0" * 32
+    swarm = await played.fill()
+    assert played.is_right
+    assert swarm.sources.banned == {"evil"}
+
+
+async def test_peers_that_cannot_be_reached_cost_time_and_nothing_else() -> None:
+    played = Played(holders={"b": EVERY})
+
+    def refuse(name: str, ordinal: int, data: bytes) -> bytes:
+        raise PeerError("no connection")
+
+    played.give = refuse
+    await played.fill()
+    assert played.is_right
+    assert sorted(played.from_store_ordinals) == sorted(EVERY)
+
+
+async def test_an_error_of_the_store_is_the_error_of_the_fill() -> None:
+    played = Played(holders={"b": set()})
+
+    async def away(index: int, chunk: int, into: memoryview) -> str:
+        raise StoreUnavailableError("the store is away")
+
+    played.from_store = away  # type: ignore[method-assign]
+    with pytest.raises(StoreUnavailableError):
+        await played.fill()

@@ -1,0 +1,84 @@
+"""The placement and the schedule under a virtual clock: figures of issue 6, and a bad schedule that must stand out.
+
+Where a fault is played it must have fired. ``python bench/fanout_simulation.py`` runs more and larger cases.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+
+from fanout_simulation import Case, Outcome, simulate
+
+from tierckpt.peer.schedule import Tuning
+
+CHUNKS = 128
+"""Few, so that it ends soon; each is then a larger part of the whole, and bounds are wider than the figures."""
+EXPECTED = {"mine", "alone", "owner is behind"}
+
+
+@cache
+def run(name: str, **changes: object) -> Outcome:
+    outcome = simulate(Case(name, **{"nodes": 8, "chunks": CHUNKS, **changes}))  # type: ignore[arg-type]
+    assert outcome.unfinished == 0
+    return outcome
+
+
+@pytest.mark.parametrize("origin", [1.0, 4.0])
+def test_eight_alike_nodes_need_little_more_than_the_least_time(origin: float) -> None:
+    outcome = run("alike", origin=origin, chunks=256)
+    assert outcome.ratio <= 1.2
+    assert outcome.store_ratio <= 1.02
+    assert set(outcome.reasons) <= EXPECTED
+
+
+def test_time_hardly_grows_with_the_number_of_nodes() -> None:
+    two, eight = (run("alike", nodes=nodes, origin=4.0, chunks=256) for nodes in (2, 8))
+    assert eight.seconds <= 1.1 * two.seconds
+
+
+@pytest.mark.parametrize("origin", [1.0, 4.0])
+def test_a_slow_node_does_not_hold_the_others_up(origin: float) -> None:
+    outcome = run("one slow", origin=origin, slow=1)
+    assert outcome.ratio <= 1.5
+    assert outcome.store_ratio <= 1.05
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_dead_owner_does_not_hold_the_others_up(killed: bool) -> None:
+    outcome = run("dead owner", dead_at=0.3, killed=killed)
+    assert outcome.ratio <= 1.4
+    assert outcome.store_ratio <= 1.05
+    assert outcome.reasons["owner is away"] > 0, "the fault has not fired"
+
+
+def test_who_comes_late_costs_the_store_nothing() -> None:
+    outcome = run("late joiner", late=1)
+    assert outcome.store_ratio <= 1.02
+    assert outcome.late_seconds <= 1.3
+
+
+def test_a_partition_costs_what_the_other_side_would_have_sent_and_heals() -> None:
+    outcome = run("partition heals", cut=(0.2, 0.6))
+    assert 1.0 <= outcome.store_ratio <= 1.5
+    assert outcome.ratio <= 1.6
+    assert outcome.reasons.get("owner is away", 0) > 0, "the fault has not fired"
+
+
+def test_a_corrupt_peer_is_told_once_by_each_and_costs_what_it_owned() -> None:
+    outcome = run("corrupt peer", corrupt=1)
+    assert 0 < outcome.wrong <= 8 * Tuning().slots
+    assert outcome.store_ratio <= 1.0 + 1.5 / 8
+
+
+def test_a_schedule_that_asks_only_owners_is_told_from_the_good_one() -> None:
+    """The seeded fault. A slow owner's uplink then carries a copy for each of the others."""
+    good = run("one sends slowly", origin=4.0, slow=1, slow_up_only=True)
+    tuning = Tuning(takes_from_owner_only=True)
+    bad = run("owners only", origin=4.0, slow=1, slow_up_only=True, tuning=tuning)
+    assert bad.ratio > 2 * good.ratio

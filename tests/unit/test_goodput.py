@@ -1,0 +1,153 @@
+"""What the records of a run say about its time: against a run whose every second is known, and against the models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.unit.test_simulate import BLOCKING, CLUSTER, GB, MTBF, NODES, RATES, failing, with_peers
+from tierckpt.errors import ConfigError
+from tierckpt.planning import Level, ettr
+from tierckpt.planning.goodput import Goodput, analyse, read_start
+from tierckpt.planning.policy import Rules
+from tierckpt.planning.scenario import Cluster, Configuration
+from tierckpt.planning.simulator import Run, simulate
+
+
+def line(what: str, at: float, step: int | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "what": what,
+        "at": at,
+        "step": step,
+        **{(k if k in ("saves", "process_at", "reason") else f"{k}_seconds"): v for k, v in more.items()},
+    }
+
+
+FIRST = [
+    line("start", 102, 1, process_at=100, starting=2),
+    line("save", 112, 10, productive=9, blocked=1, starting=2, saves=1),
+    line("step", 122, 20, productive=19, blocked=1, starting=2, saves=1),
+]
+"""Ten steps, a save that blocks a second, ten more steps; then it is killed."""
+SECOND = [
+    line("start", 133, process_at=130, starting=3),
+    line("restored", 135, 10, starting=3, loading=2),
+    line("step", 155, 30, starting=3, loading=2, productive=20),
+    line("end", 155, 30, starting=3, loading=2, productive=20, reason="closed"),
+]
+
+
+def report(*starts: list[dict[str, Any]]) -> Goodput:
+    return analyse(start for start in map(read_start, starts) if start)
+
+
+def test_every_second_of_a_known_run_is_where_it_belongs() -> None:
+    found = report(FIRST, SECOND)
+    assert found.wall_seconds == 55
+    assert {what: seconds for what, seconds in found.spent.items() if seconds} == {
+        "kept": 29, "lost": 10, "blocked": 1, "down": 8, "starting": 5, "loading": 2,
+    }  # fmt: skip
+    assert found.ettr == pytest.approx(29 / 55)
+    assert found.goodput == pytest.approx(29 / 47)
+    assert found.kept_steps == 30
+    [failure] = found.failures
+    assert (failure.last_step, failure.restored_step, failure.lost_steps, failure.lost_seconds) == (20, 10, 10, 10)
+    assert failure.away_seconds == 8 + 5
+
+
+def test_a_start_that_died_before_it_did_anything_loses_nothing() -> None:
+    early = [line("start", 126, process_at=125, starting=1)]
+    found = report(FIRST, early, SECOND)
+    assert (found.spent["lost"], len(found.failures)) == (10, 2)
+
+
+def test_a_planned_stop_is_no_failure_and_a_fresh_start_throws_all_away() -> None:
+    ended = [*FIRST, line("end", 122, 20, productive=19, reason="closed")]
+    goes_on = [line("start", 131, process_at=130), line("restored", 131, 20), line("step", 141, 30, productive=10)]
+    assert (report(ended, goes_on).failures, report(ended, goes_on).kept_steps) == ((), 30)
+    afresh = [line("start", 131, 1, process_at=130), line("step", 141, 10, productive=10)]
+    assert report(FIRST, afresh).failures[0].lost_steps == 20
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"what": "step"},
+        {"what": "step", "at": "now", "step": 3},
+        {"what": "step", "at": 140, "step": "x", "productive_seconds": 5},
+        {"what": "step", "at": 1e30, "step": 99},
+        {"what": "step", "at": 140, "step": 99, "productive_seconds": -5},
+        {"at": 1},
+    ],
+)
+def test_a_line_that_is_none_of_ours_changes_nothing(damaged: dict[str, Any]) -> None:
+    assert report(FIRST, [*SECOND[:3], damaged, SECOND[3]]) == report(FIRST, SECOND)
+
+
+def test_without_records_there_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="no record of any training"):
+        report()
+    assert read_start([line("step", 4, 1)]) is None
+
+
+# --- against the simulator, and the formulas ----------------------------------------------------------------------
+
+
+def measured(cluster: Cluster, configuration: Configuration, days: float, seed: int) -> tuple[Run, Goodput]:
+    records: list[list[dict[str, Any]]] = []
+    run = simulate(cluster, configuration, days=days, seed=seed, records=records)
+    return run, report(*records)
+
+
+BACKGROUND = replace(BLOCKING, interval_seconds=230, blocking=False, stall_seconds=5)
+TIERED = Configuration(
+    "two", 120, checkpoint_bytes=600 * GB, restart_seconds=50, stall_seconds=2, local=True, flush_seconds=5,
+    local_load_seconds=10, restore_bytes=1500 * GB, rules=Rules(every=17),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("configuration", "expected"),
+    [
+        (BLOCKING, ettr.exact(230, 60, MTBF, 40)),
+        (BACKGROUND, ettr.exact(230, 5, MTBF, 40, 60)),
+    ],
+)
+def test_the_measured_ettr_is_the_simulated_one_and_that_of_the_model(
+    configuration: Configuration, expected: float
+) -> None:
+    run, found = measured(CLUSTER, configuration, 15, 3)
+    assert len(found.failures) == sum(run.failures.values()) > 2000
+    assert found.ettr == pytest.approx(run.ettr, rel=2e-3)
+    assert found.spent["lost"] == pytest.approx(run.lost_seconds, rel=0.01)
+    assert found.spent["blocked"] == pytest.approx(run.stalled_seconds, rel=1e-3)
+    assert found.ettr == pytest.approx(expected, rel=0.03)
+
+
+def test_the_formula_fed_with_measured_means_agrees_within_three_percent() -> None:
+    """What `tierckpt report` prints beside the measured value, for a job with failures that its SSDs survive."""
+    cluster = Cluster(NODES, RATES, (failing(1800, "process", wipes=False),))
+    run, found = measured(cluster, TIERED, 20, 2)
+    assert found.expected_ettr == pytest.approx(run.ettr, rel=0.03)
+    assert found.mtbf_seconds == pytest.approx(1800, rel=0.05)
+
+
+def test_two_tiers_are_measured_as_the_nested_model_has_them() -> None:
+    cluster = Cluster(NODES, RATES, (failing(3600, "process", wipes=False), failing(36000)))
+    _, found = measured(cluster, TIERED, 40, 2)
+    levels = [Level("local", 2, 60, 3600, latency_seconds=5), Level("shared", 0, 65, 36000, latency_seconds=11)]
+    assert found.ettr == pytest.approx(ettr.nested(levels, 120, (1, 17)), rel=0.03)
+
+
+def test_a_measurement_that_forgot_the_restarts_would_be_found_wrong() -> None:
+    """The comparison can fail."""
+    records: list[list[dict[str, Any]]] = []
+    run = simulate(CLUSTER, with_peers(NODES), days=10, seed=1, records=records)
+    for start in records:
+        for one in start:
+            one["at"] -= records[0][0]["at"]
+        start[0]["process_at"] = start[min(1, len(start) - 1)]["at"]
+    found = report(*records)
+    assert found.goodput != pytest.approx(run.ettr, rel=0.03)

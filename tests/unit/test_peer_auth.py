@@ -1,0 +1,235 @@
+"""Who may ask a peer: what is signed, what is refused, and where nothing listens (tierckpt/peer/auth.py)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.peer_node import SECRET, settings_of
+from tierckpt.errors import ConfigError
+from tierckpt.peer import auth
+from tierckpt.peer.auth import Crowded, Refused, Signer, Verifier, check_listen, client_tls, read_secret, server_tls
+from tierckpt.peer.wire import DIGEST, HELD, ME, PROOF, WireError, encode_head, parse_request
+
+TARGET = f"/v1/chunk/{'a' * 32}/65536/3?after=0&wait=0.000"
+KEY = SECRET.encode()
+
+
+class Clock:
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def signed(target: str = TARGET, *, key: bytes = KEY, to: str = "server", about_me: str = "") -> dict[str, str]:
+    headers = {"authorization": Signer(key, "node-1").sign("GET", target, to, about_me)[0]}
+    return headers | ({ME: about_me} if about_me else {})
+
+
+def verifier(clock: Clock | None = None) -> Verifier:
+    return Verifier(KEY, "server", clock) if clock else Verifier(KEY, "server")
+
+
+def test_a_member_is_known_by_name() -> None:
+    assert verifier().check("GET", TARGET, signed())[0] == "node-1"
+
+
+@pytest.mark.parametrize(
+    ("what", "method", "target", "extra"),
+    [
+        ("the method", "HEAD", TARGET, {}),
+        ("the chunk", "GET", TARGET.replace("/3?", "/4?"), {}),
+        ("the version", "GET", TARGET.replace("a" * 32, "b" * 32), {}),
+        ("the query", "GET", TARGET.replace("wait=0.000", "wait=9.000"), {}),
+        ("a range", "GET", TARGET, {"range": "bytes=0-1"}),
+        ("what is said of who asks", "GET", TARGET, {ME: '{"name":"other"}'}),
+    ],
+)
+def test_a_proof_is_of_one_request_only(what: str, method: str, target: str, extra: dict[str, str]) -> None:
+    with pytest.raises(Refused, match="wrong proof"):
+        verifier().check(method, target, {**signed(), **extra})
+
+
+@pytest.mark.parametrize("field", ["name", "to", "expires", "nonce", "mac"])
+def test_no_field_of_a_proof_can_be_changed(field: str) -> None:
+    proof = signed()["authorization"]
+    value = proof.split(f"{field}=")[1].split(";")[0]
+    other = {"name": "node-2", "to": "other", "expires": str(int(value) + 1) if field == "expires" else ""}.get(
+        field, value[:-1] + ("0" if value[-1] != "0" else "1")
+    )
+    changed = proof.replace(f"{field}={value}", f"{field}={other}")
+    assert changed != proof
+    with pytest.raises(Refused):
+        verifier().check("GET", TARGET, {"authorization": changed})
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer x", "Tierckpt", "Tierckpt name=x; to=server; expires=1; nonce=1; mac=1"]
+)
+def test_what_is_no_proof_is_refused(header: str) -> None:
+    with pytest.raises(Refused, match="no proof"):
+        verifier().check("GET", TARGET, {"authorization": header} if header else {})
+
+
+def test_another_secret_is_refused() -> None:
+    with pytest.raises(Refused, match="wrong proof"):
+        verifier().check("GET", TARGET, signed(key=b"the secret of another job"))
+
+
+def test_a_proof_for_another_node_is_refused_and_one_for_nobody_is_good_for_the_list_of_members_only() -> None:
+    with pytest.raises(Refused, match="another node"):
+        verifier().check("GET", TARGET, signed(to="other"))
+    with pytest.raises(Refused, match="another node"):
+        verifier().check("GET", TARGET, signed(to=""))
+    verifier().check("GET", "/v1/members", signed("/v1/members", to=""))
+
+
+def test_a_proof_is_good_for_a_short_time() -> None:
+    import time
+
+    clock = Clock(time.time())
+    checks = verifier(clock)
+    old = signed()
+    clock.now += auth.LIFETIME_SECONDS + 1
+    with pytest.raises(Refused, match="another time"):
+        checks.check("GET", TARGET, old)
+    clock.now -= 10 * auth.EXPIRY_SECONDS_MAX  # signed by a clock far ahead: it would be good for too long
+    with pytest.raises(Refused, match="another time"):
+        checks.check("GET", TARGET, signed())
+
+
+def test_a_proof_is_good_once_for_as_long_as_it_is_good_at_all() -> None:
+    import time
+
+    clock = Clock(time.time())
+    checks = verifier(clock)
+    clock.now += auth.EXPIRY_SECONDS_MAX - 1  # the sets are about to turn
+    late = _signed_at(clock.now)
+    checks.check("GET", TARGET, late)
+    for _ in range(int(auth.LIFETIME_SECONDS) - 1):
+        clock.now += 1
+        with pytest.raises(Refused, match="used before"):
+            checks.check("GET", TARGET, late)
+
+
+def test_more_requests_than_can_be_remembered_are_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "NONCES_MAX", 3)
+    checks = verifier()
+    for _ in range(3):
+        checks.check("GET", TARGET, signed())
+    with pytest.raises(Crowded, match="too many"):
+        checks.check("GET", TARGET, signed())
+    with pytest.raises(Refused, match="wrong proof"):  # who is no member does not even learn that
+        checks.check("GET", TARGET, signed(key=b"the secret of another job"))
+
+
+def test_no_byte_of_a_request_can_be_changed() -> None:
+    answered, tried = [], 0
+    for at in range(400):
+        proof = Signer(KEY, "node-1").sign("GET", TARGET, "server")[0]
+        head = bytearray(encode_head(f"GET {TARGET} HTTP/1.1", {"Authorization": proof, "Host": "x"}))
+        if at >= head.index(b"\r\nHost"):
+            break
+        head[at] ^= 1
+        tried += 1
+        try:
+            request = parse_request(bytes(head))
+            answered.append((request.method, verifier().check(request.method, request.target, request.headers)))
+        except (WireError, Refused):
+            pass
+    assert answered == []
+    assert tried > 250
+
+
+def _signed_at(now: float) -> dict[str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auth.time, "time", lambda: now)
+        return signed()
+
+
+@pytest.mark.parametrize("changed", ["status", DIGEST, HELD, "content-length", "body", "nonce", "secret"])
+def test_an_answer_is_proven_to_be_of_a_member(changed: str) -> None:
+    said = {DIGEST: "a" * 32, HELD: "3;whole", "content-length": "4"}
+    headers = {**said, **verifier().prove("n" * 32, 200, said, b"body")}
+    signer = Signer(KEY, "node-1")
+    assert PROOF in headers
+    assert signer.is_proven("n" * 32, 200, headers, b"body")
+    other = Signer(b"the secret of another job", "node-1") if changed == "secret" else signer
+    assert not other.is_proven(
+        "m" * 32 if changed == "nonce" else "n" * 32,
+        404 if changed == "status" else 200,
+        {**headers, changed: "other"} if changed in said else headers,
+        b"b0dy" if changed == "body" else b"body",
+    )
+
+
+# --- secrets and certificates --------------------------------------------------------------------------------------
+
+
+def secret_file(path: Path, mode: int = 0o600, text: str = SECRET) -> Path:
+    path.write_text(text + "\n")
+    path.chmod(mode)
+    return path
+
+
+def test_a_secret_comes_from_a_file_of_its_owner_alone(tmp_path: Path) -> None:
+    path = secret_file(tmp_path / "secret")
+    assert read_secret(settings_of(tmp_path, peer_secret=None, peer_secret_file=path)) == KEY
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+def test_a_secret_that_others_can_read_is_none(tmp_path: Path, mode: int) -> None:
+    path = secret_file(tmp_path / "secret", mode)
+    with pytest.raises(ConfigError, match="owner"):
+        read_secret(settings_of(tmp_path, peer_secret=None, peer_secret_file=path))
+
+
+def test_a_secret_behind_a_link_or_too_short_or_twice_is_refused(tmp_path: Path) -> None:
+    path = secret_file(tmp_path / "secret")
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_secret(settings_of(tmp_path, peer_secret=None, peer_secret_file=tmp_path / "link"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_secret(settings_of(tmp_path, peer_secret=None, peer_secret_file=tmp_path / "none"))
+    with pytest.raises(ConfigError, match="shorter"):
+        read_secret(settings_of(tmp_path, peer_secret="short"))
+    with pytest.raises(ConfigError, match="both"):
+        read_secret(settings_of(tmp_path, peer_secret_file=path))
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:7117", "[::]:7117", "10.0.0.1:7117", "node-1:7117"])
+def test_nothing_listens_beyond_loopback_without_a_secret_or_certificates(tmp_path: Path, listen: str) -> None:
+    with pytest.raises(ConfigError, match="whoever asks"):
+        check_listen(settings_of(tmp_path, peer_secret=None, peer_listen=listen))
+    check_listen(settings_of(tmp_path, peer_listen=listen))
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:7117", "localhost:7117"])
+def test_on_loopback_neither_is_needed(tmp_path: Path, listen: str) -> None:
+    check_listen(settings_of(tmp_path, peer_secret=None, peer_listen=listen))
+
+
+@pytest.mark.parametrize("listen", ["", "node", "node:x", "node:70000", ":1", "a b:1", "http://x:1"])
+def test_what_is_no_address_is_refused(tmp_path: Path, listen: str) -> None:
+    with pytest.raises(ConfigError):
+        check_listen(settings_of(tmp_path, peer_listen=listen))
+
+
+def test_certificates_go_together_and_must_be_there(tmp_path: Path) -> None:
+    missing = tmp_path / "none.pem"
+    with pytest.raises(ConfigError, match="go together"):
+        server_tls(settings_of(tmp_path, peer_tls_certificate=missing))
+    with pytest.raises(ConfigError, match="cannot be used"):
+        client_tls(
+            settings_of(tmp_path, peer_tls_certificate=missing, peer_tls_key=missing, peer_tls_authority=missing)
+        )
+    assert server_tls(settings_of(tmp_path)) is None
+
+
+def test_the_secret_is_in_no_repr(tmp_path: Path) -> None:
+    assert SECRET not in repr(settings_of(tmp_path))
+    assert os.environ.get("TIERCKPT_PEER_SECRET") is None

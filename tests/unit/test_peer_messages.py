@@ -1,0 +1,202 @@
+"""What peers say to each other is exactly that, or refused (tierckpt/peer/wire.py)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierckpt.peer.wire import (
+    HEAD_BYTES_MAX,
+    HEADERS_MAX,
+    Held,
+    WireError,
+    chunk_target,
+    encode_head,
+    held_target,
+    parse_answer,
+    parse_json,
+    parse_request,
+    route,
+)
+
+VERSION = "0123456789abcdef" * 2
+LINES = st.lists(st.tuples(st.integers(0, 99), st.sampled_from(["", "a" * 32, "t" + "b" * 32])), max_size=70)
+
+
+@given(LINES, st.integers(0, 50), st.sets(st.integers(0, 99), max_size=5), st.sets(st.text("abc", max_size=5)))
+def test_holdings_come_back_as_they_were_told(
+    lines: list[tuple[int, str]], before: int, fetching: set[int], names: set[str]
+) -> None:
+    after = before + len(lines)
+    held = Held(100, after, after, tuple(lines), frozenset(fetching), False, frozenset(names))
+    assert Held.of_json(held.to_json()) == held
+    short = Held.of_header(held.to_header())
+    assert short.new == held.new[: len(short.new)]
+    assert short.next == before + len(short.new)
+    assert (short.total, short.landed) == (100, after)
+
+
+def test_all_that_is_here_is_said_in_a_word() -> None:
+    held = Held(100, 100, 100, whole=True)
+    assert Held.of_header(held.to_header()) == held
+    assert Held.of_json(held.to_json()) == held
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3", "3;", "x;whole", "3;1;1;3", "3;1;1;0:zz", "3;1;1;0,", "3;-1;0;", "99999999;whole", "3;1;1;0;0"]
+)
+def test_holdings_that_cannot_be_are_refused(text: str) -> None:
+    if text == "3;1;1;0,":  # an empty line at the end is nothing
+        assert Held.of_header(text).new == ((0, ""),)
+        return
+    with pytest.raises(WireError):
+        Held.of_header(text)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"total": -1},
+        {"total": True},
+        {"total": 1 << 40},
+        {"new": ["3"]},
+        {"new": "0"},
+        {"new": [{}]},
+        {"fetching": [3]},
+        {"interested": None},
+        {"landed": 1.5},
+        {"next": "1"},
+    ],
+)
+def test_holdings_with_a_lie_in_them_are_refused(changed: dict[str, object]) -> None:
+    body = Held(3, 1, 1, ((0, ""),)).to_json()
+    Held.of_json(body)
+    with pytest.raises(WireError):
+        Held.of_json({**body, **changed})
+
+
+def test_there_are_these_paths_and_no_others() -> None:
+    assert route(chunk_target(VERSION, 65536, 7, 3, 1.5)) == ("chunk", (VERSION, "65536", "7", "3", "1.500"))
+    assert route(held_target(VERSION, 65536, 3, True)) == ("held", (VERSION, "65536", "3", "1"))
+    assert route(f"/v1/manifest/t{VERSION}") == ("manifest", (f"t{VERSION}",))
+    for target in ("/v1/members", "/v1/status", "/v1/fresh"):
+        assert route(target) is not None
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/",
+        "/v1/members/",
+        "/v1/members?x=1",
+        "/v2/members",
+        "//v1/members",
+        "/v1/../v1/members",
+        "/v1/%6dembers",
+        f"/v1/chunk/{VERSION}/65536/../7?after=0&wait=0",
+        f"/v1/chunk/{VERSION}/65536/%2e%2e?after=0&wait=0",
+        f"/v1/chunk/{VERSION}/65536/..%5c7?after=0&wait=0",
+        f"/v1/chunk/{VERSION}/65536/7%00?after=0&wait=0",
+        f"/v1/chunk/{VERSION.upper()}/65536/7?after=0&wait=0",
+        f"/v1/chunk/{VERSION}/65536/-1?after=0&wait=0",
+        f"/v1/chunk/{VERSION}/65536/07?after=0&wait=0",
+        f"/v1/chunk/{VERSION}/65536/7?after=0&wait=1e9",
+        f"/v1/chunk/{VERSION}/65536/7?after=0&wait=999",
+        f"/v1/chunk/{VERSION}/65536/7",
+        f"/v1/chunk/{VERSION}/65536/7?wait=0&after=0",
+        f"/v1/chunk/{VERSION[:-1]}/65536/7?after=0&wait=0",
+        f"/v1/chunk/{VERSION}/65536/7?after=0&wait=0#x",
+        "http://169.254.169.254/v1/members",
+    ],
+)
+def test_anything_else_is_no_path(target: str) -> None:
+    assert route(target) is None
+
+
+def request(*lines: str, first: str = "GET /v1/members HTTP/1.1") -> bytes:
+    return "\r\n".join([first, "Host: x", *lines, "", ""]).encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"\r\n\r\n",
+        request(first="GET /v1/members HTTP/1.0"),
+        request(first="GET  /v1/members HTTP/1.1"),
+        request(first="GET /v1/mem bers HTTP/1.1"),
+        request(first="GET http://x/v1/members HTTP/1.1"),
+        request(first="get /v1/members HTTP/1.1"),
+        request(first="GET * HTTP/1.1"),
+        request(first=f"GET /{'x' * 2000} HTTP/1.1"),
+        request("Content-Length: 5"),
+        request("Transfer-Encoding: chunked"),
+        request("Authorization: a", "Authorization: b"),
+        request("Host: y"),
+        request(" folded: x"),
+        request("X : y"),
+        request("X"),
+        request("X: \xff"),
+        request("X: a\tb"),
+        request("X: a\nY: b"),
+        request("X: a\rY: b"),
+        request("X: a\0b"),
+        request(*[f"X-{number}: y" for number in range(HEADERS_MAX)]),
+        request(*[f"X-{number}: {'y' * 4000}" for number in range(5)]),
+        b"GET /v1/members HTTP/1.1\r\n\r\n",
+        b"GET /v1/members HTTP/1.1\nHost: x\n\n",
+    ],
+)
+def test_what_is_no_request_of_ours_is_refused(head: bytes) -> None:
+    with pytest.raises(WireError):
+        parse_request(head)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\n",
+        b"HTTP/1.1 999 OK\r\nContent-Length: 1\r\n\r\n",
+        b"ICY 200 OK\r\nContent-Length: 1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1, 1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 0x10\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Encoding: gzip\r\n\r\n",
+        b"\x16\x03\x01\r\n\r\n",
+    ],
+)
+def test_what_is_no_answer_of_a_peer_is_refused(head: bytes) -> None:
+    with pytest.raises(WireError):
+        parse_answer(head)
+
+
+@given(st.binary(max_size=300))
+def test_whatever_comes_is_a_request_or_refused(data: bytes) -> None:
+    for parse in (parse_request, parse_answer):
+        for head in (data, data + b"\r\n\r\n", request()[:-4] + b"\r\n" + data + b"\r\n\r\n"):
+            try:
+                parse(head)
+            except WireError:
+                pass
+
+
+@given(st.binary(max_size=200))
+def test_whatever_comes_is_json_or_refused(data: bytes) -> None:
+    for body in (data, b'{"a":' + data + b"}", b"[" * 5000):
+        try:
+            parse_json(body)
+        except WireError:
+            pass
+
+
+def test_what_is_sent_can_be_read() -> None:
+    assert parse_request(encode_head("GET /v1/members HTTP/1.1", {"Host": "x", "X-A": "b c"})).headers["x-a"] == "b c"
+    assert parse_answer(encode_head("HTTP/1.1 404 Not Found", {"Content-Length": "0"})).status == 404
+    assert len(encode_head("HTTP/1.1 200 OK", {"X": Held(1 << 22, 64, 64, LONGEST).to_header()})) < HEAD_BYTES_MAX
+
+
+LONGEST = tuple((4_000_000 + number, "t" + "a" * 32) for number in range(64))

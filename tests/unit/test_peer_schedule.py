@@ -1,0 +1,332 @@
+"""What a node does next: each rule by itself, with a clock that the test holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from tierckpt.peer.members import Member
+from tierckpt.peer.schedule import SHARED, Ask, Pause, Schedule, Tuning
+
+VERSION = "0123456789abcdef" * 2
+TOTAL = 64
+SETTLED = 1.0
+TUNING = Tuning()
+
+
+def member(name: str) -> Member:
+    return Member(name, f"{name}:1")
+
+
+def schedule(others: Iterable[str] = ("b", "c", "d"), *, interested: bool = True, total: int = TOTAL) -> Schedule:
+    """Of node ``a``, which has met ``others`` and has let the first moment pass."""
+    made = Schedule(VERSION, total, "a", rng=random.Random(3))
+    names = ["a", *others]
+    made.meet([member(name) for name in names], names if interested else ["a"], 0.0)
+    for name in others:
+        made.hear(name, 0.1)
+    return made
+
+
+def all_asks(made: Schedule, now: float, most: int = 200) -> list[Ask]:
+    """Everything that it wants to have under way at a time."""
+    found: list[Ask] = []
+    while len(found) < most and isinstance(decision := made.choose(now), Ask):
+        found.append(decision)
+    return found
+
+
+def from_store(asks: Iterable[Ask]) -> list[int]:
+    return [ask.chunk for ask in asks if ask.source is SHARED]
+
+
+def owned_later(made: Schedule, name: str) -> list[int]:
+    """``owned``, once the first moment has passed."""
+    made._settle(SETTLED)
+    return owned(made, name)
+
+
+def owned(made: Schedule, name: str) -> list[int]:
+    return [chunk for chunk, owner in enumerate(made._owners) if owner == name]
+
+
+def test_alone_everything_comes_from_the_store_at_once_and_in_all_slots() -> None:
+    made = Schedule(VERSION, TOTAL, "a", rng=random.Random(3))
+    made.meet([member("a")], ["a"], 0.0)
+    asks = all_asks(made, 0.0)
+    assert len(from_store(asks)) == len(asks) == TUNING.slots
+    assert {ask.reason for ask in asks} == {"alone"}
+
+
+def test_nobody_goes_to_the_store_before_all_have_told_what_they_hold() -> None:
+    made = schedule()
+    assert isinstance(made.choose(0.1), Pause)
+    assert isinstance(made.choose(TUNING.settle_seconds + 0.01), Ask)
+
+
+def fetch_all(made: Schedule, others: Iterable[str], now: float = SETTLED) -> list[Ask]:
+    """All that it fetches from the store while the others are there and get nowhere."""
+    found: list[Ask] = []
+    while asks := [ask for ask in all_asks(made, now) if ask.source is SHARED]:
+        for ask in asks:
+            made.came(ask, now)
+        found += asks
+        now += 0.01
+        for name in others:
+            made.hear(name, now, fetching=())
+    return found
+
+
+def test_a_node_fetches_its_own_from_the_store_first_and_then_helps_who_is_behind() -> None:
+    made = schedule()
+    own, asks = set(owned_later(made, "a")), fetch_all(made, "bcd")
+    assert {ask.chunk for ask in asks[: len(own)]} == own
+    assert {ask.reason for ask in asks[: len(own)]} == {"mine"}
+    assert {ask.reason for ask in asks[len(own) :]} == {"owner is behind"}
+
+
+def test_helpers_of_one_that_is_behind_take_different_chunks_from_the_end_of_its_own() -> None:
+    taken: list[int] = []
+    for name in "bcd":
+        made = Schedule(VERSION, TOTAL, name, rng=random.Random(1))
+        made.meet([member(other) for other in "abcd"], "abcd", 0.0)
+        made.hear("a", 0.1)
+        for other in "bcd":
+            made.hear(other, 0.1, new=[chunk for chunk in range(TOTAL) if owned_later(made, "a").count(chunk) == 0])
+        asks = fetch_all(made, "a")
+        taken += [ask.chunk for ask in asks if ask.reason == "owner is behind"]
+    order = made._order("a", owned_later(made, "a"))
+    assert len(taken) == len(set(taken))
+    assert set(taken) <= set(order[TUNING.steal_margin :])
+
+
+def test_what_somebody_holds_is_asked_of_the_holder_even_when_it_is_our_own() -> None:
+    made = schedule()
+    made.hear("b", 0.2, whole=True)
+    asks = all_asks(made, SETTLED)
+    assert asks
+    assert {ask.source for ask in asks} == {"b"}
+
+
+def test_what_another_fetches_from_the_store_is_not_fetched_too() -> None:
+    made = schedule()
+    all_asks(made, SETTLED)
+    mine = owned(made, "a")
+    fresh = schedule()
+    fresh.hear("b", 0.2, fetching=mine)
+    assert from_store(all_asks(fresh, SETTLED)) == []
+
+
+def test_a_chunk_that_is_on_its_way_to_its_owner_is_waited_for_there_by_the_next_in_rank() -> None:
+    made = schedule(others=("b", "c"))
+    all_asks(made, SETTLED)
+    chunk = owned(made, "b")[0]
+    made.hear("b", SETTLED, fetching=[chunk])
+    waits = [ask for ask in all_asks(made, SETTLED) if ask.wait_seconds]
+    assert [(ask.chunk, ask.source) for ask in waits] == [(chunk, "b")]
+
+
+def test_rare_chunks_come_first() -> None:
+    made = schedule(others=("b", "c"))
+    common = set(range(40))
+    made.hear("b", 0.2, new=[*common, 50])
+    made.hear("c", 0.2, new=common)
+    asked = [ask.chunk for ask in all_asks(made, SETTLED) if ask.source is not SHARED]
+    hits = 0
+    for seed in range(20):
+        again = Schedule(VERSION, TOTAL, "a", rng=random.Random(seed))
+        again.meet([member(name) for name in "abc"], "abc", 0.0)
+        again.hear("b", 0.1, new=[*range(8), 50])
+        again.hear("c", 0.1, new=range(8))
+        first = [ask.chunk for ask in all_asks(again, SETTLED) if ask.source is not SHARED][:3]
+        hits += 50 in first
+    assert asked
+    assert hits >= 15
+
+
+def test_the_window_that_the_loader_needs_next_comes_before_the_rest() -> None:
+    made = schedule(others=("b", "c"))
+    made.hear("b", 0.2, whole=True)
+    made.hear("c", 0.2, whole=True)
+    window = range(20, 28)
+    asked = [ask.chunk for _ in range(8) if isinstance(ask := made.choose(SETTLED, window), Ask)]
+    assert set(asked) == set(window)
+
+
+def test_the_less_loaded_of_two_holders_is_asked() -> None:
+    made = schedule(others=("b", "c"))
+    for name in "bc":
+        made.hear(name, 0.2, whole=True)
+    asks = all_asks(made, SETTLED)
+    by_name = [sum(ask.source == name for ask in asks) for name in "bc"]
+    assert abs(by_name[0] - by_name[1]) <= 2
+
+
+def test_no_peer_has_more_than_its_part_of_the_requests() -> None:
+    made = schedule(others=("b", "c", "d", "e"))
+    made.hear("b", 0.2, whole=True)
+    for name in "cde":
+        made.hear(name, 0.2, new=[1])
+    asks = all_asks(made, SETTLED)
+    assert sum(ask.source == "b" for ask in asks) <= TUNING.slots // 2
+
+
+def test_one_that_does_not_answer_is_left_alone_and_its_chunks_go_to_the_next_in_rank() -> None:
+    made = schedule(others=("b",))
+    theirs = set(owned_later(made, "b"))
+    made.unreached("b", SETTLED)
+    first = made.source(min(theirs), SETTLED)
+    assert first == Ask(min(theirs), SHARED, "owner is away")
+    made.came(first, SETTLED)
+    fetched = {ask.chunk for ask in fetch_all(made, ())}
+    assert theirs - {min(theirs)} <= fetched
+
+
+def test_one_that_answers_again_counts_again() -> None:
+    made = schedule(others=("b",))
+    made.unreached("b", SETTLED)
+    assert all(ask.source is SHARED for ask in all_asks(made, SETTLED))
+    later = SETTLED + TUNING.retry_seconds_max
+    assert [name for name, _ in made.to_ask(later)] == ["b"]
+    made.hear("b", later, whole=True)
+    assert {ask.source for ask in all_asks(made, later)} == {"b"}
+
+
+def test_one_that_sends_wrong_bytes_is_never_asked_again() -> None:
+    made = schedule(others=("b",))
+    made.hear("b", 0.2, whole=True)
+    ask = made.choose(SETTLED)
+    assert isinstance(ask, Ask)
+    assert ask.source == "b"
+    made.failed(ask, SETTLED, "wrong")
+    for later in (SETTLED, SETTLED + 1000.0):
+        assert all(other.source is SHARED for other in all_asks(made, later))
+    assert made.to_ask(SETTLED + 2000.0) == []
+
+
+def test_what_a_peer_said_it_has_and_does_not_give_is_not_asked_of_it_again() -> None:
+    made = schedule(others=("b",))
+    made.hear("b", 0.2, whole=True)
+    first = made.choose(SETTLED)
+    assert isinstance(first, Ask)
+    made.failed(first, SETTLED, "missing")
+    made.hear("b", SETTLED, whole=True)
+    assert all(ask.source is SHARED for ask in all_asks(made, SETTLED) if ask.chunk == first.chunk)
+
+
+def test_one_that_is_busy_is_asked_again_a_moment_later() -> None:
+    made = schedule(others=("b",))
+    made.hear("b", 0.2, whole=True)
+    ask = made.choose(SETTLED)
+    assert isinstance(ask, Ask)
+    made.failed(ask, SETTLED, "busy")
+    again = made.choose(SETTLED + 2 * TUNING.retry_seconds_min)
+    assert isinstance(again, Ask)
+    assert again.source == "b"
+
+
+def test_what_is_late_is_asked_of_another_holder_and_of_no_third() -> None:
+    made = schedule(others=("b", "c", "d"))
+    made.hear("b", 0.2, new=[5])
+    ask = made.source(5, SETTLED)
+    assert isinstance(ask, Ask)
+    assert ask.source == "b"
+    assert made.hedge_at(ask) >= SETTLED + TUNING.hedge_seconds_min
+    late = made.hedge_at(ask)
+    assert made.hedge(5, late) is None, "nobody else has it"
+    made.hear("c", late, new=[5])
+    made.hear("d", late, new=[5])
+    other = made.hedge(5, late)
+    assert other is not None
+    assert other.source in ("c", "d")
+    assert made.hedge(5, late) is None
+
+
+def test_hedges_under_way_are_few() -> None:
+    made = schedule(others=("b", "c"))
+    for name in "bc":
+        made.hear(name, 0.2, whole=True)
+    asks = all_asks(made, SETTLED)
+    hedges = [made.hedge(ask.chunk, SETTLED + 100.0) for ask in asks]
+    assert sum(hedge is not None for hedge in hedges) == TUNING.hedges_max
+
+
+def test_of_a_slow_peer_requests_are_taken_back_and_its_chunks_are_stood_in_for() -> None:
+    made = schedule(others=("b", "c", "d"), total=2048)
+    for name in "bcd":
+        made.hear(name, 0.2, new=range(400))
+    now = SETTLED
+    for _ in range(12):
+        for ask in all_asks(made, now):
+            if ask.source != "b":
+                made.came(ask, now + 0.1)
+        now += 0.1
+    asked_of_b = list(made.peers["b"].asked)
+    assert len(asked_of_b) > 1
+    made.choose(now + 1.0)
+    taken_back = made.take_unwanted()
+    assert {ask.source for ask in taken_back} == {"b"}
+    assert len(taken_back) >= len(asked_of_b) - 1
+    for ask in taken_back:
+        made.failed(ask, now + 1.0, "given up")
+    assert "owner is away" in {ask.reason for ask in fetch_all(made, (), now + 1.0)}
+    asked_again = all_asks(made, now + 1.0)
+    assert sum(ask.source == "b" for ask in asked_again) <= 1
+
+
+def test_when_nothing_moves_any_node_ends_up_at_the_store() -> None:
+    made = schedule(others=("b", "c", "d", "e", "f"))
+    now, seen = SETTLED, set[int]()
+    for _ in range(400):
+        now += 0.25
+        for name in "bcdef":
+            made.hear(name, now, fetching=())
+        for ask in all_asks(made, now):
+            seen.add(ask.chunk)
+            made.came(ask, now)
+        made._moved_at = min(made._moved_at, now - 10.0)  # what it fetches for itself does not count here
+    assert seen == set(range(TOTAL))
+
+
+def test_members_that_do_not_agree_are_not_believed_and_the_store_decides() -> None:
+    made = schedule(others=("b", "c"))
+    for name in "bc":
+        made.hear(name, 0.2, new=[7])
+    made.distrust(7, ["b", "c"])
+    assert made.source(7, SETTLED) == Ask(7, SHARED, made._why_mine(7))
+    made.trust("c")
+    made.hear("c", SETTLED, new=[8])
+    asked = made.source(8, SETTLED)
+    assert isinstance(asked, Ask)
+    assert asked.source == "c"
+
+
+def test_somebody_who_reads_on_demand_asks_the_holder_then_the_owner_then_the_store() -> None:
+    made = schedule(others=("b", "c"))
+    all_asks(made, SETTLED)
+    chunk = owned(made, "b")[-1]
+    first = made.source(chunk, SETTLED)
+    assert isinstance(first, Ask)
+    assert (first.source, first.wait_seconds) == ("b", TUNING.wait_seconds)
+    made.failed(first, SETTLED, "missing")
+    tried: set[str | None] = {"b"}
+    while isinstance(ask := made.source(chunk, SETTLED, tried), Ask) and ask.source is not SHARED:
+        made.failed(ask, SETTLED, "missing")
+        tried.add(ask.source)
+    assert ask == Ask(chunk, SHARED, "nobody had it")
+
+
+def test_when_all_is_here_there_is_nothing_to_do() -> None:
+    made = schedule()
+    for chunk in range(TOTAL):
+        made.landed(chunk, SETTLED)
+    assert made.choose(SETTLED) is None
+    assert made.is_done
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 64])
+def test_many_nodes_have_few_chunks_of_the_store_under_way(nodes: int) -> None:
+    made = schedule(others=[f"n{number}" for number in range(nodes - 1)], total=256)
+    assert len(from_store(all_asks(made, SETTLED))) == made.store_slots() <= max(1, 256 // (32 * nodes))

@@ -1,0 +1,254 @@
+"""The interval of a running job: chosen from a profile, and moved both ways by what it costs."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tierckpt.config import Settings
+from tierckpt.errors import ConfigError
+from tierckpt.planning import ettr, exact, to_steps
+from tierckpt.planning.tuning import CALM_WINDOWS, Choice, Goal, Pace, Profile, Steps, Window, adapt, choose, slowest
+from tierckpt.training.interval import PROFILE_STEPS, WARM_UP_STEPS, Pacer
+from tierckpt.training.record import SaveRecord
+from tierckpt.training.sending import Sending
+
+STEP = 0.5
+
+# --- choosing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("blocked", "durable", "steps", "why"),
+    [
+        (0.01, 10.0, 20, "it is durable before the next begins"),
+        (0.35, 1.0, 20, "it blocks 3.5 % of ten seconds"),
+        (0.0, 0.0, 1, "there is no shorter one"),
+    ],
+)
+def test_without_a_failure_rate_it_is_checkfreqs(blocked: float, durable: float, steps: int, why: str) -> None:
+    assert choose(Profile(STEP, blocked, durable), Goal()).steps == steps, why
+
+
+@pytest.mark.parametrize("mtbf", [600.0, 3600.0, 86400.0])
+def test_with_a_failure_rate_it_is_the_exact_optimum(mtbf: float) -> None:
+    profile = Profile(STEP, 0.4, 3.0)
+    found = choose(profile, Goal(0.5, local_mtbf_seconds=mtbf)).steps
+    assert found == to_steps(exact(0.4, mtbf), STEP, 0.4, mtbf)
+    best = ettr.exact(found * STEP, 0.4, mtbf, 0.0)
+    assert all(best >= ettr.exact((found + other) * STEP, 0.4, mtbf, 0.0) for other in (-1, 1, 5, -5) if found + other)
+
+
+def test_the_bounds_hold_where_the_optimum_would_break_them() -> None:
+    eager = choose(Profile(STEP, 0.4, 3.0), Goal(0.035, local_mtbf_seconds=10.0))
+    assert eager.steps * STEP * 0.035 >= 0.4
+    assert "throughput" in eager.reason
+
+
+def test_two_levels_have_an_interval_each() -> None:
+    profile = Profile(STEP, 0.05, 1.0, shared_seconds=60.0, shared_stall_seconds=2.0)
+    found = choose(profile, Goal(0.035, 3600.0, 36000.0))
+    local, shared = found.steps * STEP, found.steps * found.every * STEP
+    assert local == pytest.approx(exact(0.05, 3600.0), rel=0.25)
+    assert shared == pytest.approx(exact(2.0, 36000.0), rel=0.25)
+    assert shared >= 60.0, "shared storage keeps up"
+
+
+def test_shared_storage_is_sent_what_it_takes_where_no_failure_rate_is_known() -> None:
+    assert choose(Profile(STEP, 0.0, 1.0, shared_seconds=9.9), Goal()).every == 10
+    assert choose(Profile(STEP, 0.0, 1.0, shared_seconds=9.9), Goal(), drains=False).every == 1
+
+
+def test_the_slowest_rank_counts() -> None:
+    assert slowest([Profile(1, 0.1, 5), Profile(2, 0.3, 1, 7)]) == Profile(2, 0.3, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Goal(overhead_max=0.0), "overhead_max is 0"),
+        (lambda: Goal(overhead_max=1.5), "overhead_max is 1.5"),
+        (lambda: Goal.of(0.03, -5), "mtbf_seconds is -5: it must be a number of seconds above 0"),
+        (lambda: Goal.of(0.03, {"node": 5.0}), "a number, or one for 'local'"),
+        (lambda: Goal.of(0.03, {"local": 0.0}), "mtbf_seconds of 'local' is 0"),
+        (lambda: Pacer(0, Goal(), sending()), "interval is 0: 'auto', or a whole number"),
+        (lambda: Pacer("often", Goal(), sending()), "interval is 'often'"),  # type: ignore[arg-type]
+        (lambda: Pacer(True, Goal(), sending()), "interval is True"),
+    ],
+)
+def test_bad_input_gets_a_sentence(make: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
+def test_hopeless_failure_rates_do_not_stop_training() -> None:
+    found = choose(Profile(100.0, 50.0, 100.0), Goal(0.5, local_mtbf_seconds=0.5))
+    assert found.steps >= 1
+    assert "as often as possible" in found.reason
+
+
+# --- adapting -----------------------------------------------------------------------------------------------------
+
+
+def test_too_dear_makes_it_longer_by_a_quarter_and_cheap_shorter_step_by_step() -> None:
+    choice = Choice(20, 1, "profile")
+    pace = adapt(None, choice, 0.0, 0.035)
+    assert pace.steps == 20
+    longer = adapt(pace, choice, 0.05, 0.035)
+    assert longer.steps == 25
+    steps = [longer.steps]
+    for _ in range(6 * CALM_WINDOWS):
+        longer = adapt(longer, choice, 0.01, 0.035)
+        steps.append(longer.steps)
+    assert steps[CALM_WINDOWS] == 24
+    assert steps[-1] == 20, "back where it was chosen, and no shorter"
+    assert adapt(Pace(25, 1, calm=2), choice, 0.03, 0.035).calm == 0, "between half the bound and the bound it stays"
+
+
+def test_noise_does_not_end_checkpoints() -> None:
+    pace: Pace | None = None
+    for _ in range(100):
+        pace = adapt(pace, Choice(10, 1, ""), 9.0, 0.035)
+    assert pace is not None
+    assert pace.steps == 160
+
+
+def test_a_profile_that_got_worse_is_followed_at_once() -> None:
+    assert adapt(Pace(10, 1), Choice(40, 4, ""), 0.0, 0.035) == Pace(40, 4)
+
+
+def test_overhead_is_what_saves_cost_beside_the_median_of_undisturbed_steps() -> None:
+    window = Window(Steps(80, 40.0, 0.5), Steps(), Steps(20, 12.0, 0.6), blocked_seconds=1.0)
+    assert window.baseline() == 0.5
+    assert window.overhead(0.5) == pytest.approx((1.0 + 2.0) / 50)
+    assert Window().overhead(0.5) == 0.0
+    assert Window(flushing=Steps(3, 1.8, 0.6)).baseline(0.5) == 0.5, "all were disturbed: what was known before counts"
+
+
+# --- one job, without a clock --------------------------------------------------------------------------------------
+
+
+def sending(**overrides: Any) -> Sending:
+    return Sending(Settings.load(local_root="/nowhere", mover="inline", **overrides))
+
+
+class Job:
+    """Steps and saves at times that the test gives."""
+
+    def __init__(self, pacer: Pacer, blocked: float, durable: float, shared: float | None) -> None:
+        self.pacer, self.costs = pacer, (blocked, durable, shared)
+        self.now, self.step = 0.0, 0
+        self.records: list[SaveRecord] = []
+        self.saved: list[int] = []
+        self.slowdown = 0.0
+        pacer.resumed(now=0.0)
+
+    def run(self, steps: int) -> list[int]:
+        """Returns the intervals between the saves."""
+        first = len(self.saved)
+        for _ in range(steps):
+            self.step += 1
+            busy = bool(self.saved) and self.step - self.saved[-1] <= self.costs[1] / STEP
+            self.now += STEP * (1 + self.slowdown if busy else 1)
+            self.pacer.stepped("flushing" if busy else "plain", self.now)
+            blocked = 0.0
+            if self.pacer.is_due(self.step):
+                is_sent = self.pacer.before_save(self.step, self.records)
+                blocked, durable, shared = self.costs
+                arrived = durable + shared if is_sent and shared is not None else None
+                self.records.append(SaveRecord(self.step, "", 1000, blocked, durable, arrived, is_sent=is_sent))
+                self.saved.append(self.step)
+                self.now += blocked
+            self.pacer.resumed(blocked, self.now)
+        return [b - a for a, b in pairwise(self.saved[first:])]
+
+
+def test_a_job_profiles_then_keeps_to_its_interval(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tierckpt.interval")
+    job = Job(Pacer("auto", Goal(), sending(drain=False)), 0.1, 15.0, None)
+    intervals = job.run(400)
+    assert job.saved[0] == PROFILE_STEPS > WARM_UP_STEPS
+    assert set(intervals[1:]) == {30}
+    [line] = caplog.messages
+    assert "a checkpoint every 30 steps (15 s)" in line
+    assert "a step takes 0.5 s, a save blocks 0.1 s and is durable after 15 s" in line
+
+
+def test_it_goes_both_ways_as_the_cost_changes() -> None:
+    job = Job(Pacer("auto", Goal(), sending(drain=False)), 0.05, 5.0, None)
+    before = job.run(200)[-1]
+    job.slowdown = 0.6
+    during = job.run(400)[-1]
+    job.slowdown = 0.0
+    after = job.run(20_000)[-1]
+    assert before < during
+    assert after == before == 10
+
+
+def test_slow_shared_storage_gets_every_nth() -> None:
+    job = Job(Pacer("auto", Goal(), sending()), 0.05, 5.0, 18.0)
+    job.run(400)
+    sent = [record.is_sent for record in job.records[10:]]
+    places = [place for place, one in enumerate(sent) if one]
+    assert {b - a for a, b in pairwise(places)} == {4}
+
+
+def test_a_save_that_somebody_asked_for_is_sent() -> None:
+    job = Job(Pacer("auto", Goal(), sending()), 0.05, 5.0, 60.0)
+    job.run(400)
+    assert not job.records[-1].is_sent or not job.records[-2].is_sent
+    assert all(job.pacer.before_save(500 + n, job.records, is_asked=True) for n in range(3))
+
+
+def test_a_fixed_interval_saves_at_its_multiples_and_sends_all() -> None:
+    job = Job(Pacer(7, Goal(), sending()), 0.1, 1.0, 50.0)
+    job.run(30)
+    assert job.saved == [7, 14, 21, 28]
+    assert all(record.is_sent for record in job.records)
+
+
+def test_without_an_interval_steps_save_nothing() -> None:
+    job = Job(Pacer(None, Goal(), sending()), 0.1, 1.0, None)
+    assert job.run(50) == []
+    assert job.saved == []
+
+
+# --- adaptive ------------------------------------------------------------------------------------------------------
+
+
+def test_the_policy_skips_while_a_drain_is_under_way_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tierckpt.policy")
+    adaptive = sending(drain_policy="adaptive")
+    records: list[SaveRecord] = []
+    sent = []
+    for number in range(1, 8):
+        is_sent = adaptive.decide(number, records, 1, 10.0)
+        sent.append(is_sent)
+        records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, None, is_sent=is_sent))
+        if number == 4:
+            records[0].shared_commit_seconds = 31.0
+    assert sent == [True, False, False, False, True, False, False]
+    assert "step 2 stays on the SSD: checkpoint 1 is being sent" in caplog.messages[1]
+    assert "shared_bytes_per_second 3.33333e+07" in caplog.messages[4]
+
+
+def test_the_exposure_bound_sends_sooner() -> None:
+    def sent(bound: float | None) -> int:
+        adaptive = sending(drain_policy="adaptive", exposure_seconds_max=bound)
+        records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 2.0)]
+        count = 0
+        for number in range(2, 10):
+            for record in records:
+                record.begun_at -= 10.0
+                if record.is_sent:
+                    record.shared_commit_seconds = 2.0
+            is_sent = adaptive.decide(number, records, 5, 10.0)
+            count += is_sent
+            records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, None, is_sent=is_sent))
+        return count
+
+    assert sent(None) == 1
+    assert sent(25.0) == 4

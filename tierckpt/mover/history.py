@@ -1,0 +1,78 @@
+"""Read back what the processes of a run have recorded of their time (``training/ledger.py`` writes it)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import ObjectNotFoundError, StoreError
+from ..layout import HISTORY_DIR
+from ..stores.base import Store
+from ..telemetry import logger
+
+log = logger("history")
+
+FILE_BYTES_MAX = 16 << 20
+FILES_MAX = 10_000
+GETS_AT_ONCE = 16
+
+Lines = list[dict[str, Any]]
+
+
+async def read_history(directory: Path, store: Store) -> dict[str, Lines]:
+    """Return the lines of each start of the run, by the name of its file, from this node and the shared tier together.
+
+    Of a file that both have, the longer one counts: it is only ever appended to, and copied whole. A damaged line is
+    left out; so is a file that cannot be read, with a warning.
+
+    Cost: one listing, and one GET for each file that this node does not have whole.
+    """
+    here = await asyncio.to_thread(_local, directory)
+    try:
+        found = {info.key.rpartition("/")[2]: info async for info in store.list(HISTORY_DIR)}
+    except StoreError as error:
+        log.warning("looking on this node only: %s", error)
+        found = {}
+    gate = asyncio.Semaphore(GETS_AT_ONCE)
+
+    async def get(name: str) -> bytes | None:
+        async with gate:
+            try:
+                return await store.get(f"{HISTORY_DIR}/{name}")
+            except ObjectNotFoundError:
+                return None
+            except StoreError as error:
+                log.warning("%s is left out: %s", name, error)
+                return None
+
+    names = sorted(name for name in found if name.endswith(".jsonl"))[-FILES_MAX:]
+    wanted = [name for name in names if len(here.get(name, b"")) < found[name].size_bytes <= FILE_BYTES_MAX]
+    for name, data in zip(wanted, await asyncio.gather(*map(get, wanted)), strict=True):
+        if data is not None:
+            here[name] = data
+    return {name: _lines(data) for name, data in sorted(here.items())}
+
+
+def _local(directory: Path) -> dict[str, bytes]:
+    found = {}
+    for path in sorted((directory / HISTORY_DIR).glob("*.jsonl"))[-FILES_MAX:]:
+        try:
+            if path.stat().st_size <= FILE_BYTES_MAX:
+                found[path.name] = path.read_bytes()
+        except OSError as error:
+            log.warning("%s is left out: %s", path, error)
+    return found
+
+
+def _lines(data: bytes) -> Lines:
+    lines = []
+    for text in data.splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue  # torn off by a crash
+        if isinstance(line, dict):
+            lines.append(line)
+    return lines

@@ -1,0 +1,248 @@
+"""Who may ask a peer, and how an answer is known to be a peer's.
+
+With a secret, each request carries an HMAC-SHA256 (RFC 2104) over everything that it asks for, who asks, whom, until
+when, and a number used once; each answer carries one over that number and what it says. With certificates, TLS says on
+both sides who speaks. Beyond the loopback address there is one of the two, or nothing listens.
+
+A secret alone keeps out who does not know it. Who can read or change what is on the wire reads the bytes, and is only
+kept out by TLS; whatever he changes of a chunk is found by its digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import os
+import re
+import secrets
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ..config import Settings
+from ..errors import ConfigError, PermissionDeniedError
+from ..types import Buffer, Tier
+from .wire import DIGEST, HELD, ME, PROOF, host_and_port
+
+LIFETIME_SECONDS = 30.0
+"""What a request is signed for: clocks of nodes may differ by as much."""
+EXPIRY_SECONDS_MAX = 60.0
+NONCES_MAX = 1 << 18
+"""Requests accepted in a minute; past it they are put off, because a replay could not be told any more."""
+SECRET_BYTES_MIN = 16
+
+_SCHEME = "Tierckpt"
+_FIELDS = re.compile(
+    r"Tierckpt name=(?P<name>[A-Za-z0-9._:-]{1,128}); to=(?P<to>[A-Za-z0-9._:-]{0,128}); "
+    r"expires=(?P<expires>\d{1,12}); nonce=(?P<nonce>[0-9a-f]{32}); mac=(?P<mac>[0-9a-f]{64})"
+)
+
+
+class Refused(Exception):
+    """A request that is not answered. The reason is for our own log, never for who asked."""
+
+
+class Crowded(Exception):  # it is no error: who asks is a member
+    """There were too many requests in this minute. ``nonce`` is that of this one."""
+
+    def __init__(self, nonce: str) -> None:
+        super().__init__("too many requests to tell replays")
+        self.nonce = nonce
+
+
+def read_secret(settings: Settings) -> bytes | None:
+    """The cluster's secret, None when there is none.
+
+    Raises:
+        ConfigError: it is too short, or in a file that others can read, or that is not there.
+    """
+    if settings.peer_secret is not None and settings.peer_secret_file is not None:
+        raise ConfigError("peer_secret and peer_secret_file are both set", hint="Set one of them")
+    if settings.peer_secret is not None:
+        secret = settings.peer_secret.get_secret_value().encode()
+    elif settings.peer_secret_file is not None:
+        secret = _read_private(settings.peer_secret_file)
+    else:
+        return None
+    if len(secret) < SECRET_BYTES_MIN:
+        raise ConfigError(
+            f"the peers' secret is shorter than {SECRET_BYTES_MIN} bytes",
+            hint="`openssl rand -hex 32` makes a good one",
+        )
+    return secret
+
+
+def _read_private(path: Path) -> bytes:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ConfigError(f"peer_secret_file {path} cannot be read: {error.strerror}") from None
+    with contextlib.closing(os.fdopen(file, "rb")) as stream:
+        status = os.fstat(stream.fileno())
+        if status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(
+                f"peer_secret_file {path} is not its owner's alone",
+                hint=f"chmod 600 {path}, and own it",
+                path=str(path),
+            )
+        return stream.read(4096).strip()
+
+
+def has_tls(settings: Settings) -> bool:
+    """Raises ConfigError: some of the three files are set, and not all."""
+    files = (settings.peer_tls_certificate, settings.peer_tls_key, settings.peer_tls_authority)
+    if any(files) and not all(files):
+        raise ConfigError(
+            "peer_tls_certificate, peer_tls_key and peer_tls_authority go together",
+            hint="Peers show each other certificates: each needs its own, its key, and the authority of all",
+        )
+    return all(files)
+
+
+def check_listen(settings: Settings) -> tuple[str, int]:
+    """Where to listen. Raises ConfigError: beyond loopback, and nothing tells who asks."""
+    host, port = host_and_port(settings.peer_listen)
+    if not (is_loopback(host) or read_secret(settings) is not None or has_tls(settings)):
+        raise ConfigError(
+            f"peers would be served on {host} to whoever asks",
+            hint="Set peer_secret_file (the same on all nodes) or the three peer_tls settings, or listen on 127.0.0.1",
+        )
+    return host, port
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def server_tls(settings: Settings) -> ssl.SSLContext | None:
+    """What a server speaks: TLS 1.2 or later, to who shows a certificate of the authority. None: no TLS is set."""
+    return _tls(settings, ssl.PROTOCOL_TLS_SERVER)
+
+
+def client_tls(settings: Settings) -> ssl.SSLContext | None:
+    """What a client speaks; the server's certificate must be of the authority and name the address that was asked."""
+    return _tls(settings, ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _tls(settings: Settings, side: int) -> ssl.SSLContext | None:
+    if not has_tls(settings):
+        return None
+    context = ssl.SSLContext(side)  # the client's checks the host name, and both are told to ask for a certificate
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
+    try:
+        context.load_verify_locations(cafile=str(settings.peer_tls_authority))
+        context.load_cert_chain(str(settings.peer_tls_certificate), str(settings.peer_tls_key))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"the peers' certificates cannot be used: {type(error).__name__}: {error}") from None
+    return context
+
+
+class Signer:
+    """Signs what this node asks, and checks that an answer is of who knows the secret."""
+
+    def __init__(self, secret: bytes | None, name: str) -> None:
+        self._secret, self.name = secret, name
+
+    def sign(self, method: str, target: str, to: str, about_me: str = "") -> tuple[str, str]:
+        """Return the Authorization header of a request, and the number that its answer refers to."""
+        nonce = secrets.token_hex(16)
+        expires = str(int(time.time() + LIFETIME_SECONDS))
+        mac = _mac(self._secret, "request", method, target, "", about_me, self.name, to, expires, nonce)
+        return f"{_SCHEME} name={self.name}; to={to}; expires={expires}; nonce={nonce}; mac={mac}", nonce
+
+    def is_proven(self, nonce: str, status: int, headers: Mapping[str, str], body: Buffer | None) -> bool:
+        """True when the answer is of who knows the secret. ``body`` None: a chunk's, which has its digest."""
+        if self._secret is None:
+            return True
+        return hmac.compare_digest(
+            headers.get(PROOF, "").encode(), prove(self._secret, nonce, status, headers, body).encode()
+        )
+
+
+class Verifier:
+    """Decides whether a request is of a member, for this node, now, and the first of its kind. One event loop."""
+
+    def __init__(self, secret: bytes | None, name: str, clock: Callable[[], float] = time.time) -> None:
+        self._secret, self._name, self._clock = secret, name, clock
+        self._nonces: set[bytes] = set()
+        self._older: set[bytes] = set()
+        self._turned_at = clock()
+
+    def check(self, method: str, target: str, headers: Mapping[str, str]) -> tuple[str, str]:
+        """Return the name of who asks, and the number of the request. Raises Refused; Crowded.
+
+        A request for nobody by name is taken where only the address is known yet: for the list of members.
+        """
+        match = _FIELDS.fullmatch(headers.get("authorization", ""))
+        if match is None:
+            raise Refused("no proof")
+        name, to, expires, nonce = match["name"], match["to"], match["expires"], match["nonce"]
+        if self._secret is None:
+            return name, nonce
+        expected = _mac(
+            self._secret,
+            "request",
+            method,
+            target,
+            headers.get("range", ""),
+            headers.get(ME, ""),
+            name,
+            to,
+            expires,
+            nonce,
+        )
+        if not hmac.compare_digest(expected, match["mac"]):
+            raise Refused("a wrong proof")
+        if to != self._name and (to or target != "/v1/members"):
+            raise Refused("a proof for another node")
+        now = self._clock()
+        if not now < int(expires) <= now + EXPIRY_SECONDS_MAX:
+            raise Refused("a proof of another time")
+        self._once(bytes.fromhex(nonce), now)
+        return name, nonce
+
+    def _once(self, nonce: bytes, now: float) -> None:
+        """Numbers are kept for one to two minutes, in two sets: longer than any proof is good for."""
+        if now - self._turned_at >= EXPIRY_SECONDS_MAX:
+            self._older = self._nonces if now - self._turned_at < 2 * EXPIRY_SECONDS_MAX else set()
+            self._nonces, self._turned_at = set(), now
+        if nonce in self._nonces or nonce in self._older:
+            raise Refused("a proof that was used before")
+        if len(self._nonces) >= NONCES_MAX:
+            raise Crowded(nonce.hex())
+        self._nonces.add(nonce)
+
+    def prove(self, nonce: str, status: int, headers: Mapping[str, str], body: Buffer | None) -> dict[str, str]:
+        """The header that proves an answer; {} without a secret."""
+        return {} if self._secret is None else {PROOF: prove(self._secret, nonce, status, headers, body)}
+
+
+def prove(secret: bytes, nonce: str, status: int, headers: Mapping[str, str], body: Buffer | None) -> str:
+    found = hashlib.sha256(body).hexdigest() if body is not None else ""
+    lower = {name.lower(): value for name, value in headers.items()}
+    said = (lower.get(DIGEST, ""), lower.get(HELD, ""), lower.get("content-length", ""))
+    return _mac(secret, "answer", nonce, str(status), *said, found)
+
+
+def denied(reason: str, name: str) -> PermissionDeniedError:
+    return PermissionDeniedError(
+        f"peer {name} does not take this node for a member: {reason}",
+        hint="All nodes need the same peer_secret, or certificates of one authority, and clocks that agree to 30 s",
+        tier=Tier.PEER,
+        peer=name,
+    )
+
+
+def _mac(secret: bytes | None, *fields: str) -> str:
+    """No field holds a line feed: each comes out of a head that was parsed, or is our own."""
+    if secret is None:
+        return "0" * 64
+    return hmac.new(secret, "\n".join(("tierckpt-peer-1", *fields)).encode(), hashlib.sha256).hexdigest()

@@ -1,0 +1,337 @@
+"""Where to look for the other nodes' agents (``settings.peers``), and how fast this node's network is.
+
+    host[:port],...     names, IPv4, [IPv6], ranges as Slurm writes them: ``node[01-08,12]-ib``
+    slurm[:port]        the node list of the job
+    dns:NAME[:port]     every address of a name, asked again now and then: a headless service of Kubernetes
+    torchrun            what the job's own store says; the training process hands it in (training/peers.py)
+
+These are places to ask first, not the truth: who is there is what the members tell (members.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import ipaddress
+import os
+import re
+import shutil
+import socket
+import struct
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..errors import ConfigError
+from ..telemetry import logger
+from .members import MEMBERS_MAX, is_forbidden, is_plain_address
+
+log = logger("peer")
+
+PORT = 7117
+LOOKUP_SECONDS = 5.0
+VALID = (
+    "Write host[:port],... (ranges like node[01-08] too), slurm[:port], dns:NAME[:port] or torchrun; an IPv6 address "
+    "in brackets when a port follows"
+)
+
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?\.?")
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """``settings.peers``, understood."""
+
+    kind: Literal["static", "slurm", "dns", "torchrun"]
+    hosts: tuple[tuple[str, int], ...] = ()
+    """(name or IP address, port) of each, for ``static`` and ``dns``."""
+    port: int = PORT
+
+
+def parse(text: str) -> Sources:
+    """Understand ``settings.peers``. Pure.
+
+    Raises:
+        ConfigError: it cannot work; the message says which part, and the hint what would.
+    """
+    text = text.strip()
+    if text == "torchrun":
+        return Sources("torchrun")
+    if text == "slurm" or text.startswith("slurm:"):
+        return Sources("slurm", port=_port(text[6:], text) if ":" in text else PORT)
+    if text.startswith("dns:"):
+        return Sources("dns", (_host_and_port(text[4:]),))
+    hosts = tuple(_host_and_port(item) for item in expand(text))
+    if not hosts:
+        raise _bad(text, "names no host")
+    return Sources("static", hosts)
+
+
+def expand(text: str) -> list[str]:
+    """Expand a list of hosts as Slurm writes it: ``a[01-03,7]b[0-1],c`` is a01b0, a01b1, ..., c. Pure.
+
+    A number keeps the width it is written with. Brackets around an IPv6 address are left as they are.
+
+    Raises:
+        ConfigError: brackets that do not fit, a range that goes down, or more than ``MEMBERS_MAX`` hosts.
+    """
+    hosts: list[str] = []
+    for item in _split(text):
+        for host in _expand_one(item, text):
+            if len(hosts) >= MEMBERS_MAX:
+                raise _bad(text, f"names more than {MEMBERS_MAX} hosts")
+            hosts.append(host)
+    return hosts
+
+
+def _split(text: str) -> list[str]:
+    """Cut at the commas that are outside brackets."""
+    items, depth = [""], 0
+    for char in text:
+        depth += (char == "[") - (char == "]")
+        if depth not in (0, 1):
+            raise _bad(text, "has brackets that do not fit")
+        if char == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += char
+    if depth:
+        raise _bad(text, "has brackets that do not fit")
+    return [item.strip() for item in items if item.strip()]
+
+
+def _expand_one(item: str, text: str) -> Iterator[str]:
+    opening = item.find("[")
+    if opening < 0 or ":" in item[opening : item.find("]")]:  # no range, or an IPv6 address
+        yield item
+        return
+    closing = item.index("]")
+    for number in _numbers(item[opening + 1 : closing], text):
+        for rest in _expand_one(item[closing + 1 :], text):
+            yield item[:opening] + number + rest
+
+
+def _numbers(ranges: str, text: str) -> Iterator[str]:
+    for part in ranges.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip(), re.ASCII)
+        if match is None:
+            raise _bad(text, f"has [{ranges}], which is no list of numbers and ranges")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise _bad(text, f"has the range {part}, which goes down")
+        yield from (f"{number:0{len(match[1])}d}" for number in range(first, last + 1))
+
+
+def _host_and_port(item: str) -> tuple[str, int]:
+    if item.startswith("["):
+        host, closing, port = item[1:].partition("]")
+        if not closing or (port and not port.startswith(":")):
+            raise _bad(item, "is no IPv6 address in brackets")
+        return _checked(host, item), _port(port[1:], item) if port else PORT
+    if item.count(":") > 1:  # a bare IPv6 address
+        return _checked(item, item), PORT
+    host, colon, port = item.partition(":")
+    return _checked(host, item), _port(port, item) if colon else PORT
+
+
+def _checked(host: str, item: str) -> str:
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        if not _HOST.fullmatch(host) or re.fullmatch(r"[0-9.]+", host):
+            raise _bad(item, "names no host") from None
+        return host
+    if is_forbidden(ip):
+        raise _bad(item, "is an address at which no node can be (link-local, multicast, metadata of a cloud)")
+    return host
+
+
+def _port(text: str, item: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise _bad(item, f"has the port {text!r}, which is not between 1 and 65535")
+    return int(text)
+
+
+def _bad(text: str, why: str) -> ConfigError:
+    return ConfigError(f"peers: {text[:200]!r} {why}", hint=VALID)
+
+
+def address_of(host: str, port: int) -> str:
+    """``host:port``, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def resolve(text: str, port: int) -> str:
+    """``IP:port`` of ``host[:port]``; ``port`` where none is given. Blocking: a name is looked up.
+
+    Raises:
+        ConfigError: no address, or one at which no node can be.
+    """
+    host, given = _host_and_port(text)
+    has_port = text.endswith(f":{given}") and not (text.count(":") > 1 and not text.startswith("["))
+    try:
+        found = socket.getaddrinfo(host, given, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"{host} cannot be looked up: {error}", hint="peer_advertise is host[:port] of this node"
+        ) from None
+    for item in found:
+        address = address_of(str(item[4][0]), given if has_port else port)
+        if is_plain_address(address):
+            return address
+    raise _bad(text, "is an address at which no node can be")
+
+
+# --- looking up ------------------------------------------------------------------------------------------------
+
+
+class Lookup:
+    """The addresses of ``settings.peers`` as they are now. Failures are told once and leave what was known before."""
+
+    def __init__(self, text: str, environment: Mapping[str, str] = os.environ) -> None:
+        """Raises ConfigError."""
+        self.sources = parse(text)
+        self._environment = environment
+        self._known: dict[str, list[str]] = {}
+        self._told: list[str] = []
+        self.problem = ""
+        """Why something could not be looked up; "" when all could."""
+        if self.sources.kind == "slurm":
+            self._hosts = [(host, self.sources.port) for host in slurm_hosts(environment)]
+        else:
+            self._hosts = list(self.sources.hosts)
+
+    def tell(self, addresses: Sequence[str]) -> None:
+        """Take in what the job's own store says (``torchrun``)."""
+        self._told = [address for address in addresses if is_plain_address(address)][:MEMBERS_MAX]
+
+    async def addresses(self) -> list[str]:
+        """``IP:port`` of each place to ask, without those at which no node can be. Never raises; bounded in time."""
+        names = [(host, port) for host, port in self._hosts if not _is_ip(host)]
+        problems = []
+        # A few at a time: each holds a thread of the loop's pool while a name server thinks.
+        for start in range(0, len(names), 16):
+            part = names[start : start + 16]
+            for (host, port), found in zip(
+                part, await asyncio.gather(*(_look_up(*pair) for pair in part)), strict=True
+            ):
+                if isinstance(found, str):
+                    problems.append(found)
+                else:
+                    self._known[address_of(host, port)] = found
+        self._tell_problems(problems)
+        literal = [address_of(host, port) for host, port in self._hosts if _is_ip(host)]
+        found_all = [*literal, *(address for found in self._known.values() for address in found), *self._told]
+        return list(dict.fromkeys(found_all))[:MEMBERS_MAX]
+
+    def _tell_problems(self, problems: Sequence[str]) -> None:
+        text = f"{len(problems)} of the names in peers cannot be looked up: {problems[0]}" if problems else ""
+        if text and text != self.problem:
+            log.warning("%s; it is tried again", text)
+        self.problem = text
+
+
+async def _look_up(host: str, port: int) -> list[str] | str:
+    """All addresses of a name, or why there are none."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(LOOKUP_SECONDS):
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except TimeoutError:
+        return f"{host}: no answer in {LOOKUP_SECONDS:g} s"
+    except (OSError, UnicodeError) as error:
+        return f"{host}: {error}"
+    addresses = [address_of(str(item[4][0]), port) for item in found]
+    return sorted({address for address in addresses if is_plain_address(address)})[:MEMBERS_MAX]
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The nodes of the Slurm job this process belongs to: what ``scontrol`` says, else our own reading of the list.
+
+    Raises:
+        ConfigError: there is no job, or its list cannot be read.
+    """
+    text = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
+    if not text:
+        raise ConfigError(
+            "peers is slurm, and SLURM_JOB_NODELIST is not set: this process belongs to no Slurm job",
+            hint="Start the agent in the job (its prolog does not have the list), or list the hosts: peers=node[01-08]",
+        )
+    if scontrol := shutil.which("scontrol"):
+        try:
+            answer = subprocess.run(
+                [scontrol, "show", "hostnames", text],
+                capture_output=True,
+                text=True,
+                timeout=LOOKUP_SECONDS,
+                check=True,
+            )
+            hosts = answer.stdout.split()[:MEMBERS_MAX]
+            if hosts:
+                return [_checked(host, text) for host in hosts]
+        except (OSError, subprocess.SubprocessError) as error:
+            log.info("scontrol is of no help (%s), reading the list ourselves", error)
+    return [_checked(host, text) for host in expand(text)]
+
+
+# --- this node's network ---------------------------------------------------------------------------------------
+
+
+def source_address(toward: Sequence[str]) -> str | None:
+    """The address from which this node would talk to the first of ``toward`` that it has a route to. Sends nothing."""
+    for address in toward:
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, int(port)))
+                return str(probe.getsockname()[0])
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def network_bytes_per_second(source: str, sys_net: Path = Path("/sys/class/net")) -> float:
+    """Speed of the interface that has the address ``source``, as the kernel knows it (ethtool(8)); 0 when it does not:
+    virtual interfaces often have none."""
+    name = _interface_of(source)
+    try:
+        megabits = int((sys_net / name / "speed").read_text()) if name else 0
+    except (OSError, ValueError):  # EINVAL while the link is down
+        return 0.0
+    return megabits * 1e6 / 8 if megabits > 0 else 0.0
+
+
+def _interface_of(source: str) -> str:
+    if ":" in source:
+        return _interface6_of(ipaddress.IPv6Address(source).packed.hex())
+    wanted = socket.inet_aton(source)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no IPv4 address
+                continue
+            if answer[20:24] == wanted:
+                return name
+    return ""
+
+
+def _interface6_of(wanted: str) -> str:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split()[-1] for line in lines if line.startswith(wanted)), "")

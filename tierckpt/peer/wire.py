@@ -1,0 +1,261 @@
+"""The little of HTTP/1.1 (RFC 9112) that peers speak, and what they say in it. Pure.
+
+Requests are GET or HEAD without a body, answers have a Content-Length: no transfer codings, no trailers, no folding, no
+redirects, no content codings. What is not exactly that is refused, so two ends cannot read one message in two ways.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from ..errors import ConfigError
+from ..types import Json
+
+HEAD_BYTES_MAX = 16 << 10
+"""A longer head of a request or an answer ends the connection."""
+HEADERS_MAX = 32
+JSON_BYTES_MAX = 16 << 20
+MANIFEST_BYTES_MAX = 256 << 20
+CHUNK_BYTES_MAX = 1 << 30
+CHUNKS_MAX = 1 << 22
+"""Chunks of one version that peers talk about: larger ones are read from the store, or with larger chunks."""
+WAIT_SECONDS_MAX = 10.0
+LINES_IN_HEAD_MAX = 64
+LINES_MAX = 1 << 16
+"""Lines of a list of holdings in one answer. ``next`` says where the rest begins."""
+
+DIGEST = "x-tierckpt-digest"
+HELD = "x-tierckpt-held"
+ME = "x-tierckpt-me"
+PROOF = "x-tierckpt-proof"
+
+_END = b"\r\n\r\n"
+_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
+_VALUE = re.compile(r"[\x20-\x7e]*")
+_REQUEST = re.compile(r"([A-Z]{1,16}) (/[\x21-\x7e]{0,1023}) HTTP/1\.1")
+_STATUS = re.compile(r"HTTP/1\.1 ([1-5]\d\d)(?: [\x20-\x7e]*)?")
+_LENGTH = re.compile(r"\d{1,18}")
+_LINE = re.compile(r"(\d{1,10})(?::(t?[0-9a-f]{32}))?")
+_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+))(?::(?P<port>\d{1,5}))?")
+_PATHS = {
+    "members": re.compile(r"/v1/members"),
+    "status": re.compile(r"/v1/status"),
+    "fresh": re.compile(r"/v1/fresh"),
+    "held": re.compile(r"/v1/held/([0-9a-f]{32})/([1-9]\d{0,11})\?after=(\d{1,10})&interested=([01])"),
+    "chunk": re.compile(
+        r"/v1/chunk/([0-9a-f]{32})/([1-9]\d{0,11})/(0|[1-9]\d{0,9})\?after=(\d{1,10})&wait=(\d{1,2}(?:\.\d{1,3})?)"
+    ),
+    "manifest": re.compile(r"/v1/manifest/(t?[0-9a-f]{32})"),
+    "steps": re.compile(r"/v1/steps/(t?[0-9a-f]{32})"),
+}
+
+
+class WireError(Exception):
+    """The other end does not speak as it should. The connection is of no use any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    method: str
+    target: str
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    length: int
+
+    @property
+    def keeps(self) -> bool:
+        return self.headers.get("connection", "").lower() != "close"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a node says it has of a version at a chunk size: ``new`` are the lines of its list from the one asked for.
+
+    The list only grows. A chunk may be in it twice (it was lost and has landed again), and may be gone all the same.
+    """
+
+    total: int = 0
+    """Chunks of the version; 0 when the node knows nothing of it."""
+    landed: int = 0
+    """Lines of its list now."""
+    next: int = 0
+    """Ask from here on next time."""
+    new: tuple[tuple[int, str], ...] = ()
+    """Ordinal, and the digest with which it landed ('' where the version has its own)."""
+    fetching: frozenset[int] = frozenset()
+    """Ordinals that processes of the node fetch from shared storage now."""
+    whole: bool = False
+    """All is there: ``new`` is empty."""
+    interested: frozenset[str] = field(default_factory=frozenset)
+
+    def to_json(self) -> Json:
+        return {
+            "total": self.total,
+            "landed": self.landed,
+            "next": self.next,
+            "new": [_line(*one) for one in self.new],
+            "fetching": sorted(self.fetching),
+            "whole": self.whole,
+            "interested": sorted(self.interested),
+        }
+
+    def to_header(self) -> str:
+        """The first part, short enough for a header."""
+        if self.whole:
+            return f"{self.total};whole"
+        lines = self.new[:LINES_IN_HEAD_MAX]
+        after = self.next - len(self.new) + len(lines)
+        return f"{self.total};{self.landed};{after};{','.join(_line(*one) for one in lines)}"
+
+    @classmethod
+    def of_json(cls, body: Json) -> Held:
+        """Raises WireError."""
+        try:
+            total, whole = _number(body["total"], CHUNKS_MAX), body["whole"] is True
+            new = tuple(_parse_line(str(one), total) for one in _list(body["new"]))
+            fetching = frozenset(_number(one, total - 1) for one in _list(body["fetching"]))
+            names = frozenset(str(one)[:256] for one in _list(body["interested"]))
+            return cls(total, _number(body["landed"]), _number(body["next"]), new, fetching, whole, names)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"holdings that cannot be: {type(error).__name__}") from None
+
+    @classmethod
+    def of_header(cls, text: str) -> Held:
+        """Raises WireError."""
+        total, _, rest = text.partition(";")
+        try:
+            count = _number(int(total), CHUNKS_MAX)
+            if rest == "whole":
+                return cls(count, count, count, whole=True)
+            landed, after, lines = rest.split(";")
+            new = tuple(_parse_line(one, count) for one in lines.split(",") if one)
+            return cls(count, _number(int(landed)), _number(int(after)), new)
+        except ValueError:
+            raise WireError("holdings in a header that cannot be") from None
+
+
+def route(target: str) -> tuple[str, tuple[str, ...]] | None:
+    """Which of the paths there are ``target`` is, and what it names; None for all others."""
+    for name, pattern in _PATHS.items():
+        if match := pattern.fullmatch(target):
+            return name, match.groups()
+    return None
+
+
+def held_target(version: str, chunk_size_bytes: int, after: int, interested: bool) -> str:
+    return f"/v1/held/{version}/{chunk_size_bytes}?after={after}&interested={int(interested)}"
+
+
+def chunk_target(version: str, chunk_size_bytes: int, ordinal: int, after: int, wait_seconds: float) -> str:
+    wait = min(max(wait_seconds, 0.0), WAIT_SECONDS_MAX)
+    return f"/v1/chunk/{version}/{chunk_size_bytes}/{ordinal}?after={after}&wait={wait:.3f}"
+
+
+def parse_request(data: bytes) -> Request:
+    """Decode the head of a request, blank line included.
+
+    Raises:
+        WireError: it is no request of ours: too many headers, one twice, a body, an odd byte.
+    """
+    first, headers = _parse_head(data)
+    match = _REQUEST.fullmatch(first)
+    if match is None:
+        raise WireError("no request line of ours")
+    if "transfer-encoding" in headers or headers.get("content-length", "0") != "0" or "host" not in headers:
+        raise WireError("a request with a body, or for nobody")
+    return Request(match[1], match[2], headers)
+
+
+def parse_answer(data: bytes) -> Answer:
+    """Decode the head of an answer, blank line included.
+
+    Raises:
+        WireError: not one that a peer gives: no length, a transfer or content coding, too many headers, an odd byte.
+    """
+    first, headers = _parse_head(data)
+    match, length = _STATUS.fullmatch(first), headers.get("content-length", "")
+    if match is None:
+        raise WireError("no status line")
+    if "transfer-encoding" in headers or "content-encoding" in headers or not _LENGTH.fullmatch(length):
+        raise WireError("an answer that is coded, or of no length")
+    return Answer(int(match[1]), headers, int(length))
+
+
+def _parse_head(data: bytes) -> tuple[str, dict[str, str]]:
+    if len(data) > HEAD_BYTES_MAX or not data.endswith(_END):
+        raise WireError("a head without an end")
+    try:
+        first, *lines = data[: -len(_END)].decode("ascii").split("\r\n")
+    except UnicodeDecodeError:
+        raise WireError("a head that is not ASCII") from None
+    if len(lines) > HEADERS_MAX:
+        raise WireError("too many headers")
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        key = name.lower()
+        if not colon or not _NAME.fullmatch(name) or not _VALUE.fullmatch(value) or key in headers:
+            raise WireError("a header that cannot be, or is there twice")
+        headers[key] = value.strip(" ")
+    return first, headers
+
+
+def encode_head(first: str, headers: Mapping[str, str]) -> bytes:
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"{first}\r\n{lines}\r\n".encode("ascii")
+
+
+def parse_json(data: bytes | bytearray | memoryview) -> Json:
+    """Raises WireError."""
+
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(name)
+
+    try:
+        body = json.loads(bytes(data), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"no JSON: {type(error).__name__}") from None
+    if not isinstance(body, dict):
+        raise WireError("no JSON object")
+    return body
+
+
+def host_and_port(address: str, port: int | None = None) -> tuple[str, int]:
+    """Split ``host:port`` or ``[v6]:port``. Raises ConfigError: it is neither; or has no port, and none is given."""
+    match = _ADDRESS.fullmatch(address)
+    number = int(match["port"] or -1 if match and (match["port"] or port is None) else port or 0) if match else -1
+    if match is None or not 0 <= number <= 65535:
+        raise ConfigError(f"{address!r:.100} is no address", hint="Write host:port, or [v6]:port")
+    return match["six"] or match["host"], number
+
+
+def _line(ordinal: int, digest: str) -> str:
+    return f"{ordinal}:{digest}" if digest else str(ordinal)
+
+
+def _parse_line(text: str, total: int) -> tuple[int, str]:
+    match = _LINE.fullmatch(text)
+    if match is None or int(match[1]) >= total:
+        raise ValueError(text)
+    return int(match[1]), match[2] or ""
+
+
+def _number(value: Any, most: int = 1 << 32) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ValueError(value)
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) > LINES_MAX:
+        raise TypeError
+    return value

@@ -1,0 +1,306 @@
+"""What became of a job's time, from the records that its processes left: measured, where ``ettr`` expects. Pure.
+
+A *start* is one life of the job, from the start of its processes to the last line they left. Each line carries the
+totals so far, so that lines may be missing: what a crash tore off is at most what came after the last one. A start that
+goes on from step R has thrown away what the one before did after R: that work is *lost*, and trained again.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias
+
+from ..errors import ConfigError
+from . import ettr
+
+Line: TypeAlias = Mapping[str, Any]
+What: TypeAlias = Literal["kept", "lost", "blocked", "down", "starting", "loading", "warming", "other"]
+
+TOTALS = ("productive", "blocked", "starting", "loading", "warming")
+"""What each line has the seconds of, since the processes of its start began."""
+
+PLANNED = "closed"
+"""How a start ends that nobody calls a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One life of the job. ``restored_step`` None: it began afresh."""
+
+    began_at: float
+    ended_at: float
+    world_size: int
+    restored_step: int | None
+    first_step: int | None
+    last_step: int | None
+    end: str
+    spent: dict[str, float]
+    saves: int
+    size_bytes: int
+    durable_seconds: tuple[float, ...]
+    work: tuple[tuple[int, float], ...]
+    """Steps, and the productive seconds of this start when they ended."""
+
+    @property
+    def did_nothing(self) -> bool:
+        """True when it ended before it had gone back to anything: what the one before had done still stood."""
+        return self.restored_step is None and not self.work
+
+    @property
+    def is_planned_end(self) -> bool:
+        return self.end == PLANNED
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of the timeline."""
+
+    what: What
+    began_at: float
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The end of a start, and what it cost."""
+
+    at: float
+    last_step: int
+    restored_step: int | None
+    lost_seconds: float
+    lost_steps: int
+    away_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """What ``report`` tells. ``spent`` adds up to ``wall_seconds``."""
+
+    ettr: float
+    goodput: float
+    wall_seconds: float
+    kept_seconds: float
+    kept_steps: int
+    spent: dict[What, float]
+    failures: tuple[Failure, ...]
+    starts: tuple[Start, ...]
+    stretches: tuple[Stretch, ...]
+    saves: int
+    interval_seconds: float | None
+    blocked_seconds: float | None
+    durable_seconds: float | None
+    mtbf_seconds: float | None
+    restart_seconds: float | None
+    expected_ettr: float | None
+    steps_per_hour: float
+
+
+def read_start(lines: Iterable[Line]) -> Start | None:
+    """One start from its lines, in order. None when they do not hold a beginning."""
+    rows = [line for line in lines if _is_line(line)]
+    first = next((row for row in rows if row["what"] == "start"), None)
+    if first is None:
+        return None
+    totals = dict.fromkeys(TOTALS, 0.0)
+    restored: int | None = None
+    work: list[tuple[int, float]] = []
+    saves, size_bytes, end = 0, 0, ""
+    durable: list[float] = []
+    for row in rows:
+        for name in TOTALS:
+            totals[name] = max(totals[name], float(row.get(f"{name}_seconds", 0.0)))
+        saves = max(saves, int(row.get("saves", 0)))
+        if row["what"] == "restored" and not work:
+            restored = int(row["step"])
+        elif row["what"] in ("step", "save") and row.get("step") is not None:
+            if work and int(row["step"]) < work[-1][0]:
+                continue  # somebody went back within one life; the next line that is further on counts
+            work.append((int(row["step"]), float(row.get("productive_seconds", 0.0))))
+        elif row["what"] == "durable":
+            durable.append(float(row["durable_seconds"]))
+            size_bytes = int(row.get("size_bytes", size_bytes))
+        elif row["what"] == "end":
+            end = str(row.get("reason", ""))
+    first_step = first.get("step")
+    if first_step is None and work:
+        first_step = work[0][0]
+    began_at = float(first.get("process_at", first["at"]))
+    ended_at = max(float(row["at"]) for row in rows)
+    spent = {**totals, "other": max(0.0, ended_at - began_at - sum(totals.values()))}
+    return Start(
+        began_at, ended_at, int(first.get("world_size", 1)), restored, first_step,
+        work[-1][0] if work else restored, end, spent, saves, size_bytes, tuple(durable), tuple(work),
+    )  # fmt: skip
+
+
+@dataclass
+class _Kept:
+    """Work that stands: steps in order, and the seconds of work up to each."""
+
+    steps: list[int] = field(default_factory=lambda: [0])
+    seconds: list[float] = field(default_factory=lambda: [0.0])
+
+    def at(self, step: int) -> float:
+        """Seconds of work up to ``step``, between two known steps in proportion."""
+        place = bisect.bisect_right(self.steps, step) - 1
+        if place < 0:
+            return 0.0
+        if place + 1 == len(self.steps):
+            return self.seconds[place]
+        share = (step - self.steps[place]) / (self.steps[place + 1] - self.steps[place])
+        return self.seconds[place] + share * (self.seconds[place + 1] - self.seconds[place])
+
+    def back_to(self, step: int) -> float:
+        """Forget what was done after ``step``. Returns its seconds."""
+        stays = self.at(step)
+        lost = self.seconds[-1] - stays
+        place = bisect.bisect_right(self.steps, step)
+        self.steps, self.seconds = self.steps[:place], self.seconds[:place]
+        if not self.steps or self.steps[-1] < step:
+            self.steps.append(step)
+            self.seconds.append(stays)
+        return lost
+
+    def add(self, work: Iterable[tuple[int, float]]) -> None:
+        base = self.seconds[-1]
+        for step, productive in work:
+            if step > self.steps[-1]:
+                self.steps.append(step)
+                self.seconds.append(base + productive)
+            else:
+                self.seconds[-1] = max(self.seconds[-1], base + productive)
+
+
+def analyse(starts: Iterable[Start]) -> Goodput:
+    """Put the starts of one job together.
+
+    Raises:
+        ConfigError: there is no start, or none that took any time.
+    """
+    ordered = sorted(starts, key=lambda one: one.began_at)
+    if not ordered or ordered[-1].ended_at <= ordered[0].began_at:
+        raise ConfigError("there is no record of any training", hint="Records begin with the first `Checkpointer`")
+    kept = _Kept()
+    failures: list[Failure] = []
+    lost_of: list[float] = []
+    for place, start in enumerate(ordered):
+        if place:
+            before = ordered[place - 1]
+            last = kept.steps[-1]
+            origin = last if start.did_nothing else _origin(start)
+            lost = kept.back_to(origin)
+            lost_of[-1] = lost
+            if not before.is_planned_end or lost > 0:
+                away = max(0.0, start.began_at - before.ended_at) + _restart(start)
+                failures.append(Failure(before.ended_at, last, start.restored_step, lost, max(0, last - origin), away))
+        kept.add(start.work)
+        lost_of.append(0.0)
+    return _summed(ordered, kept, failures, lost_of)
+
+
+def _origin(start: Start) -> int:
+    """The step that a start went on from."""
+    if start.restored_step is not None:
+        return start.restored_step
+    return max(0, start.first_step - 1) if start.first_step is not None else 0
+
+
+def _restart(start: Start) -> float:
+    return start.spent["starting"] + start.spent["loading"] + start.spent["warming"]
+
+
+def _summed(starts: Sequence[Start], kept: _Kept, failures: Sequence[Failure], lost_of: Sequence[float]) -> Goodput:
+    wall = starts[-1].ended_at - starts[0].began_at
+    down = sum(max(0.0, b.began_at - a.ended_at) for a, b in pairwise(starts))
+    total = {name: sum(start.spent[name] for start in starts) for name in (*TOTALS, "other")}
+    kept_seconds = kept.seconds[-1]
+    lost = max(0.0, total["productive"] - kept_seconds)
+    spent: dict[What, float] = {
+        "kept": kept_seconds,
+        "lost": lost,
+        "blocked": total["blocked"],
+        "down": down,
+        "starting": total["starting"],
+        "loading": total["loading"],
+        "warming": total["warming"],
+        "other": total["other"],
+    }
+    saves = sum(start.saves for start in starts)
+    durable = [seconds for start in starts for seconds in start.durable_seconds]
+    interval = total["productive"] / saves if saves else None
+    blocked = total["blocked"] / saves if saves else None
+    mtbf = wall / len(failures) if failures else None
+    restart = sum(one.away_seconds for one in failures) / len(failures) if failures else None
+    latency = sum(durable) / len(durable) if durable else None
+    expected = _expected(interval, blocked, mtbf, restart, latency)
+    steps = max(0, kept.steps[-1] - _origin(starts[0]))
+    return Goodput(
+        ettr=kept_seconds / wall,
+        goodput=kept_seconds / max(wall - down, 1e-9),
+        wall_seconds=wall,
+        kept_seconds=kept_seconds,
+        kept_steps=steps,
+        spent=spent,
+        failures=tuple(failures),
+        starts=tuple(starts),
+        stretches=tuple(_stretches(starts, lost_of)),
+        saves=saves,
+        interval_seconds=interval,
+        blocked_seconds=blocked,
+        durable_seconds=latency,
+        mtbf_seconds=mtbf,
+        restart_seconds=restart,
+        expected_ettr=expected,
+        steps_per_hour=3600 * steps / wall,
+    )
+
+
+def _expected(
+    interval: float | None, blocked: float | None, mtbf: float | None, restart: float | None, latency: float | None
+) -> float | None:
+    """What the exact model has for these means."""
+    if not interval or blocked is None:
+        return None
+    if mtbf is None:
+        return interval / (interval + blocked)
+    return ettr.exact(interval, blocked, mtbf, restart or 0.0, latency or 0.0)
+
+
+def _stretches(starts: Sequence[Start], lost_of: Sequence[float]) -> Iterable[Stretch]:
+    """The timeline: of each start what came before training, the training that is kept, and that which is lost."""
+    previous: float | None = None
+    for start, lost in zip(starts, lost_of, strict=True):
+        if previous is not None and start.began_at > previous:
+            yield Stretch("down", previous, start.began_at)
+        at = start.began_at
+        for what in ("starting", "loading", "warming"):
+            if start.spent[what] > 0:
+                yield Stretch(what, at, at + start.spent[what])
+                at += start.spent[what]
+        work = start.spent["productive"]
+        share = min(1.0, lost / work) if work > 0 else 0.0
+        turn = max(at, start.ended_at - share * (start.ended_at - at))
+        if turn > at:
+            yield Stretch("kept", at, turn)
+        if start.ended_at > turn:
+            yield Stretch("lost", turn, start.ended_at)
+        previous = start.ended_at
+
+
+def _is_line(line: Line) -> bool:
+    """Records lie where others may write: what is not a line of ours is left out."""
+    try:
+        return isinstance(line["what"], str) and float(line["at"]) >= 0 and _has_numbers(line)
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def _has_numbers(line: Line) -> bool:
+    numbers = [value for name, value in line.items() if name.endswith(("_seconds", "_at")) or name in ("at", "saves")]
+    step = line.get("step")
+    return all(
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15 for value in numbers
+    ) and (step is None or (isinstance(step, int) and not isinstance(step, bool)))

@@ -1,0 +1,214 @@
+"""When to save, and which saves go to shared storage: what ``Checkpointer(interval=...)`` decides, on all ranks alike.
+
+Every rank counts the same steps, so each knows by itself when the next save is due. What is decided anew is decided at
+a save and nowhere else: the ranks gather what they measured, rank 0 decides by pure functions (``planning/tuning.py``,
+``planning/policy.py``), and tells the others. Both are collectives on the caller's thread (P8), two small ones a save.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from ..errors import ConfigError
+from ..planning import tuning
+from ..planning.tuning import Goal, Pace, Profile, Steps, Window
+from ..telemetry import logger
+from .exchange import all_gather, broadcast
+from .record import SaveRecord
+from .sending import Sending
+
+log = logger("interval")
+
+Interval: TypeAlias = int | Literal["auto"] | None
+Phase: TypeAlias = Literal["plain", "draining", "flushing"]
+
+PROFILE_STEPS = 10
+"""Steps before the first save, and until its outcome is known between two saves."""
+WARM_UP_STEPS = 2
+"""First steps that say nothing of the later ones: compilation, caches, connections."""
+SAMPLES_MAX = 2048
+"""Steps of a window of which the median is taken."""
+SAVES_REMEMBERED = 5
+
+
+@dataclass
+class _Kind:
+    """Steps of one kind in the window that runs."""
+
+    count: int = 0
+    seconds: float = 0.0
+    samples: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+        self.samples.append(seconds)
+
+    def steps(self) -> Steps:
+        return Steps(self.count, self.seconds, statistics.median(self.samples) if self.samples else None)
+
+
+class Pacer:
+    """Decides for one Checkpointer. All ranks must call the same methods in the same order.
+
+    Args:
+        interval: "auto", a number of steps, or None: only explicit saves.
+        goal: what checkpoints may cost, and failure rates where they are known.
+        sending: which saves go to shared storage.
+
+    Raises:
+        ConfigError: an interval that is none of these.
+    """
+
+    def __init__(self, interval: Interval, goal: Goal, sending: Sending) -> None:
+        if interval not in (None, "auto") and (isinstance(interval, bool | str) or interval < 1):
+            raise ConfigError(f"interval is {interval!r}: 'auto', or a whole number of steps of at least 1")
+        self.interval, self.goal = interval, goal
+        self.pace: Pace | None = None
+        self.step_seconds: float | None = None
+        """An undisturbed step, once it is known."""
+        self._sending = sending
+        self._since = 0
+        self._seen = 0
+        self._mark: float | None = None
+        self._blocked_seconds = 0.0
+        self._kinds: dict[Phase, _Kind] = {}
+        self._forget_window()
+
+    # --- measuring ---------------------------------------------------------------------------------------------
+
+    def stepped(self, phase: Phase, now: float | None = None) -> None:
+        """A training step has ended; ``phase`` is what went on beside it."""
+        now = time.monotonic() if now is None else now
+        self._since += 1
+        self._seen += 1
+        if self._mark is not None and self._seen > WARM_UP_STEPS:
+            self._kinds[phase].add(now - self._mark)
+        self._mark = None
+
+    def resumed(self, blocked_seconds: float = 0.0, now: float | None = None) -> None:
+        """Training goes on, after a call that blocked it."""
+        self._mark = time.monotonic() if now is None else now
+        self._blocked_seconds += blocked_seconds
+
+    def _forget_window(self) -> None:
+        self._kinds = {"plain": _Kind(), "draining": _Kind(), "flushing": _Kind()}
+        self._blocked_seconds = 0.0
+        self._since = 0
+
+    def _window(self) -> Window:
+        plain, draining, flushing = (self._kinds[kind].steps() for kind in ("plain", "draining", "flushing"))
+        return Window(plain, draining, flushing, self._blocked_seconds)
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether some saves stay on the SSD that could be drained."""
+        return self._sending.drains and (self.interval == "auto" or self._sending.decides)
+
+    # --- deciding ----------------------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save at ``step``. Needs no other rank: all have counted the same steps."""
+        if self.interval is None:
+            return False
+        if self.interval == "auto":
+            return self._since >= (self.pace.steps if self.pace is not None else PROFILE_STEPS)
+        return step % self.interval == 0
+
+    def before_save(self, step: int, records: Sequence[SaveRecord], *, is_asked: bool = False) -> bool:
+        """Decide at a save: the interval from here on, and whether this one goes to shared storage (returned).
+
+        ``is_asked``: somebody called ``save``, for a reason of their own.
+
+        Collective, unless nothing is to be decided: a fixed interval of which all are sent.
+        """
+        if self.interval != "auto" and not self._sending.decides:
+            self._forget_window()
+            return True
+        window = self._window()
+        self.step_seconds = window.baseline(self.step_seconds)
+        profile = self._profile(window, records)
+        share = window.overhead(self.step_seconds) if self.step_seconds else 0.0
+        self._forget_window()
+        measured = all_gather((profile, share))
+        self.pace, sent = broadcast(lambda: self._decide(step, measured, records, is_asked))
+        return sent
+
+    def _decide(
+        self, step: int, measured: list[tuple[Profile | None, float]], records: Sequence[SaveRecord], is_asked: bool
+    ) -> tuple[Pace | None, bool]:
+        profiles = [profile for profile, _ in measured if profile is not None]
+        share = max(share for _, share in measured)
+        if self.interval != "auto" or len(profiles) < len(measured):
+            return self.pace, self._sending.decide(step, records, 1, self._interval_seconds(), is_asked=is_asked)
+        profile = tuning.slowest(profiles)
+        choice = tuning.choose(profile, self.goal, drains=self._sending.drains)
+        pace = tuning.adapt(self.pace, choice, share, self.goal.overhead_max)
+        if self.pace is None or (pace.steps, pace.every) != (self.pace.steps, self.pace.every):
+            self._explain(pace, profile, share)
+        self.pace = pace
+        return pace, self._sending.decide(step, records, pace.every, self._interval_seconds(), is_asked=is_asked)
+
+    def _interval_seconds(self) -> float:
+        steps = self.pace.steps if self.pace is not None else self.interval if isinstance(self.interval, int) else 1
+        return steps * (self.step_seconds or 0.0)
+
+    def _explain(self, pace: Pace, profile: Profile, share: float) -> None:
+        known = {"local": self.goal.local_mtbf_seconds, "shared": self.goal.shared_mtbf_seconds}
+        facts = {
+            "interval_steps": pace.steps,
+            "shared_every": pace.every,
+            "step_seconds": round(profile.step_seconds, 6),
+            "blocked_seconds": round(profile.blocked_seconds, 6),
+            "durable_seconds": round(profile.durable_seconds, 6),
+            "shared_seconds": profile.shared_seconds,
+            "overhead": round(share, 6),
+            "overhead_max": self.goal.overhead_max,
+            "mtbf_seconds": known if self.goal.knows_failures else None,
+        }
+        shared = f"{profile.shared_seconds:.3g} s to shared storage, " if profile.shared_seconds is not None else ""
+        log.info(
+            "a checkpoint every %d steps (%.3g s), each %s to shared storage: %s; a step takes %.3g s, a save blocks "
+            "%.3g s and is durable after %.3g s, %soverhead was %.2f%% of at most %.2f%%",
+            pace.steps,
+            pace.steps * profile.step_seconds,
+            "one" if pace.every == 1 else f"{pace.every}th",
+            pace.reason,
+            profile.step_seconds,
+            profile.blocked_seconds,
+            profile.durable_seconds,
+            shared,
+            100 * share,
+            100 * self.goal.overhead_max,
+            extra=facts,
+        )
+
+    def _profile(self, window: Window, records: Sequence[SaveRecord]) -> Profile | None:
+        """What this rank measured; None before its first save is known to be durable, or its step time is."""
+        good = [record for record in records if not record.error]
+        if not good or not self.step_seconds:
+            return None
+        # The first one of a process pays for memory and plans that the others find ready.
+        usual = good[1:] or good
+        blocked = statistics.median(one.blocked_seconds for one in usual[-SAVES_REMEMBERED:])
+        durable = _lately([(one.local_commit_seconds, one.age_seconds) for one in usual])
+        if durable is None:
+            return None
+        sent = [one for one in usual if one.is_sent]
+        shared = _lately([(one.drain_seconds, one.age_seconds) for one in sent]) if self._sending.drains else None
+        slowdown = window.drain_slowdown(self.step_seconds)
+        return Profile(self.step_seconds, blocked, durable, shared, slowdown * (shared or 0.0))
+
+
+def _lately(times: Sequence[tuple[float | None, float]]) -> float | None:
+    """The median of the last known times, or what one that has not ended has taken already, if that is longer."""
+    known = [seconds for seconds, _ in times if seconds is not None][-SAVES_REMEMBERED:]
+    pending = [age for seconds, age in times[-SAVES_REMEMBERED:] if seconds is None]
+    if not known:
+        return None if not pending else max(pending)
+    return max([statistics.median(known), *pending])

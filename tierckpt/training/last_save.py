@@ -1,0 +1,211 @@
+"""The last save of a job that is told to go: at which step all ranks take it, and whether it still fits.
+
+Ranks hear of a signal at different moments, and of a cloud's notice on one node only; a save is collective. Without any
+collective in between, by the rendezvous store alone, they agree on a step that none has passed. On each rank a thread
+    1. leaves a note when its rank is told to go, and looks for the notes of others,
+    2. then promises a step, two after the one its rank is at, which the rank will not pass unless it has heard more,
+    3. and waits for the decision of rank 0: the latest of all promises, if what was measured says that a save fits.
+Training waits at the promised step at most until the decision, which needs no rank's training to get anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from ..telemetry import logger
+from .exchange import is_distributed, own_store
+from .record import SaveRecord
+
+log = logger("checkpointer")
+
+LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.01
+PATIENCE_SECONDS, PATIENCE_STEPS = 3.0, 10
+"""How long a process that is told to go waits for its loop to come to the end of a step."""
+SAVES_JUDGED = 5
+AHEAD_STEPS = 2
+"""The step that a rank is in, and the one that it may begin while the promise is on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one more save takes, as measured: bytes of this rank's job, seconds to the SSD, seconds to shared storage.
+    None: not known."""
+
+    size_bytes: int = 0
+    local_seconds: float | None = None
+    shared_seconds: float | None = None
+
+
+def cost_of(records: Sequence[SaveRecord], unfinished: int) -> Cost:
+    """What one more save takes: the slowest of the last ones, behind ``unfinished`` that are still being written."""
+    known = [record for record in records if record.local_commit_seconds is not None][-SAVES_JUDGED:]
+    if not known:
+        return Cost()
+    local = max(record.local_commit_seconds or 0.0 for record in known) * (1 + unfinished)
+    drains = [seconds for record in known if (seconds := record.drain_seconds) is not None]
+    return Cost(known[-1].size_bytes, local, max(drains) if drains else None)
+
+
+class LastSave:
+    """One for each Checkpointer. ``look`` and ``done`` on the caller's thread; ``ask`` on any."""
+
+    def __init__(self, job: str, cost: Callable[[], Cost]) -> None:
+        self._key, self._cost = f"tierckpt/{job}/last", cost
+        self._lock = threading.Lock()
+        self._round = 0
+        self._step = 0
+        self._promise: int | None = None
+        self._decision: dict[str, Any] | None = None
+        self._decided = threading.Event()
+        self._wants = False
+        """Somebody has asked since the last decision."""
+        self._deadline = 0.0
+        self._reason = ""
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self.asked = threading.Event()
+        self.settled = threading.Event()
+        """Set when what was asked for is decided and, if it fits, begun."""
+
+    def ask(self, deadline: float, reason: str) -> None:
+        """Have the job saved at one of the next steps, by ``deadline`` (monotonic)."""
+        if self._wants:
+            self._deadline = min(self._deadline, deadline)
+            return
+        self.settled.clear()
+        self._deadline, self._reason = deadline, reason
+        self._wants = True
+        self.asked.set()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether something was asked for, and decided since."""
+        return self.asked.is_set() and self.settled.is_set()
+
+    def wait(self, deadline: float, step_seconds: float | None) -> None:
+        """Return when what was asked for is decided; when no step ends for long; at ``deadline`` at the latest."""
+        patience = max(PATIENCE_SECONDS, PATIENCE_STEPS * (step_seconds or 0.0))
+        if self.asked.is_set() and not self.settled.wait(max(0.0, min(deadline - time.monotonic(), patience))):
+            log.warning("no step has ended within %.3g s: what is saved is what there is", patience)
+
+    def look(self, step: int) -> bool:
+        """At the end of ``step``: whether to save it now, because of what was asked. The same on every rank."""
+        if not is_distributed():
+            return self._wants and self._settle(*judge(step, self._cost(), self._deadline - time.monotonic()))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="tierckpt-last-save", daemon=True)
+            self._thread.start()
+        with self._lock:
+            self._step = step
+            must_wait = self._promise is not None and step >= self._promise and self._decision is None
+        if must_wait and not self._decided.wait(max(0.0, self._deadline - time.monotonic())):
+            log.warning("no last save: not every rank was heard of in time")
+            self.done()
+            return False
+        decision = self._decision
+        if decision is None or step < decision["step"]:
+            return False
+        return self._settle(decision["fits"], decision["why"])
+
+    def _settle(self, fits: bool, why: str) -> bool:
+        if not is_distributed() or dist.get_rank() == 0:
+            log.warning("%s: %s", self._reason, why)
+        if not fits:
+            self.done()
+        return fits
+
+    def done(self) -> None:
+        """The save has begun, or there is none."""
+        with self._lock:
+            self._wants, self._promise, self._decision = False, None, None
+            self._decided.clear()
+            self._round += 1
+        self.settled.set()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    # --- the thread that agrees with the other ranks -----------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            store, settled_round = own_store(), -1
+            while not self._closed.wait(LOOK_SECONDS):
+                current = self._round
+                if current != settled_round and (self._wants or self._is_noted(store, current)):
+                    self._agree(store, current)
+                    settled_round = current
+        except Exception as error:  # the store ends with rank 0, and with it the job
+            log.debug("the job's store does not answer: %s", error)
+
+    def _is_noted(self, store: Any, current: int) -> bool:
+        """Whether another rank was told to go."""
+        key = f"{self._key}/{current}/note"
+        if not store.check([key]):
+            return False
+        note = json.loads(store.get(key))
+        self.ask(time.monotonic() + float(note["seconds"]) - 2 * LOOK_SECONDS, str(note["reason"]))
+        return True
+
+    def _agree(self, store: Any, current: int) -> None:
+        here, rank = f"{self._key}/{current}", dist.get_rank()
+        with self._lock:
+            promise = self._promise = self._step + AHEAD_STEPS
+        seconds, cost = self._deadline - time.monotonic(), self._cost()
+        store.set(f"{here}/note", json.dumps({"seconds": seconds, "reason": self._reason}))
+        told = [promise, seconds, cost.size_bytes, cost.local_seconds, cost.shared_seconds]
+        store.set(f"{here}/at/{rank}", json.dumps(told))
+        while not store.check([f"{here}/decision"]):
+            if time.monotonic() > self._deadline or self._closed.is_set():
+                return  # the loop says so, when it comes to the step that was promised
+            if rank != 0 or not _decide(store, here):
+                time.sleep(POLL_SECONDS)
+        decision = json.loads(store.get(f"{here}/decision"))
+        with self._lock:
+            if self._round == current:
+                self._decision = decision
+                self._decided.set()
+
+
+def _decide(store: Any, here: str) -> bool:
+    """On rank 0: decide when all ranks have told. False while they have not."""
+    keys = [f"{here}/at/{rank}" for rank in range(dist.get_world_size())]
+    if not store.check(keys):
+        return False
+    told = [json.loads(store.get(key)) for key in keys]
+    step = max(one[0] for one in told)
+    cost = Cost(max(one[2] for one in told), _largest([one[3] for one in told]), _largest([one[4] for one in told]))
+    fits, why = judge(step, cost, min(one[1] for one in told))
+    store.set(f"{here}/decision", json.dumps({"step": step, "fits": fits, "why": why}))
+    return True
+
+
+def judge(step: int, cost: Cost, seconds: float) -> tuple[bool, str]:
+    """Whether a save of ``step`` reaches the SSD within ``seconds``, and the sentence that says why. Pure."""
+    if cost.local_seconds is None:
+        return seconds > 0, f"step {step} is saved: nothing was measured yet that speaks against it"
+    rate = cost.size_bytes / max(cost.local_seconds, 1e-9)
+    takes = f"{cost.size_bytes} bytes at {rate:.3g} bytes/s take {cost.local_seconds:.3g} s to the SSD"
+    if cost.local_seconds >= seconds:
+        return False, f"step {step} is not saved: {takes}, and {max(0.0, seconds):.3g} s are left"
+    if cost.shared_seconds is None:
+        return True, f"step {step} is saved: {takes}, and {seconds:.3g} s are left"
+    both = cost.local_seconds + cost.shared_seconds
+    reach = "fits too" if both < seconds else "does not fit, and is drained later"
+    return True, (
+        f"step {step} is saved: {takes}, and {seconds:.3g} s are left; shared storage ({cost.shared_seconds:.3g} s "
+        f"more) {reach}"
+    )
+
+
+def _largest(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return max(known) if known else None

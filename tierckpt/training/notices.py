@@ -1,0 +1,128 @@
+"""Notices of preemption that a cloud leaves at its metadata address before it takes a node back.
+
+A thread looks every few seconds and calls back once. Off unless ``preempt_notices`` names the cloud. The address is
+asked directly, never through a proxy, and what it answers decides nothing but that a checkpoint is taken.
+
+Sources: the providers' documentation of EC2 spot interruption notices (IMDSv2), Compute Engine preemption and Azure
+Scheduled Events.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from ..config import Settings
+from ..telemetry import logger
+
+log = logger("notices")
+
+ANSWER_SECONDS = 2.0
+ANSWER_BYTES_MAX = 1 << 20
+TOKEN_SECONDS = 21600
+GRACE_SECONDS = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
+"""What the providers give at least, where a notice does not say."""
+ADDRESSES = {
+    "aws": "http://169.254.169.254",
+    "gcp": "http://metadata.google.internal",
+    "azure": "http://169.254.169.254",
+}
+ENDING = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
+"""Azure's events that take the memory of the machine with them; a freeze does not."""
+
+Told = Callable[[float, str], None]
+
+
+class Notices:
+    """Looks for a notice until there is one, or until ``close``. ``told(seconds, why)`` is called on its thread."""
+
+    def __init__(self, settings: Settings, told: Told) -> None:
+        self._cloud = settings.preempt_notices
+        self._address = (settings.preempt_endpoint or ADDRESSES.get(self._cloud, "")).rstrip("/")
+        self._pause_seconds = settings.preempt_poll_seconds
+        self._told = told
+        self._closed = threading.Event()
+        self._has_failed = False
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        if self._cloud != "none":
+            threading.Thread(target=self._watch, name="tierckpt-notices", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        look = {"aws": self._aws, "gcp": self._gcp, "azure": self._azure}[self._cloud]
+        while not self._closed.is_set():
+            try:
+                seconds = look()
+                self._has_failed = False
+            except (OSError, ValueError) as error:
+                self._say_once(error)
+                seconds = None
+            if seconds is not None:
+                self._told(seconds, f"a notice of {self._cloud}, {seconds:.0f} s ahead")
+                return
+            self._closed.wait(self._pause_seconds)
+
+    def _say_once(self, error: Exception) -> None:
+        if not self._has_failed:
+            log.warning("%s does not tell of preemptions at the moment: %s", self._address, error)
+        self._has_failed = True
+
+    def _aws(self) -> float | None:
+        token = self._ask("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}, "PUT")
+        headers = {"X-aws-ec2-metadata-token": (token or b"").decode("ascii", "replace").strip()}
+        answer = self._ask("/latest/meta-data/spot/instance-action", headers)
+        if answer is None:
+            return None  # 404: nobody takes it
+        notice = _object(answer)
+        if notice.get("action") not in ("terminate", "stop", "hibernate"):
+            return None
+        return self._until(str(notice.get("time", "")))
+
+    def _gcp(self) -> float | None:
+        answer = self._ask("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+        return GRACE_SECONDS["gcp"] if answer is not None and answer.strip() == b"TRUE" else None
+
+    def _azure(self) -> float | None:
+        answer = self._ask("/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
+        events = _object(answer or b"{}").get("Events", [])
+        ending = [one for one in events if isinstance(one, dict) and one.get("EventType") in ENDING]
+        if not ending:
+            return None
+        return min(self._until(str(one.get("NotBefore", ""))) for one in ending)
+
+    def _until(self, when: str) -> float:
+        """Seconds from now to ``when``, as the cloud wrote it; what it gives at least where it wrote nothing."""
+        try:
+            at = datetime.fromisoformat(when) if when[:1].isdigit() else parsedate_to_datetime(when)
+        except (ValueError, TypeError):
+            return GRACE_SECONDS[self._cloud]
+        at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+        return max(0.0, at.timestamp() - time.time())
+
+    def _ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> bytes | None:
+        """The body of the answer, None for 404. Raises OSError."""
+        request = urllib.request.Request(self._address + path, headers=dict(headers), method=method)
+        try:
+            with self._opener.open(request, timeout=ANSWER_SECONDS) as answer:
+                return bytes(answer.read(ANSWER_BYTES_MAX))
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code == 404:
+                return None
+            raise
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    found = json.loads(data)
+    if not isinstance(found, dict):
+        raise ValueError("the answer is not an object")  # noqa: TRY004  # of a program elsewhere, not of a caller
+    return found
