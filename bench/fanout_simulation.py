@@ -1,6 +1,6 @@
 """Fan-out under a virtual clock: the placement and the schedule that nodes run, between links that are simulated.
 
-    python bench/fanout_simulation.py                    the table of issue 6, N = 2 to 16
+    python bench/fanout_simulation.py                    N = 2 to 16, alike and with faults
     python bench/fanout_simulation.py --nodes 64 4096 --chunks 64
     python bench/fanout_simulation.py --owner-only       what happens when only owners serve
 

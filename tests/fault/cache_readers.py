@@ -60,7 +60,7 @@ def no_ownership() -> None:
 
 def no_second_look() -> None:
     """Who gets a claim does not look whether the chunk has landed before it did."""
-    real = Cached._fetch_claimed
+    real = Cached.fetch_claimed
 
     async def fetch(self: Cached, filling: Filling, index: int, chunk: int, *, keep: bool) -> Any:
         has, filling.has = filling.has, lambda *_: False  # type: ignore[method-assign]
@@ -69,7 +69,7 @@ def no_second_look() -> None:
         finally:
             filling.has = has  # type: ignore[method-assign]
 
-    Cached._fetch_claimed = fetch  # type: ignore[method-assign]
+    Cached.fetch_claimed = fetch  # type: ignore[method-assign]
 
 
 def line_first() -> None:

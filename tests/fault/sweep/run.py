@@ -32,9 +32,9 @@ from tests.fault.sweep.calls import Call, answers
 from tests.fault.sweep.child import Ended
 from tests.fault.sweep.phases import BY_NAME, PHASES, Phase
 
-KILLS = 220
-ERRNOS = 300
-HALVES = 24
+KILLS = 160
+ERRNOS = 200
+HALVES = 20
 TRIES = 3
 """A call that comes with some timings only is waited for in so many runs."""
 PAIRS = int(os.environ.get("TIERCKPT_TEST_SWEEP_PAIRS", "2500"))
