@@ -1,4 +1,4 @@
-"""The placement and the schedule under a virtual clock: the figures it must reach, and a bad schedule that must stand out.
+"""Placement and schedule under a virtual clock: the figures they must reach, and a bad schedule that must stand out.
 
 Where a fault is played it must have fired. ``python bench/fanout_simulation.py`` runs more and larger cases.
 """
