@@ -78,7 +78,8 @@ class Process:
         return answer
 
     def log(self, size: int = 3000) -> str:
-        return self.err.read_text(errors="replace")[-size:]
+        """What it has said so far: nothing before it has begun."""
+        return self.err.read_text(errors="replace")[-size:] if self.err.exists() else ""
 
 
 class Fleet:
