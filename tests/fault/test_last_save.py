@@ -219,6 +219,7 @@ def events(kind: str, when: str) -> bytes:
         ("azure", AZURE, (200, b'{"DocumentIncarnation": 0, "Events": []}'), events("Terminate", ""), (30, 30),
          ("metadata", "true")),
     ],
+    ids=["aws", "gcp", "azure preempts", "azure terminates"],
 )  # fmt: skip
 def test_each_clouds_notice_is_heard_and_its_quiet_is_not(
     cloud: str,

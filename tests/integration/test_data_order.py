@@ -81,7 +81,7 @@ def test_every_sample_once_an_epoch_over_random_kills_and_other_world_sizes(nurs
 
 
 def test_a_job_that_forgets_its_place_is_found(nursery: Nursery, tmp_path: Path) -> None:
-    """Control: a seeded bug. A job that is killed before its first checkpoint stands begins anew, and forgets nothing."""
+    """Control: a seeded bug. A job that is killed before its first checkpoint stands has nothing to forget."""
     for number in range(TRIES):
         job, run = tmp_path / f"job-{number}", str(tmp_path / f"run-{number}")
         seen, fired = killed_and_finished(nursery, job, run, 1, bug="forget the place")
