@@ -285,12 +285,12 @@ def test_an_agent_leaves_though_others_ask_for_members_and_stays_while_somebody_
     nodes: Callable[..., list[Node]], tmp_path: Path
 ) -> None:
     (staying,) = (node.start() for node in nodes(1))
-    (leaving,) = nodes(1, peers=staying.address, TIERCKPT_AGENT_IDLE_SECONDS="0.4")
+    (leaving,) = nodes(1, peers=staying.address, TIERCKPT_AGENT_IDLE_SECONDS="3")
     leaving.start("--leave-when-idle")
     until(lambda: agree([staying, leaving]), "two that know each other")
     with leaving.contact() as contact:
         contact.ask({"op": "peers", "version": "0" * 32, "directory": str(tmp_path / "model")}, start=False)
-        time.sleep(1.6)  # longer than it would stay for its own sake
+        time.sleep(4.5)  # longer than it would stay for its own sake
         assert runs(leaving)
     assert leaving.agent is not None
     ended = leaving.agent.wait(PATIENCE_SECONDS)
