@@ -231,7 +231,9 @@ def _sent_to(world: World, node: Node) -> int:
 
 def _row(world: World, results: Sequence[Result], seconds: float, agents_cpu_seconds: float) -> dict[str, Any]:
     counts = world.cluster.origin.counts()
-    ended = [node for node in world.cluster.nodes if node.fetch is not None and node.fetch.wait(0.0) is not None]
+    lost = {world.cluster.nodes[0].name} if world.setup.case == "dead" else set()  # cut off: it can only give up
+    nodes = [node for node in world.cluster.nodes if node.name not in lost]
+    ended = [node for node in nodes if node.fetch is not None and node.fetch.wait(0.0) is not None]
     everybody = [*world.cluster.results(ended), *(result for result in results if result.code is None)]
     sources: dict[str, int] = {}
     for one in everybody:
