@@ -32,7 +32,14 @@ from .output import Report, human_bytes, human_seconds, table
 from .session import JsonOption, LocalRootOption, load_settings, location_of, open_client
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-EXTRAS = {"torch": "torch", "cli": "typer", "s3": "s3fs", "azure": "adlfs", "gcs": "gcsfs", "agent": "aiohttp"}
+EXTRAS = {
+    "torch": "torch",
+    "cli": "typer",
+    "s3": "s3fs",
+    "azure": "adlfs",
+    "gcs": "gcsfs",
+    "agent": "prometheus_client",
+}
 TORCH_FLOOR = (2, 10)
 FREE_BYTES_WARN = 10 * GiB
 FSYNC_SECONDS_WARN = 0.1

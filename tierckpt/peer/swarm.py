@@ -456,7 +456,7 @@ class Swarm:
 
 
 class Order:
-    """What a fill takes its chunks from (mover/filling.py, ``Chooses``)."""
+    """What a fill takes its chunks from (mover/fill.py, ``Chooses``)."""
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
