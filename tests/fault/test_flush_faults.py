@@ -29,6 +29,7 @@ from tests.services import REPOSITORY
 from tests.states import load, raises_ours, same, zeros_like
 from tierckpt.errors import CapacityError, StoreError, TierckptError
 from tierckpt.layout import local_dir, parse_uri
+from tierckpt.mover import flush
 from tierckpt.mover.journal import Journal
 from tierckpt.mover.tuner import IoShape, Tuner
 
@@ -78,9 +79,18 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, str, bool]] = []
         self.fired = 0
+        self._failed = ""
         self._plan: tuple[str, int, int] | None = None
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._known = threading.Event()
+        fail = flush._Job._fail
+
+        def fails(job: Any, error: BaseException) -> None:
+            fail(job, error)
+            self._known.set()
+
+        monkeypatch.setattr(flush._Job, "_fail", fails)
         self._real = {name: getattr(os, name) for name in ("pwrite", "fsync", "ftruncate")}
         for name in self._real:
             monkeypatch.setattr(os, name, lambda *arguments, name=name: self._call(name, *arguments))
@@ -88,6 +98,8 @@ class Disk:
     def fail(self, kind: str, number: int, code: int) -> None:
         """The ``number``-th call of ``kind`` from now on; kinds are ``pwrite``, ``fsync``, and ``fsync elsewhere``."""
         self._plan, self._counts, self.calls, self.fired = (kind, number, code), {}, [], 0
+        self._failed = ""
+        self._known.clear()
 
     def _call(self, name: str, fd: int, *rest: Any) -> Any:
         path = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
@@ -95,13 +107,17 @@ class Disk:
         with self._lock:
             count = self._counts[kind] = self._counts.get(kind, 0) + 1
             failing = self._plan is not None and self._plan[:2] == (kind, count)
-            self.fired += failing
+            if failing:
+                self.fired, self._failed = self.fired + 1, path
             self.calls.append((kind, path, failing))
         if failing and self._plan is not None:
             code = self._plan[2]
             if code == 0:
                 return 0  # a write that writes nothing
             raise OSError(code, os.strerror(code))
+        # What another thread had begun on that file takes until the failure is known: no machine is too slow for that.
+        if path == self._failed and not self._known.wait(1):
+            self._known.set()
         return self._real[name](fd, *rest)
 
     def count(self, kind: str) -> int:
@@ -184,8 +200,6 @@ def test_the_matrix_finds_a_writer_that_swallows_errors(
     file_uri: str, local_root: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: with this bug seeded a save of a torn shard is reported as done."""
-    from tierckpt.mover import flush
-
     real = flush._File.write
 
     def swallows(self: Any, view: memoryview, offset: int) -> None:
@@ -310,7 +324,7 @@ class Outcomes:
             if what not in self._running:
                 pytest.skip("strace is not installed")
             place, process = self._running[what]
-            _, errors = process.communicate(timeout=150)
+            _, errors = process.communicate(timeout=400)
             assert process.returncode == 0, errors[-4000:]
             self._found[what] = json.loads((place / "outcome.json").read_text())
         return self._found[what]
