@@ -78,8 +78,24 @@ class Client:
         else:
             self._loop.call_soon_threadsafe(self.engine.submit, token)
 
+    def throttle(self, bytes_per_second: int | None, seconds: float) -> None:
+        """Let the drains of this node take no more than that for ``seconds``; None: as much as the settings say."""
+        if self.settings.mover == "agent":
+            self._loop.call_soon_threadsafe(self._telling_agent, self._throttle_agent(bytes_per_second, seconds))
+        self._loop.call_soon_threadsafe(self.engine.budget.throttle, bytes_per_second, seconds)
+
+    async def _throttle_agent(self, bytes_per_second: int | None, seconds: float) -> None:
+        message = {"op": "throttle", "bytes_per_second": bytes_per_second, "seconds": seconds}
+        try:
+            await asyncio.to_thread(contact_for(self.settings).ask, message)
+        except (TierckptError, OSError) as error:
+            log.warning("the agent is not told how fast it may drain: %s", error)
+
     def _give_to_agent(self, token: str) -> None:
-        task = self._loop.create_task(self._tell_agent(token), name=f"submit {token}")
+        self._telling_agent(self._tell_agent(token))
+
+    def _telling_agent(self, words: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(words)
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 

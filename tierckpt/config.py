@@ -128,7 +128,7 @@ class Settings(BaseSettings):
     drain_policy: Literal["every", "adaptive"] = "every"
     """Which checkpoints go to shared storage. ``every``: all, or every n-th where ``interval="auto"`` says so.
     ``adaptive``: decided at each save, from measured throughputs (``planning/policy.py``); what is left out stays on
-    the SSD until newer ones stand there."""
+    the SSD until newer ones stand there, and what the SSD has no room for goes straight to shared storage."""
 
     exposure_seconds_max: float | None = Field(default=None, gt=0)
     """With ``adaptive``: the oldest that the newest state on shared storage may become."""

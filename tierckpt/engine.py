@@ -149,6 +149,18 @@ class Engine:
         await self._drainer.send_files(entry)
         return True
 
+    async def holds(self, location: Location, file: FileEntry) -> bool:
+        """True when the shared tier has ``file`` with its size, committed or not."""
+        try:
+            return (await self.store(location).head(file.key)).size_bytes == file.size_bytes
+        except ObjectNotFoundError:
+            return False
+
+    async def discard(self, location: Location, names: Iterable[str]) -> None:
+        """Delete files from the shared tier that no commit names, and none will."""
+        for name in names:
+            await self.store(location).delete(name)
+
     @property
     def draining(self) -> Collection[str]:
         """Tokens of the journal entries that this process drains."""

@@ -26,6 +26,7 @@ CHUNK_BYTES = MiB
 SIZES = {"model-1.safetensors": 14 * MiB + 5, "model-2.safetensors": 9 * MiB, "config.json": 1000, "empty": 0}
 STORE_RATE = 24 * MiB
 NODES = 5
+TRIES = 3
 IN_FLIGHT_MAX = 16
 """Chunks that one node has on their way at a time: what it may have asked the store for and lost when it was killed."""
 SETTINGS = {"TIERCKPT_CHUNK_SIZE_BYTES": str(CHUNK_BYTES), "TIERCKPT_LOG_LEVEL": "info"}
@@ -149,15 +150,20 @@ def test_a_node_whose_disk_lies_is_found_out_and_nothing_wrong_lands(cluster: Cl
     )
 
 
-def test_a_peer_that_sends_wrong_bytes_is_banned_and_nothing_wrong_lands(cluster: Cluster) -> None:
+def test_a_peer_that_sends_wrong_bytes_is_banned_and_nothing_wrong_lands(bench: Bench, cluster: Cluster) -> None:
+    """On a busy machine all may be fetched before the peer, which has just begun to lie, is asked for anything."""
     liar, other = cluster.nodes[:2]
-    damage(cluster, liar)
-    with unverified_agent(cluster, liar):
-        cluster.fetch([other])
-        results = cluster.results([other])
-    assert_right(results)
-    banned = [peer["banned"] for peer in results[0].answer["peers"]]
-    assert True in banned, results[0].answer
+    for seed in range(1, 1 + TRIES):
+        bench.fresh(seed)
+        damage(cluster, liar)
+        with unverified_agent(cluster, liar):
+            cluster.fetch([other])
+            results = cluster.results([other])
+        assert_right(results)
+        if peers := results[0].answer["peers"]:
+            assert any(peer["banned"] for peer in peers), results[0].answer
+            return
+    pytest.fail(f"the peer was asked for nothing in {TRIES} tries")
 
 
 @contextlib.contextmanager

@@ -458,3 +458,41 @@ def test_a_thread_lowers_itself_and_those_that_it_starts() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert all(nice >= 12 for nice in json.loads(done.stdout))
+
+
+# --- a throttle ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 2 * MIB), (8 * MIB, 2 * MIB), (MIB, MIB)])
+async def test_a_throttle_lowers_the_rate_and_never_lifts_a_limit(limit: int | None, expected: int) -> None:
+    time = FakeTime()
+    budget = budget_of(limit, time)
+    budget.throttle(2 * MIB, seconds=1000)
+    assert budget.rate == expected
+    begun = time.now
+    await spent_in(budget, 64, MIB)
+    assert pytest.approx(expected * (time.now - begun) + MIB, rel=0.05) == 64 * MIB
+
+
+async def test_a_throttle_ends_by_itself_or_when_it_is_taken_back() -> None:
+    time = FakeTime()
+    budget = budget_of(None, time)
+    for end in ("late", "taken back"):
+        budget.throttle(MIB, seconds=30)
+        await spent_in(budget, 4, MIB)
+        if end == "late":
+            time.now += 31
+        else:
+            budget.throttle(None, seconds=0)
+        assert budget.rate is None
+        before = time.now
+        await spent_in(budget, 1000, MIB)
+        assert time.now == before, "and leaves no debt"
+
+
+@pytest.mark.parametrize("rate", [0, -1, 1.5, "fast"])
+def test_a_throttle_that_is_none_is_refused(rate: object) -> None:
+    budget = budget_of(5 * MIB, FakeTime())
+    with pytest.raises(ConfigError, match="bytes_per_second"):
+        budget.throttle(rate, 10)  # type: ignore[arg-type]
+    assert budget.rate == 5 * MIB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
 from tierckpt.planning import ettr, exact, to_steps
+from tierckpt.planning.policy import Rules
 from tierckpt.planning.tuning import CALM_WINDOWS, Choice, Goal, Pace, Profile, Steps, Window, adapt, choose, slowest
 from tierckpt.training.interval import PROFILE_STEPS, WARM_UP_STEPS, Pacer
 from tierckpt.training.record import SaveRecord
-from tierckpt.training.sending import Sending
+from tierckpt.training.sending import Order, Sending, Sight
 
 STEP = 0.5
 
@@ -156,7 +158,7 @@ class Job:
             self.pacer.stepped("flushing" if busy else "plain", self.now)
             blocked = 0.0
             if self.pacer.is_due(self.step):
-                is_sent = self.pacer.before_save(self.step, self.records)
+                is_sent = self.pacer.before_save(self.step, self.records).is_sent
                 blocked, durable, shared = self.costs
                 arrived = durable + shared if is_sent and shared is not None else None
                 self.records.append(SaveRecord(self.step, "", 1000, blocked, durable, arrived, is_sent=is_sent))
@@ -200,7 +202,7 @@ def test_a_save_that_somebody_asked_for_is_sent() -> None:
     job = Job(Pacer("auto", Goal(), sending()), 0.05, 5.0, 60.0)
     job.run(400)
     assert not job.records[-1].is_sent or not job.records[-2].is_sent
-    assert all(job.pacer.before_save(500 + n, job.records, is_asked=True) for n in range(3))
+    assert all(job.pacer.before_save(500 + n, job.records, is_asked=True).is_sent for n in range(3))
 
 
 def test_a_fixed_interval_saves_at_its_multiples_and_sends_all() -> None:
@@ -225,7 +227,7 @@ def test_the_policy_skips_while_a_drain_is_under_way_and_says_why(caplog: pytest
     records: list[SaveRecord] = []
     sent = []
     for number in range(1, 8):
-        is_sent = adaptive.decide(number, records, 1, 10.0)
+        is_sent = adaptive.decide(number, records, 1, 10.0).is_sent
         sent.append(is_sent)
         records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, None, is_sent=is_sent))
         if number == 4:
@@ -245,10 +247,103 @@ def test_the_exposure_bound_sends_sooner() -> None:
                 record.begun_at -= 10.0
                 if record.is_sent:
                     record.shared_commit_seconds = 2.0
-            is_sent = adaptive.decide(number, records, 5, 10.0)
+            is_sent = adaptive.decide(number, records, 5, 10.0).is_sent
             count += is_sent
             records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, None, is_sent=is_sent))
         return count
 
     assert sent(None) == 1
     assert sent(25.0) == 4
+
+
+# --- adaptive: the way, and the rate -------------------------------------------------------------------------------
+
+
+def saves(adaptive: Sending, count: int, local: float, shared: float, sight: Sight | None = None) -> list[Order]:
+    """``count`` saves of 1 GB every 10 s, which take ``local`` seconds to the SSD and ``shared`` from there."""
+    orders, records = [], list[SaveRecord]()
+    for number in range(1, count + 1):
+        for record in records:
+            record.begun_at -= 10.0
+        order = adaptive.decide(number, records, 1, 10.0, sight=sight)
+        orders.append(order)
+        one = SaveRecord(number, "", 10**9, 0.1, local, local + shared, is_sent=order.is_sent)
+        if order.is_straight:
+            one.is_straight, one.local_commit_seconds, one.shared_commit_seconds = True, shared, shared
+        records.append(one)
+    return orders
+
+
+def test_storage_that_is_as_fast_as_the_ssd_gets_saves_straight() -> None:
+    orders = saves(sending(drain_policy="adaptive"), 8, local=4.0, shared=2.0)
+    assert not orders[0].is_straight, "nothing is known yet"
+    assert all(order.is_straight and order.is_sent for order in orders[1:])
+
+
+def test_storage_that_is_slower_never_does() -> None:
+    """The control."""
+    assert not any(order.is_straight for order in saves(sending(drain_policy="adaptive"), 20, local=1.0, shared=5.0))
+
+
+def test_little_room_is_no_reason_and_none_is() -> None:
+    def straight(room: float) -> list[bool]:
+        adaptive = sending(drain_policy="adaptive")
+        return [order.is_straight for order in saves(adaptive, 6, local=1.0, shared=5.0, sight=Sight(room))]
+
+    assert not any(straight(1.0))
+    # What is known of earlier saves may go from the SSD, so it is full only when two are kept and no room is left.
+    assert straight(0.2)[1:3] == [True, True]
+
+
+def test_a_drain_that_slows_training_down_is_throttled_until_it_costs_what_it_may(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """D7: a model of training that a free drain at 200 MB/s slows down by 24 %, in proportion to its rate."""
+    caplog.set_level(logging.INFO, "tierckpt.policy")
+    adaptive = sending(drain_policy="adaptive")
+    records: list[SaveRecord] = []
+    rates, slowdowns, rate = [], [], 200e6
+    for number in range(1, 25):
+        slowdown = 0.24 * rate / 200e6
+        slowdowns.append(slowdown)
+        for record in records:
+            record.begun_at -= 100.0
+        order = adaptive.decide(number, records, 1, 100.0, sight=Sight(drain_slowdown=slowdown))
+        rate = min(200e6, order.bytes_per_second or math.inf)
+        rates.append(rate)
+        records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, 1.0 + 10**9 / rate))
+    assert slowdowns[0] == pytest.approx(0.24)
+    assert slowdowns[-1] == pytest.approx(Rules().step_slowdown_max, rel=0.05)
+    assert rates[-1] == pytest.approx(25e6, rel=0.05)
+    assert "drain_bytes_per_second" in caplog.messages[-1] and "step_slowdown 0.2" in caplog.messages[-1]
+
+
+def test_a_throttle_is_lifted_when_drains_cost_nothing_any_more() -> None:
+    adaptive = sending(drain_policy="adaptive")
+    records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 6.0)]
+    for number in range(2, 12):
+        throttled = adaptive.decide(number, records, 1, 100.0, sight=Sight(drain_slowdown=0.3))
+        records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, 6.0))
+    assert throttled.bytes_per_second is not None and throttled.bytes_per_second < 100e6
+    for number in range(12, 30):
+        free = adaptive.decide(number, records, 1, 100.0, sight=Sight(drain_slowdown=0.0))
+        records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, 6.0))
+    assert free.bytes_per_second is None or free.bytes_per_second >= 190e6
+
+
+def test_the_exposure_bound_is_before_the_throttle() -> None:
+    adaptive = sending(drain_policy="adaptive", exposure_seconds_max=20.0)
+    records: list[SaveRecord] = []
+    for number in range(1, 8):
+        for record in records:
+            record.begun_at -= 10.0
+        order = adaptive.decide(number, records, 1, 10.0, sight=Sight(drain_slowdown=0.9))
+        records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, 6.0))
+    assert order.bytes_per_second is None or order.bytes_per_second >= 1e9 / 20
+
+
+def test_each_node_gets_its_part_of_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert Order(bytes_per_second=100e6).throttle_of_node() == 25_000_000
+    assert Order().throttle_of_node() is None

@@ -174,7 +174,7 @@ class NodeState:
         yield "tierckpt_local_free_bytes", {}, disk.free
         yield "tierckpt_local_size_bytes", {}, disk.total
         if self.budget is not None:
-            yield "tierckpt_drain_limit_bytes_per_second", {}, self.budget.bytes_per_second or 0
+            yield "tierckpt_drain_limit_bytes_per_second", {}, self.budget.rate or 0
             yield "tierckpt_drain_paused", {}, float(self.budget.paused)
 
     def _queue(self) -> Iterator[Sample]:

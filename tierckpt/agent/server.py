@@ -411,6 +411,12 @@ class Agent:
     def _on_take_back(self, connection: Connection, received: list[int], save: str, rank: int) -> None:
         self.estate.take_back(save, rank)
 
+    def _on_throttle(
+        self, connection: Connection, received: list[int], bytes_per_second: int | None, seconds: float
+    ) -> None:
+        """Let the drains of this node take no more than that, for so long: training needs the rest."""
+        self.engine.budget.throttle(bytes_per_second, seconds)
+
     async def _on_settle(self, connection: Connection, received: list[int]) -> None:
         """Answer when no will is being executed any more: then the local tier has all it is going to have."""
         for ended in [watched for watched in self._watched if watched.process_has_ended]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import (
@@ -38,7 +38,7 @@ from torch.futures import Future
 from ..arena.memory import Memory
 from ..arena.slots import Lease, bounce_for
 from ..config import Settings
-from ..errors import CheckpointError, ConfigError, OperationTimeoutError, TierckptError
+from ..errors import CapacityError, CheckpointError, ConfigError, OperationTimeoutError, TierckptError
 from ..layout import (
     METADATA,
     SHARD_SUFFIX,
@@ -51,7 +51,7 @@ from ..layout import (
     shard_name,
 )
 from ..manifest import FileEntry, Manifest, digests_of
-from ..mover import blocks, commit, kept, leases, space
+from ..mover import blocks, commit, kept, leases, space, straight
 from ..mover.catalog import file_size
 from ..mover.disk import check_local_root
 from ..mover.flush import Flushed, Shard, flush, round_up, segment_bytes
@@ -73,6 +73,8 @@ log = logger("save")
 
 DCP_VERSION = "1.0.0"
 ATTEMPT_TIMEOUT_SECONDS = 120.0
+
+Route: TypeAlias = Literal["local", "straight", "local if it fits"]
 
 _OF_THIS_PROCESS = {"_save", "_prepared", "_busy", "_stager"}
 _saves_without_collectives: dict[str, int] = {}
@@ -183,6 +185,9 @@ class TierStorageWriter(Mount, StorageWriter):
         self._prepared: Prepared | None = None
         self._holds_back = False
         self._is_kept: bool | None = None
+        self._route: Route = "local"
+        self.went_straight = False
+        """Whether this rank's shards went to the shared tier past the SSD (``route``)."""
         self._busy = threading.Lock()
         self._stager: TierStager | None = None
         self._point_to(uri if uri is not None else path)
@@ -376,10 +381,72 @@ class TierStorageWriter(Mount, StorageWriter):
         entry = self._journal.open(token, self.location, self.rank, int(self.settings.chunk_size_bytes))
         if self.settings.peers is not None:
             commit.mark_own(directory, token)
-        self._save = _Save(entry, directory, lock, hold.descriptor)
+        self._save, self.went_straight = _Save(entry, directory, lock, hold.descriptor), False
         return self._save
 
     def _write_shards(
+        self, prepared: Prepared, planner: SavePlanner | StagedItems
+    ) -> tuple[list[WriteResult], tuple[FileEntry, ...]]:
+        route: Route = self._route if not prepared.streamed else "local"
+        if route == "straight":
+            try:
+                return prepared.results, self._send_straight(prepared)
+            except TierckptError as error:
+                log.warning("%s cannot go straight to the shared tier, it goes to the SSD: %s", self.path, error)
+                self._take_back_straight(prepared)
+        try:
+            return self._write_local(prepared, planner)
+        except CapacityError as error:
+            if route != "local if it fits":
+                raise
+            log.warning("%s goes straight to the shared tier: %s", self.path, error.message)
+        for shard in prepared.shards:
+            shard.path.unlink(missing_ok=True)
+        try:
+            return prepared.results, self._send_straight(prepared)
+        except BaseException:
+            self._take_back_straight(prepared)
+            raise
+
+    def _send_straight(self, prepared: Prepared) -> tuple[FileEntry, ...]:
+        """Send the shards from memory to the shared tier (T1). Only their block digests are written here."""
+        save, chunk, begun = prepared.save, self.settings.chunk_size_bytes, time.monotonic()
+        largest = max((shard.size_bytes for shard in prepared.shards), default=0)
+        slot_bytes = min(chunk, round_up(max(largest, 1)))
+        with bounce_for(self.settings).take(1, slot_bytes, self.settings.commit_timeout_seconds) as [slot]:
+            flushed = self._client.run(
+                lambda engine: straight.send(
+                    engine.store(self.location),
+                    prepared.shards,
+                    slot,
+                    chunk,
+                    engine.budget.share(save.entry.created_unix_seconds),
+                )
+            )
+        files = self._entries(flushed, save)
+        self.went_straight = True
+        size_bytes = sum(file.size_bytes for file in files)
+        log.info(
+            "%s: %d bytes went straight to shared storage, %.2f s", self.path, size_bytes, time.monotonic() - begun
+        )
+        return files
+
+    def _take_back_straight(self, prepared: Prepared) -> None:
+        """What has been sent is not wanted there; the shards may be written from the beginning again."""
+        for shard in prepared.shards:
+            for record in shard.records:
+                record.forget()
+        self._discard([shard.path.name for shard in prepared.shards])
+
+    def _discard(self, names: Sequence[str]) -> None:
+        """Remove shards that no commit names, and none will, from the shared tier. Never fails: they harm nobody."""
+        self.went_straight = False
+        try:
+            self._client.run(lambda engine: engine.discard(self.location, names))
+        except TierckptError as error:
+            log.warning("%s: shards of a save that failed may be left on the shared tier: %s", self.path, error)
+
+    def _write_local(
         self, prepared: Prepared, planner: SavePlanner | StagedItems
     ) -> tuple[list[WriteResult], tuple[FileEntry, ...]]:
         save, results = prepared.save, prepared.results
@@ -481,7 +548,7 @@ class TierStorageWriter(Mount, StorageWriter):
         directory = local_dir(self.settings.local_root, self.location)
         self._save = save = _Save(dataclasses.replace(entry, manifest=None), directory, stack, hold.descriptor)
         try:
-            files = _durable(save, will)
+            files = self._durable(save, will)
             if files is None:
                 files = self._write_again(save, will, memories)
             self._note(save, files)
@@ -489,6 +556,21 @@ class TierStorageWriter(Mount, StorageWriter):
         except BaseException:
             self._abort()
             raise
+
+    def _durable(self, save: _Save, will: Will) -> tuple[FileEntry, ...] | None:
+        """The shards of ``will``, if the journal calls them durable. Raises CheckpointError if they are not there."""
+        noted = {file.path: file for file in save.entry.files}
+        if any(shard.name not in noted for shard in will.shards):
+            return None
+        names = [*(shard.name for shard in will.shards), blocks_file(will.token)]
+        files = tuple(noted[name] for name in names if name in noted)
+        for file in files:
+            if file_size(save.directory / file.key) != file.size_bytes and not self._is_shared(file):
+                raise CheckpointError(f"{file.key} of {save.entry.uri} was durable and is gone", hint="Who removed it?")
+        return files
+
+    def _is_shared(self, file: FileEntry) -> bool:
+        return self._client.run(lambda engine: engine.holds(self.location, file))
 
     def _write_again(self, save: _Save, will: Will, memories: Mapping[str, Memory]) -> tuple[FileEntry, ...]:
         log.info("%s: rank %d is written from memory", self.path, self.rank)
@@ -516,6 +598,13 @@ class TierStorageWriter(Mount, StorageWriter):
     def keep(self, is_kept: bool) -> None:
         """Say whether this save stays on the local tier instead of being drained. Every rank says the same."""
         self._is_kept = is_kept
+
+    def route(self, route: Route) -> None:
+        """Say which way this rank's shards go: to the SSD, straight to the shared tier, or there if the SSD is full.
+
+        Each rank's may differ. Shards that cannot go straight go to the SSD (T2).
+        """
+        self._route = route
 
     @property
     def _state_when_committed(self) -> str:
@@ -591,6 +680,8 @@ class TierStorageWriter(Mount, StorageWriter):
         private = map(save.directory.joinpath, private_files(token))
         for file in (*save.directory.glob(f"*-{token}{SHARD_SUFFIX}"), *private):
             file.unlink(missing_ok=True)
+        if self.went_straight:
+            self._discard([file.path for file in save.entry.files if file.path.endswith(SHARD_SUFFIX)])
         self._journal.remove(token)
         self._release()
 
@@ -679,19 +770,6 @@ def _held(leases: set[Lease]) -> Iterator[None]:
     finally:
         for lease in begun:
             lease.end_flush(written=written)
-
-
-def _durable(save: _Save, will: Will) -> tuple[FileEntry, ...] | None:
-    """The shards of ``will``, when the journal calls them durable. Raises CheckpointError when they are not there."""
-    noted = {file.path: file for file in save.entry.files}
-    if any(shard.name not in noted for shard in will.shards):
-        return None
-    names = [*(shard.name for shard in will.shards), blocks_file(will.token)]
-    files = tuple(noted[name] for name in names if name in noted)
-    for file in files:
-        if file_size(save.directory / file.key) != file.size_bytes:
-            raise CheckpointError(f"{file.key} of {save.entry.uri} was durable and is gone", hint="Who removed it?")
-    return files
 
 
 def _share_properties(metadata: Metadata) -> None:

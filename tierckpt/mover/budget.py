@@ -137,6 +137,7 @@ class Budget:
         self._default = (_checked_rate(bytes_per_second), _checked_concurrency(concurrency))
         self.bytes_per_second, self.concurrency = self._default
         self.paused = False
+        self._throttle: tuple[int, float] | None = None
         self._clock, self._nap, self._nice = clock, nap, nice
         self._credit_bytes = self._burst_bytes()
         self._credited_at = clock()
@@ -177,6 +178,27 @@ class Budget:
         self._admit()
         if before != (self.bytes_per_second, self.concurrency, self.paused):
             self._say()
+
+    def throttle(self, bytes_per_second: int | None, seconds: float) -> None:
+        """For the next ``seconds`` let no more than this through, even where the limit is higher. None: no throttle.
+
+        A running job asks for it (``training/sending.py``). It ends by itself, so that a job that has ended does not
+        hold up the drains of the next one.
+        """
+        rate = _checked_rate(bytes_per_second)
+        credit = self._credit_bytes if self.rate is not None else 0.0  # no limit, no debt
+        self._earn(self._burst_bytes())
+        self._throttle = None if rate is None else (rate, self._clock() + seconds)
+        self._credit_bytes = min(credit, self._burst_bytes())
+
+    @property
+    def rate(self) -> int | None:
+        """Bytes per second that are let through: the limit, or the throttle where that is less. None: all."""
+        if self._throttle is not None and self._clock() >= self._throttle[1]:
+            self._throttle = None
+        if self._throttle is None or (self.bytes_per_second or self._throttle[0]) < self._throttle[0]:
+            return self.bytes_per_second
+        return self._throttle[0]
 
     def pause(self) -> None:
         """Let no further chunk through until ``resume``. What is under way is finished; commits go on."""
@@ -241,7 +263,7 @@ class Budget:
                 self._earn(self._burst_bytes() * (1 if self.paused else 2))
                 if self._is_outdone(newness):
                     return False
-            if self.bytes_per_second is not None:
+            if self.rate is not None:
                 self._credit_bytes -= size_bytes
             return True
 
@@ -254,18 +276,19 @@ class Budget:
             return NAP_SECONDS
         if self._stepping is not None and self._stepping.must_wait(self._clock()):
             return FLUSH_LOOK_SECONDS
-        if self.bytes_per_second is None:
+        rate = self.rate
+        if rate is None:
             return 0.0
         missing = min(float(size_bytes), self._burst_bytes()) - self._credit_bytes
         # A sleep shorter than the clock can tell would go round for nothing.
-        return max(missing / self.bytes_per_second, 0.0) if missing > 1e-6 * self.bytes_per_second else 0.0
+        return max(missing / rate, 0.0) if missing > 1e-6 * rate else 0.0
 
     def _burst_bytes(self) -> float:
-        return BURST_SECONDS * (self.bytes_per_second or 0)
+        return BURST_SECONDS * (self.rate or 0)
 
     def _earn(self, capacity_bytes: float) -> None:
         now = self._clock()
-        earned = (now - self._credited_at) * (self.bytes_per_second or 0)
+        earned = (now - self._credited_at) * (self.rate or 0)
         self._credited_at = now
         self._credit_bytes = min(self._credit_bytes + earned, capacity_bytes)
 

@@ -23,7 +23,7 @@ from ..errors import (
     ObjectNotFoundError,
     TierckptError,
 )
-from ..layout import PENDING_DIR, PRIVATE_DIR, Location, local_dir, part, pending
+from ..layout import PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, local_dir, part, pending
 from ..manifest import Manifest
 from ..redaction import redact
 from ..stores import open_store
@@ -360,6 +360,15 @@ class Drainer:
             await self._pending_manifest(entry, store) is not None
         )
 
+    async def remove_unnamed(self, entry: Entry) -> None:
+        """Delete the shards of ``entry`` from the shared tier, unless a manifest there names them."""
+        if await self.is_named(entry):
+            return
+        store = self.store(entry.location)
+        async for info in store.list():
+            if info.key.endswith(f"-{entry.token}{SHARD_SUFFIX}"):
+                await store.delete(info.key)
+
     async def _merged(self, entry: Entry, store: Store) -> Manifest | None:
         own = entry.manifest
         if own is None:
@@ -395,6 +404,9 @@ class Drainer:
         if local is None or local.attempt != manifest.attempt:
             await self.adopt(store, directory, manifest)
         await asyncio.to_thread(commit.mark_drained, directory, manifest.attempt)
+        if await asyncio.to_thread(_is_elsewhere, directory, entry, manifest):
+            # It went straight to the shared tier: nothing here is a copy of anything, and no older one is worth less.
+            await asyncio.to_thread(commit.remove_local, directory, manifest.attempt)
 
     async def adopt(self, store: Store, directory: Path, manifest: Manifest) -> None:
         """Record on this node a commit of the shared tier, its metadata checked."""
@@ -410,6 +422,13 @@ async def _read_manifest(store: Store, key: str) -> Manifest:
         return manifests.decode(await store.get(key), where=f"{store.uri}/{key}")
 
     return await verified(store, read)
+
+
+def _is_elsewhere(directory: Path, entry: Entry, manifest: Manifest) -> bool:
+    """True when ``entry`` has shards and no shard of its checkpoint lies here."""
+    shards = [file for file in manifest.files if file.path.endswith(SHARD_SUFFIX)]
+    had = any(file.path.endswith(SHARD_SUFFIX) for file in entry.files)
+    return had and not any((directory / file.key).exists() for file in shards)
 
 
 def _is_commit_of(manifest: Manifest, entry: Entry) -> bool:

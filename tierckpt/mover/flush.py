@@ -124,6 +124,10 @@ class Record:
         self.crcs[offset] = (crc, size_bytes)
         self.known_bytes += size_bytes
 
+    def forget(self) -> None:
+        """Forget the CRCs: the shard is written from the beginning again."""
+        self.known_bytes, self.crcs = 0, None
+
     def crc(self) -> int:
         """The CRC-32 of the whole data, from those of its parts in order."""
         value = 0
@@ -202,6 +206,30 @@ def flush(
     finally:
         job.close()
     return [file.flushed() for file in job.files]
+
+
+class Stream:
+    """One shard as a stream, for who sends it instead of writing it. ``slot`` must hold a chunk."""
+
+    def __init__(self, shard: Shard, slot: Memory, chunk_size_bytes: int, timeout_seconds: float = 1800.0) -> None:
+        for record in shard.records:
+            record.forget()
+        deadline = time.monotonic() + timeout_seconds
+        one_by_one = IoShape(1, chunk_size_bytes)
+        self._job = _Job([shard], [slot], one_by_one, chunk_size_bytes, False, 0, Pace(), deadline, True, True)
+        self._slot = slot
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the bytes of the file in order, chunk by chunk. Each piece is valid until the next is asked for."""
+        for file in self._job.files:
+            for index in range(file.segments):
+                start = index * self._job.segment_bytes
+                end = min(start + self._job.segment_bytes, file.shard.size_bytes)
+                yield self._job.bring_together(file, start, end, self._slot).part(start, end)
+
+    def flushed(self) -> Flushed:
+        """What the shard has become, once all pieces were taken."""
+        return self._job.files[0].flushed()
 
 
 class _File:
@@ -401,6 +429,21 @@ class _Job:
 
     def _segment(self, file: _File, start: int, slot: Memory) -> None:
         end = min(start + self.segment_bytes, file.shard.size_bytes)
+        place = self.bring_together(file, start, end, slot)
+        try:
+            self._write(file, place.part(start, place.end if file.direct else end), start)
+            with self.changed:
+                file.left -= 1
+                last = not file.left
+            if last:
+                self._finish(file)
+        except OSError as error:
+            if isinstance(error, TierckptError):
+                raise
+            raise translate_os_error(error, file.shard.path, Tier.LOCAL) from error
+
+    def bring_together(self, file: _File, start: int, end: int, slot: Memory) -> _Place:
+        """Have bytes ``start`` to ``end`` in one place, padded to whole blocks, and note their digests."""
         padded = round_up(end)
         records = _overlapping(file.shard.records, start, end)
         place = _Place(slot.view, slot.address, start, padded)
@@ -413,17 +456,7 @@ class _Job:
         self._gather(records, place)
         for index, offset in enumerate(range(start, end, self.chunk_size_bytes), start // self.chunk_size_bytes):
             file.blocks[index] = place.blocks(offset, min(offset + self.chunk_size_bytes, end))
-        try:
-            self._write(file, place.part(start, padded if file.direct else end), start)
-            with self.changed:
-                file.left -= 1
-                last = not file.left
-            if last:
-                self._finish(file)
-        except OSError as error:
-            if isinstance(error, TierckptError):
-                raise
-            raise translate_os_error(error, file.shard.path, Tier.LOCAL) from error
+        return place
 
     def _write(self, file: _File, view: memoryview, start: int) -> None:
         """Write one segment, when it is this thread's turn."""

@@ -27,7 +27,7 @@ async def take_up(entry: Entry, drainer: Drainer) -> bool:
     try:
         if entry.state == WRITTEN:
             return await _take_up_written(entry, drainer)
-        return await asyncio.to_thread(_put_away, entry, drainer)
+        return await _give_up(entry, drainer)
     except ManifestError as error:
         log.warning("%s: whether it was committed cannot be known (%s); its files stay", entry.uri, error)
         return False
@@ -50,7 +50,7 @@ async def _take_up_written(entry: Entry, drainer: Drainer) -> bool:
             return False
     if not named:
         is_old = time.time() - entry.created_unix_seconds > drainer.settings.commit_timeout_seconds
-        return is_old and await asyncio.to_thread(_put_away, entry, drainer)
+        return is_old and await _give_up(entry, drainer)
     with drainer.journal.own(entry.token) as dead:
         if not dead:
             return False
@@ -63,6 +63,18 @@ def _is_kept(drainer: Drainer, manifest: Manifest) -> bool:
     """True when the coordinator's entry of this save, which has its attempt for a name, stays on this node."""
     coordinators = drainer.journal.read(manifest.attempt)
     return coordinators is not None and coordinators.state == KEPT
+
+
+async def _give_up(entry: Entry, drainer: Drainer) -> bool:
+    """Remove a save that never finished, from the shared tier too where it may have gone there straight."""
+    if await asyncio.to_thread(_put_away, entry, drainer):
+        return True
+    if drainer.settings.drain_policy == "adaptive" and not await asyncio.to_thread(drainer.journal.read, entry.token):
+        try:
+            await drainer.remove_unnamed(entry)
+        except TierckptError as error:
+            log.warning("%s: shards that no commit names may be left on the shared tier: %s", entry.uri, error)
+    return False
 
 
 def _put_away(entry: Entry, drainer: Drainer) -> bool:

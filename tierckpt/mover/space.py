@@ -85,6 +85,11 @@ def has_room(settings: Settings, needed_bytes: int, directory: Path) -> bool:
     return lack.is_none
 
 
+def room_bytes(settings: Settings) -> int:
+    """Bytes that saves may take now without anything having to go."""
+    return max(0, -_lack(settings, 0, settings.local_root).hard_bytes)
+
+
 class Lack(NamedTuple):
     """Bytes that have to go before a save fits: to fit at all, and to stay below the high-water mark."""
 

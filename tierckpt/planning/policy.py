@@ -137,8 +137,11 @@ def observe(
     return replace(state, shared_rate=_mixed(state.shared_rate, rate, rules.weight), shared_seen_at=now)
 
 
-def decide(state: State, rules: Rules, now: Situation) -> tuple[State, Decision]:
-    """Return the new state and what to do. Pure: the same arguments give the same answer."""
+def decide(state: State, rules: Rules, now: Situation, *, votes: bool = True) -> tuple[State, Decision]:
+    """Return the new state and what to do. Pure: the same arguments give the same answer.
+
+    ``votes=False`` is a second question about the same moment, which is no second vote for another place (D5).
+    """
     pending = _pending(now.versions)
     exposure = now.now - _newest_shared(now)
     due, why = _due(state, rules, now, pending)
@@ -146,7 +149,8 @@ def decide(state: State, rules: Rules, now: Situation) -> tuple[State, Decision]
     newest_sent = send if send is not None else now.sending
     skip = _superseded(pending, newest_sent)
     remove = _room(rules, now, skip, newest_sent)
-    state, place = _place(state, rules, now, remove, newest_sent)
+    voted, place = _place(state, rules, now, remove, newest_sent)
+    state = voted if votes else state
     standing = _standing(state, rules, now, pending, exposure)
     numbers = {
         "exposure_seconds": exposure,
@@ -158,6 +162,11 @@ def decide(state: State, rules: Rules, now: Situation) -> tuple[State, Decision]
     probe = now.sending is None and send is None and now.now - state.shared_seen_at >= rules.probe_seconds
     rate = _rate(state, rules, now, exposure, send)
     return state, Decision(place, send, skip, remove, rate, probe, standing, why, numbers)
+
+
+def with_version(now: Situation, version: Version) -> Situation:
+    """``now`` as it will be when ``version`` stands on the SSD."""
+    return replace(now, versions=[*now.versions, version])
 
 
 def _superseded(pending: Sequence[Version], sent: int | None) -> tuple[int, ...]:

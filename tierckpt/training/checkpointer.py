@@ -56,7 +56,7 @@ from .ledger import Ledger
 from .notices import Notices
 from .record import SaveRecord
 from .restoring import agreed_latest, restore_newest, unwrapped
-from .sending import Sending
+from .sending import Order, Sending
 from .testament import Testament
 
 log = logger("checkpointer")
@@ -140,6 +140,7 @@ class Checkpointer:
         self.grace_seconds = self.settings.grace_seconds
         self._last = LastSave(self._job, lambda: cost_of(self.stats[-LATEST:], len(self._unfinished())))
         self._steps_seen = 0
+        self._is_throttled = False
         self._notices = Notices(self.settings, self._on_notice)
         preemption.watch(self, self.settings.preempt_signals)
         peers.meet(self.settings)
@@ -222,11 +223,13 @@ class Checkpointer:
         if self._has_no_room(record.uri):
             return self._skip(record)
         self._note_commits()
-        record.is_sent = self._pacer.before_save(step, self.stats[-LATEST:], is_asked=is_asked)
+        order = self._pacer.before_save(step, self.stats[-LATEST:], is_asked=is_asked)
+        record.is_sent = order.is_sent
         writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=self._overwrite)
         writer.hold_back()
         if self._pacer.keeps_some:
             writer.keep(not record.is_sent)
+        self._carry_out(order, writer)
         with unwrapped():
             plan, planner, metadata = self._plan(states.collect(state), writer)
         staged, failure = self._stage(plan, planner, state)
@@ -249,6 +252,15 @@ class Checkpointer:
         record.blocked_seconds = time.monotonic() - begun
         BLOCKED_SECONDS.emit(record.blocked_seconds)
         return future
+
+    def _carry_out(self, order: Order, writer: TierStorageWriter) -> None:
+        """Which way this save goes, and how fast the drains of this node may be from now on."""
+        if not self._pacer.is_adaptive:
+            return
+        writer.route("straight" if order.is_straight else "local if it fits" if order.is_sent else "local")
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0 and (order.bytes_per_second is not None or self._is_throttled):
+            self._is_throttled = order.bytes_per_second is not None
+            self._client.throttle(order.throttle_of_node(), order.throttle_seconds)
 
     def _stage(
         self, plan: SavePlan, planner: TierSavePlanner, state: Mapping[str, Any]
@@ -335,22 +347,26 @@ class Checkpointer:
     def _write(self, job: Job) -> None:
         record, is_settled = job.record, True
 
-        def write() -> list[Any]:
+        def write() -> tuple[list[Any], bool]:
             job.will()
             job.staged.wait(self.settings.staging_timeout_seconds)
             future = job.writer.write_data(job.plan, job.staged)
             future.wait()
-            return future.value()
+            return future.value(), job.writer.went_straight
 
-        def commit(results: list[list[Any]]) -> int:
+        def commit(outcomes: list[tuple[list[Any], bool]]) -> tuple[int, bool]:
             if job.metadata is None:
                 raise RuntimeError("only the coordinator commits")
+            results = [result for result, _ in outcomes]
             job.writer.finish(job.metadata, results)
-            return sum(file.size_bytes for rank in results for item in rank for file in getattr(item, "files", ()))
+            files = [file for rank in results for item in rank for file in getattr(item, "files", ())]
+            return sum(file.size_bytes for file in files), any(straight for _, straight in outcomes)
 
         try:
-            record.size_bytes = job.exchange.gather_then(write, commit)
+            record.size_bytes, record.is_straight = job.exchange.gather_then(write, commit)
             job.writer.hand_over()
+            if record.is_straight:
+                self._wait_shared(record, self.timeout_seconds)  # until then what is not on the SSD is no checkpoint
         except BaseException as error:
             record.error = f"{type(error).__name__}: {error}"
             if isinstance(error, TierckptError):

@@ -20,7 +20,7 @@ from ..planning.tuning import Goal, Pace, Profile, Steps, Window
 from ..telemetry import logger
 from .exchange import all_gather, broadcast
 from .record import SaveRecord
-from .sending import Sending
+from .sending import Order, Sending, Sight
 
 log = logger("interval")
 
@@ -110,6 +110,11 @@ class Pacer:
         """Whether some saves stay on the SSD that could be drained."""
         return self._sending.drains and (self.interval == "auto" or self._sending.decides)
 
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the drain policy is asked at each save."""
+        return self._sending.decides
+
     # --- deciding ----------------------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
@@ -120,8 +125,8 @@ class Pacer:
             return self._since >= (self.pace.steps if self.pace is not None else PROFILE_STEPS)
         return step % self.interval == 0
 
-    def before_save(self, step: int, records: Sequence[SaveRecord], *, is_asked: bool = False) -> bool:
-        """Decide at a save: the interval from here on, and whether this one goes to shared storage (returned).
+    def before_save(self, step: int, records: Sequence[SaveRecord], *, is_asked: bool = False) -> Order:
+        """Decide at a save: the interval from here on, and what becomes of this one (returned).
 
         ``is_asked``: somebody called ``save``, for a reason of their own.
 
@@ -129,30 +134,43 @@ class Pacer:
         """
         if self.interval != "auto" and not self._sending.decides:
             self._forget_window()
-            return True
+            return Order()
         window = self._window()
         self.step_seconds = window.baseline(self.step_seconds)
         profile = self._profile(window, records)
         share = window.overhead(self.step_seconds) if self.step_seconds else 0.0
+        tells = self.step_seconds and window.plain.count and window.draining.count
+        sight = self._sending.look(records, window.drain_slowdown(self.step_seconds or 0.0) if tells else None)
         self._forget_window()
-        measured = all_gather((profile, share))
-        self.pace, sent = broadcast(lambda: self._decide(step, measured, records, is_asked))
-        return sent
+        measured = all_gather((profile, share, sight))
+        self.pace, order = broadcast(lambda: self._decide(step, measured, records, is_asked))
+        return order
 
     def _decide(
-        self, step: int, measured: list[tuple[Profile | None, float]], records: Sequence[SaveRecord], is_asked: bool
-    ) -> tuple[Pace | None, bool]:
-        profiles = [profile for profile, _ in measured if profile is not None]
-        share = max(share for _, share in measured)
-        if self.interval != "auto" or len(profiles) < len(measured):
-            return self.pace, self._sending.decide(step, records, 1, self._interval_seconds(), is_asked=is_asked)
+        self,
+        step: int,
+        measured: list[tuple[Profile | None, float, Sight]],
+        records: Sequence[SaveRecord],
+        is_asked: bool,
+    ) -> tuple[Pace | None, Order]:
+        profiles = [profile for profile, _, _ in measured if profile is not None]
+        share = max(share for _, share, _ in measured)
+        sight = Sight.of_all([seen for _, _, seen in measured])
+        every = 1
+        if self.interval == "auto" and len(profiles) == len(measured):
+            every = self._adapt(profiles, share)
+        order = self._sending.decide(step, records, every, self._interval_seconds(), is_asked=is_asked, sight=sight)
+        return self.pace, order
+
+    def _adapt(self, profiles: list[Profile], share: float) -> int:
+        """Choose the pace from here on. Returns every how manieth checkpoint goes to shared storage."""
         profile = tuning.slowest(profiles)
         choice = tuning.choose(profile, self.goal, drains=self._sending.drains)
         pace = tuning.adapt(self.pace, choice, share, self.goal.overhead_max)
         if self.pace is None or (pace.steps, pace.every) != (self.pace.steps, self.pace.every):
             self._explain(pace, profile, share)
         self.pace = pace
-        return pace, self._sending.decide(step, records, pace.every, self._interval_seconds(), is_asked=is_asked)
+        return pace.every
 
     def _interval_seconds(self) -> float:
         steps = self.pace.steps if self.pace is not None else self.interval if isinstance(self.interval, int) else 1

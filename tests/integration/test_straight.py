@@ -1,0 +1,302 @@
+"""Saves that go straight to shared storage: when the SSD is full or no faster; whole there, or on the SSD, or an error.
+
+T1 and T2 are in ``tierckpt/mover/straight.py``, D5 and D7 in ``tierckpt/planning/policy.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+import tierckpt
+from tests.compat.worker import launch
+from tests.services import REPOSITORY
+from tests.states import same, small_state, zeros_like
+from tierckpt import Checkpointer
+from tierckpt.cli.app import run as cli
+from tierckpt.errors import CapacityError, StoreUnavailableError
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.mover import straight
+from tierckpt.mover.journal import Journal
+from tierckpt.training.sending import Order, Sending, Sight
+
+HERE = "tests.integration.test_straight"
+KiB, MiB = 1 << 10, 1 << 20
+FULL = {"drain_policy": "adaptive", "local_bytes_max": 64 * KiB, "local_full_policy": "error"}
+
+
+def state_of(seed: int, mib: int = 1) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {**small_state(seed), "large": torch.randn(mib * MiB // 4 + 13, generator=generator)}
+
+
+def local_shards(local_root: Path, uri: str) -> list[str]:
+    return sorted(path.name for path in local_dir(local_root, parse_uri(uri)).rglob("*.distcp"))
+
+
+def shared_shards(uri: str) -> list[str]:
+    return sorted(path.name for path in Path(uri).rglob("*.distcp"))
+
+
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy says at each save: straight."""
+    monkeypatch.setattr(Sending, "decide", lambda *_, **__: Order(is_straight=True))
+
+
+# --- T1 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [64 * KiB, 8 * MiB])
+def test_it_comes_back_bit_for_bit_from_every_kind_of_storage(
+    shared_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    always(monkeypatch)
+    with Checkpointer(shared_uri, drain_policy="adaptive", chunk_size_bytes=chunk) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_of(step, 3)).result(60)
+            assert tierckpt.latest(shared_uri) == f"{shared_uri}/step-{step}", "done means that it can be restored"
+        assert [record.is_straight for record in checkpointer.stats] == [True, True]
+        assert all(record.shared_commit_seconds is not None for record in checkpointer.stats)
+    assert local_shards(local_root, shared_uri) == [] and not Journal(local_root).entries()
+    for step in (1, 2):
+        state = zeros_like(state_of(step, 3))
+        assert Checkpointer(shared_uri).restore(state, step) == step
+        assert same(state, state_of(step, 3))
+
+
+def test_plain_pytorch_reads_it(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    always(monkeypatch)
+    with Checkpointer(file_uri, drain_policy="adaptive") as checkpointer:
+        checkpointer.save(1, state_of(1))
+    target = zeros_like(state_of(1))
+    dcp.load(target, storage_reader=FileSystemReader(f"{file_uri}/step-1"), no_dist=True)
+    assert same(target, state_of(1))
+
+
+def test_many_small_tensors_and_one_that_spans_chunks(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    always(monkeypatch)
+    state = {f"t{n}": torch.full((n % 37,), float(n)) for n in range(3000)} | {"wide": torch.arange(300_000)}
+    with Checkpointer(file_uri, drain_policy="adaptive", chunk_size_bytes=64 * KiB) as checkpointer:
+        checkpointer.save(1, state)
+    target = zeros_like(state)
+    assert Checkpointer(file_uri).restore(target) == 1
+    assert same(target, state)
+    assert cli(["verify", f"{file_uri}/step-1"]) == 0, "digests, read again"
+
+
+def test_a_request_that_fails_once_is_made_again_with_the_same_bytes(
+    s3_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always(monkeypatch)
+    real, tries = straight.Stream.pieces, 0
+
+    def fails_first(self: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        for number, piece in enumerate(real(self)):
+            if tries == 1 and number == 3:
+                raise StoreUnavailableError("the connection was cut", hint="")
+            yield piece
+
+    monkeypatch.setattr(straight.Stream, "pieces", fails_first)
+    with Checkpointer(s3_uri, drain_policy="adaptive", chunk_size_bytes=256 * KiB) as checkpointer:
+        checkpointer.save(1, state_of(1, 4)).result(60)
+        assert checkpointer.stats[0].is_straight
+    assert tries == 2
+    state = zeros_like(state_of(1, 4))
+    assert Checkpointer(s3_uri).restore(state) == 1 and same(state, state_of(1, 4))
+
+
+def test_a_step_that_stands_on_the_ssd_is_replaced(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(file_uri) as checkpointer:
+        checkpointer.save(1, state_of(1))
+    assert local_shards(local_root, file_uri)
+    always(monkeypatch)
+    with Checkpointer(file_uri, drain_policy="adaptive") as checkpointer:
+        checkpointer.save(1, state_of(7))
+    assert local_shards(local_root, file_uri) == []
+    state = zeros_like(state_of(7))
+    assert Checkpointer(file_uri).restore(state) == 1 and same(state, state_of(7))
+    assert len(shared_shards(f"{file_uri}/step-1")) == 1, "what was replaced is removed"
+
+
+# --- D5: when ------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_ssd_does_not_end_the_saves(file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first save finds out by itself, the later ones are told by the policy."""
+    caplog.set_level(logging.INFO)
+    with Checkpointer(file_uri, interval=1, **FULL) as checkpointer:
+        for step in range(1, 5):
+            checkpointer.step(step, state_of(step))
+            checkpointer.wait("local")
+        assert [record.is_straight for record in checkpointer.stats] == [True] * 4
+    assert "goes straight to the shared tier: the local tier has no room" in caplog.text
+    assert "step 2 goes straight to shared storage: the SSD has no room for it" in caplog.text
+    assert local_shards(local_root, file_uri) == []
+    state = zeros_like(state_of(4))
+    assert Checkpointer(file_uri).restore(state) == 4 and same(state, state_of(4))
+
+
+def test_without_the_policy_a_full_ssd_is_an_error(file_uri: str) -> None:
+    """The control."""
+    checkpointer = Checkpointer(file_uri, local_bytes_max=64 * KiB, local_full_policy="error")
+    with pytest.raises(CapacityError):
+        checkpointer.save(1, state_of(1)).result(60)
+
+
+def test_it_comes_back_to_the_ssd_when_there_is_room_again(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierckpt.planning.policy._vote", lambda state, *_: state)  # here both are the same disk
+    other = local_root / "checkpoints" / "somebody" / "else"
+    other.mkdir(parents=True)
+    (other / "large.bin").write_bytes(bytes(12 * MiB))
+    limits: dict[str, Any] = {**FULL, "local_bytes_max": 12 * MiB}
+    with Checkpointer(file_uri, interval=1, **limits) as checkpointer:
+        for step in range(1, 7):
+            if step == 4:
+                shutil.rmtree(other)
+            checkpointer.step(step, state_of(step))
+            checkpointer.wait()
+        assert [record.is_straight for record in checkpointer.stats] == [True] * 3 + [False] * 3
+
+
+# --- T2 ------------------------------------------------------------------------------------------------------------
+
+
+def test_storage_that_does_not_answer_leaves_it_to_the_ssd(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    always(monkeypatch)
+
+    async def down(*_: Any) -> Any:
+        raise StoreUnavailableError("nobody answers", hint="")
+
+    monkeypatch.setattr(straight, "send", down)
+    with Checkpointer(file_uri, drain_policy="adaptive") as checkpointer:
+        checkpointer.save(1, state_of(1)).result(60)
+        assert not checkpointer.stats[0].is_straight
+    assert "cannot go straight to the shared tier, it goes to the SSD: nobody answers" in caplog.text
+    state = zeros_like(state_of(1))
+    assert Checkpointer(file_uri).restore(state) == 1 and same(state, state_of(1))
+
+
+def test_neither_takes_it_and_nothing_is_left(file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two shards arrives, the second does not, and the SSD is full."""
+    always(monkeypatch)
+    real = straight._send
+
+    async def half(store: Any, shard: Any, *rest: Any) -> Any:
+        if "__0_1" in shard.path.name:
+            raise StoreUnavailableError("nobody answers", hint="")
+        return await real(store, shard, *rest)
+
+    monkeypatch.setattr(straight, "_send", half)
+    checkpointer = Checkpointer(file_uri, shard_size_bytes_max=MiB, **FULL)
+    with pytest.raises(CapacityError, match="no room"):
+        checkpointer.save(1, {f"t{n}": torch.randn(100_000) for n in range(5)}).result(60)
+    assert shared_shards(f"{file_uri}/step-1") == [] and local_shards(local_root, file_uri) == []
+    assert not Journal(local_root).entries() and tierckpt.latest(file_uri) is None
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from tierckpt import Checkpointer
+from tierckpt.mover import straight
+from tierckpt.training.sending import Order, Sending
+uri, when = sys.argv[1:]
+Sending.decide = lambda *_, **__: Order(is_straight=True)
+checkpointer = Checkpointer(uri, drain_policy="adaptive", shard_size_bytes_max=1 << 20)
+checkpointer.save(1, {"w": torch.ones(1000)}).result(60)
+real, sent = straight._send, 0
+async def send(*arguments):
+    global sent
+    flushed = await real(*arguments)
+    sent += 1
+    if when == "between two shards" and sent == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return flushed
+straight._send = send
+if when == "before the commit":
+    checkpointer._pacer  # the writer is made by save
+    from tierckpt.dcp.writer import TierStorageWriter
+    TierStorageWriter.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+if when == "before the drain":
+    from tierckpt.dcp.writer import TierStorageWriter
+    TierStorageWriter.hand_over = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+checkpointer.save(2, {f"t{n}": torch.full((100_000,), float(n)) for n in range(8)}).result(60)
+"""
+
+
+@pytest.mark.parametrize("when", ["between two shards", "before the commit", "before the drain"])
+def test_killed_on_the_way(when: str, file_uri: str, local_root: Path) -> None:
+    environment = {**os.environ, "TIERCKPT_LOCAL_ROOT": str(local_root), "TIERCKPT_MOVER": "inline"}
+    command = [sys.executable, "-c", KILLED, file_uri, when]
+    child = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    assert shared_shards(f"{file_uri}/step-2"), "it was on its way"
+    state = (
+        {f"t{n}": torch.zeros(100_000) for n in range(8)} if when == "before the drain" else {"w": torch.zeros(1000)}
+    )
+    step = Checkpointer(file_uri, drain_policy="adaptive").restore(state)
+    tierckpt.wait(f"{file_uri}/step-{step}")
+    assert step == (2 if when == "before the drain" else 1)
+    assert all(value.unique().tolist() == [float(key[1:] or 1)] for key, value in state.items())
+    left = shared_shards(f"{file_uri}/step-2")
+    assert bool(left) == (when == "before the drain"), "what no commit names is removed"
+    assert not Journal(local_root).entries()
+
+
+# --- several ranks -------------------------------------------------------------------------------------------------
+
+
+def one_full_node(uri: str, roots: str) -> dict[str, Any]:
+    """Two nodes; the SSD of one is full from the start."""
+    rank = dist.get_rank()
+    root = Path(roots, f"node-{rank}")
+    full = {"local_bytes_max": 64 * KiB, "local_full_policy": "error"} if rank == 1 else {}
+    name, state = f"own-{rank}", {}
+    with Checkpointer(uri, local_root=root, drain_policy="adaptive", **full) as checkpointer:
+        state = {name: torch.full((200_000,), rank + 1.0), "both": torch.ones(10)}
+        checkpointer.save(1, state).result(60)
+        first = tierckpt.latest(uri, local_root=root)
+        checkpointer.save(2, state).result(60)
+        straight = [record.is_straight for record in checkpointer.stats]
+    outcome = {"first": first, "straight": straight, "shards": len(local_shards(root, f"{uri}/step-1"))}
+    dist.barrier()
+    shutil.rmtree(root)
+    restored = {name: torch.zeros(200_000), "both": torch.zeros(10)}
+    outcome["restored"] = Checkpointer(uri, local_root=root).restore(restored)
+    outcome["value"] = restored[name].unique().tolist()
+    outcomes: list[Any] = [None] * 2
+    dist.all_gather_object(outcomes, outcome)
+    return {key: [one[key] for one in outcomes] for key in outcome}
+
+
+@pytest.mark.distributed
+def test_one_full_node_goes_straight_and_then_all_do(tmp_path: Path, file_uri: str) -> None:
+    found = launch(f"{HERE}:one_full_node", 2, uri=file_uri, roots=str(tmp_path))
+    assert found["first"] == [f"{file_uri}/step-1"] * 2, "done means that it can be restored, on every rank"
+    assert found["shards"][0] >= 1 and found["shards"][1] == 0, "the first one: each rank as its SSD allows"
+    assert found["straight"] == [[True, True]] * 2
+    assert found["restored"] == [2, 2] and found["value"] == [[1.0], [2.0]]
+
+
+def test_the_fullest_ssd_and_the_slowest_step_count() -> None:
+    assert Sight.of_all([Sight(3.5, 0.01), Sight(0.5), Sight(drain_slowdown=0.2)]) == Sight(0.5, 0.2)
