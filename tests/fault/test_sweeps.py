@@ -24,7 +24,7 @@ from tests.fault.sweep.phases import PHASES
 from tests.fault.sweep.races import BUGS as RACE_BUGS
 
 FULL = os.environ.get("TIERCKPT_TEST_SWEEP") == "full"
-KILLS_MIN, ANSWERS_MIN, PAIRS_MIN = (5000, 5000, 2000) if FULL else (160, 200, 0)
+KILLS_MIN, ANSWERS_MIN, PAIRS_MIN = (5000, 5000, 2000) if FULL else (300, 450, 0)
 SECONDS_MAX = 6 * 3600 if FULL else 400
 PROCESSES = 2
 RACES = 2000 if FULL else 50

@@ -32,8 +32,8 @@ from tests.fault.sweep.calls import Call, answers
 from tests.fault.sweep.child import Ended
 from tests.fault.sweep.phases import BY_NAME, PHASES, Phase
 
-KILLS = 160
-ERRNOS = 200
+KILLS = 310
+ERRNOS = 470
 HALVES = 20
 TRIES = 3
 """A call that comes with some timings only is waited for in so many runs."""
