@@ -23,8 +23,9 @@ import tierckpt
 from tierckpt.arena import slots
 from tierckpt.dcp.writer import TierStorageWriter
 from tierckpt.errors import TierckptError
-from tierckpt.mover import commit, flush
+from tierckpt.mover import commit, flush, straight
 from tierckpt.training import testament
+from tierckpt.training.sending import Order, Sending
 
 STAGGER_SECONDS = 0.15
 """Between the deaths of two ranks: long enough for the agent to act on each before it hears of the next."""
@@ -156,13 +157,21 @@ def _first_half(real: Callable[..., Any], reached: Callable[[], None]) -> Callab
 # --- scenarios ----------------------------------------------------------------------------------------------------
 
 
-def all_die(uri: str, folder: str, point: str, **settings: Any) -> None:
-    """Step 1 is committed, and all ranks are killed at ``point`` of step 2."""
+def all_die(uri: str, folder: str, point: str, is_straight: bool = False, **settings: Any) -> None:
+    """Step 1 is committed, and all ranks are killed at ``point`` of step 2.
+
+    ``is_straight``: shards go straight to the shared tier; at the point "handed in" none has arrived there.
+    """
     points = Points(folder)
+    if is_straight:
+        Sending.decide = lambda *_, **__: Order(is_straight=True)  # type: ignore[method-assign]
+        settings["drain_policy"] = "adaptive"
     checkpointer = _checkpointer(uri, **settings)
     checkpointer.save(1, state_of(points.rank, 1, points.world_size))
     checkpointer.wait("local")
     _arm(points, point, lambda: points.reach("killed"))
+    if is_straight and point == "handed in":
+        straight.Stream.pieces = lambda _: time.sleep(FOR_EVER_SECONDS)  # type: ignore[method-assign, assignment]
     checkpointer.save(2, state_of(points.rank, 2, points.world_size))
     points.await_all("killed")
     points.die(after_seconds=points.rank * STAGGER_SECONDS)

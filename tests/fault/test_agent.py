@@ -23,7 +23,7 @@ from tests.fault.nursery import Job, Nursery
 from tests.servers.faultproxy import FaultProxy
 from tests.services import S3Server
 from tests.states import load, same, save
-from tierckpt.client import close_all
+from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.errors import TierckptError
 from tierckpt.layout import agent_dir, local_dir, parse_uri
@@ -251,6 +251,34 @@ def test_what_was_staged_when_all_ranks_were_killed_is_committed(
     flushed_again = "half flushed" if point in ("handed in", "half flushed") else ""
     assert bool(flushed_again) == ("written from memory" in log_of(local_root))
     until(lambda: not runs(local_root), IDLE_SECONDS + 4, "the agent to leave")
+
+
+@pytest.mark.parametrize("point", ["handed in", "flushed"])
+def test_what_was_on_its_way_straight_to_the_shared_tier_is_committed(
+    point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    """Shards that had arrived are taken as they are; those that had not are written from memory, to the SSD."""
+    job = nursery.start("all_die", tmp_path / "job", 2, uri=file_uri, point=point, is_straight=True, **SETTINGS)
+    assert job.codes() == [-signal.SIGKILL] * 2, job.output()
+    assert len(list(job.folder.glob("killed.*"))) == 2
+    settle(local_root, job)
+    on_the_ssd = bool(list(local_dir(local_root, parse_uri(f"{file_uri}/step-2")).glob("*.distcp")))
+    assert_is_step(file_uri, 2, local_root, 2)
+    assert_is_step(file_uri, 2, tmp_path / "another node", 2)
+    assert on_the_ssd == (point == "handed in") == ("written from memory" in log_of(local_root))
+
+
+def test_a_job_throttles_the_drains_of_the_agent(local_root: Path) -> None:
+    client = get_client(Settings.load(local_root=local_root, **SETTINGS))
+
+    def limit() -> int | None:
+        return status(local_root)["drain_bytes_per_second"]
+
+    client.throttle(1_000_000, 60.0)
+    until(lambda: agent_dir(local_root).is_dir() and runs(local_root), 20, "the agent to start")
+    until(lambda: limit() == 1_000_000, 20, "the agent to hear of it")
+    client.throttle(None, 0.0)
+    until(lambda: limit() is None, 20, "the agent to hear that it is over")
 
 
 def _attempt(root: Path, uri: str) -> str:

@@ -473,6 +473,7 @@ class Agent:
                 for what, progress in self._moving.items()
             ],
             "moved_bytes": self._moved_bytes,
+            "drain_bytes_per_second": self.engine.budget.rate,
             "errors": self._errors,
             "replicas": self.replicator.status() if self.replicator is not None else None,
         }

@@ -565,7 +565,10 @@ class TierStorageWriter(Mount, StorageWriter):
         names = [*(shard.name for shard in will.shards), blocks_file(will.token)]
         files = tuple(noted[name] for name in names if name in noted)
         for file in files:
-            if file_size(save.directory / file.key) != file.size_bytes and not self._is_shared(file):
+            if file_size(save.directory / file.key) == file.size_bytes:
+                continue
+            self.went_straight = self._is_shared(file)
+            if not self.went_straight:
                 raise CheckpointError(f"{file.key} of {save.entry.uri} was durable and is gone", hint="Who removed it?")
         return files
 
@@ -657,7 +660,7 @@ class TierStorageWriter(Mount, StorageWriter):
         if entry.state == KEPT:
             return
         try:
-            linked = self._client.run(lambda engine: engine.send_linked(entry))
+            linked = not self.went_straight and self._client.run(lambda engine: engine.send_linked(entry))
             if linked and entry.manifest is not None and not entry.is_fragment:
                 self._client.run(lambda engine: engine.drain_now(entry.token))
                 return
