@@ -177,6 +177,18 @@ def all_die(uri: str, folder: str, point: str, is_straight: bool = False, **sett
     points.die(after_seconds=points.rank * STAGGER_SECONDS)
 
 
+def keeps_and_dies(uri: str, folder: str, **settings: Any) -> None:
+    """Of four steps only the first goes to the shared tier. Then the kill."""
+    points = Points(folder)
+    Sending.decide = lambda _, step, *__, **___: Order(step == 1)  # type: ignore[method-assign]
+    checkpointer = _checkpointer(uri, drain_policy="adaptive", **settings)
+    for step in range(1, 5):
+        checkpointer.save(step, state_of(0, step))
+        checkpointer.wait("local")
+    points.reach("killed")
+    points.die()
+
+
 def one_never_stages(uri: str, folder: str, **settings: Any) -> None:
     """All ranks are killed when all but one have handed in their wills of step 2."""
     points = Points(folder)

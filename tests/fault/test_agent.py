@@ -304,6 +304,19 @@ def test_a_save_that_one_rank_had_not_staged_is_none(
     assert list(local_dir(local_root, parse_uri(f"{file_uri}/step-2")).glob("*.distcp")) == []
 
 
+def test_the_newest_that_a_dead_job_has_kept_on_the_ssd_is_drained(
+    nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    job = nursery.start("keeps_and_dies", tmp_path / "job", uri=file_uri, **SETTINGS)
+    assert job.codes() == [-signal.SIGKILL], job.output()
+    until(lambda: not runs(local_root), 40, "the agent to leave")  # unasked: who asks it keeps it busy
+    assert not Journal(local_root).entries()
+    assert_is_step(file_uri, 4, tmp_path / "another node")
+    drained = [path.name for path in Path(file_uri).glob("step-*")]
+    assert sorted(drained) == ["step-1", "step-4"], "what is behind it is worth nothing any more"
+    assert "its job has ended" in log_of(local_root)
+
+
 # --- one rank killed ------------------------------------------------------------------------------------------------
 
 

@@ -172,9 +172,12 @@ class Agent:
                 await self._recover()  # what a rank has written and nobody has named is put away when its time is up
             if not self._may_leave():
                 self._busy_at = time.monotonic()
-            elif not self._stay and time.monotonic() - self._busy_at >= self.settings.agent_idle_seconds:
-                log.info("agent leaves: nothing to do for %g s", self.settings.agent_idle_seconds)
-                return
+            elif time.monotonic() - self._busy_at >= self.settings.agent_idle_seconds:
+                if await self._release_kept():
+                    continue
+                if not self._stay:
+                    log.info("agent leaves: nothing to do for %g s", self.settings.agent_idle_seconds)
+                    return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), RESCAN_SECONDS)
 
@@ -183,6 +186,21 @@ class Agent:
         is_needed = self.peers is not None and self.peers.is_needed
         is_needed = is_needed or (self.replicator is not None and self.replicator.is_needed)
         return not (has_work or is_needed) and self.estate.is_empty
+
+    async def _release_kept(self) -> bool:
+        """The job has ended without a word: what it has kept on the SSD, the newest of each run, is drained after all.
+
+        A job that comes back meanwhile costs nothing but that drain.
+        """
+        try:
+            await self.engine.settle()
+            released = await self.engine.release()
+        except (OSError, TierckptError) as error:
+            log.error("what is kept on the SSD cannot be released: %s", error)
+            return False
+        for entry in released:
+            log.info("%s: its job has ended, and nothing newer is on shared storage: it is drained", entry.uri)
+        return bool(released)
 
     async def _drain_what_is_ready(self) -> None:
         entries = await self._entries()
