@@ -33,6 +33,7 @@ from tierckpt.mover.tuner import IoShape
 
 KiB, MiB = 1 << 10, 1 << 20
 CHILD_SECONDS = 60
+TRIES = 3
 
 
 # --- what the children do -----------------------------------------------------------------------------------------
@@ -276,7 +277,10 @@ def traced(folder: Path) -> dict[str, Any]:
         positions[name] = 1 + next(number for number, line in enumerate(calls) if ".distcp" in line)
     found = {}
     for number, (name, injection) in enumerate(TRACED.items()):
-        found[name] = trace(folder / str(number), injection.format(**positions))
+        for again in range(TRIES):
+            found[name] = trace(folder / f"{number}-{again}", injection.format(**positions))
+            if "{" not in injection or ".distcp" in found[name]["hit"]:
+                break  # else a call came in between that is not there each time, and took the shard's number
     return found
 
 
@@ -299,6 +303,7 @@ def trace(folder: Path, injection: str) -> dict[str, Any]:
         "code": code,
         "error": answer,
         "fired": sum("(INJECTED)" in line or "SIGKILL" in line for line in lines),
+        "hit": next((line for line in lines if "(INJECTED)" in line), lines[-2] if len(lines) > 1 else ""),
         "calls": [line for line in lines if line.startswith(f"{call}(")],
         "shard_calls": [line for line in lines if ".distcp" in line and line.startswith(("pwrite64(", "fsync("))],
         "examined": examined,

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 import tierckpt
 from tests.compat.worker import launch
-from tests.services import REPOSITORY
+from tests.fault.nursery import Nursery
 from tests.states import load, save
 from tierckpt.client import close_all
 from tierckpt.layout import local_dir, parse_uri
@@ -81,82 +82,36 @@ def test_a_lock_held_while_a_worker_forks_is_released(tmp_path: Path) -> None:
         child.wait()
 
 
-def _race(uri: str, roots: list[Path]) -> list[str]:
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery.running("tests.fault.single_scenarios") as running:
+        yield running
+
+
+def _race(nursery: Nursery, folder: Path, uri: str, roots: list[Path]) -> list[str]:
     """Start one saver a root, let all go at once, return each one's outcome."""
-    code = (
-        "import sys, time, torch, torch.distributed.checkpoint as dcp, tierckpt\n"
-        "from tests.states import raises_ours\n"
-        "from tierckpt.errors import AlreadyCommittedError\n"
-        "uri, root, value, go = sys.argv[1:]\n"
-        "writer = tierckpt.TierStorageWriter(uri, local_root=root)\n"
-        "plan = writer.prepare_global_plan\n"
-        "def late(plans):\n"  # every saver has looked at what stands under the id, and has seen nothing
-        "    print('ready', flush=True); sys.stdin.readline(); return plan(plans)\n"
-        "writer.prepare_global_plan = late\n"
-        "try:\n"
-        "    state = {'w': torch.full((1000,), float(value))}\n"
-        "    with raises_ours(): dcp.save(state, storage_writer=writer, no_dist=True)\n"
-        "    tierckpt.wait(uri, timeout_seconds=30, local_root=root); print('won')\n"
-        "except AlreadyCommittedError as error: print('lost', error.context['winner'])\n"
-    )
     savers = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, uri, str(root), str(index), "go"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
+        nursery.start(
+            "race", folder / str(index), uri=uri, root=str(root), value=index, meet=str(folder), of=len(roots)
         )
         for index, root in enumerate(roots)
     ]
-    try:
-        for saver in savers:
-            assert saver.stdout is not None
-            assert saver.stdout.readline().strip() == "ready"
-        for saver in savers:
-            assert saver.stdin is not None
-            saver.stdin.write("go\n")
-            saver.stdin.flush()
-        return [saver.communicate(timeout=60)[0].strip() for saver in savers]
-    finally:
-        for saver in savers:
-            saver.kill()
-            saver.wait(timeout=10)
+    for saver in savers:
+        assert saver.codes(60) == [0], saver.output()
+    return [(folder / f"told.{index}").read_text() for index in range(len(roots))]
 
 
 @pytest.mark.parametrize("node", ["one", "many"])
-def test_of_saves_that_race_for_one_id_exactly_one_wins(node: str, shared_uri: str, tmp_path: Path) -> None:
+def test_of_saves_that_race_for_one_id_exactly_one_wins(
+    node: str, shared_uri: str, tmp_path: Path, nursery: Nursery
+) -> None:
     roots = [tmp_path / "local" if node == "one" else tmp_path / f"local-{index}" for index in range(4)]
-    outcomes = _race(f"{shared_uri}/step-1", roots)
+    outcomes = _race(nursery, tmp_path / "race", f"{shared_uri}/step-1", roots)
     winners = [index for index, outcome in enumerate(outcomes) if outcome == "won"]
     assert len(winners) == 1, outcomes
     assert all(outcome.startswith("lost ") for index, outcome in enumerate(outcomes) if index not in winners), outcomes
     loaded = load(f"{shared_uri}/step-1", {"w": torch.zeros(1000)}, local_root=tmp_path / "fresh")
     assert loaded["w"].unique().tolist() == [float(winners[0])]
-
-
-SAVER = (
-    "import sys, torch, torch.distributed.checkpoint as dcp, tierckpt, os, signal\n"
-    "import tierckpt.mover.flush as flush, tierckpt.mover.commit as commit, tierckpt.dcp.writer as writer\n"
-    "uri, point = sys.argv[1:]\n"
-    "def die(*a, **k): os.kill(os.getpid(), signal.SIGKILL)\n"
-    "def after(real):\n"
-    "    def call(*a, **k):\n"
-    "        real(*a, **k); die()\n"
-    "    return call\n"
-    "points = {\n"
-    "  'before shards': lambda: setattr(writer.TierStorageWriter, '_write_shards', die),\n"
-    "  'in a shard': lambda: setattr(flush._File, 'write', die),\n"
-    "  'before the commit': lambda: setattr(commit, 'commit_local', die),\n"
-    "  'between metadata and manifest': lambda: setattr(commit, '_publish', half),\n"
-    "  'after the commit': lambda: setattr(commit, 'commit_local', after(commit.commit_local)),\n"
-    "}\n"
-    "def half(directory, location, manifest, metadata):\n"
-    "    for entry in manifest.metadata: commit.durable_write(directory / entry.path, metadata[entry.path])\n"
-    "    die()\n"
-    "points[point]()\n"
-    "dcp.save({'w': torch.full((100_000,), 2.0)}, storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)\n"
-)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +125,13 @@ SAVER = (
     ],
 )
 def test_a_saver_killed_at_any_point_leaves_the_old_checkpoint_or_the_new(
-    point: str, survivor: float, s3_uri: str, local_root: Path
+    point: str, survivor: float, s3_uri: str, local_root: Path, tmp_path: Path, nursery: Nursery
 ) -> None:  # P2, P3
     uri = f"{s3_uri}/step-1"
     save(uri, {"w": torch.full((100_000,), 1.0)})
     tierckpt.wait(uri, timeout_seconds=30)
-    done = subprocess.run([sys.executable, "-c", SAVER, uri, point], timeout=60, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr  # the fault really fired
+    saver = nursery.start("die_at", tmp_path / "saver", uri=uri, point=point)
+    assert saver.codes() == [-signal.SIGKILL], saver.output()  # the fault really fired
     assert load(uri, {"w": torch.zeros(100_000)})["w"].unique().tolist() == [survivor]
     close_all()  # what a restarted job is: a process that reads the journal anew
     save(uri, {"w": torch.full((100_000,), 3.0)})  # the next save works and puts the leftovers away
@@ -189,23 +144,13 @@ def test_a_saver_killed_at_any_point_leaves_the_old_checkpoint_or_the_new(
     assert len(list(local_dir(local_root, parse_uri(uri)).glob("*.distcp"))) == 1
 
 
-def test_a_mover_killed_in_the_drain_publishes_nothing_and_the_next_one_finishes(s3_uri: str, local_root: Path) -> None:
-    code = (
-        "import os, sys, torch, torch.distributed.checkpoint as dcp, tierckpt\n"
-        "import tierckpt.mover.drain as drain\n"
-        "real = drain.send\n"
-        "async def send(store, path, entry, *rest):\n"
-        "    await real(store, path, entry, *rest); os.kill(os.getpid(), 9)\n"
-        "drain.send = send\n"
-        "state = {f'w{i}': torch.full((10_000,), float(i)) for i in range(6)}\n"
-        "writer = tierckpt.TierStorageWriter(sys.argv[1], shard_size_bytes_max=50_000, concurrency=1)\n"
-        "dcp.save(state, storage_writer=writer, no_dist=True)\n"
-        "tierckpt.wait(sys.argv[1], timeout_seconds=30, concurrency=1)"
-    )
+def test_a_mover_killed_in_the_drain_publishes_nothing_and_the_next_one_finishes(
+    s3_uri: str, local_root: Path, tmp_path: Path, nursery: Nursery
+) -> None:
     uri = f"{s3_uri}/step-1"
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", code, uri], timeout=60, capture_output=True, text=True)
-        assert done.returncode == -9, done.stderr
+    for number in range(2):
+        mover = nursery.start("die_after_the_first_file", tmp_path / str(number), uri=uri)
+        assert mover.codes() == [-signal.SIGKILL], mover.output()
         assert len(Journal(local_root).entries()) >= 1
     tierckpt.wait(uri, timeout_seconds=30)
     loaded = load(uri, {"w5": torch.zeros(10_000)}, local_root=local_root.parent / "other")
@@ -236,23 +181,13 @@ def test_a_fork_leaves_the_parents_client_alone(file_uri: str) -> None:
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
 
 
-def test_what_a_lost_node_left_on_the_shared_tier_goes_with_the_next_save(s3_uri: str, local_root: Path) -> None:
+def test_what_a_lost_node_left_on_the_shared_tier_goes_with_the_next_save(
+    s3_uri: str, local_root: Path, tmp_path: Path, nursery: Nursery
+) -> None:
     """Killed in the drain, after the shard and before the commit; its node is lost; the id is saved again elsewhere."""
-    code = (
-        "import os, sys, torch, torch.distributed.checkpoint as dcp, tierckpt\n"
-        "import tierckpt.mover.commit as commit\n"
-        "async def die(store, location, manifest):\n"
-        "    await commit._claim(store, location, manifest)\n"
-        "    await store.put(f'.tierckpt/pending/{manifest.attempt}.json', manifest.encode())\n"
-        "    os.kill(os.getpid(), 9)\n"
-        "commit.commit_shared = die\n"
-        "writer = tierckpt.TierStorageWriter(sys.argv[1])\n"
-        "dcp.save({'w': torch.zeros(1000)}, storage_writer=writer, no_dist=True)\n"
-        "tierckpt.wait(sys.argv[1], timeout_seconds=30)"
-    )
     uri = f"{s3_uri}/step-1"
-    done = subprocess.run([sys.executable, "-c", code, uri], timeout=60, capture_output=True, text=True)
-    assert done.returncode == -9, done.stderr
+    mover = nursery.start("die_before_the_shared_commit", tmp_path / "mover", uri=uri)
+    assert mover.codes() == [-signal.SIGKILL], mover.output()
     shutil.rmtree(local_root)
     save(uri, {"w": torch.ones(1000)})
     tierckpt.wait(uri, timeout_seconds=30)

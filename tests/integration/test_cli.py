@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.compat.worker import launch
+from tests.servers.fleet import Fleet
 from tests.services import S3Server, free_port
 from tests.states import load, raises_ours, same, save, small_state
 from tierckpt.client import close_all
@@ -56,16 +61,22 @@ def tierckpt_(*arguments: object, **environment: str) -> Done:
 
 
 def for_people(*arguments: object, **environment: str) -> Done:
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return Done(done.returncode, done.stdout, done.stderr)
+    command = _fleet().start([str(argument) for argument in arguments], {**os.environ, **environment})
+    ended = command.wait(120)
+    out, err = command.out.read_text(), command.err.read_text()
+    assert ended is not None and "Traceback" not in err, err
+    return Done(ended.code, out, err)
+
+
+@lru_cache(maxsize=1)
+def _fleet() -> Fleet:
+    """Commands are forked from a process that has imported what they need, torch too; it ends with this one."""
+    folder = _held.enter_context(tempfile.TemporaryDirectory(prefix="commands-"))
+    return _held.enter_context(Fleet.running(Path(folder), "torch"))
+
+
+_held = contextlib.ExitStack()
+atexit.register(_held.close)
 
 
 def saved(uri: str, seed: int = 1, **options: Any) -> dict[str, Any]:

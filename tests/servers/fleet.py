@@ -100,7 +100,7 @@ class Fleet:
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=_die_with_parent,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         )
         try:
             fleet = cls(process, folder)
