@@ -285,6 +285,14 @@ def test_storage_that_is_slower_never_does() -> None:
     assert not any(order.is_straight for order in saves(sending(drain_policy="adaptive"), 20, local=1.0, shared=5.0))
 
 
+def test_a_save_that_is_under_way_has_the_size_of_the_one_before() -> None:
+    """Nobody knows its own yet, and nothing is not what it takes."""
+    adaptive = sending(drain_policy="adaptive")
+    records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 6.0), SaveRecord(2, "", 0, 0.1)]
+    assert not adaptive.decide(3, records, 1, 10.0, sight=Sight(2.5)).is_straight
+    assert adaptive.decide(4, records, 1, 10.0, sight=Sight(0.5)).is_straight
+
+
 def test_little_room_is_no_reason_and_none_is() -> None:
     def straight(room: float) -> list[bool]:
         adaptive = sending(drain_policy="adaptive")

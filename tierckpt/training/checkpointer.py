@@ -224,7 +224,7 @@ class Checkpointer:
             return self._skip(record)
         self._note_commits()
         order = self._pacer.before_save(step, self.stats[-LATEST:], is_asked=is_asked)
-        record.is_sent = order.is_sent
+        record.is_sent, record.is_straight = order.is_sent, order.is_straight
         writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=self._overwrite)
         writer.hold_back()
         if self._pacer.keeps_some:

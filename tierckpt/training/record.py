@@ -20,7 +20,7 @@ class SaveRecord:
     is_sent: bool = True
     """False: it stays on the local tier; only newer ones go to shared storage."""
     is_straight: bool = False
-    """True: it did not lie on the SSD on its way, or not all of it; its local and its shared commit are one."""
+    """True: it does not lie on the SSD on its way, or not all of it; its local and its shared commit are one."""
     begun_at: float = field(default_factory=time.monotonic, repr=False)
 
     @property

@@ -85,7 +85,7 @@ class Sending:
 
     def look(self, records: Sequence[SaveRecord], drain_slowdown: float | None) -> Sight:
         """What this rank can tell rank 0. Cost: a statvfs, and what ``local_bytes_max`` costs."""
-        size_bytes = next((one.size_bytes for one in reversed(records) if one.size_bytes), 0)
+        size_bytes = _usual_bytes(records)
         if not self.is_adaptive or not size_bytes:
             return Sight(drain_slowdown=drain_slowdown)
         return Sight(room_bytes(self._settings) / (size_bytes * _share_of_node()), drain_slowdown)
@@ -121,11 +121,12 @@ class Sending:
         for number, one in good:
             self._observe(number, one)
         self._learn_slowdown(sight.drain_slowdown)
-        size_bytes = float(good[-1][1].size_bytes) if good else 0.0
+        size_bytes = float(_usual_bytes(records))
         versions = [self._version(number, one) for number, one in good]
         arrived = max((version.number for version in versions if version.on_shared), default=0)
         under_way = [n for n, one in good if one.is_sent and one.shared_commit_seconds is None and n > arrived]
-        queue = sum(one.size_bytes or size_bytes for _, one in good if one.local_commit_seconds is None)
+        flushing = [one for _, one in good if one.local_commit_seconds is None and not one.is_straight]
+        queue = sum(one.size_bytes or size_bytes for one in flushing)
         used = sum(version.size_bytes for version in versions if version.on_local)
         rules = Rules(
             every=every,
@@ -156,7 +157,8 @@ class Sending:
         self._state, decision = policy.decide(self._state, rules, asked, votes=False)
         is_sent = decision.send == number
         lasts = max(THROTTLE_SECONDS_MIN, THROTTLE_INTERVALS * interval_seconds)
-        order = Order(is_sent, False, decision.rate_bytes_per_second if self._slowdown else None, lasts)
+        hurts = self._slowdown > rules.step_slowdown_max
+        order = Order(is_sent, False, decision.rate_bytes_per_second if hurts else None, lasts)
         self._throttle = order.bytes_per_second
         what = "goes to shared storage" if is_sent else "stays on the SSD"
         self._say(step, what, decision.reason, decision, order)
@@ -223,6 +225,11 @@ class Sending:
         rate = self._state.shared_rate
         free = measured * rate / self._throttle if rate and self._throttle and self._throttle < rate else measured
         self._slowdown += SLOWDOWN_WEIGHT * (free - self._slowdown)
+
+
+def _usual_bytes(records: Sequence[SaveRecord]) -> int:
+    """The size of the latest save of which it is known, 0 without one."""
+    return next((one.size_bytes for one in reversed(records) if one.size_bytes), 0)
 
 
 def _share_of_node() -> float:
