@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.fault.sweep.phases import LOCAL, SHARED, TARGET, Job, Phase, State, World
+from tests.fault.sweep.phases import LOCAL, PATIENT_WAIT_SECONDS, SHARED, TARGET, WAIT_SECONDS, Job, Phase, State, World
 from tests.fault.sweep.saver import content
 from tierckpt.errors import CommitAbandonedError
 from tierckpt.layout import METADATA, SHARD_SUFFIX
@@ -152,7 +152,9 @@ def check_restart(world: World, phase: Phase, golden: Iterable[str] | None) -> l
     for name, tier in found:
         if tier == LOCAL and (name, SHARED) in phase.end and found.get((name, SHARED)) != found[name, LOCAL]:
             raise Violation(f"{name} is not drained after the restart: {found}")
+    Job.wait_seconds = PATIENT_WAIT_SECONDS
     phase.act(world)
+    Job.wait_seconds = WAIT_SECONDS
     abandoned |= recover(world)
     found = state_of(world, phase)
     if found != phase.end:

@@ -21,6 +21,9 @@ from tierckpt.mover.disk import check_local_root, typed_errors
 from tierckpt.stores.local import LocalStore
 
 WAIT_SECONDS = 1.5
+"""For ranks that may never come."""
+PATIENT_WAIT_SECONDS = 30.0
+"""For ranks that do come, on a machine that has much to do."""
 drain.POLL_SECONDS_MIN = 0.1
 """Long enough for the other ranks to be done: how often a mover looks must not depend on how fast this machine is."""
 
@@ -59,6 +62,8 @@ class World:
 class Job:
     """What a child works with: a saver, an engine, a loop, and a file to acknowledge in."""
 
+    wait_seconds = WAIT_SECONDS
+
     def __init__(self, world: World, *, drain: bool = True, **overrides: Any) -> None:
         self.world = world
         settings = Settings.load(
@@ -67,7 +72,7 @@ class Job:
             chunk_size_bytes=CHUNK_BYTES,
             flush_threads_max=1,
             concurrency=1,
-            commit_timeout_seconds=WAIT_SECONDS,
+            commit_timeout_seconds=Job.wait_seconds,
             drain_retry_seconds_max=0.01,
             allow_tmpfs=True,
             **overrides,
