@@ -26,6 +26,8 @@ from tierckpt.layout import (
     DRAINED,
     MANIFEST,
     METADATA,
+    PASSED,
+    REPLICATED,
     Location,
     attempt_metadata,
     parse_uri,
@@ -392,3 +394,39 @@ def test_a_drained_mark_that_cannot_be_read_says_nothing(tmp_path: Path) -> None
     committed(tmp_path, "one")
     (tmp_path / DRAINED).mkdir()
     assert not commit.is_drained(tmp_path, "one")
+
+
+# --- notes beside a copy -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mark", "is_marked"),
+    [
+        (commit.mark_drained, commit.is_drained),
+        (commit.mark_passed, commit.may_go),
+        (commit.mark_replicated, commit.is_replicated),
+    ],
+)
+def test_a_note_is_about_one_attempt_and_a_damaged_one_about_none(
+    mark: Callable[[Path, str], None], is_marked: Callable[[Path, str], bool], tmp_path: Path
+) -> None:
+    committed(tmp_path, "one")
+    assert not is_marked(tmp_path, "one")
+    mark(tmp_path, "one")
+    assert is_marked(tmp_path, "one") and not is_marked(tmp_path, "two")
+    for note in (DRAINED, PASSED, REPLICATED):
+        if (tmp_path / note).exists():
+            (tmp_path / note).write_bytes(b"{}")
+    assert not is_marked(tmp_path, "one")
+
+
+@pytest.mark.parametrize("mark", [commit.mark_drained, commit.mark_passed, commit.mark_replicated])
+def test_where_nothing_of_ours_is_no_note_is_left(mark: Callable[[Path, str], None], tmp_path: Path) -> None:
+    mark(tmp_path / "none", "one")
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_peers_that_cannot_be_told_fail_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / ".tierckpt").write_text("in the way")
+    commit.mark_own(tmp_path, "one")
+    assert "peers are not told that this node saves it" in caplog.text
