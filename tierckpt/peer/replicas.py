@@ -22,7 +22,6 @@ from typing import Any
 
 from ..layout import Location, local_dir, location_at, parse_uri, step_of
 from ..manifest import is_token, is_unix_seconds
-from ..planning.placement import spread_placement
 from ..types import Json
 from .members import Member
 
@@ -120,6 +119,8 @@ def _holders(known: tuple[tuple[str, str], ...], replicas: int) -> Mapping[str, 
     if not known:
         return {}
     names = [name for name, _ in known]
+    from ..planning.placement import spread_placement  # planning is a tenth of what a command takes to start
+
     placed = spread_placement([domain for _, domain in known], min(replicas, len(known)))
     return {names[node]: tuple(names[other] for other in held) for node, held in enumerate(placed)}
 
