@@ -120,6 +120,8 @@ def _serve() -> None:
         request = json.loads(line)
         if request["verb"] == "start":
             answer: Any = _start(request, scenarios)
+            for pid in answer:
+                ended.pop(pid, None)  # of a process that had the number before
         elif request["verb"] == "wait":
             answer = _wait(request["pids"], request["timeout_seconds"], request["until_one_fails"], ended)
         else:

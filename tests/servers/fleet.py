@@ -217,6 +217,7 @@ class Nest:
         pid = os.fork()
         if pid == 0:
             self._become(**request)
+        self.ended.pop(pid, None)  # of a process that had the number before
         return {"pid": pid, "began": began}
 
     def _become(self, arguments: list[str], env: dict[str, str], namespace: str, bug: str, out: str, err: str) -> None:
