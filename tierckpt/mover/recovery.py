@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 from ..errors import ManifestError, TierckptError
+from ..layout import SHARD_SUFFIX
 from ..manifest import Manifest
 from ..telemetry import logger
 from . import commit
@@ -14,6 +15,9 @@ from .drain import Drainer
 from .journal import KEPT, READY, WRITTEN, Entry
 
 log = logger("recovery")
+
+LOOK_SECONDS_MAX = 10.0
+"""A save that waits for recovery does not wait for a store that is away."""
 
 
 async def take_up(entry: Entry, drainer: Drainer) -> bool:
@@ -66,14 +70,18 @@ def _is_kept(drainer: Drainer, manifest: Manifest) -> bool:
 
 
 async def _give_up(entry: Entry, drainer: Drainer) -> bool:
-    """Remove a save that never finished, from the shared tier too where it may have gone there straight."""
+    """Remove a save that never finished. One that has no shard here may have gone straight to the shared tier."""
+    directory = drainer.directory(entry.location)
+    had_shards = await asyncio.to_thread(lambda: any(directory.glob(f"*-{entry.token}{SHARD_SUFFIX}")))
     if await asyncio.to_thread(_put_away, entry, drainer):
         return True
-    if drainer.settings.drain_policy == "adaptive" and not await asyncio.to_thread(drainer.journal.read, entry.token):
-        try:
+    if had_shards or not drainer.settings.drain or await asyncio.to_thread(drainer.journal.read, entry.token):
+        return False
+    try:
+        async with asyncio.timeout(LOOK_SECONDS_MAX):
             await drainer.remove_unnamed(entry)
-        except TierckptError as error:
-            log.warning("%s: shards that no commit names may be left on the shared tier: %s", entry.uri, error)
+    except (TierckptError, TimeoutError) as error:
+        log.warning("%s: shards that no commit names may be left on the shared tier: %s", entry.uri, error)
     return False
 
 

@@ -366,7 +366,7 @@ class Checkpointer:
             record.size_bytes, record.is_straight = job.exchange.gather_then(write, commit)
             job.writer.hand_over()
             if record.is_straight:
-                self._wait_shared(record, self.timeout_seconds)  # until then what is not on the SSD is no checkpoint
+                self._wait_shared(record, self.timeout_seconds)  # until then no other node could restore it
         except BaseException as error:
             record.error = f"{type(error).__name__}: {error}"
             if isinstance(error, TierckptError):

@@ -128,7 +128,7 @@ class Phase:
     links: bool = True
     """The shared tier is on the same file system; False: it is told that it cannot link."""
     damaged: frozenset[tuple[str, str]] = frozenset()
-    """Places that were prepared with files missing."""
+    """Places with files missing: prepared so, or as long as what stands there has its files on the shared tier only."""
 
     @property
     def end(self) -> State:
@@ -231,6 +231,15 @@ PHASES = (
         before=TWO,
         after={**TWO, ("step-2", LOCAL): "over"},
         settled=OVER,
+    ),
+    Phase(
+        "save straight",
+        save_one,
+        lambda world: Job(world).save(2, "2", is_straight=True),
+        before=ONE,
+        after={**ONE, ("step-2", LOCAL): "2", ("step-2", SHARED): "2"},
+        settled={**ONE, ("step-2", SHARED): "2"},
+        damaged=frozenset({("step-2", LOCAL)}),
     ),
     Phase("save and drain by links", save_two, lambda world: Job(world).save(2, "over"), before=TWO, after=OVER),
     Phase(

@@ -19,9 +19,9 @@ from tierckpt.arena.slots import bounce_for
 from tierckpt.config import Settings
 from tierckpt.engine import Engine
 from tierckpt.errors import TierckptError
-from tierckpt.layout import Location, local_dir
+from tierckpt.layout import SHARD_SUFFIX, Location, local_dir
 from tierckpt.manifest import FileEntry, Manifest, digests_of
-from tierckpt.mover import commit, flush, space
+from tierckpt.mover import commit, flush, space, straight
 from tierckpt.mover.disk import check_local_root, typed_errors
 from tierckpt.mover.journal import READY, WRITING, Entry
 from tierckpt.mover.tuner import WRITE_BYTES_MAX, IoShape
@@ -63,14 +63,17 @@ class Saver:
         planned: Callable[[], None] = nothing,
         committed: Callable[[], None] = nothing,
         send: bool = True,
+        is_straight: bool = False,
     ) -> None:
         """Save ``label`` by ``ranks`` ranks, the coordinator last; ``alone`` is a save without collectives.
+
+        ``is_straight``: shards go straight to the shared tier, and to the SSD only where that fails.
 
         ``planned`` is called when it is known what the save replaces, ``committed`` after the local commit. Without
         ``send`` the process ends, as it were, before anything went to the shared tier.
         """
         with typed_errors(self.settings.local_root):  # as the writer does
-            self._save(location, label, ranks, alone, overwrite, planned, committed, send)
+            self._save(location, label, ranks, alone, overwrite, planned, committed, send, is_straight)
 
     def _save(
         self,
@@ -82,6 +85,7 @@ class Saver:
         planned: Callable[[], None],
         committed: Callable[[], None],
         send: bool,
+        is_straight: bool,
     ) -> None:
         check_local_root(self.settings)
         replaces = self.run(self.engine.attempts_to_replace(location, overwrite=overwrite))
@@ -90,10 +94,10 @@ class Saver:
         try:
             for rank in (*range(1, ranks), 0):
                 one.begin(rank)
-                one.write(rank)
+                one.write(rank, is_straight)
                 if rank == 0 or alone:
                     one.finish(rank)
-                    if rank == 0:
+                    if rank == 0 and not one.went_straight:
                         committed()
                 one.hand_over(send)
         except BaseException:
@@ -128,6 +132,7 @@ class _OneSave:
         self.collected: list[FileEntry] = []
         self.lock = contextlib.ExitStack()
         self.entry: Entry | None = None
+        self.went_straight = False
 
     def begin(self, rank: int) -> None:
         self.saver.recover()
@@ -136,7 +141,7 @@ class _OneSave:
         self.lock.enter_context(self.journal.own(token))
         self.entry = self.journal.open(token, self.location, rank, CHUNK_BYTES)
 
-    def write(self, rank: int) -> None:
+    def write(self, rank: int, is_straight: bool = False) -> None:
         assert self.entry is not None
         token = self.entry.token
         shards = [
@@ -146,12 +151,29 @@ class _OneSave:
             )
             for index in range(len(SHARD_BYTES))
         ]
-        space.make_room(self.settings, sum(shard.size_bytes for shard in shards), self.directory)
-        flushed = self._flush(shards)
+        flushed = self._straight(shards) if is_straight else None
+        self.went_straight = flushed is not None
+        if flushed is None:
+            space.make_room(self.settings, sum(shard.size_bytes for shard in shards), self.directory)
+            flushed = self._flush(shards)
         local.fsync_dir(self.directory)
         files = tuple(FileEntry(file.path.name, file.size_bytes, file.digests, rank, token) for file in flushed)
         self.collected += files
         self.entry = dataclasses.replace(self.entry, files=files)
+
+    def _straight(self, shards: list[flush.Shard]) -> list[flush.Flushed] | None:
+        """None when the shared tier does not take them."""
+        store, share = self.engine.store(self.location), self.engine.budget.share(0.0)
+        try:
+            with bounce_for(self.settings).take(1, CHUNK_BYTES, 30.0) as [slot]:
+                return self.saver.run(straight.send(store, shards, slot, CHUNK_BYTES, share))  # type: ignore[no-any-return]
+        except TierckptError:
+            self._discard([shard.path.name for shard in shards])
+            return None
+
+    def _discard(self, names: list[str]) -> None:
+        with contextlib.suppress(TierckptError):
+            self.saver.run(self.engine.discard(self.location, [name for name in names if name.endswith(SHARD_SUFFIX)]))
 
     def _flush(self, shards: list[flush.Shard]) -> list[flush.Flushed]:
         segment = flush.segment_bytes(CHUNK_BYTES, WRITE_BYTES_MAX)
@@ -197,7 +219,7 @@ class _OneSave:
         if entry.state != READY:
             entry = self.journal.write(dataclasses.replace(entry, state=READY))
         self.release()
-        if not send:
+        if not send or self.went_straight:
             return
         with contextlib.suppress(TierckptError):  # as in the writer: the mover tries again
             linked = self.saver.run(self.engine.send_linked(entry))
@@ -211,6 +233,8 @@ class _OneSave:
         if entry.state == READY:
             self.journal.write(dataclasses.replace(entry, state=WRITING))
         commit.forget_local(self.directory, token, entry.manifest)
+        if self.went_straight:
+            self._discard([file.path for file in entry.files])
         self.journal.remove(token)
         self.release()
 
