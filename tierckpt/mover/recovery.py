@@ -75,7 +75,8 @@ async def _give_up(entry: Entry, drainer: Drainer) -> bool:
     had_shards = await asyncio.to_thread(lambda: any(directory.glob(f"*-{entry.token}{SHARD_SUFFIX}")))
     if await asyncio.to_thread(_put_away, entry, drainer):
         return True
-    if had_shards or not drainer.settings.drain or await asyncio.to_thread(drainer.journal.read, entry.token):
+    still_held = await asyncio.to_thread(drainer.journal.read, entry.token) is not None
+    if had_shards or still_held or not drainer.settings.drain:
         return False
     try:
         async with asyncio.timeout(LOOK_SECONDS_MAX):
