@@ -655,7 +655,7 @@ class TierStorageWriter(Mount, StorageWriter):
             return
         finally:
             self._release()  # from here on the entry is the mover's, whatever happens
-        if self._is_kept is not None:
+        if self._is_kept is not None and not self.went_straight:  # nothing newer stands on this SSD (K1)
             kept.pass_over(self.settings.local_root, self._journal, entry)
         if entry.state == KEPT:
             return
