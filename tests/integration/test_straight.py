@@ -27,9 +27,10 @@ from tests.states import same, small_state, zeros_like
 from tierckpt import Checkpointer
 from tierckpt.cli.app import run as cli
 from tierckpt.errors import CapacityError, StoreUnavailableError
-from tierckpt.layout import local_dir, parse_uri
+from tierckpt.layout import PASSED, local_dir, parse_uri
 from tierckpt.mover import straight
-from tierckpt.mover.journal import Journal
+from tierckpt.mover.drain import Drainer
+from tierckpt.mover.journal import Entry, Journal
 from tierckpt.training.sending import Order, Sending, Sight
 
 HERE = "tests.integration.test_straight"
@@ -132,6 +133,33 @@ def test_a_step_that_stands_on_the_ssd_is_replaced(
     state = zeros_like(state_of(7))
     assert Checkpointer(file_uri).restore(state) == 1 and same(state, state_of(7))
     assert len(shared_shards(f"{file_uri}/step-1")) == 1, "what was replaced is removed"
+
+
+def test_it_makes_nothing_on_the_ssd_superfluous_before_shared_storage_has_it(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K1: what is kept is passed by newer ones on the same SSD, and this one is not there."""
+    orders = {1: Order(), 2: Order(is_sent=False), 3: Order(is_sent=False), 4: Order(is_straight=True)}
+    monkeypatch.setattr(Sending, "decide", lambda _, step, *__, **___: orders[step])
+    run = local_dir(local_root, parse_uri(file_uri))
+    passed: list[list[str]] = []
+    real = Drainer.send_files
+
+    def look() -> None:
+        passed.append(sorted(path.parent.parent.name for path in run.glob(f"*/{PASSED}")))
+
+    async def looks(self: Drainer, entry: Entry) -> None:
+        if entry.uri.endswith("step-4"):
+            look()
+        await real(self, entry)
+
+    monkeypatch.setattr(Drainer, "send_files", looks)
+    with Checkpointer(file_uri, drain_policy="adaptive") as checkpointer:
+        for step in orders:
+            checkpointer.save(step, state_of(step)).result(60)
+    look()
+    assert passed == [[], ["step-2", "step-3"]]
+    assert not Journal(local_root).entries()
 
 
 # --- D5: when ------------------------------------------------------------------------------------------------------

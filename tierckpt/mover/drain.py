@@ -23,7 +23,7 @@ from ..errors import (
     ObjectNotFoundError,
     TierckptError,
 )
-from ..layout import PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, local_dir, part, pending
+from ..layout import PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, local_dir, part, pending, step_of
 from ..manifest import Manifest
 from ..redaction import redact
 from ..stores import open_store
@@ -32,7 +32,7 @@ from ..stores.local import make_dirs, translate_os_error
 from ..stores.retry import Retries
 from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, logger
 from ..types import Progress, ProgressListener, Tier
-from . import commit, leases
+from . import commit, kept, leases
 from .budget import Budget
 from .journal import READY, Entry, Journal
 from .lock import lock_async
@@ -407,6 +407,8 @@ class Drainer:
         if await asyncio.to_thread(_is_elsewhere, directory, entry, manifest):
             # It went straight to the shared tier: nothing here is a copy of anything, and no older one is worth less.
             await asyncio.to_thread(commit.remove_local, directory, manifest.attempt)
+            run, step = entry.location.parent, step_of(entry.location.name)
+            await asyncio.to_thread(kept.settle, self.settings.local_root, self.journal, run, step or 0)
 
     async def adopt(self, store: Store, directory: Path, manifest: Manifest) -> None:
         """Record on this node a commit of the shared tier, its metadata checked."""

@@ -67,10 +67,13 @@ def release(local_root: Path, journal: Journal, run: Location | None = None) -> 
     return released
 
 
-def settle(local_root: Path, journal: Journal, run: Location | None = None) -> None:
-    """Pass what is kept of ``run`` (None: of every run) and older than what shared storage has of it."""
+def settle(local_root: Path, journal: Journal, run: Location | None = None, committed: int = -1) -> None:
+    """Pass what is kept of ``run`` (None: of every run) and older than what shared storage has of it.
+
+    ``committed``: a step that it is known to have, and of which nothing on this SSD tells.
+    """
     for parent, entries in _by_run(one for one in journal.entries() if one.state == KEPT).items():
-        drained = _newest_drained(local_dir(local_root, parent))
+        drained = max(committed, _newest_drained(local_dir(local_root, parent)))
         for entry in entries if run is None or parent == run else ():
             if _step(entry) < drained:
                 _pass(local_root, journal, entry)
