@@ -190,7 +190,7 @@ async def test_a_file_system_without_sendfile_is_read(tmp_path: Path, monkeypatc
 async def test_after_a_request_was_given_up_nothing_is_written_to_its_memory(tmp_path: Path) -> None:
     big = {"big": os.urandom(64 * CHUNK)}
     frozen = publish(tmp_path, big, chunk_size_bytes=64 * CHUNK)
-    async with serving(tmp_path, peer_serve_bytes_per_second=4 * 64 * CHUNK) as node:
+    async with serving(tmp_path, peer_serve_bytes_per_second=16 * CHUNK) as node:
         client, into = node.client(), memoryview(bytearray(64 * CHUNK))
         asking = asyncio.ensure_future(client.chunk(node.member, frozen.version, 64 * CHUNK, 0, into))
         await until(lambda: into[100] != 0 or into[1000] != 0)

@@ -231,6 +231,12 @@ class Filling:
         os.close(self._log)
         self._log = -1
 
+    def tidy(self) -> None:
+        """After ``close``, of an entry that is published: remove the directory that a late one of us made once more."""
+        if self.incoming.exists() and self.is_published() and not is_being_filled(self.incoming):
+            with contextlib.suppress(TierckptError):
+                remove_dir(self.incoming)
+
     # --- what has landed -----------------------------------------------------------------------------------------
 
     def refresh(self) -> None:

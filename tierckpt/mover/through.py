@@ -43,6 +43,7 @@ log = logger("prefetch")
 
 STALL_SECONDS_MIN = 60.0
 NO_ROOM_SECONDS = 10.0
+TRIES = 5
 """How long a reader that found no room does not ask for it again."""
 GROW_BYTES = 64 << 20
 """Room that reading through takes at a time."""
@@ -181,15 +182,12 @@ class Cached:
         if self.pool is not None:
             self._lease = self.pool.lease(name)
         try:
-            receipt = whole_receipt(self._target, self.frozen.version)
-            if receipt is not None:
-                self.frozen, self._is_whole = receipt.frozen, True
-                self.tally.here_bytes = self.frozen.size_bytes
+            self._filling = self._join_filling(whole)
+            if self._filling is None:
                 tidy(self._target)
                 if self.pool is not None:
                     self.pool.used(name)
                 return
-            self._filling = Filling(self._target, self.frozen, preallocate=whole)
             self.frozen = self._filling.frozen
             self.tally.here_bytes = self._filling.landed_bytes
             if self.pool is not None:
@@ -201,6 +199,21 @@ class Cached:
             if self.pool is not None and is_bare and isinstance(error, CapacityError):
                 self.pool.evict(name)  # a name and no bytes
             raise
+
+    def _join_filling(self, whole: bool) -> Filling | None:
+        """Join who fills the entry; None when it is whole. It may become whole, and be tidied, at any moment."""
+        for left in reversed(range(TRIES)):
+            receipt = whole_receipt(self._target, self.frozen.version)
+            if receipt is not None:
+                self.frozen, self._is_whole = receipt.frozen, True
+                self.tally.here_bytes = self.frozen.size_bytes
+                return None
+            try:
+                return Filling(self._target, self.frozen, preallocate=whole)
+            except ObjectNotFoundError:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
 
     def _reserve(self, size_bytes: int) -> None:
         if self.pool is not None and size_bytes > self._granted_bytes:
@@ -234,6 +247,7 @@ class Cached:
     def _end(self) -> None:
         if self._filling is not None:
             self._filling.close()
+            self._filling.tidy()
         if self._lease is not None:
             self._lease.end()
             self._lease = None
