@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -22,7 +23,7 @@ from tests.services import HttpServer
 from tierckpt.cache.owner import Presence
 from tierckpt.cli.app import run
 from tierckpt.client import open_cached
-from tierckpt.errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError
+from tierckpt.errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError, UncommittedCheckpointError
 from tierckpt.layout import parse_uri
 from tierckpt.manifest import digest_of
 
@@ -336,6 +337,21 @@ def test_wait_waits_for_what_is_not_there_yet_and_for_no_longer_than_it_is_told(
     assert (tmp_path / "served/.metadata").exists()
     with pytest.raises(OperationTimeoutError):
         tierckpt.prefetch("s3://bucket/run/later", wait_seconds=0.2)
+
+
+def test_shards_that_nothing_claims_yet_are_no_directory_of_files(tmp_path: Path, file_uri: str) -> None:
+    """A save is putting them there: they come before its claim, and its metadata last."""
+    saved(f"{file_uri}/step-1")
+    place = Path(file_uri, "step-1")
+    metadata = (place / ".metadata").read_bytes()
+    shutil.rmtree(place / ".tierckpt")
+    (place / ".metadata").unlink()
+    shutil.rmtree(os.environ["TIERCKPT_LOCAL_ROOT"])
+    with pytest.raises(UncommittedCheckpointError, match="not committed"):
+        tierckpt.prefetch(f"{file_uri}/step-1", to=tmp_path / "served")
+    (place / ".metadata").write_bytes(metadata)  # a copy that somebody made of all that plain PyTorch needs is one
+    served = tierckpt.prefetch(f"{file_uri}/step-1", to=tmp_path / "served")
+    assert (served / ".metadata").read_bytes() == metadata
 
 
 @pytest.mark.parametrize(

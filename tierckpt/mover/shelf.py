@@ -25,7 +25,7 @@ from ..errors import (
     TierckptError,
     UncommittedCheckpointError,
 )
-from ..layout import PRIVATE_DIR, Location
+from ..layout import METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location
 from ..manifest import Manifest, has_digest
 from ..stores.base import Store
 from ..telemetry import logger
@@ -160,13 +160,12 @@ class Shelf:
         store = self._store_at(location)
         manifest = await commit.read_shared_manifest(store)
         if manifest is None and await _claimed(store):
-            raise UncommittedCheckpointError(
-                f"{location.uri} is not committed on the shared tier",
-                hint="Wait for its drain (`tierckpt drain --wait` on the training nodes), or take an older step",
-            )
+            raise _uncommitted(location)
         if manifest is not None:
             return self.hold(location, store, manifest, include, exclude)
         files = await from_listing(store)
+        if _is_half(files):
+            raise _uncommitted(location)  # it was not even claimed when we asked
         if include or exclude:
             files = select(files, include, exclude, location.uri)
         return Held(location, store, self._frozen(location, files), is_filtered=bool(include or exclude))
@@ -439,6 +438,19 @@ def _same(item: Wanted, other: Wanted, path: str) -> bool:
 
 def _below(uri: str, location: Location) -> str:
     return location.uri[len(uri) :].lstrip("/")
+
+
+def _uncommitted(location: Location) -> UncommittedCheckpointError:
+    return UncommittedCheckpointError(
+        f"{location.uri} is not committed on the shared tier",
+        hint="Wait for its drain (`tierckpt drain --wait` on the training nodes), or take an older step",
+    )
+
+
+def _is_half(files: Sequence[Wanted]) -> bool:
+    """Shards and no metadata: a checkpoint that is being put there, and no directory of files."""
+    names = [file.path for file in files if "/" not in file.path]
+    return any(name.endswith(SHARD_SUFFIX) for name in names) and not any(name.endswith(METADATA) for name in names)
 
 
 async def _claimed(store: Store) -> bool:
