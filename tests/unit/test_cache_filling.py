@@ -71,6 +71,25 @@ def test_it_appears_whole_with_its_receipt_and_nothing_else(target: Path) -> Non
     assert sorted(path.name for path in (target / ".tierckpt").iterdir()) == ["prefetched.json"]
 
 
+def test_who_comes_just_after_the_publication_leaves_no_second_directory(target: Path) -> None:
+    filling = begin(target)
+    unfinished = begin(target.with_name("other"))
+    land(filling)
+    assert filling.publish()
+    late, later = begin(target), begin(target)
+    assert late.incoming.exists(), "both looked before it was published, and made the directory once more"
+    for one in (filling, late):
+        one.close()
+        one.tidy()
+        assert late.incoming.exists(), "another one is still at work in it"
+    later.close()
+    later.tidy()
+    unfinished.close()
+    unfinished.tidy()
+    assert sorted(path.name for path in target.parent.iterdir()) == [unfinished.incoming.name, "model"]
+    assert same(target)
+
+
 def test_it_does_not_appear_while_a_chunk_is_missing(target: Path) -> None:
     filling = begin(target)
     land(filling, (0, 2))

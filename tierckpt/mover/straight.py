@@ -36,15 +36,12 @@ async def send(
 
 
 async def _send(store: Store, shard: Shard, slot: Memory, chunk_size_bytes: int, share: Share) -> Flushed:
-    stream = Stream(shard, slot, chunk_size_bytes)
-
-    async def attempt() -> None:
-        nonlocal stream
+    async def attempt() -> Flushed:
         stream = Stream(shard, slot, chunk_size_bytes)
         await store.put_stream(shard.path.name, _pieces(stream, share), shard.size_bytes)
+        return stream.flushed()
 
-    await again(store, attempt)
-    return stream.flushed()
+    return await again(store, attempt)
 
 
 async def _pieces(stream: Stream, share: Share) -> AsyncIterator[Buffer]:

@@ -149,7 +149,7 @@ class Sending:
         if where.place == "shared":
             is_full = where.numbers["free_bytes"] < size_bytes
             why = "the SSD has no room for it" if is_full else "the SSD is no faster"
-            order = Order(True, is_straight=True)
+            order, self._throttle = Order(True, is_straight=True), None
             self._say(step, "goes straight to shared storage", why, where, order)
             return order
         here = Version(number, size_bytes, 0.0)
