@@ -75,7 +75,7 @@ torture: $(STAMP) ## every fault harness at full length (hours); TORTURE="sweeps
 	@for part in $(TORTURE); do echo "== $$part"; $(MAKE) --no-print-directory torture-$$part || exit 1; done
 
 torture-%: $(STAMP)
-	env $(firstword $(TORTURE_$*)) $(BIN)/python -m pytest -o timeout=0 -rA tests/fault/$(wordlist 2,9,$(TORTURE_$*)) | tail -n 40
+	env $(firstword $(TORTURE_$*)) $(BIN)/python -m pytest -o timeout=0 -o tmp_path_retention_policy=failed -rA tests/fault/$(wordlist 2,9,$(TORTURE_$*)) | tail -n 40
 
 powercut: $(STAMP) ## cut the power of virtual machines that save, 100 times (needs root, qemu-system-x86, xfsprogs)
 	$(BIN)/python -m tests.fault.powercut --cuts 100 --bug all

@@ -167,6 +167,10 @@ class Settings(BaseSettings):
     share_reads_timeout_seconds: float = Field(default=30.0, gt=0)
     """A rank that has had nothing from the others for this long reads the rest for itself."""
 
+    share_reads_over_group: bool = False
+    """What all ranks of a load want is read by one of them and broadcast by the job's default process group, instead of
+    being read on every node. For groups whose links are faster than storage; every rank of the job must load."""
+
     cache_bytes_max: ByteSize | None = Field(default=None, gt=0)
     """Most bytes of the node cache (``<local_root>/cache``). None: what the disk has, up to ``cache_high_water``."""
 

@@ -69,7 +69,10 @@ def losses(log: Path) -> dict[int, str]:
 def wait_until_worth_killing(uri: str, log: Path, tmp_path: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
     """Until it is past ``KILL_AT_STEP`` and the shared tier holds a checkpoint (another node looks)."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while max(losses(log), default=0) < KILL_AT_STEP or tierckpt.latest(uri, local_root=tmp_path / "looker") is None:
+    is_there = False
+    while not (is_there and max(losses(log), default=0) >= KILL_AT_STEP):
+        # Looked for from the first step on, and not once it was found: a look may take as long as some steps.
+        is_there = is_there or tierckpt.latest(uri, local_root=tmp_path / "looker") is not None
         assert all(rank.poll() is None for rank in ranks), "the run ended before it was killed"
         if time.monotonic() > deadline:
             finish(ranks, tmp_path / "b", 0.0)  # raises, with what the ranks were doing

@@ -28,11 +28,13 @@ from tierckpt.arena import capacity
 from tierckpt.dcp import copying
 from tierckpt.errors import TierckptError
 from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover import commit, flush, tuner
+from tierckpt.mover import ahead, commit, flush, tuner
 from tierckpt.mover.tuner import IoShape
 
 KiB, MiB = 1 << 10, 1 << 20
 CHILD_SECONDS = 60
+WAYS = ("sync", "private", "shared")
+BEGAN_AHEAD = "began-ahead"
 TRIES = 3
 
 
@@ -52,7 +54,10 @@ def save(uri: str, step: int, way: str) -> str:
             if way == "sync":
                 dcp.save(state_of(step), storage_writer=writer, no_dist=True)
             else:
-                stager = tierckpt.TierStager(shared=way == "shared")
+                if way == "ahead":  # from the second save on
+                    ahead.BYTES_MIN = ahead.WRITE_BYTES = 64 * KiB
+                    at_start(ahead.Ahead, lambda: (root().parent / BEGAN_AHEAD).touch())
+                stager = tierckpt.TierStager(shared=way == "shared", chunk_size_bytes=64 * KiB)
                 dcp.async_save(state_of(step), storage_writer=writer, async_stager=stager, no_dist=True).result(30)
     except TierckptError as error:
         return type(error).__name__
@@ -72,6 +77,9 @@ def examine(uri: str) -> dict[str, Any]:
     tierckpt.wait(f"{uri}/step-2", timeout_seconds=20)
     target = {"w": torch.zeros(150_000)}
     dcp.load(target, storage_reader=tierckpt.TierStorageReader(f"{uri}/step-2"), no_dist=True)
+    deadline = time.monotonic() + 10
+    while journal_files() and time.monotonic() < deadline:  # the mover lets go of an entry after it has told of its end
+        time.sleep(0.01)
     left = [path.name for path in local_dir(root(), parse_uri(f"{uri}/step-2")).rglob("*.distcp")]
     return {
         "newest": step,
@@ -79,8 +87,12 @@ def examine(uri: str) -> dict[str, Any]:
         "again": again,
         "again_loads": same(target["w"], state_of(2)["w"]),
         "shards_left": len(left),
-        "journal_left": len([path for path in root().rglob("journal/*") if path.is_file()]),
+        "journal_left": len(journal_files()),
     }
+
+
+def journal_files() -> list[Path]:
+    return [path for path in root().rglob("journal/*") if path.is_file()]
 
 
 def root() -> Path:
@@ -89,6 +101,16 @@ def root() -> Path:
 
 def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_start(kind: Any, act: Callable[[], None]) -> None:
+    real = kind.start
+
+    def start(self: Any) -> None:
+        act()
+        real(self)
+
+    kind.start = start
 
 
 def before(module: Any, name: str) -> None:
@@ -143,6 +165,14 @@ PHASES: dict[str, Callable[[], None]] = {
     "before the commit": lambda: before(commit, "commit_local"),
     "after the commit": lambda: after(commit, "commit_local"),
 }
+AHEAD_PHASES = (
+    "while staging",
+    "after the shard is opened",
+    "in the first write",
+    "in the fourth write",
+    "before the fsync",
+)
+ACTS = [*((phase, way) for phase in PHASES for way in WAYS), *((phase, "ahead") for phase in AHEAD_PHASES)]
 SEEDED = "after a commit of shards that were not written"
 
 
@@ -208,15 +238,19 @@ def kill(folder: Path, phase: str, way: str) -> dict[str, Any]:
 
     code, saved = run(folder, act)
     examined, found = run(folder, lambda: examine(uri))
-    return {"code": code, "saved": saved, "examined": examined, **(found or {})}
+    return {
+        "code": code,
+        "saved": saved,
+        "ahead": (folder / BEGAN_AHEAD).exists(),
+        "examined": examined,
+        **(found or {}),
+    }
 
 
 def kills(folder: Path) -> dict[str, Any]:
     tuner.SHAPES = (IoShape(1, 64 * KiB),)
     outcome = {}
-    for number, (phase, way) in enumerate(
-        [("", "sync"), (SEEDED, "sync"), *((phase, way) for phase in PHASES for way in ("sync", "private", "shared"))]
-    ):
+    for number, (phase, way) in enumerate([("", "sync"), (SEEDED, "sync"), *ACTS]):
         if not (phase == "while staging" and way == "sync"):
             outcome[f"{phase} {way}".strip()] = kill(folder / str(number), phase, way)
     with shared_memory_alone():

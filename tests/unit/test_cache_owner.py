@@ -157,10 +157,9 @@ def test_a_forked_child_leaves_its_parents_claims_alone(folder: Path, beats: Pat
     assert is_live(presence.name, beats)
 
 
-@pytest.mark.parametrize(("left", "most"), [([], 1), (["of a dead one"], 2)])
-def test_of_many_that_race_for_a_claim_one_gets_it(left: list[str], most: int, folder: Path, beats: Path) -> None:
-    """Threads here, as each holder has a name of its own; the start line makes them meet. (C3: a claim that is moved
-    out of a dead holder's hands may, for an instant, be had by two.)"""
+@pytest.mark.parametrize("left", [False, True], ids=["free", "of a dead holder"])
+def test_of_many_that_race_for_a_claim_one_gets_it(left: bool, folder: Path, beats: Path) -> None:
+    """Threads here, as each holder has a name of its own; the start line makes them meet."""
     everyone = [holder(folder, beats)[0] for _ in range(8)]
     for round_ in range(20):
         if left:
@@ -178,7 +177,7 @@ def test_of_many_that_race_for_a_claim_one_gets_it(left: list[str], most: int, f
             thread.start()
         for thread in threads:
             thread.join()
-        assert 1 <= won[True] <= most
+        assert won[True] == 1
 
 
 def test_names_that_are_no_owners_hold_nothing(folder: Path, beats: Path) -> None:

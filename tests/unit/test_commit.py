@@ -231,7 +231,7 @@ def test_the_directory_may_vanish_before_its_lock_is_had(tmp_path: Path, monkeyp
 
 def fragment(directory: Path, rank: int, world_size: int = 2) -> tuple[Manifest, dict[str, bytes]]:
     """What one rank of a save without collectives leaves: a shard, and metadata of its own."""
-    token, data, metadata = f"run{rank}", f"data of {rank}".encode(), f"metadata of {rank}".encode()
+    token, data, metadata = f"run-{rank}", f"data of {rank}".encode(), f"metadata of {rank}".encode()
     name = f"__{rank}_0-{token}.distcp"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / name).write_bytes(data)
@@ -241,13 +241,24 @@ def fragment(directory: Path, rank: int, world_size: int = 2) -> tuple[Manifest,
     return Manifest("run", world_size, CHUNK, (entry,), files, (), 1.0), {path: metadata}
 
 
+@pytest.mark.parametrize("forget", [commit.forget_local, commit.remove_unfinished])
+def test_a_fragment_that_is_forgotten_is_no_part_of_a_later_commit(forget: Any, tmp_path: Path) -> None:
+    """Its rank's save failed after it was kept: the others' would otherwise commit shards that are gone."""
+    manifest, metadata = fragment(tmp_path, 1)
+    assert commit.commit_local_fragment(tmp_path, at(tmp_path), manifest, metadata) is None
+    (token,) = manifest.tokens
+    forget(tmp_path, token)
+    assert commit.commit_local_fragment(tmp_path, at(tmp_path), *fragment(tmp_path, 0)) is None
+    assert commit.read_local_manifest(tmp_path) is None
+
+
 def test_the_last_fragment_commits_the_whole_and_none_before_it(tmp_path: Path) -> None:
     assert commit.commit_local_fragment(tmp_path, at(tmp_path), *fragment(tmp_path, 1)) is None
     assert commit.read_local_manifest(tmp_path) is None
     whole = commit.commit_local_fragment(tmp_path, at(tmp_path), *fragment(tmp_path, 0))
     assert whole == commit.read_local_manifest(tmp_path)
     assert whole is not None
-    assert [entry.path for entry in whole.files] == ["__0_0-run0.distcp", "__1_0-run1.distcp"]
+    assert [entry.path for entry in whole.files] == ["__0_0-run-0.distcp", "__1_0-run-1.distcp"]
     assert (tmp_path / f"__1{METADATA}").read_bytes() == b"metadata of 1"
     assert not [name for name in names(tmp_path) if "/parts/" in name]
 

@@ -30,9 +30,9 @@ from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError
 from tierckpt.manifest import blocks_of, digest_of
 from tierckpt.mover import flush as flush_module
 from tierckpt.mover import priority
-from tierckpt.mover.flush import Flushed, Image, Record, Shard, flush, round_up, segment_bytes
+from tierckpt.mover.flush import Flushed, Image, Record, Shard, flush, round_up
 from tierckpt.mover.pace import Pace
-from tierckpt.mover.tuner import IoShape
+from tierckpt.mover.tuner import IoShape, segment_bytes
 
 KiB, MiB = 1 << 10, 1 << 20
 THREADS_MAX = 8

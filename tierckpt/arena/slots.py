@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, Protocol
 
 from ..config import Settings
 from ..errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
@@ -63,6 +64,17 @@ class State(StrEnum):
     DROPPED = "dropped"
 
 
+class AheadOfFlush(Protocol):
+    """Writes a lease's data to files that have no name yet (``mover/ahead.py``)."""
+
+    @property
+    def reserved_bytes(self) -> int: ...
+
+    def file(self, address: int, size_bytes: int) -> Any: ...
+
+    def discard(self) -> None: ...
+
+
 @dataclass(eq=False)
 class Lease:
     """One checkpoint's hold on a slot. ``memory`` is the slot's; only the first ``size_bytes`` are the checkpoint's."""
@@ -79,6 +91,10 @@ class Lease:
     """The memory is that of a checkpoint which was dropped for this one."""
     tensors: int | None = None
     """How many tensors with data were put there; None for unknown. Set by whoever made them."""
+    ahead: AheadOfFlush | None = None
+    """What writes the data before its flush begins, if anything does."""
+    in_place: bool = False
+    """Whether its flush wrote the files from where the data was staged. Set by whoever flushed it."""
     _writers: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _may_drop: Callable[[], bool] = lambda: True
@@ -117,6 +133,12 @@ class Lease:
             self._writers -= 1
             if not self._writers:
                 self.state = State.WRITTEN if written else State.FAILED
+                self.give_up_ahead()
+
+    def give_up_ahead(self) -> None:
+        """What was written ahead and is not taken by now is not wanted."""
+        if self.ahead is not None:
+            self.ahead.discard()
 
     def try_reclaim(self, *, drop: bool = False) -> bool:
         """Take the memory back if nobody can need it any more (or, with ``drop``, if it was only staged)."""
@@ -126,6 +148,7 @@ class Lease:
             if self.state is State.STAGED and self.in_use() and not (drop and self._may_drop()):
                 return False
             self.state = State.DROPPED
+            self.give_up_ahead()
             return True
 
 
@@ -211,6 +234,7 @@ class Arena:
         """Release every slot that nothing refers to. Those still in use go with their last tensor."""
         with self._lock:
             for lease in self._leases:
+                lease.give_up_ahead()
                 self._free.append(lease.memory)
             self._leases.clear()
             for memory in self._free:
@@ -314,10 +338,12 @@ class Bounce:
 
     @contextlib.contextmanager
     def take(self, count: int, size_bytes: int, timeout_seconds: float) -> Iterator[list[Memory]]:
-        """Yield up to ``count`` pieces of ``size_bytes``: as many as there are, but one at least.
+        """Yield up to ``count`` pieces of ``size_bytes``: as many as there are and the node has memory for, but one
+        at least.
 
         Raises:
             OperationTimeoutError: other flushes have kept all of them for ``timeout_seconds``.
+            CapacityError: the node has no memory for one.
         """
         taken = self._take(count, size_bytes, timeout_seconds)
         usable = taken
@@ -350,7 +376,13 @@ class Bounce:
         try:
             while len(fitting) < count:
                 fitting.append(Memory.allocate(size_bytes))
-        except BaseException:
+        except BaseException as error:
+            if fitting and isinstance(error, CapacityError):
+                log.info("%d of %d %s buffers: %s", len(fitting), count, self._what, error)
+                with self._changed:
+                    self._taken -= count - len(fitting)
+                    self._changed.notify_all()
+                return fitting
             with self._changed:
                 self._taken -= count
                 self._free += fitting

@@ -2,15 +2,18 @@
 
 Invariants:
     C1  A claim appears whole, with its holder's name in it, or not at all: it is a symbolic link, made by one call that
-        fails when the name is taken. No lock of the kernel is involved.
+        fails when the name is taken.
     C2  A claim of a process that has ended is free at once; so is one whose holder has let its heartbeat stop for
-        ``SILENT_SECONDS`` (stopped, hung, or in another container). It is taken over by one rename.
-    C3  A claim decides who works, never what is right: two holders by a race do the same work twice.
+        ``SILENT_SECONDS`` (stopped, hung, or in another container). Who removes it holds the lock of the folder (flock,
+        open(2)) and has looked again: what another has claimed meanwhile is never removed.
+    C3  A claim decides who works, never what is right: a holder that was taken for dead and goes on does the same work
+        twice.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import threading
@@ -138,25 +141,24 @@ class Claims:
                 holder = self.holder(name)
                 if holder is not None and is_live(holder, self._beats):
                     return False
-                if holder is not None:
-                    self._clear(path, holder)
+                if holder is not None and not self._clear(path, holder):
+                    return False
 
-    def _clear(self, path: Path, dead: str) -> None:
-        """Move the claim of ``dead`` out of the way: of several that try, the rename lets one."""
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    def _clear(self, path: Path, dead: str) -> bool:
+        """Remove the claim of ``dead``; False when another holder is just doing such a thing, and goes first."""
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            path.rename(aside)
-        except FileNotFoundError:
-            return
-        was = _link(aside)
-        if was != dead:  # another was faster, and this is its live claim: put it back (C3 covers the instant)
-            with contextlib.suppress(OSError):
-                path.symlink_to(str(was))
-        else:
-            self.taken_over += 1
-            log.info("taking over %s from %s, which has ended or says nothing any more", path.name, dead)
-        with contextlib.suppress(OSError):
-            aside.unlink()
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _link(path) == dead:
+                path.unlink(missing_ok=True)
+                self.taken_over += 1
+                log.info("taking over %s from %s, which has ended or says nothing any more", path.name, dead)
+        except BlockingIOError:
+            return False
+        finally:
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a child that was forked meanwhile has this descriptor too
+            os.close(folder)
+        return True
 
     def holder(self, name: str) -> str | None:
         return _link(self.folder / name)

@@ -29,6 +29,7 @@ BUFFERS = 8
 LANDING = 16
 BUFFER_SECONDS = 600.0
 
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EPERM}
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _buffers = Bounce(BUFFERS, "cache")
@@ -135,14 +136,14 @@ def _write_blocks(file: int, view: memoryview, offset: int) -> int:
 
 
 def allocate(file: int, size_bytes: int) -> None:
-    """Take the room of ``size_bytes`` on the disk, so that a full one is found before the first byte is fetched.
+    """Take the room of ``size_bytes`` on the disk: a full one is found before the first byte, and extents are long.
 
     The system call itself and not ``posix_fallocate``: where a file system has none, that one writes zeros, over what
     another process may just have written. There the room is not taken.
     """
-    while _libc.fallocate(file, 0, 0, size_bytes):
+    while size_bytes and _libc.fallocate(file, 0, 0, size_bytes):
         number = ctypes.get_errno()
-        if number in (errno.ENOTSUP, errno.ENOSYS):
+        if number in _NO_FALLOCATE:
             return
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))

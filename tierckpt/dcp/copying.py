@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import OperationTimeoutError
+from ..mover.ahead import Ahead
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -17,8 +18,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Copies:
     """Copies still to be made: ``targets[i]`` from ``sources[i]``, same shape and dtype."""
 
-    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], ahead: Ahead | None = None
+    ) -> None:
         self._pairs: list[Pair] = list(zip(targets, sources, strict=True))
+        self._ahead = ahead
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._events: list[Any] = []
@@ -28,6 +32,8 @@ class Copies:
         """Make all copies, with every thread torch may use. Returns when they are complete."""
         self.run_now(lambda tensor: True)
         self._done.set()
+        if self._ahead is not None:
+            self._ahead.start()
 
     def run_now(self, wanted: Callable[[torch.Tensor], bool]) -> None:
         """Make the copies whose source is ``wanted``, complete on return; the others stay to be made."""

@@ -8,12 +8,13 @@ import os
 import pickle
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageReaderTransforms
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -36,6 +37,7 @@ from ..mover.read_tuner import read_tuner_for
 from ..peer.members import Member
 from ..telemetry import logger
 from ..types import ByteRange, Tier
+from . import broadcast
 from .collection import no_collection
 from .mount import Mount
 from .neighbours import Neighbours, Reading, spans
@@ -143,23 +145,58 @@ class TierStorageReader(Mount, StorageReader):
         self._shapes = Shapes(metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        if self._is_over_group:
+            return replace(plan, storage_data=broadcast.Offer(frozenset(self._names_here(plan))))
         return self._neighbours.offered(plan, self._find(), lambda: self._names_to_fetch(plan))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        if self._is_over_group:
+            return broadcast.divide(plans, self._info, dist.get_world_size())
         return self._neighbours.answered(plans)
+
+    @property
+    def _is_over_group(self) -> bool:
+        return self.settings.share_reads_over_group and dist.is_initialized() and dist.get_world_size() > 1
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
-            with no_collection():
-                self._infos = {id(item): self._info(item) for item in plan.items}
-            with self._neighbours.reading(plan) as reading:
-                self._read_data(self._find(), plan, planner, reading)
+            if isinstance(plan.storage_data, broadcast.Shares):
+                self._read_shares(plan, planner, plan.storage_data)
+            else:
+                self._read_own(plan, planner)
         finally:
             self._infos = {}
             self._let_go()
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read_own(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        with no_collection():
+            self._infos = {id(item): self._info(item) for item in plan.items}
+        with self._neighbours.reading(plan) as reading:
+            self._read_data(self._find(), plan, planner, reading)
+
+    def _read_shares(self, plan: LoadPlan, planner: LoadPlanner, shares: broadcast.Shares) -> None:
+        """Read this rank's part, and have the others' by the process group; an error of ours is told to all first."""
+        failure: BaseException | None = None
+        try:
+            self._read_own(plan, planner)
+        except BaseException as error:
+            failure = error
+        lacking = broadcast.exchange(shares, planner, failure)
+        if failure is not None:
+            raise failure
+        if lacking:
+            self._read_own(replace(plan, items=lacking, storage_data=None), planner)
+
+    def _names_here(self, plan: LoadPlan) -> set[str]:
+        """The files of ``plan`` of which this node has a copy."""
+        checkpoint = self._find()
+        names = {self._info(item).relative_path for item in plan.items}
+        if checkpoint.manifest is None:
+            return set()
+        return {name for name in names if checkpoint.local_path(self._entry(checkpoint, name)) is not None}
 
     def _read_data(self, checkpoint: Checkpoint, plan: LoadPlan, planner: LoadPlanner, reading: Reading) -> None:
         with no_collection():

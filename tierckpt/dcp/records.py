@@ -46,6 +46,8 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
     found = Sources()
     leases = slots.leases()
     lease: Lease | None = None
+    frame: wire.Frame | None = None
+    like: Any = None
     tensor_of = planner.tensor if isinstance(planner, StagedItems) else partial(split.resolve, planner)
     plain = _looked_up(planner)
     for item in items:
@@ -63,8 +65,10 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
         if not wire.is_plain(tensor):
             found.others.append(item)
             continue
-        frame = wire.frame(tensor.dtype, tensor.shape)
-        if frame.size_bytes and not _lies_ready(tensor):
+        dtype, shape = tensor.dtype, tensor.shape
+        if frame is None or dtype is not like[0] or shape != like[1]:  # mostly like the one before
+            frame, like = wire.frame(dtype, shape), (dtype, shape)
+        if not _lies_ready(tensor, dtype) and frame.size_bytes:
             found.tensors.append(Record(0, frame.head, frame, 0, tensor, _Gathered(tensor).fetch, item))
             continue
         address = tensor.data_ptr()
@@ -96,9 +100,11 @@ def _looked_up(planner: SavePlanner | StagedItems) -> dict[str, Any]:
     return {}
 
 
-def _lies_ready(tensor: torch.Tensor) -> bool:
+def _lies_ready(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """True when the bytes to write are in host memory in one piece."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    return (
+        tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not (dtype.is_complex and tensor.is_conj())
+    )
 
 
 @dataclass(slots=True)
@@ -174,7 +180,8 @@ def _image(records: Sequence[Record]) -> Image | None:
         return None
     if not lease.memory.address <= address or address + size_bytes > lease.memory.address + lease.size_bytes:
         return None
-    return Image(lease.memory, address, size_bytes)
+    ahead = lease.ahead.file(address, size_bytes) if lease.ahead is not None else None
+    return Image(lease.memory, address, size_bytes, ahead)
 
 
 class _Gathered:

@@ -26,6 +26,8 @@ from ..arena.pinning import pin
 from ..arena.slots import Lease, arena_for
 from ..config import Settings
 from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError
+from ..mover import ahead
+from ..mover.flush import round_up
 from . import image, split, wire
 from .collection import no_collection
 from .copying import Copies
@@ -178,13 +180,20 @@ class TierStager:
             unit=image.unit_bytes(self.settings.chunk_size_bytes),
         )
         offsets, size_bytes = _in_arena(frames, shards)
-        targets = self._targets(walk.leaves, offsets, size_bytes)
-        return walk.rebuild(targets), Copies(targets, walk.leaves)
-
-    def _targets(self, leaves: Sequence[torch.Tensor], offsets: Sequence[int], size_bytes: int) -> list[torch.Tensor]:
         if not size_bytes:
-            return [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves]
+            targets = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in walk.leaves]
+            return walk.rebuild(targets), Copies(targets, walk.leaves)
         lease = self._lease(size_bytes)
+        targets = self._targets(lease, walk.leaves, offsets, size_bytes)
+        written = None
+        if self.mode == "eager":
+            spans = _spans(frames, shards, offsets, lease.memory.address)
+            written = ahead.prepare(self.settings, lease, spans, offsets, size_bytes)
+        return walk.rebuild(targets), Copies(targets, walk.leaves, written)
+
+    def _targets(
+        self, lease: Lease, leaves: Sequence[torch.Tensor], offsets: Sequence[int], size_bytes: int
+    ) -> list[torch.Tensor]:
         lease.tensors = sum(leaf.numel() > 0 for leaf in leaves)
         pin(lease.memory)
         base = _base(lease, size_bytes, torch_shares=self._shared)
@@ -307,6 +316,24 @@ def _in_arena(frames: Sequence[wire.Frame], shards: Sequence[Sequence[image.Plac
             end = start + offset + frames[index].total_bytes
         start = -(-end // image.BLOCK_BYTES) * image.BLOCK_BYTES
     return offsets, start
+
+
+def _spans(
+    frames: Sequence[wire.Frame], shards: Sequence[Sequence[image.Placed]], offsets: Sequence[int], base: int
+) -> list[ahead.Span]:
+    """Where the files to be lie in memory, and the data in them, for who writes it before there are files."""
+    spans = []
+    for shard in shards:
+        staged = [(index, offset) for index, offset in shard if frames[index].size_bytes]
+        if not staged:
+            continue
+        index, offset = staged[0]
+        head = offset + len(frames[index].head)
+        data = [(at + len(frames[n].head), at + len(frames[n].head) + frames[n].size_bytes) for n, at in staged]
+        last, end = staged[-1]
+        size_bytes = round_up(end + frames[last].total_bytes)
+        spans.append(ahead.Span(base + offsets[index] - head, size_bytes, data))
+    return spans
 
 
 def _base(lease: Lease, size_bytes: int, *, torch_shares: bool) -> torch.Tensor:

@@ -38,7 +38,13 @@ from torch.futures import Future
 from ..arena.memory import Memory
 from ..arena.slots import Lease, bounce_for
 from ..config import Settings
-from ..errors import CapacityError, CheckpointError, ConfigError, OperationTimeoutError, TierckptError
+from ..errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    OperationTimeoutError,
+    TierckptError,
+)
 from ..layout import (
     METADATA,
     SHARD_SUFFIX,
@@ -46,7 +52,6 @@ from ..layout import (
     attempt_metadata,
     blocks_file,
     local_dir,
-    private_files,
     rank_metadata,
     shard_name,
 )
@@ -54,11 +59,11 @@ from ..manifest import FileEntry, Manifest, digests_of
 from ..mover import blocks, commit, kept, leases, space, straight
 from ..mover.catalog import file_size
 from ..mover.disk import check_local_root
-from ..mover.flush import Flushed, Shard, flush, round_up, segment_bytes
+from ..mover.flush import Flushed, Shard, flush, round_up
 from ..mover.journal import KEPT, READY, WRITING, WRITTEN, Entry, Journal
 from ..mover.mark import flushing
 from ..mover.pace import Pace
-from ..mover.tuner import WRITE_BYTES_MAX, tuner_for
+from ..mover.tuner import WRITE_BYTES_MAX, segment_bytes, tuner_for
 from ..stores.local import fsync_dir, make_dirs
 from ..telemetry import COMMITS, logger
 from ..types import Tier
@@ -411,6 +416,8 @@ class TierStorageWriter(Mount, StorageWriter):
     def _send_straight(self, prepared: Prepared) -> tuple[FileEntry, ...]:
         """Send the shards from memory to the shared tier (T1). Only their block digests are written here."""
         save, chunk, begun = prepared.save, self.settings.chunk_size_bytes, time.monotonic()
+        for lease in prepared.leases:
+            lease.give_up_ahead()
         largest = max((shard.size_bytes for shard in prepared.shards), default=0)
         slot_bytes = min(chunk, round_up(max(largest, 1)))
         with bounce_for(self.settings).take(1, slot_bytes, self.settings.commit_timeout_seconds) as [slot]:
@@ -451,8 +458,11 @@ class TierStorageWriter(Mount, StorageWriter):
     ) -> tuple[list[WriteResult], tuple[FileEntry, ...]]:
         save, results = prepared.save, prepared.results
         size_bytes = sum(shard.size_bytes for shard in prepared.shards) + sum(map(_item_bytes, prepared.streamed))
-        space.make_room(self.settings, size_bytes, save.directory)
+        reserved_bytes = sum(lease.ahead.reserved_bytes for lease in prepared.leases if lease.ahead is not None)
+        space.make_room(self.settings, size_bytes, save.directory, reserved_bytes=reserved_bytes)
         flushed = self._flush(prepared.shards, save)
+        for lease in prepared.leases:
+            lease.in_place = all(shard.image for shard in prepared.shards)
         if prepared.streamed:
             path = save.directory / shard_name(prepared.prefix, len(prepared.shards), save.entry.token)
             more, file = write_streamed(
@@ -481,6 +491,7 @@ class TierStorageWriter(Mount, StorageWriter):
         timeout = settings.commit_timeout_seconds
         background = threading.current_thread() is not threading.main_thread()
         pace = Pace(settings.flush_cpu_share, shape.threads) if background else Pace()
+        is_begun = any(shard.image is not None and shard.image.ahead is not None for shard in shards)
         with bounce_for(settings).take(shape.threads, slot_bytes, timeout) as slots:
             begun = time.monotonic()
             with flushing(settings.local_root, size_bytes):
@@ -495,7 +506,7 @@ class TierStorageWriter(Mount, StorageWriter):
                     cached=cached,
                     timeout_seconds=timeout,
                 )
-            if not (pace.rested or cached) and len(slots) == shape.threads:
+            if not (pace.rested or cached or is_begun) and len(slots) == shape.threads:
                 tuner.learn(shape, size_bytes, time.monotonic() - begun)
         return flushed
 
@@ -669,7 +680,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self._client.submit(entry.token)
 
     def _abort(self) -> None:
-        """Put away a save that will never be committed: its files have names that nothing refers to.
+        """Put away a save that is not to be committed. One that is, whatever its error says, goes on to the mover.
 
         Called at the start of the next save, and from within a failing one.
         """
@@ -679,14 +690,27 @@ class TierStorageWriter(Mount, StorageWriter):
         self._prepared = None
         if save.entry.state != WRITING:
             # A crash in what follows must not leave an entry that says its files are there.
-            self._journal.write(dataclasses.replace(save.entry, state=WRITING))
-        private = map(save.directory.joinpath, private_files(token))
-        for file in (*save.directory.glob(f"*-{token}{SHARD_SUFFIX}"), *private):
-            file.unlink(missing_ok=True)
+            save.entry = self._journal.write(dataclasses.replace(save.entry, state=WRITING))
+        if save.entry.manifest is None:
+            commit.remove_unfinished(save.directory, token)
+        elif not self._forget(save):
+            # The error came after the commit, and it could not be taken back: it stands, and its files with it. The
+            # mover drains it, or forgets it if it is not what stands there (D0).
+            log.warning("%s: the save has failed, and its commit may stand on the local tier all the same", self.path)
+            self._hand_over(save)
+            return
         if self.went_straight:
             self._discard([file.path for file in save.entry.files if file.path.endswith(SHARD_SUFFIX)])
         self._journal.remove(token)
         self._release()
+
+    def _forget(self, save: _Save) -> bool:
+        """Remove a save that has tried to commit. False when the commit stands, or when nobody can know."""
+        try:
+            return commit.forget_local(save.directory, save.entry.token, save.entry.manifest)
+        except TierckptError as error:
+            log.warning("%s: whether it is committed cannot be known (%s); its files stay", self.path, error)
+            return False
 
     def _release(self) -> None:
         if self._save is not None:

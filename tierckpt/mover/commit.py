@@ -283,11 +283,17 @@ def forget_local(directory: Path, token: str, manifest: Manifest | None = None) 
         if manifest is not None:
             _put_back(directory, manifest)
         standing = read_local_manifest(directory)
+        if not _names(standing, token):
+            _remove_fragment(directory, token)
         named = {entry.key for entry in standing.entries} if standing is not None else set()
         for path in (*directory.glob(f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
             if str(path.relative_to(directory)) not in named:
                 path.unlink(missing_ok=True)
-        return standing is None or token not in standing.tokens | {standing.attempt}
+        return not _names(standing, token)
+
+
+def _names(standing: Manifest | None, token: str) -> bool:
+    return standing is not None and token in standing.tokens | {standing.attempt}
 
 
 def remove_unfinished(directory: Path, token: str) -> None:
@@ -295,8 +301,17 @@ def remove_unfinished(directory: Path, token: str) -> None:
 
     The directory stays: the next save may be at work in it.
     """
+    _remove_fragment(directory, token)
     for path in (*directory.glob(f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
         path.unlink(missing_ok=True)
+
+
+def _remove_fragment(directory: Path, token: str) -> None:
+    """Before the files that it names: with it and those of the other ranks somebody would commit all of them."""
+    fragment = directory / part(token)
+    if fragment.exists():
+        fragment.unlink()
+        fsync_dir(fragment.parent)
 
 
 def remove_empty(directory: Path) -> None:

@@ -39,6 +39,7 @@ from typing import Any
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
 from ..arena.memory import Memory
+from ..cache.writing import allocate
 from ..errors import OperationTimeoutError, TierckptError
 from ..manifest import BLOCK_BYTES as DIGEST_BLOCK_BYTES
 from ..manifest import block_digest, blocks_of, digest_of_blocks
@@ -46,17 +47,25 @@ from ..stores.local import translate_os_error
 from ..telemetry import logger
 from ..types import Tier
 from . import priority
+from .ahead import AheadFile
 from .pace import Pace
-from .tuner import IoShape
+from .tuner import IoShape, segment_bytes
 
 log = logger("flush")
 
 BLOCK_BYTES = 4096
 DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
-_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EPERM}
 _ZEROS = bytes(64 * 1024)
 HOT_BYTES = 2 * DIGEST_BLOCK_BYTES
 """A quarter of the smallest second-level cache of today's servers, since source, target and more go through it."""
+
+
+SMALL_BYTES = 16 * 1024
+"""Copied without letting go of the interpreter lock: to get it back takes longer than the copy."""
+
+_copy_small = ctypes.PyDLL(None).memmove
+_copy_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_copy_small.restype = None
 
 
 def round_up(value: int, to: int = BLOCK_BYTES) -> int:
@@ -143,6 +152,8 @@ class Image:
     memory: Memory
     address: int
     size_bytes: int
+    ahead: AheadFile | None = None
+    """Data of it that is in a file already, one without a name."""
 
 
 @dataclass(slots=True)
@@ -239,6 +250,7 @@ class _File:
         self.shard = shard
         self.blocks: dict[int, bytes] = {}
         """The digests of each chunk's blocks."""
+        self.ahead = shard.image.ahead if direct and shard.image is not None else None
         self.segments = -(-shard.size_bytes // segment_bytes)
         self.left = self.segments
         self.direct = direct
@@ -246,10 +258,29 @@ class _File:
 
     def open(self) -> None:
         try:
-            self._open()
+            if not self._take():
+                self._open()
+            allocate(self.fd, round_up(self.shard.size_bytes))
         except OSError as error:
             raise translate_os_error(error, self.shard.path, Tier.LOCAL) from error
-        self._reserve()
+
+    def _take(self) -> bool:
+        """Go on with the file that was begun ahead, if there is one."""
+        fd = self.ahead.take(self.shard.path) if self.ahead is not None else None
+        if fd is None:
+            self.ahead = None
+            return False
+        self.fd = fd
+        return True
+
+    def has(self, place: _Place) -> bool:
+        """True when the segment at ``place`` is written ahead: it lies in the image and is one record's data (A3)."""
+        image = self.shard.image
+        if self.ahead is None or image is None or place.address != image.address + place.start:
+            return False
+        record, *others = _overlapping(self.shard.records, place.start, place.end)
+        first, last = record.data_offset, record.data_offset + record.size_bytes
+        return not others and first <= place.start and place.end <= last and self.ahead.covers(place.start, place.end)
 
     def _open(self) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -263,20 +294,6 @@ class _File:
             log.info("%s: no O_DIRECT here (%s), writing through the page cache", path.parent, error.strerror)
             self.fd = os.open(path, flags, 0o644)
             self.direct = False
-
-    def _reserve(self) -> None:
-        """Take the blocks now: a full disk is found before the first write, and the extents come out long.
-
-        The system call, not posix_fallocate: glibc writes into every block where the file system does not know how.
-        """
-        if not self.shard.size_bytes:
-            return
-        size = ctypes.c_longlong(round_up(self.shard.size_bytes))
-        if _libc.fallocate(self.fd, 0, ctypes.c_longlong(0), size) == 0:
-            return
-        code = ctypes.get_errno()
-        if code not in _NO_FALLOCATE:
-            raise translate_os_error(OSError(code, os.strerror(code)), self.shard.path, Tier.LOCAL)
 
     def write(self, view: memoryview, offset: int) -> None:
         """Write all of ``view``. A short write goes on from the last whole block, which O_DIRECT demands."""
@@ -431,7 +448,8 @@ class _Job:
         end = min(start + self.segment_bytes, file.shard.size_bytes)
         place = self.bring_together(file, start, end, slot)
         try:
-            self._write(file, place.part(start, place.end if file.direct else end), start)
+            if not file.has(place):
+                self._write(file, place.part(start, place.end if file.direct else end), start)
             with self.changed:
                 file.left -= 1
                 last = not file.left
@@ -469,6 +487,11 @@ class _Job:
 
     def _finish(self, file: _File) -> None:
         try:
+            if file.ahead is not None:
+                if not file.ahead.end(max(0.0, self.deadline - time.monotonic())):
+                    raise self._late("a write to end")
+                if file.ahead.error is not None:
+                    raise file.ahead.error
             file.finish(self.durable)
         except OSError as error:
             raise translate_os_error(error, file.shard.path, Tier.LOCAL) from error
@@ -531,7 +554,7 @@ class _Job:
             return
         source = self.base + record.address + start
         if source != target:
-            memmove(target, source, count)
+            (_copy_small if count < SMALL_BYTES else memmove)(target, source, count)
 
     def _crc_of(self, record: Record) -> int:
         with self.changed:
@@ -552,6 +575,8 @@ class _Job:
         if self.working:
             return  # its next write would go to whatever file got the number of the one closed here
         for file in self.files:
+            if file.ahead is not None and not file.ahead.end(max(0.0, self.deadline - time.monotonic())):
+                continue  # the same (A5)
             if file.fd >= 0:
                 os.close(file.fd)
                 file.fd = -1
@@ -598,11 +623,6 @@ class _Place:
             start += count
 
 
-def segment_bytes(chunk_size_bytes: int, io_size_bytes: int) -> int:
-    """The size of one write: as many whole chunks as make about ``io_size_bytes``."""
-    return chunk_size_bytes * max(1, round(io_size_bytes / chunk_size_bytes))
-
-
 def _pieces(start: int, end: int, size_bytes: int) -> Iterator[tuple[int, int]]:
     """``[start, end)`` cut at the multiples of ``size_bytes``; whole when that is 0."""
     while size_bytes and end - start > size_bytes:
@@ -616,7 +636,3 @@ def _overlapping(records: Sequence[Record], start: int, end: int) -> Sequence[Re
     """The records with a byte in [start, end): records are in order."""
     first = bisect_right(records, start, key=lambda record: record.end)
     return records[first : bisect_left(records, end, first, key=lambda record: record.offset)]
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]

@@ -40,8 +40,11 @@ POLL_SECONDS_MAX = 1.0
 SETTLED_SECONDS = 2.0
 
 
-def make_room(settings: Settings, needed_bytes: int, directory: Path) -> None:
+def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserved_bytes: int = 0) -> None:
     """Return when a save of ``needed_bytes`` to ``directory`` may begin: evict, then wait or refuse by policy.
+
+    Args:
+        reserved_bytes: what the disk has given the save already, in files that have no name yet.
 
     Raises:
         CapacityError: no room, at once with ``local_full_policy="error"`` or where waiting cannot help, else after
@@ -49,14 +52,14 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path) -> None:
     Cost: with room one statvfs (20 microseconds); with ``local_bytes_max`` also one stat for each directory of the
         local tier. The manifests are read only when there is no room.
     """
-    lack = _lack(settings, needed_bytes, directory)
+    lack = _lack(settings, needed_bytes, directory, reserved_bytes)
     if lack.is_none:
         return
     begun, pause, said = time.monotonic(), POLL_SECONDS_MIN, False
     while True:
-        lack, waits = _evict(settings, needed_bytes, directory)
-        if not lack.is_none and _cache_gives_way(settings, needed_bytes, directory):
-            lack = _lack(settings, needed_bytes, directory, exact=True)
+        lack, waits = _evict(settings, needed_bytes, directory, reserved_bytes)
+        if not lack.is_none and _cache_gives_way(settings, needed_bytes, directory, reserved_bytes):
+            lack = _lack(settings, needed_bytes, directory, reserved_bytes, exact=True)
         if lack.is_none:
             return
         if waits.size_bytes < lack.hard_bytes or not waits.what:
@@ -118,13 +121,15 @@ class _Waits:
         return ", ".join(sorted(self.what))
 
 
-def _lack(settings: Settings, needed_bytes: int, directory: Path, *, exact: bool = False) -> Lack:
+def _lack(
+    settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int = 0, *, exact: bool = False
+) -> Lack:
     try:
         disk = os.statvfs(directory)
     except FileNotFoundError:
         disk = os.statvfs(nearest_existing(directory))
-    free = disk.f_bavail * disk.f_frsize
-    used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+    free = disk.f_bavail * disk.f_frsize + reserved_bytes
+    used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize - reserved_bytes
     margin = min(FREE_BYTES_MARGIN_MAX, int((used + free) * FREE_FRACTION_MARGIN))
     hard = needed_bytes + margin - free
     mark = used + needed_bytes - int(settings.local_high_water * (used + free))
@@ -138,12 +143,13 @@ def _lack(settings: Settings, needed_bytes: int, directory: Path, *, exact: bool
 # --- evicting --------------------------------------------------------------------------------------------------
 
 
-def _cache_gives_way(settings: Settings, needed_bytes: int, directory: Path) -> bool:
+def _cache_gives_way(settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int) -> bool:
     """Evict from the node cache what the disk lacks (``local_bytes_max`` does not concern it). True if any went.
 
     Training comes first: what the cache holds can be fetched again, unless somebody uses it or has pinned it.
     """
-    lack = _lack(settings.model_copy(update={"local_bytes_max": None}), needed_bytes, directory)
+    boundless = settings.model_copy(update={"local_bytes_max": None})
+    lack = _lack(boundless, needed_bytes, directory, reserved_bytes)
     if lack.is_none:
         return False
     try:
@@ -156,9 +162,9 @@ def _cache_gives_way(settings: Settings, needed_bytes: int, directory: Path) -> 
     return freed > 0
 
 
-def _evict(settings: Settings, needed_bytes: int, directory: Path) -> tuple[Lack, _Waits]:
+def _evict(settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int = 0) -> tuple[Lack, _Waits]:
     """Evict, oldest first, until a save fits or nothing may go. Returns what still lacks, and what will free it."""
-    lack = _lack(settings, needed_bytes, directory, exact=True)
+    lack = _lack(settings, needed_bytes, directory, reserved_bytes, exact=True)
     if lack.is_none:
         return lack, _Waits()
     here = list(local_checkpoints(settings.local_root))
@@ -174,7 +180,7 @@ def _evict(settings: Settings, needed_bytes: int, directory: Path) -> tuple[Lack
             waits.add(f"the reader of {old.name}", size_bytes)
             continue
         log.warning("evicted %s from the local tier: a save needs %d bytes", old, needed_bytes)
-        lack = _lack(settings, needed_bytes, directory, exact=True)
+        lack = _lack(settings, needed_bytes, directory, reserved_bytes, exact=True)
         if lack.is_none:
             break
     return lack, waits

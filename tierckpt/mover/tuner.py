@@ -43,6 +43,12 @@ SHAPES = (IoShape(2, 8 * MiB, 1), IoShape(3, 8 * MiB, 2), IoShape(4, 16 * MiB, 3
 
 WRITE_BYTES_MAX = max(shape.size_bytes for shape in SHAPES)
 
+
+def segment_bytes(chunk_size_bytes: int, io_size_bytes: int) -> int:
+    """The size of one write: as many whole chunks as make about ``io_size_bytes``."""
+    return chunk_size_bytes * max(1, round(io_size_bytes / chunk_size_bytes))
+
+
 AS_GOOD = 0.95
 """A shape as fast as this part of the fastest is as good: the difference is noise, and cheaper is better."""
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..mover import flush
+from ..cache import writing
 
 BLOCK_BYTES = 512
 """What a disk writes at once, all of it or nothing."""
@@ -83,7 +83,7 @@ class Recorder:
     One change at a time: calls are held apart by a lock, so the record is an order in which they happened. A call that
     would change files in a way that is not recorded raises NotImplementedError.
 
-    Replaces functions of ``os``, ``open`` and the fallocate of ``mover.flush``; for tests, one at a time.
+    Replaces functions of ``os``, ``open`` and the fallocate of ``cache.writing``; for tests, one at a time.
     """
 
     def __init__(self, root: Path) -> None:
@@ -139,7 +139,7 @@ class Recorder:
             self._stand_in(os, name, self._refusing_descriptor)
         self._stand_in(io, "open", self._open_file)
         self._stand_in(builtins, "open", self._open_file)
-        self._stand_in(flush, "_libc", lambda real: _Libc(real, self))
+        self._stand_in(writing, "_libc", lambda real: _Libc(real, self))
         return self
 
     def _stand_in(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -177,6 +177,9 @@ class Recorder:
             inode = child
         return inode, names[-1]
 
+    def _is_below(self, path: Any) -> bool:
+        return self._place(path) is not None or os.fspath(path) == str(self.root)
+
     def _inode_of(self, descriptor: int) -> int | None:
         """Our inode behind an open descriptor, None when it is not one of ours (any more)."""
         known = self._descriptors.get(descriptor)
@@ -209,7 +212,12 @@ class Recorder:
             with self._lock:
                 place = self._place(path, dir_fd)
                 descriptor: int = real(path, flags, mode, dir_fd=dir_fd)
-                if place is None and not (isinstance(path, str | Path) and os.fspath(path) == str(self.root)):
+                if flags & os.O_TMPFILE == os.O_TMPFILE and self._is_below(path):
+                    inode = self._new()  # which nothing finds before a link gives it a name
+                    self._sizes[inode] = 0
+                    self._descriptors[descriptor] = (inode, os.fstat(descriptor).st_ino, flags)
+                    return descriptor
+                if place is None and not (isinstance(path, str | Path) and self._is_below(path)):
                     self._descriptors.pop(descriptor, None)
                     return descriptor
                 inode = ROOT if place is None else self._opened(place, flags)
@@ -347,14 +355,22 @@ class Recorder:
     def _link(self, real: Any) -> Any:
         def link(source: Any, target: Any, **options: Any) -> None:
             with self._lock:
-                old, new = self._place(source), self._place(target)
-                if (old is None) != (new is None):
+                inode, new = self._linked(source), self._place(target)
+                if (inode is None) != (new is None):
                     raise NotImplementedError(f"a link across the border of {self.root}: {source} to {target}")
                 real(source, target, **options)
-                if old is not None and new is not None:
-                    self._log_name((*new, self._names[old[0]][old[1]]))
+                if inode is not None and new is not None:
+                    self._log_name((*new, inode))
 
         return link
+
+    def _linked(self, source: Any) -> int | None:
+        """Our inode that ``source`` names, be it by an open descriptor."""
+        descriptor = os.fsdecode(source).removeprefix("/proc/self/fd/")
+        if descriptor.isdecimal():
+            return self._inode_of(int(descriptor))
+        place = self._place(source)
+        return None if place is None else self._names[place[0]].get(place[1])
 
     def _refusing_path(self, real: Any) -> Any:
         def refusing(*arguments: Any, **options: Any) -> Any:
@@ -431,15 +447,15 @@ class _Raw(io.RawIOBase):
 
 
 class _Libc:
-    """The C library as ``mover.flush`` uses it."""
+    """The C library as ``cache.writing`` uses it."""
 
     def __init__(self, real: Any, recorder: Recorder) -> None:
         self._real, self._recorder = real, recorder
 
-    def fallocate(self, descriptor: int, mode: int, offset: Any, count: Any) -> int:
+    def fallocate(self, descriptor: int, mode: int, offset: int, count: int) -> int:
         result: int = self._real.fallocate(descriptor, mode, offset, count)
         if result == 0 and mode == 0:
-            self._recorder.allocated(descriptor, offset.value + count.value)
+            self._recorder.allocated(descriptor, offset + count)
         return result
 
 
@@ -565,7 +581,7 @@ class Model:
                         self.files[inode] = _File()
             self.pending.append((operation, {directory for directory, _, _ in operation.changes}))
         elif isinstance(operation, Write | Resize):
-            self.files[operation.inode].apply(operation)
+            self.files.setdefault(operation.inode, _File()).apply(operation)  # it may have no name yet
         elif isinstance(operation, Persist):
             self._persist(operation.inode)
 

@@ -24,7 +24,7 @@ from tierckpt.manifest import FileEntry, Manifest, digests_of
 from tierckpt.mover import commit, flush, space, straight
 from tierckpt.mover.disk import check_local_root, typed_errors
 from tierckpt.mover.journal import READY, WRITING, Entry
-from tierckpt.mover.tuner import WRITE_BYTES_MAX, IoShape
+from tierckpt.mover.tuner import WRITE_BYTES_MAX, IoShape, segment_bytes
 from tierckpt.stores import local
 
 KiB = 1 << 10
@@ -176,7 +176,7 @@ class _OneSave:
             self.saver.run(self.engine.discard(self.location, [name for name in names if name.endswith(SHARD_SUFFIX)]))
 
     def _flush(self, shards: list[flush.Shard]) -> list[flush.Flushed]:
-        segment = flush.segment_bytes(CHUNK_BYTES, WRITE_BYTES_MAX)
+        segment = segment_bytes(CHUNK_BYTES, WRITE_BYTES_MAX)
         slot_bytes = min(segment, flush.round_up(max(shard.size_bytes for shard in shards)))
         with bounce_for(self.settings).take(1, slot_bytes, 30.0) as slots:
             return flush.flush(shards, slots=slots, shape=SHAPE, chunk_size_bytes=CHUNK_BYTES)
@@ -232,7 +232,10 @@ class _OneSave:
         entry, token = self.entry, self.entry.token
         if entry.state == READY:
             self.journal.write(dataclasses.replace(entry, state=WRITING))
-        commit.forget_local(self.directory, token, entry.manifest)
+        if not commit.forget_local(self.directory, token, entry.manifest):
+            self.journal.write(dataclasses.replace(entry, state=READY))
+            self.release()
+            return
         if self.went_straight:
             self._discard([file.path for file in entry.files])
         self.journal.remove(token)

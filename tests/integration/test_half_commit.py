@@ -1,0 +1,106 @@
+"""A local commit that was made, could not be made durable, and could not be taken back either: two errors in a row.
+
+The save is told as failed. What stands is whole all the same: no shard that a commit names is ever deleted, here or on
+the shared tier, and it is drained like any other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierckpt
+from tests.states import load, same, save, small_state
+from tierckpt.dcp.writer import TierStorageWriter
+from tierckpt.errors import StoreError
+from tierckpt.layout import MANIFEST, local_dir, parse_uri
+from tierckpt.mover import commit
+from tierckpt.mover.commit import read_local_manifest
+from tierckpt.mover.journal import Journal
+from tierckpt.stores import local
+
+
+@pytest.fixture
+def cannot_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The directory's fsync fails after the rename, and so does what would undo it. Once."""
+    fired: list[str] = []
+
+    def durable_write(path: Path, data: bytes) -> None:
+        local.durable_write(path, data)
+        if path.name == Path(MANIFEST).name and not fired:
+            fired.append("commit")
+            raise StoreError("no fsync (seeded)")
+
+    def take_back(*_: Any) -> None:
+        fired.append("take back")
+        raise StoreError("nor can it be undone (seeded)")
+
+    monkeypatch.setattr(commit, "durable_write", durable_write)
+    monkeypatch.setattr(commit, "_take_back", take_back)
+    return fired
+
+
+def go_straight(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = TierStorageWriter.__init__
+
+    def straight(self: TierStorageWriter, *arguments: Any, **options: Any) -> None:
+        real(self, *arguments, **options)
+        self.route("straight")
+
+    monkeypatch.setattr(TierStorageWriter, "__init__", straight)
+
+
+@pytest.mark.parametrize("way", ["by the SSD", "straight"])
+@pytest.mark.parametrize("before", [False, True], ids=["new", "replaces another"])
+def test_it_stands_whole_and_is_drained(
+    way: str,
+    before: bool,
+    s3_uri: str,
+    local_root: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uri = f"{s3_uri}/step-1"
+    if before:
+        save(uri, small_state(1))
+        tierckpt.wait(uri, timeout_seconds=30)
+    if way == "straight":
+        go_straight(monkeypatch)
+    fired = request.getfixturevalue("cannot_be_taken_back")
+    with pytest.raises(StoreError, match="no fsync"):
+        save(uri, small_state(2))
+    assert fired == ["commit", "take back"]
+    directory = local_dir(local_root, parse_uri(uri))
+    manifest = read_local_manifest(directory)
+    assert manifest is not None
+    if way == "by the SSD":
+        assert all((directory / entry.key).exists() for entry in manifest.files)
+    tierckpt.wait(uri, timeout_seconds=30)
+    assert same(load(uri, small_state(2)), small_state(2))
+    assert same(load(uri, small_state(2), local_root=local_root.parent / "another"), small_state(2))
+    assert Journal(local_root).entries() == []
+
+
+def test_a_commit_that_was_taken_back_leaves_nothing(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: with one error there is nothing of it, and the same save works after it."""
+    fired: list[str] = []
+
+    def durable_write(path: Path, data: bytes) -> None:
+        local.durable_write(path, data)
+        if path.name == Path(MANIFEST).name and not fired:
+            fired.append("commit")
+            raise StoreError("no fsync (seeded)")
+
+    monkeypatch.setattr(commit, "durable_write", durable_write)
+    uri = f"{file_uri}/step-1"
+    with pytest.raises(StoreError, match="no fsync"):
+        save(uri, small_state(2))
+    directory = local_dir(local_root, parse_uri(uri))
+    assert read_local_manifest(directory) is None and not list(directory.rglob("*.distcp"))
+    assert Journal(local_root).entries() == []
+    save(uri, small_state(3))
+    assert same(load(uri, small_state(3)), small_state(3))

@@ -1,0 +1,242 @@
+"""Saves whose data goes to the SSD before they are planned: when, and that nobody can tell by what is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+import tierckpt
+from tests.states import load, same, zeros_like
+from tests.states import save as save_at_once
+from tierckpt.arena import slots
+from tierckpt.dcp import copying
+from tierckpt.errors import TierckptError
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.mover import ahead, space
+
+KiB, MiB = 1 << 10, 1 << 20
+LARGE = 150_000
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is worth it from 64 MiB on is tried here with less than one."""
+    monkeypatch.setattr(ahead, "BYTES_MIN", 128 * KiB)
+    monkeypatch.setattr(ahead, "WRITE_BYTES", 64 * KiB)
+    ahead._last_of.clear()
+    yield
+    slots.close_arenas()
+    ahead._last_of.clear()
+
+
+class Seen:
+    """What was begun ahead, and what came of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = 0
+        self.taken = 0
+        start, take = ahead.Ahead.start, ahead.Ahead.take
+
+        def starts(owner: Any) -> None:
+            start(owner)
+            self.begun += 1
+
+        def takes(owner: Any, file: Any, path: Path) -> Any:
+            fd = take(owner, file, path)
+            self.taken += fd is not None
+            return fd
+
+        monkeypatch.setattr(ahead.Ahead, "start", starts)
+        monkeypatch.setattr(ahead.Ahead, "take", takes)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    return Seen(monkeypatch)
+
+
+def state_of(step: int, size: int = LARGE) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "small": torch.randn(11, generator=generator),
+        "w": torch.randn(size, generator=generator),
+        "none": torch.empty(0),
+        "half": torch.randn(size, generator=generator).to(torch.bfloat16),
+        "step": step,
+    }
+
+
+def start(uri: str, state: dict[str, Any], stager: Any = None, **options: Any) -> Any:
+    writer = tierckpt.TierStorageWriter(uri, **{"chunk_size_bytes": 64 * KiB, "drain": False, **options})
+    return dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
+
+
+def by_stager(uri: str) -> Callable[[int], None]:
+    stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
+    return lambda step: start(f"{uri}/step-{step}", state_of(step), stager).result(60)
+
+
+def by_writer(uri: str) -> Callable[[int], None]:
+    return lambda step: start(f"{uri}/step-{step}", state_of(step)).result(60)
+
+
+def by_checkpointer(uri: str) -> Callable[[int], None]:
+    checkpointer = tierckpt.Checkpointer(uri, chunk_size_bytes=64 * KiB, drain=False)
+
+    def save(step: int) -> None:
+        checkpointer.save(step, state_of(step))
+        checkpointer.wait("local")
+
+    return save
+
+
+def stock_reads(uri: str, state: dict[str, Any], local_root: Path) -> bool:
+    target = zeros_like(state)
+    dcp.load(target, storage_reader=FileSystemReader(local_dir(local_root, parse_uri(uri))), no_dist=True)
+    return same(target, state)
+
+
+def given_up(root: Path) -> bool:
+    """No descriptor of a file without a name under ``root`` is left open."""
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            name = os.readlink(fd)  # noqa: PTH115
+        except FileNotFoundError:
+            continue
+        if name.startswith(str(root)) and name.endswith("(deleted)"):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("way", [by_stager, by_writer, by_checkpointer])
+def test_from_the_second_save_of_a_layout_on_and_bit_for_bit(
+    way: Callable[[str], Callable[[int], None]], file_uri: str, local_root: Path, seen: Seen
+) -> None:
+    save = way(file_uri)
+    for step in range(1, 5):
+        save(step)
+        assert (seen.begun, seen.taken) == (step - 1, step - 1)
+    for step in range(1, 5):
+        assert stock_reads(f"{file_uri}/step-{step}", state_of(step), local_root)
+        assert same(load(f"{file_uri}/step-{step}", state_of(step)), state_of(step)), "and every digest is right"
+    assert given_up(local_root)
+
+
+def test_another_layout_begins_anew(file_uri: str, local_root: Path, seen: Seen) -> None:
+    stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
+    sizes = [LARGE, LARGE, 2 * LARGE, 2 * LARGE, LARGE]
+    begun = []
+    for step, size in enumerate(sizes):
+        start(f"{file_uri}/step-{step}", state_of(step, size), stager).result(60)
+        begun.append(seen.begun)
+    assert begun == [0, 1, 1, 2, 3] and seen.taken == 3
+    for step, size in enumerate(sizes):
+        assert stock_reads(f"{file_uri}/step-{step}", state_of(step, size), local_root)
+
+
+def test_a_save_of_a_part_of_what_was_staged_takes_nothing_and_is_no_example(
+    file_uri: str, local_root: Path, seen: Seen
+) -> None:
+    stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
+    start(f"{file_uri}/step-1", state_of(1), stager).result(60)
+    staged = stager.stage(state_of(2))
+    save_at_once(f"{file_uri}/step-2", {"w": staged["w"]}, chunk_size_bytes=64 * KiB, drain=False)
+    assert (seen.begun, seen.taken) == (1, 0)
+    assert stock_reads(f"{file_uri}/step-2", {"w": state_of(2)["w"]}, local_root)
+    assert given_up(local_root)
+    start(f"{file_uri}/step-3", state_of(3), stager).result(60)
+    assert seen.begun == 1, "the last save of this layout was not written from where it was staged"
+
+
+def test_what_is_staged_and_never_saved_is_given_up_with_its_memory(
+    file_uri: str, local_root: Path, seen: Seen
+) -> None:
+    stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
+    start(f"{file_uri}/step-1", state_of(1), stager).result(60)
+    staged = stager.stage(state_of(2))
+    assert seen.begun == 1 and not given_up(local_root)
+    del staged
+    start(f"{file_uri}/step-3", state_of(3), stager).result(60)
+    assert seen.taken == 0
+    slots.close_arenas()
+    assert given_up(local_root)
+    assert stock_reads(f"{file_uri}/step-3", state_of(3), local_root)
+
+
+def test_lazy_copies_are_not_written_ahead(file_uri: str, local_root: Path, seen: Seen) -> None:
+    """They are made beside training, which comes first."""
+    stager = tierckpt.TierStager(mode="lazy", chunk_size_bytes=64 * KiB)
+    for step in (1, 2):
+        start(f"{file_uri}/step-{step}", state_of(step), stager).upload_completion.result(60)
+    assert seen.begun == 0
+
+
+def test_a_copy_that_fails_is_not_written(
+    file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
+    start(f"{file_uri}/step-1", state_of(1), stager).result(60)
+    with monkeypatch.context() as patch:
+
+        def fails(pairs: Any) -> None:
+            raise RuntimeError("the device is gone")
+
+        patch.setattr(copying, "_copy", fails)
+        with pytest.raises(RuntimeError, match="device is gone"):
+            stager.stage(state_of(2))
+    start(f"{file_uri}/step-3", state_of(3), stager).result(60)
+    assert stock_reads(f"{file_uri}/step-3", state_of(3), local_root)
+    slots.close_arenas()
+    assert seen.begun == 0 and given_up(local_root), "A1: nothing is begun before all is copied"
+
+
+def test_nothing_is_begun_where_something_would_have_to_go(
+    file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
+    monkeypatch.setattr(space, "room_bytes", lambda settings: 100 * KiB)
+    for step in (1, 2):
+        start(f"{file_uri}/step-{step}", state_of(step), stager).result(60)
+    assert seen.begun == 0
+
+
+def test_what_the_disk_has_given_already_is_not_asked_for_again(
+    file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last checkpoint that fits: once its file is there, no room for another is left."""
+    asked: list[tuple[int, int]] = []
+    real = space.make_room
+
+    def spy(settings: Any, needed_bytes: int, directory: Path, *, reserved_bytes: int = 0) -> None:
+        asked.append((needed_bytes, reserved_bytes))
+        real(settings, needed_bytes, directory, reserved_bytes=reserved_bytes)
+
+    monkeypatch.setattr(space, "make_room", spy)
+    stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
+    for step in (1, 2):
+        start(f"{file_uri}/step-{step}", state_of(step), stager).result(60)
+    (first, none), (second, reserved) = asked
+    assert first == second and none == 0 and abs(reserved - second) < 4 * KiB
+    status = os.statvfs(local_root)
+    free = status.f_bavail * status.f_frsize
+    margin = space.FREE_BYTES_MARGIN_MAX
+    settings = tierckpt.Settings.load(local_root=local_root, local_full_policy="error", local_high_water=1.0)
+    with pytest.raises(TierckptError, match="no room"):
+        real(settings, free + margin, local_root)
+    real(settings, free + margin, local_root, reserved_bytes=3 * margin)
+
+
+def test_data_of_the_past_never_gets_into_a_newer_checkpoint(file_uri: str, local_root: Path, seen: Seen) -> None:
+    """Many saves in a row through the same memory, each read back."""
+    stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
+    for step in range(20):
+        start(f"{file_uri}/step-{step}", state_of(step), stager).result(60)
+        assert stock_reads(f"{file_uri}/step-{step}", state_of(step), local_root)
+    assert seen.taken == 19

@@ -1,0 +1,100 @@
+"""A stretch without garbage collection costs none afterwards either, and leaves the job's own settings as they were."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tierckpt.dcp.collection import no_collection
+
+MANY = 20_000
+
+
+class Collections:
+    """Of which generation there were collections, and how many objects were then looked at."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            self.seen.append(len(gc.get_objects(generation=info["generation"])))
+
+
+@pytest.fixture
+def collections() -> Iterator[Collections]:
+    gc.collect()
+    noted = Collections()
+    gc.callbacks.append(noted)
+    yield noted
+    gc.callbacks.remove(noted)
+    gc.unfreeze()
+
+
+def young(count: int) -> list[list[int]]:
+    return [[number] for number in range(count)]
+
+
+def test_nothing_is_collected_in_here_and_nothing_of_it_is_looked_at_afterwards(collections: Collections) -> None:
+    with no_collection():
+        made = young(MANY)
+        assert collections.seen == []
+    more = young(2000)
+    assert collections.seen, "the collector is at work again"
+    assert max(collections.seen) < MANY / 2
+    assert len(made) + len(more) == MANY + 2000
+
+
+def test_control_without_it_all_of_it_is_looked_at(collections: Collections) -> None:
+    gc.disable()
+    made = young(MANY)
+    gc.enable()
+    more = young(2000)
+    assert max(collections.seen) >= MANY
+    assert len(made) + len(more) == MANY + 2000
+
+
+def test_what_is_garbage_goes_with_the_next_full_collection(collections: Collections) -> None:
+    class Cycle:
+        living = 0
+
+        def __init__(self) -> None:
+            self.me = self
+            Cycle.living += 1
+
+        def __del__(self) -> None:
+            Cycle.living -= 1
+
+    with no_collection():
+        for _ in range(100):
+            Cycle()
+    assert Cycle.living == 100
+    gc.collect()
+    assert Cycle.living == 0
+
+
+def test_what_the_job_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    try:
+        with no_collection():
+            young(100)
+        assert gc.get_freeze_count() >= frozen > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with no_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    with pytest.raises(ValueError, match="inside"), no_collection():
+        raise ValueError("inside")
+    assert gc.isenabled()
