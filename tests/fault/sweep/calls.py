@@ -15,7 +15,8 @@ CHANGING = {
     *("openat", "write", "pwrite64", "fsync", "fallocate", "ftruncate"),
     *("rename", "link", "linkat", "unlink", "mkdir", "rmdir"),
 }
-"""The calls after which something on the disk is another than before (a flock ends with its holder). A kill before any other finds what the last of these left."""
+"""The calls after which something on the disk is another than before (a flock ends with its holder). A kill before any
+other finds what the last of these left."""
 
 
 @dataclass(frozen=True)
