@@ -23,19 +23,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.fault.sweep import saver as sweep_saver
 from tests.states import load, same, save
 from tierckpt import layout
 from tierckpt import manifest as manifests
+from tierckpt.arena import slots
+from tierckpt.cache import writing
 from tierckpt.client import Client, close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.dcp import writer as dcp_writer
 from tierckpt.errors import CapacityError, ManifestError, StoreError, TierckptError
 from tierckpt.layout import MANIFEST, METADATA, local_dir, parse_uri
 from tierckpt.manifest import Manifest
-from tierckpt.mover import blocks, commit, copies, flush, journal, transfer
+from tierckpt.mover import ahead, blocks, commit, copies, flush, journal, transfer
 from tierckpt.mover.retention import Policy
 from tierckpt.stores import local
 from tierckpt.stores.local import LocalStore
@@ -51,9 +54,9 @@ Place = tuple[str, int]
 """A tier and a step."""
 
 
-def state_of(seed: int) -> dict[str, Any]:
+def state_of(seed: int, size: int = 700) -> dict[str, Any]:
     """A shard of a few disk blocks: torn in many ways, and cheap to build a thousand times."""
-    return {"weight": torch.randn(700, generator=torch.Generator().manual_seed(seed)), "step": seed}
+    return {"weight": torch.randn(size, generator=torch.Generator().manual_seed(seed)), "step": seed}
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,17 @@ def save_linked(world: World) -> None:
         world.save(step, seed, LOCAL, SHARED)
 
 
+def save_ahead(world: World) -> None:
+    """From the second on the data is written before the save is planned, to a file without a name (save.md)."""
+    with written_ahead() as taken:
+        for step, seed in ((1, 1), (2, 2), (2, 3)):
+            world.may(step, LOCAL, SHARED)
+            writer = tierckpt.TierStorageWriter(world.uri(step), **world.options)
+            dcp.async_save(state_of(seed, 4000), storage_writer=writer, no_dist=True).result(60)  # type: ignore[union-attr]
+            world.must(step, LOCAL, SHARED)
+    assert len(taken) == 2
+
+
 def prune(world: World) -> None:
     """Retention, on both tiers."""
     for step in (1, 2, 3):
@@ -190,7 +204,27 @@ def failing_saves(world: World) -> None:
         world.must(1, LOCAL)
 
 
-RUNS = (save_linked, prune, drain_copied, resume, save_of_two_ranks, failing_saves)
+RUNS = (save_linked, save_ahead, prune, drain_copied, resume, save_of_two_ranks, failing_saves)
+
+
+@contextlib.contextmanager
+def written_ahead() -> Iterator[list[Path]]:
+    """What is worth it from 64 MiB on is done with these few blocks too. Yields the files that a flush has taken."""
+    taken: list[Path] = []
+    take = ahead.AheadFile.take
+
+    def taking(self: ahead.AheadFile, path: Path) -> int | None:
+        fd = take(self, path)
+        taken.extend([] if fd is None else [path])
+        return fd
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "BYTES_MIN", 4096)
+        patch.setattr(ahead, "WRITE_BYTES", 4096)
+        patch.setattr(ahead.AheadFile, "take", taking)
+        yield taken
+    slots.close_arenas()
+    ahead._last_of.clear()
 
 
 @contextlib.contextmanager
@@ -644,6 +678,8 @@ def block_digests_that_are_not_durable(patch: pytest.MonkeyPatch) -> None:
 SEEDED = {
     "block digests that are not durable": (block_digests_that_are_not_durable, save_linked, {"torn"}),
     "no file fsync": (no_fsync(stat.S_ISREG), save_linked, {"lost", "torn", "damaged"}),
+    "no file fsync, written ahead": (no_fsync(stat.S_ISREG), save_ahead, {"lost", "torn", "damaged"}),
+    "no directory fsync, written ahead": (no_fsync(stat.S_ISDIR), save_ahead, {"lost"}),
     "no directory fsync": (no_fsync(stat.S_ISDIR), save_linked, {"lost"}),
     "rename before fsync": (rename_before_fsync, save_linked, {"damaged"}),
     "missing flush before fsync": (fsync_before_flush, save_linked, {"damaged"}),
@@ -725,6 +761,11 @@ def test_every_way_to_change_a_file_is_recorded(tmp_path: Path) -> None:
             file.seek(2)
             file.write(b"X")
             file.truncate(6)
+        descriptor = os.open(root / "a", os.O_TMPFILE | os.O_WRONLY)
+        writing.allocate(descriptor, 4096)
+        os.pwrite(descriptor, b"named later", 1)
+        os.link(f"/proc/self/fd/{descriptor}", root / "named", src_dir_fd=descriptor)
+        os.close(descriptor)
         descriptor = transfer._create(root / "sized", 5000)
         transfer.pwrite_all(descriptor, b"x" * 10, 4990, root / "sized")
         os.ftruncate(descriptor, 4995)
