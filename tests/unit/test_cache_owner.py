@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -178,6 +180,28 @@ def test_of_many_that_race_for_a_claim_one_gets_it(left: bool, folder: Path, bea
         for thread in threads:
             thread.join()
         assert won[True] == 1
+
+
+def test_who_comes_while_another_removes_a_dead_holders_claim_leaves_it_to_that_one(folder: Path, beats: Path) -> None:
+    mine, _ = holder(folder, beats)
+    (folder / "chunk").symlink_to("1-1-1-dead")
+    other = os.open(folder, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    assert not mine.take("chunk")
+    os.close(other)
+    assert mine.take("chunk")
+
+
+def test_a_dead_holders_claim_is_taken_where_there_are_no_locks(
+    folder: Path, beats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    mine, _ = holder(folder, beats)
+    (folder / "chunk").symlink_to("1-1-1-dead")
+    assert mine.take("chunk")
 
 
 def test_names_that_are_no_owners_hold_nothing(folder: Path, beats: Path) -> None:

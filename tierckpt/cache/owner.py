@@ -148,17 +148,16 @@ class Claims:
         """Remove the claim of ``dead``; False when another holder is just doing such a thing, and goes first."""
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _lock(folder):
+                return False
             if _link(path) == dead:
                 path.unlink(missing_ok=True)
                 self.taken_over += 1
                 log.info("taking over %s from %s, which has ended or says nothing any more", path.name, dead)
-        except BlockingIOError:
-            return False
+            return True
         finally:
-            fcntl.flock(folder, fcntl.LOCK_UN)  # a child that was forked meanwhile has this descriptor too
+            _unlock(folder)  # a child that was forked meanwhile has this descriptor too
             os.close(folder)
-        return True
 
     def holder(self, name: str) -> str | None:
         return _link(self.folder / name)
@@ -182,6 +181,22 @@ class Claims:
             return 0
         holders = Counter(self.holder(name) for name in names)
         return sum(count for holder, count in holders.items() if holder and is_live(holder, self._beats))
+
+
+def _lock(folder: int) -> bool:
+    """False while another has the lock of ``folder``. Where there are no locks, all have it (C3)."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _unlock(folder: int) -> None:
+    with contextlib.suppress(OSError):
+        fcntl.flock(folder, fcntl.LOCK_UN)
 
 
 def _link(path: Path) -> str | None:
