@@ -221,7 +221,8 @@ class Ahead:
                     file.begun.add(offset)
                     file.writing += 1
                     return file, offset
-                self._is_stopped = not self._changed.wait(OPEN_SECONDS)
+                if not self._changed.wait(OPEN_SECONDS):
+                    self._is_stopped = True
 
     def _is_wanted(self, file: AheadFile, offset: int) -> bool:
         """False when the flush has come to it first, or when nothing more goes to that file (A4)."""
