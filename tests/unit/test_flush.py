@@ -154,9 +154,11 @@ def flush_and_check(
     threads: int = 3,
     chunk_size_bytes: int = 4096,
     chunks: int = 2,
+    given: int = THREADS_MAX,
 ) -> None:
     path = directory / "shard"
     path.unlink(missing_ok=True)
+    slots = slots[:given]
     options = {"shape": IoShape(threads, chunks * chunk_size_bytes), "chunk_size_bytes": chunk_size_bytes}
     if arena is None:
         flushed = run(path, records_of(items), slots, **options)
@@ -182,6 +184,7 @@ CASES = st.fixed_dictionaries(
         "threads": st.integers(1, THREADS_MAX),
         "chunk_size_bytes": st.sampled_from([4096, 8192]),
         "chunks": st.integers(1, 4),
+        "given": st.integers(1, THREADS_MAX),
     }
 )
 
@@ -278,12 +281,21 @@ def test_only_the_segment_that_does_not_fit_the_image_is_copied(
     records, image = staged_in(arena, [tensor])
     records.append(Record(items[1].offset, items[1].head))
     path = directory / "longer"
-    check(run(path, records, slots, image=image), items, 4096)
+    check(run(path, records, slots[:1], image=image), items, 4096)
 
 
+def test_what_lies_in_an_image_takes_no_slot(directory: Path, arena: Memory) -> None:
+    items = items_of([(0, 448, 60_000, 337, False), (0, 448, 9000, 337, False)])
+    records, image = staged_in(arena, items)
+    check(run(directory / "staged", records, [], image=image), items, 4096)
+
+
+@pytest.mark.parametrize("given", [1, 2, THREADS_MAX])
 @pytest.mark.parametrize("threads", range(1, THREADS_MAX + 1))
-def test_a_tail_waits_only_for_what_is_taken_before_it(directory: Path, slots: list[Memory], threads: int) -> None:
-    """F2: an item over many segments whose first part comes last, with any number of workers."""
+def test_a_tail_waits_only_for_what_is_taken_before_it(
+    directory: Path, slots: list[Memory], threads: int, given: int
+) -> None:
+    """F2: an item over many segments whose first part comes last, with any number of workers and of slots."""
     (item,) = items_of([(0, 448, 200_000, 337, False)])
     buffer = ctypes.create_string_buffer(item.data, len(item.data))
 
@@ -292,9 +304,9 @@ def test_a_tail_waits_only_for_what_is_taken_before_it(directory: Path, slots: l
             time.sleep(0.1)
         ctypes.memmove(target, ctypes.addressof(buffer) + start, count)
 
-    path = directory / f"late-{threads}"
+    path = directory / f"late-{threads}-{given}"
     record = Record(0, item.head, item.frame, owner=buffer, fetch=slow_at_first)
-    check(run(path, [record], slots, shape=IoShape(threads, 8 * KiB), timeout_seconds=20), [item], 4096)
+    check(run(path, [record], slots[:given], shape=IoShape(threads, 8 * KiB), timeout_seconds=20), [item], 4096)
 
 
 def test_several_shards_come_back_in_order(directory: Path, slots: list[Memory]) -> None:

@@ -492,7 +492,9 @@ class TierStorageWriter(Mount, StorageWriter):
         background = threading.current_thread() is not threading.main_thread()
         pace = Pace(settings.flush_cpu_share, shape.threads) if background else Pace()
         is_begun = any(shard.image is not None and shard.image.ahead is not None for shard in shards)
-        with bounce_for(settings).take(shape.threads, slot_bytes, timeout) as slots:
+        # What lies in an image needs none; beside it there are only objects.
+        wanted = 1 if any(shard.image is not None for shard in shards) else shape.threads
+        with bounce_for(settings).take(wanted, slot_bytes, timeout) as slots:
             begun = time.monotonic()
             with flushing(settings.local_root, size_bytes):
                 flushed = flush(
@@ -506,7 +508,7 @@ class TierStorageWriter(Mount, StorageWriter):
                     cached=cached,
                     timeout_seconds=timeout,
                 )
-            if not (pace.rested or cached or is_begun) and len(slots) == shape.threads:
+            if not (pace.rested or cached or is_begun) and len(slots) == wanted:
                 tuner.learn(shape, size_bytes, time.monotonic() - begun)
         return flushed
 

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ctypes import memmove
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
@@ -196,7 +196,7 @@ def flush(
     """Write ``shards``, each under a name that does not exist yet. Returns size and chunk digests, in order.
 
     The caller's thread is one of the workers, unless ``nice`` asks for a low priority, which only threads of our own
-    get. ``slots`` must hold a segment each, one for every thread of ``shape``.
+    get. ``slots``: memory for a segment each; only what does not lie in an image takes one, and waits for it.
 
     ``cached`` writes through the page cache: slower, and whoever reads the shards next finds them in memory.
 
@@ -236,7 +236,10 @@ class Stream:
             for index in range(file.segments):
                 start = index * self._job.segment_bytes
                 end = min(start + self._job.segment_bytes, file.shard.size_bytes)
-                yield self._job.bring_together(file, start, end, self._slot).part(start, end)
+                records = _overlapping(file.shard.records, start, end)
+                place = self._job.in_place(file, records, start, end) or _in(self._slot, start, end)
+                self._job.bring_together(file, records, place, end)
+                yield place.part(start, end)
 
     def flushed(self) -> Flushed:
         """What the shard has become, once all pieces were taken."""
@@ -338,7 +341,6 @@ class _Job:
         self.chunk_size_bytes = chunk_size_bytes
         self.segment_bytes = segment_bytes(chunk_size_bytes, shape.size_bytes)
         self.files = [_File(shard, self.segment_bytes, direct=not cached) for shard in shards]
-        self.slots = slots
         self.threads = shape.threads
         self.durable = durable
         self.base = base
@@ -353,6 +355,7 @@ class _Job:
         whole_blocks = not chunk_size_bytes % DIGEST_BLOCK_BYTES
         self.hot_bytes = HOT_BYTES if foreground and whole_blocks else 0
         self._queue = deque(self._segments())
+        self._free = list(slots)
         self._writing = threading.BoundedSemaphore(shape.writes_max)
 
     def _segments(self) -> Iterator[tuple[_File, int]]:
@@ -365,16 +368,16 @@ class _Job:
             file.open()
             if not file.segments:
                 self._finish(file)
-        count = min(self.threads, len(self.slots), max(1, sum(file.segments for file in self.files)))
+        count = min(self.threads, max(1, sum(file.segments for file in self.files)))
         threads = [
-            threading.Thread(target=self._run, args=(slot, nice), name="tierckpt-flush", daemon=True)
-            for slot in self.slots[0 if nice else 1 : count]
+            threading.Thread(target=self._run, args=(nice,), name="tierckpt-flush", daemon=True)
+            for _ in range(count if nice else count - 1)
         ]
         try:
             for thread in threads:
                 self._start(thread)
             if not nice:
-                self._work(self.slots[0], 0)
+                self._work(0)
             self._join()
         except BaseException as error:
             # An interrupt, or a thread that cannot be had. The slots are the caller's again when this returns, so the
@@ -417,23 +420,22 @@ class _Job:
             self.working -= 1
             self.changed.notify_all()
 
-    def _run(self, slot: Memory, nice: int) -> None:
+    def _run(self, nice: int) -> None:
         try:
-            self._work(slot, nice)
+            self._work(nice)
         finally:
             self._leave()
 
-    def _work(self, slot: Memory, nice: int) -> None:
+    def _work(self, nice: int) -> None:
         try:
             if nice:
                 priority.lower_this_thread(nice)
-            while True:
-                with self.changed:
-                    if self.failure is not None or not self._queue:
-                        return
-                    taken = self._queue.popleft()
+            while (segment := self._next()) is not None:
                 begun = time.thread_time()
-                self._segment(*taken, slot)
+                try:
+                    self._write_segment(segment)
+                finally:
+                    self._give_back(segment.slot)
                 if self._queue:  # after the last segment the commit waits, and nothing is left to hold back
                     self.pace.rest_after(time.thread_time() - begun)
         except BaseException as error:
@@ -444,9 +446,38 @@ class _Job:
             self.failure = self.failure or error
             self.changed.notify_all()
 
-    def _segment(self, file: _File, start: int, slot: Memory) -> None:
-        end = min(start + self.segment_bytes, file.shard.size_bytes)
-        place = self.bring_together(file, start, end, slot)
+    def _next(self) -> _Segment | None:
+        """The next segment of the queue, with a slot if it takes one; None when there is none, or after an error.
+
+        The first of the queue waits for its slot, and what comes after it too: a tail waits for the CRCs of segments
+        before it, and all of those must have what they need.
+        """
+        with self.changed:
+            while self.failure is None and self._queue:
+                file, start = self._queue[0]
+                end = min(start + self.segment_bytes, file.shard.size_bytes)
+                records = _overlapping(file.shard.records, start, end)
+                place, slot = self.in_place(file, records, start, end), None
+                if place is None and self._free:
+                    slot = self._free.pop()
+                    place = _in(slot, start, end)
+                if place is not None:
+                    self._queue.popleft()
+                    return _Segment(file, records, place, end, slot)
+                if not self.changed.wait(max(0.0, self.deadline - time.monotonic())):
+                    raise self._late("a buffer")
+        return None
+
+    def _give_back(self, slot: Memory | None) -> None:
+        if slot is not None:
+            with self.changed:
+                self._free.append(slot)
+                self.changed.notify_all()
+
+    def _write_segment(self, segment: _Segment) -> None:
+        file, place, end = segment.file, segment.place, segment.end
+        start = place.start
+        self.bring_together(file, segment.records, place, end)
         try:
             if not file.has(place):
                 self._write(file, place.part(start, place.end if file.direct else end), start)
@@ -460,21 +491,12 @@ class _Job:
                 raise
             raise translate_os_error(error, file.shard.path, Tier.LOCAL) from error
 
-    def bring_together(self, file: _File, start: int, end: int, slot: Memory) -> _Place:
-        """Have bytes ``start`` to ``end`` in one place, padded to whole blocks, and note their digests."""
-        padded = round_up(end)
-        records = _overlapping(file.shard.records, start, end)
-        place = _Place(slot.view, slot.address, start, padded)
-        if file.shard.image is not None and self._is_in_place(file.shard.image, records, start, padded):
-            image = file.shard.image
-            position = image.address + start - image.memory.address
-            place = _Place(
-                image.memory.view[position : position + padded - start], image.address + start, start, padded
-            )
+    def bring_together(self, file: _File, records: Sequence[Record], place: _Place, end: int) -> None:
+        """Have the bytes up to ``end`` at ``place``, padded to whole blocks, and note their digests."""
         self._gather(records, place)
+        start = place.start
         for index, offset in enumerate(range(start, end, self.chunk_size_bytes), start // self.chunk_size_bytes):
             file.blocks[index] = place.blocks(offset, min(offset + self.chunk_size_bytes, end))
-        return place
 
     def _write(self, file: _File, view: memoryview, start: int) -> None:
         """Write one segment, when it is this thread's turn."""
@@ -496,12 +518,18 @@ class _Job:
         except OSError as error:
             raise translate_os_error(error, file.shard.path, Tier.LOCAL) from error
 
-    def _is_in_place(self, image: Image, records: Sequence[Record], start: int, padded: int) -> bool:
-        return padded <= image.size_bytes and all(
-            not record.size_bytes
-            or (record.fetch is None and self.base + record.address == image.address + record.data_offset)
-            for record in records
-        )
+    def in_place(self, file: _File, records: Sequence[Record], start: int, end: int) -> _Place | None:
+        """Where bytes ``start`` to ``end`` lie in the image as they will lie in the file; None when they do not."""
+        image, padded = file.shard.image, round_up(end)
+        if image is None or padded > image.size_bytes:
+            return None
+        for record in records:
+            if record.size_bytes and (
+                record.fetch is not None or self.base + record.address != image.address + record.data_offset
+            ):
+                return None
+        position = image.address + start - image.memory.address
+        return _Place(image.memory.view[position : position + padded - start], image.address + start, start, padded)
 
     def _gather(self, records: Sequence[Record], place: _Place) -> None:
         """Bring the bytes of a segment together, tails last: theirs may be the CRC of a part another worker has."""
@@ -630,6 +658,21 @@ def _pieces(start: int, end: int, size_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, cut
         start = cut
     yield start, end
+
+
+def _in(slot: Memory, start: int, end: int) -> _Place:
+    return _Place(slot.view, slot.address, start, round_up(end))
+
+
+class _Segment(NamedTuple):
+    """A part of a file that one thread writes."""
+
+    file: _File
+    records: Sequence[Record]
+    place: _Place
+    end: int
+    slot: Memory | None
+    """What ``place`` lies in, where that is not the image."""
 
 
 def _overlapping(records: Sequence[Record], start: int, end: int) -> Sequence[Record]:
