@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-import tierckpt
+from tierckpt import Checkpointer  # here, so that all savers share the memory of what this imports
 
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
 TENSORS = 4
@@ -19,7 +19,7 @@ ELEMENTS = 1 << 22
 def save_often(folder: str, uri: str, saver: int, savers: int, saves: int) -> None:
     """Wait for the others, save, and leave for each save how long it took to the SSD and to shared storage."""
     state = {str(index): torch.arange(ELEMENTS, dtype=torch.int32) + saver for index in range(TENSORS)}
-    with tierckpt.Checkpointer(f"{uri}/{saver}", timeout_seconds=300) as checkpointer:
+    with Checkpointer(f"{uri}/{saver}", timeout_seconds=300) as checkpointer:
         checkpointer.save(0, state)  # memory, connections
         checkpointer.wait("local")
         (Path(folder) / f"ready-{saver}").touch()

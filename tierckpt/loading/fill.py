@@ -35,6 +35,8 @@ from .parts import Bounds, Parts
 
 READ_BYTES = 8 << 20
 """Of one request, and of a buffer."""
+READS_A_BUFFER = 4
+"""A load of little takes few buffers: not as much memory again as it fills, so that many processes fit on a node."""
 
 DIRECT_BYTES_MIN = 1 << 20
 """Smaller extents are not worth a page of their own at either end."""
@@ -355,6 +357,7 @@ class _Reading:
         if not self._needs_buffers:
             self._run([None] * count)
             return
+        count = min(count, max(2, self._count // READS_A_BUFFER))
         with read_buffers(place.threads_max).take(count, READ_BYTES, BUFFER_SECONDS) as buffers:
             self._run(buffers)
 
