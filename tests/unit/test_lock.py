@@ -1,6 +1,7 @@
 """Locks of one node: one holder (K1), and a removed lock file lets no second one in (K3). K2: fault/test_ranks.py."""
 
 import errno
+import fcntl
 import os
 import signal
 import socket
@@ -54,6 +55,23 @@ def test_a_lock_is_let_go_of_though_its_file_cannot_be_removed(tmp_path: Path, m
         patch.setattr(Path, "unlink", fail)
         assert held
     with try_lock(path) as held:
+        assert held
+
+
+def test_a_lock_is_let_go_of_though_unlocking_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing the file does it as well; a descriptor left open would hold the lock as long as the process lives."""
+    flock = fcntl.flock
+
+    def no_unlock(file: int, operation: int) -> None:
+        if operation == fcntl.LOCK_UN:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flock(file, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", no_unlock)
+        with lock(tmp_path / "lock", 1.0, "it"):
+            pass
+    with try_lock(tmp_path / "lock") as held:
         assert held
 
 

@@ -109,6 +109,10 @@ def _try_lease(local_root: Path, directory: Path) -> int:
             return file
     except BlockingIOError:
         pass
+    except OSError as error:
+        log.debug("no lease on %s: %s", directory, error)
+        os.close(file)
+        return _NONE
     os.close(file)
     return _HELD  # a removal is under way, or has just ended and taken the file with it
 
@@ -123,5 +127,6 @@ def _release(file: int, path: Path) -> None:
             if _is_file(file, path):  # taking EX gave SH up for an instant: the name may be another reader's by now
                 path.unlink(missing_ok=True)
     finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):  # closing lets go of it too, unless there is such a child
+            fcntl.flock(file, fcntl.LOCK_UN)
         os.close(file)

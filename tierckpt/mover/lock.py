@@ -60,7 +60,8 @@ def try_lock(path: Path, *, remove: bool = False, inherited: int | None = None) 
                 with suppress(OSError):  # a file that stays is what the next holder locks
                     path.unlink()
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # K2
+            with suppress(OSError):  # closing lets go of it too, unless there is such a child
+                fcntl.flock(file, fcntl.LOCK_UN)  # K2
             os.close(file)
 
 
