@@ -5,6 +5,7 @@ T1 and T2 are in ``tierckpt/mover/straight.py``, D5 and D7 in ``tierckpt/plannin
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -28,7 +29,7 @@ from tierckpt import Checkpointer
 from tierckpt.cli.app import run as cli
 from tierckpt.errors import CapacityError, StoreUnavailableError
 from tierckpt.layout import PASSED, local_dir, parse_uri
-from tierckpt.mover import straight
+from tierckpt.mover import blocks, straight
 from tierckpt.mover.drain import Drainer
 from tierckpt.mover.journal import Entry, Journal
 from tierckpt.training.sending import Order, Sending, Sight
@@ -240,6 +241,47 @@ def test_neither_takes_it_and_nothing_is_left(file_uri: str, local_root: Path, m
         checkpointer.save(1, {f"t{n}": torch.randn(100_000) for n in range(5)}).result(60)
     assert shared_shards(f"{file_uri}/step-1") == [] and local_shards(local_root, file_uri) == []
     assert not Journal(local_root).entries() and tierckpt.latest(file_uri) is None
+
+
+def digests_fail_once(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """All shards are there, and their block digests cannot be written on this node."""
+    real, errors = blocks.keep, [error]
+
+    def keep(*arguments: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return real(*arguments)
+
+    monkeypatch.setattr(blocks, "keep", keep)
+
+
+def test_an_error_after_the_last_shard_leaves_it_to_the_ssd(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    always(monkeypatch)
+    digests_fail_once(monkeypatch, InterruptedError(errno.EINTR, os.strerror(errno.EINTR)))
+    with Checkpointer(file_uri, drain_policy="adaptive") as checkpointer:
+        checkpointer.save(1, state_of(1)).result(60)
+        assert not checkpointer.stats[0].is_straight
+    assert "cannot go straight to the shared tier, it goes to the SSD" in caplog.text
+    assert shared_shards(f"{file_uri}/step-1") == local_shards(local_root, f"{file_uri}/step-1") != []
+    state = zeros_like(state_of(1))
+    assert Checkpointer(file_uri).restore(state) == 1 and same(state, state_of(1))
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which would end the tests."""
+
+
+def test_an_interrupt_after_the_last_shard_leaves_nothing_there(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always(monkeypatch)
+    digests_fail_once(monkeypatch, Interrupted())
+    checkpointer = Checkpointer(file_uri, drain_policy="adaptive")
+    with pytest.raises(Interrupted):
+        checkpointer.save(1, state_of(1)).result(60)
+    assert shared_shards(f"{file_uri}/step-1") == [] and local_shards(local_root, file_uri) == []
 
 
 KILLED = """

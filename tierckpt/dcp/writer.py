@@ -396,9 +396,12 @@ class TierStorageWriter(Mount, StorageWriter):
         if route == "straight":
             try:
                 return prepared.results, self._send_straight(prepared)
-            except TierckptError as error:
+            except (TierckptError, OSError) as error:
                 log.warning("%s cannot go straight to the shared tier, it goes to the SSD: %s", self.path, error)
                 self._take_back_straight(prepared)
+            except BaseException:
+                self._take_back_straight(prepared)
+                raise
         try:
             return self._write_local(prepared, planner)
         except CapacityError as error:

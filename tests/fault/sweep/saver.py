@@ -156,10 +156,10 @@ class _OneSave:
         if flushed is None:
             space.make_room(self.settings, sum(shard.size_bytes for shard in shards), self.directory)
             flushed = self._flush(shards)
-        local.fsync_dir(self.directory)
         files = tuple(FileEntry(file.path.name, file.size_bytes, file.digests, rank, token) for file in flushed)
         self.collected += files
         self.entry = dataclasses.replace(self.entry, files=files)
+        local.fsync_dir(self.directory)
 
     def _straight(self, shards: list[flush.Shard]) -> list[flush.Flushed] | None:
         """None when the shared tier does not take them."""
