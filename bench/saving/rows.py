@@ -322,7 +322,7 @@ def ours_stager_row(bench: Bench) -> Row:
 
     def before() -> None:
         if not kept:
-            kept.append(tierckpt.TierStager())
+            kept.append(tierckpt.TierStager(local_root=bench.local_root))
 
     def save(path: Path) -> Timing:
         writer = tier_writer(bench, path)
@@ -342,7 +342,7 @@ def ours_process_row(bench: Bench) -> Row:
 
     def before() -> None:
         if not kept:
-            kept.append(tierckpt.TierStager(shared=True))
+            kept.append(tierckpt.TierStager(local_root=bench.local_root, shared=True))
 
     def save(path: Path) -> Timing:
         return async_timed(bench, PROCESS, storage_writer=tier_writer(bench, path), async_stager=kept[0])
