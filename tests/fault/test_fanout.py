@@ -6,20 +6,26 @@ it sends, so that they meet. ``TIERCKPT_TEST_SWEEP=full`` makes a hundred of the
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.servers.cluster import Cluster, Model, Node, Result, dumped, flip
+from tests.servers.cluster import SECRET, Cluster, Model, Node, Result, dumped, flip
 from tests.servers.fleet import Fleet
 from tests.servers.origin import Origin
 from tests.services import free_port
+from tierckpt.config import Settings
+from tierckpt.errors import PeerBusyError
+from tierckpt.manifest import digest_of
+from tierckpt.peer.client import ChunkAnswer, PeerClient
+from tierckpt.peer.members import Member
 
 MiB = 1 << 20
 CHUNK_BYTES = MiB
@@ -27,6 +33,9 @@ SIZES = {"model-1.safetensors": 14 * MiB + 5, "model-2.safetensors": 9 * MiB, "c
 STORE_RATE = 24 * MiB
 NODES = 5
 TRIES = 3
+CLIENTS = 256
+SERVED_SECONDS = 60.0
+POLL_SECONDS = 0.02
 IN_FLIGHT_MAX = 16
 """Chunks that one node has on their way at a time: what it may have asked the store for and lost when it was killed."""
 SETTINGS = {"TIERCKPT_CHUNK_SIZE_BYTES": str(CHUNK_BYTES), "TIERCKPT_LOG_LEVEL": "info"}
@@ -41,9 +50,9 @@ class Bench:
     store: Path
     models: int = 0
 
-    def fresh(self, seed: int = 0) -> Model:
+    def fresh(self, seed: int = 0, sizes: Mapping[str, int] = SIZES) -> Model:
         self.models += 1
-        model = self.cluster.model = Model.make(self.store / "models", f"m{self.models}", SIZES, seed)
+        model = self.cluster.model = Model.make(self.store / "models", f"m{self.models}", sizes, seed)
         self.cluster.origin.reset()
         self.cluster.origin.pace(STORE_RATE)
         return model
@@ -137,6 +146,64 @@ def test_an_owner_that_stands_still_holds_nobody_up(cluster: Cluster) -> None:
     assert_right(cluster.results([victim]))
     assert store_bytes(cluster) <= most_from_store(cluster.model, IN_FLIGHT_MAX)
     cluster.await_members(NODES)
+
+
+def test_256_clients_of_one_agent_get_what_it_is_fetching_and_the_store_is_read_once(
+    bench: Bench, cluster: Cluster
+) -> None:
+    model, node = bench.fresh(sizes={"model.safetensors": 24 * MiB}), cluster.nodes[0]
+    cluster.origin.pace(6 * MiB)
+    cluster.fetch([node])
+    got, before_whole = asyncio.run(served_to(CLIENTS, member_of(cluster, node), node.local_root, model))
+    assert_right(cluster.results([node]))
+    assert got == CLIENTS * 8
+    assert before_whole >= CLIENTS, "nobody had to wait: all had been fetched when they came"
+    ranges = sorted((start, stop) for _, _, _, start, stop in cluster.origin.counts()["ranges"])
+    assert ranges == [(at, at + CHUNK_BYTES) for at in range(0, model.size_bytes, CHUNK_BYTES)]
+
+
+def member_of(cluster: Cluster, node: Node) -> Member:
+    """As its agent tells of itself."""
+    live = cluster.ask(node, op="peers", version=None, directory=None)["live"]
+    return next(Member(row["name"], row["address"]) for row in live if row["address"] == node.address)
+
+
+async def served_to(count: int, member: Member, local_root: Path, model: Model) -> tuple[int, int]:
+    """Have each of ``count`` clients get a third of the chunks from ``member``, which fetches them.
+
+    Returns how many came, every byte of them right, and how many of them before the agent had all.
+    """
+    data = (model.bucket / model.name / "model.safetensors").read_bytes()
+    wanted = [digest_of(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
+    settings = Settings.load(peer_secret=SECRET, local_root=local_root)
+    clients = [PeerClient(settings, f"client-{number}") for number in range(count)]
+
+    async def version() -> str:
+        while True:
+            for fill in (await clients[0].status(member))["fills"]:
+                if fill["uri"].rstrip("/") == model.uri:
+                    return str(fill["version"])
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def ask(client: PeerClient, ordinal: int, into: memoryview) -> ChunkAnswer:
+        while True:
+            with contextlib.suppress(PeerBusyError):
+                return await client.chunk(
+                    member, fetched, CHUNK_BYTES, ordinal, into, expected=wanted[ordinal], wait_seconds=10
+                )
+
+    async def one(number: int) -> list[ChunkAnswer]:
+        into = memoryview(bytearray(CHUNK_BYTES))
+        return [await ask(clients[number], ordinal, into) for ordinal in range(number % 3, len(wanted), 3)]
+
+    try:
+        async with asyncio.timeout(SERVED_SECONDS):
+            fetched = await version()
+            answers = [answer for some in await asyncio.gather(*map(one, range(count))) for answer in some]
+    finally:
+        for client in clients:
+            await client.close()
+    return len(answers), sum(not answer.held.whole for answer in answers)
 
 
 def test_a_node_whose_disk_lies_is_found_out_and_nothing_wrong_lands(cluster: Cluster) -> None:
