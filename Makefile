@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
 .PHONY: help test azurite check lint types layers demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
-  bench-fanout bench-fanout-simulation bench-load bench-plan bench-safetensors bench-save bench-serve clean
+  bench-fanout bench-fanout-simulation bench-load bench-load-ranks bench-load-s3 bench-plan bench-safetensors bench-save bench-serve clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -100,6 +100,12 @@ bench-safetensors: $(STAMP) ## model files: the disk, safetensors, its faster pe
 
 bench-load: $(STAMP) ## load: the disk, stock PyTorch, safetensors, tierckpt (20 minutes, root)
 	$(BIN)/python bench/load.py $(BENCH_ARGS)
+
+bench-load-ranks: $(STAMP) ## four ranks save and two load, two save and four load (10 minutes, root)
+	$(BIN)/python bench/load_ranks.py $(BENCH_ARGS)
+
+bench-load-s3: $(STAMP) ## reads from S3: a bare socket, obstore, boto3, s5cmd, tierckpt (nginx, or an endpoint)
+	$(BIN)/python bench/load_s3.py $(BENCH_ARGS)
 
 bench-save: $(STAMP) ## save: the disk's limit, stock PyTorch, tierckpt (25 minutes)
 	$(BIN)/python bench/save.py $(BENCH_ARGS)

@@ -1,6 +1,6 @@
 """What does it cost to read from S3? Beside a bare socket, and what everybody reads with.
 
-    python bench/load_s3.py [--rounds 5] [--size-mb 1024] [--rows ROW,ROW] [--endpoint URL --bucket NAME] [--dir DIR]
+    python bench/load_s3.py [--rounds 5] [--size-mb 1024] [--rows "ROW;ROW"] [--endpoint URL --bucket NAME] [--dir DIR]
 
 The server is nginx that gives a file by range (it looks at no signature), or any S3 server at ``--endpoint``, with the
 credentials of the environment: the object is put there first. One model file is read whole, in ranges of 8 MiB, eight
@@ -365,7 +365,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--size-mb", type=int, default=1024)
-    parser.add_argument("--rows", help="names, between commas; the bare socket comes always")
+    parser.add_argument("--rows", help="names, between semicolons; the bare socket comes always")
     parser.add_argument("--endpoint")
     parser.add_argument("--bucket", default="bucket")
     parser.add_argument("--dir", type=Path, default=Path.home() / ".cache" / "tierckpt-bench")
@@ -379,7 +379,7 @@ def main() -> None:
     os.environ |= {"AWS_REGION": "us-east-1", "AWS_CONFIG_FILE": "/nonexistent"}
     if given.endpoint is None:
         os.environ |= {"AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nobody looks"}
-    wanted = given.rows.split(",") if given.rows else list(ROWS)
+    wanted = given.rows.split(";") if given.rows else list(ROWS)
     rows = [row for row in present() if row in wanted or row == "bare socket"]
     given.dir.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="load-s3-", dir=given.dir))
