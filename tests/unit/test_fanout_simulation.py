@@ -42,6 +42,13 @@ def test_time_hardly_grows_with_the_number_of_nodes() -> None:
     assert eight.seconds <= 1.1 * two.seconds
 
 
+def test_of_many_nodes_with_a_chunk_each_few_fetch_what_another_one_fetches() -> None:
+    """All wait for the store, longer than an owner may take when others get answers."""
+    outcome = run("alike", nodes=64, chunks=64)
+    assert outcome.store_ratio <= 1.1, outcome.reasons
+    assert set(outcome.reasons) <= EXPECTED
+
+
 @pytest.mark.parametrize("origin", [1.0, 4.0])
 def test_a_slow_node_does_not_hold_the_others_up(origin: float) -> None:
     outcome = run("one slow", origin=origin, slow=1)

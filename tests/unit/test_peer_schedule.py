@@ -66,6 +66,33 @@ def test_nobody_goes_to_the_store_before_all_have_told_what_they_hold() -> None:
     assert isinstance(made.choose(TUNING.settle_seconds + 0.01), Ask)
 
 
+MANY = [f"n{number}" for number in range(20)]
+
+
+def goes_for_others_after(*, are_fetching: bool) -> float:
+    """For how long nothing has come when it may ask the store for whatever another one owns."""
+    made = schedule(MANY, total=len(MANY))
+    made.choose(SETTLED)
+    for name in MANY if are_fetching else ():
+        made.hear(name, SETTLED, fetching=owned(made, name)[:1])
+    for tenth in range(int(SETTLED * 10), 1000):
+        made._look(tenth / 10)
+        made._store = 0  # a slot is free: what it fetches itself is not what this is about
+        if made._from_store_at_last(tenth / 10, made.missing) is not None:
+            return tenth / 10
+        for name in MANY:
+            made.hear(name, tenth / 10)
+    raise AssertionError("it waits for ever")
+
+
+def test_where_nothing_moves_the_store_is_asked_for_what_others_own() -> None:
+    assert TUNING.stall_seconds <= goes_for_others_after(are_fetching=False) < TUNING.stall_seconds_max
+
+
+def test_while_all_wait_for_the_store_it_is_asked_for_more_later_but_not_never() -> None:
+    assert TUNING.stall_seconds_max <= goes_for_others_after(are_fetching=True) <= 5 * TUNING.stall_seconds_max
+
+
 def fetch_all(made: Schedule, others: Iterable[str], now: float = SETTLED) -> list[Ask]:
     """All that it fetches from the store while the others are there and get nowhere."""
     found: list[Ask] = []

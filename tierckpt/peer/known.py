@@ -43,6 +43,8 @@ class Tuning:
     """A member whose answers take so many times the usual is slow."""
     stall_seconds: float = 2.0
     """Nothing has moved for so long: the next rank goes to the store. Then the next."""
+    stall_seconds_max: float = 10.0
+    """The same while all wait for the store."""
     ranks_asked: int = 3
     retry_seconds_min: float = 0.5
     retry_seconds_max: float = 15.0

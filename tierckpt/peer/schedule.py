@@ -40,6 +40,8 @@ IDLE_SECONDS: Final = 0.05
 SETTLE_PAUSE_SECONDS: Final = 0.02
 OWN_ROUNDS: Final = 32
 """Rounds in which a node's own chunks come, at least: the first of them can be passed on after one."""
+FETCHES_MIN: Final = 3
+"""Of so many it can be said whether one or all of them are late."""
 GROWTH_MAX: Final = 1.4
 """Twice as many at a time are worth it while each takes no longer than so many times."""
 
@@ -89,6 +91,7 @@ class Schedule(Known):
         self._bad: set[int] = set()
         """Chunks whose digests members do not agree on: the store decides."""
         self._looked_at = self._planned_at = -1.0
+        self._store_age = 0.0
 
     # --- what became of it ---------------------------------------------------------------------------------------
 
@@ -329,7 +332,7 @@ class Schedule(Known):
 
     def _fetch_patience(self, peer: Peer) -> float:
         """How long a member may take for a chunk of the store's; less when it is slow anyhow."""
-        usual = quantile(self._store_times, 0.5)
+        usual = max(quantile(self._store_times, 0.5), self._store_age)
         if peer.member.name in self._slow:
             return max(self.tuning.fetch_seconds_min / 2, usual)
         return max(self.tuning.fetch_seconds_min, self.tuning.fetch_factor * usual)
@@ -366,10 +369,12 @@ class Schedule(Known):
 
     def _from_store_at_last(self, now: float, open_: int) -> Ask | None:
         """Nothing has moved for some time: one rank after the other goes to the store."""
-        still = now - self._moved_at
-        if still < self.tuning.stall_seconds or self._store >= self.store_slots():
+        tuning, still = self.tuning, now - self._moved_at
+        # While all that is fetched takes long, the store has enough to do: one more request helps nobody.
+        patience = max(tuning.stall_seconds, min(tuning.fetch_factor * self._store_age, tuning.stall_seconds_max))
+        if still < patience or self._store >= self.store_slots():
             return None
-        turn = int(still / self.tuning.stall_seconds)
+        turn = int(still / patience)
         for _ in range(8):
             chunk = any_bit(open_, self.rng)
             ranks = self._ranks(chunk)
@@ -474,6 +479,7 @@ class Schedule(Known):
         if now - self._looked_at < 0.2:
             return
         self._looked_at = now
+        self._store_age = self._age_of_fetches(now)
         usual = self._usual(0.5)
         slow = set()
         if usual and len(self.peers) >= 2:
@@ -488,6 +494,12 @@ class Schedule(Known):
                 self._leave(self.peers[name])
             self._slow = frozenset(slow)
             self._plan(now)
+
+    def _age_of_fetches(self, now: float) -> float:
+        """How long most of what is fetched from the store has been under way: while it is all late, no owner is."""
+        ages = [now - since for peer in self.peers.values() if peer.usable(now) for since in peer.fetching.values()]
+        ages += [now - at for asks in self.flying.values() for ask, at in asks if ask.source is SHARED]
+        return quantile(ages, 0.5) if len(ages) >= FETCHES_MIN else 0.0
 
     def _leave(self, peer: Peer) -> None:
         """Ask a member that turned out to be slow for one chunk at a time: what others hold comes from them, and of the
