@@ -72,12 +72,12 @@ MANY = [f"n{number}" for number in range(20)]
 def goes_for_others_after(*, are_fetching: bool) -> float:
     """For how long nothing has come when it may ask the store for whatever another one owns."""
     made = schedule(MANY, total=len(MANY))
-    made.choose(SETTLED)
+    for chunk in owned_later(made, "a"):
+        made.landed(chunk, 0.0)
     for name in MANY if are_fetching else ():
         made.hear(name, SETTLED, fetching=owned(made, name)[:1])
     for tenth in range(int(SETTLED * 10), 1000):
         made._look(tenth / 10)
-        made._store = 0  # a slot is free: what it fetches itself is not what this is about
         if made._from_store_at_last(tenth / 10, made.missing) is not None:
             return tenth / 10
         for name in MANY:

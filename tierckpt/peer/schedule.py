@@ -41,7 +41,7 @@ SETTLE_PAUSE_SECONDS: Final = 0.02
 OWN_ROUNDS: Final = 32
 """Rounds in which a node's own chunks come, at least: the first of them can be passed on after one."""
 FETCHES_MIN: Final = 3
-"""Of so many it can be said whether one or all of them are late."""
+"""Where so many are under way and all take long, it is the store that is slow, and no owner."""
 GROWTH_MAX: Final = 1.4
 """Twice as many at a time are worth it while each takes no longer than so many times."""
 
@@ -91,7 +91,8 @@ class Schedule(Known):
         self._bad: set[int] = set()
         """Chunks whose digests members do not agree on: the store decides."""
         self._looked_at = self._planned_at = -1.0
-        self._store_age = 0.0
+        self._ages: list[float] = []
+        """How long each chunk that is known to be fetched from the store has been on its way."""
 
     # --- what became of it ---------------------------------------------------------------------------------------
 
@@ -332,7 +333,9 @@ class Schedule(Known):
 
     def _fetch_patience(self, peer: Peer) -> float:
         """How long a member may take for a chunk of the store's; less when it is slow anyhow."""
-        usual = max(quantile(self._store_times, 0.5), self._store_age)
+        usual = quantile(self._store_times, 0.5)
+        if len(self._ages) >= FETCHES_MIN:
+            usual = max(usual, quantile(self._ages, 0.5))
         if peer.member.name in self._slow:
             return max(self.tuning.fetch_seconds_min / 2, usual)
         return max(self.tuning.fetch_seconds_min, self.tuning.fetch_factor * usual)
@@ -371,7 +374,9 @@ class Schedule(Known):
         """Nothing has moved for some time: one rank after the other goes to the store."""
         tuning, still = self.tuning, now - self._moved_at
         # While all that is fetched takes long, the store has enough to do: one more request helps nobody.
-        patience = max(tuning.stall_seconds, min(tuning.fetch_factor * self._store_age, tuning.stall_seconds_max))
+        patience = max(
+            tuning.stall_seconds, min(tuning.fetch_factor * quantile(self._ages, 0.5), tuning.stall_seconds_max)
+        )
         if still < patience or self._store >= self.store_slots():
             return None
         turn = int(still / patience)
@@ -479,7 +484,7 @@ class Schedule(Known):
         if now - self._looked_at < 0.2:
             return
         self._looked_at = now
-        self._store_age = self._age_of_fetches(now)
+        self._ages = self._ages_of_fetches(now)
         usual = self._usual(0.5)
         slow = set()
         if usual and len(self.peers) >= 2:
@@ -495,11 +500,9 @@ class Schedule(Known):
             self._slow = frozenset(slow)
             self._plan(now)
 
-    def _age_of_fetches(self, now: float) -> float:
-        """How long most of what is fetched from the store has been under way: while it is all late, no owner is."""
+    def _ages_of_fetches(self, now: float) -> list[float]:
         ages = [now - since for peer in self.peers.values() if peer.usable(now) for since in peer.fetching.values()]
-        ages += [now - at for asks in self.flying.values() for ask, at in asks if ask.source is SHARED]
-        return quantile(ages, 0.5) if len(ages) >= FETCHES_MIN else 0.0
+        return ages + [now - at for asks in self.flying.values() for ask, at in asks if ask.source is SHARED]
 
     def _leave(self, peer: Peer) -> None:
         """Ask a member that turned out to be slow for one chunk at a time: what others hold comes from them, and of the
