@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import (
@@ -31,15 +31,14 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageWriterTransforms,
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ..arena.memory import Memory
-from ..arena.slots import Lease, bounce_for
+from ..arena.slots import Lease
 from ..config import Settings
 from ..errors import (
-    CapacityError,
     CheckpointError,
     ConfigError,
     OperationTimeoutError,
@@ -56,22 +55,19 @@ from ..layout import (
     shard_name,
 )
 from ..manifest import FileEntry, Manifest, digests_of
-from ..mover import blocks, commit, kept, leases, space, straight
+from ..mover import commit, kept, leases
 from ..mover.catalog import file_size
 from ..mover.disk import check_local_root
-from ..mover.flush import Flushed, Shard, flush, round_up
+from ..mover.flush import Shard
 from ..mover.journal import KEPT, READY, WRITING, WRITTEN, Entry, Journal
-from ..mover.mark import flushing
-from ..mover.pace import Pace
-from ..mover.tuner import WRITE_BYTES_MAX, segment_bytes, tuner_for
-from ..stores.local import fsync_dir, make_dirs
+from ..stores.local import make_dirs
 from ..telemetry import COMMITS, logger
 from ..types import Tier
 from . import records, split
 from .collection import no_collection
 from .mount import Mount
+from .shards import LaidOut, Route, ShardWriter
 from .stager import StagedItems, TierStager
-from .streamed import write_streamed
 from .will import Will
 
 log = logger("save")
@@ -79,9 +75,7 @@ log = logger("save")
 DCP_VERSION = "1.0.0"
 ATTEMPT_TIMEOUT_SECONDS = 120.0
 
-Route: TypeAlias = Literal["local", "straight", "local if it fits"]
-
-_OF_THIS_PROCESS = {"_save", "_prepared", "_busy", "_stager"}
+_OF_THIS_PROCESS = {"_save", "_shards", "_prepared", "_busy", "_stager"}
 _saves_without_collectives: dict[str, int] = {}
 
 
@@ -95,16 +89,11 @@ class TierWriteResult(WriteResult):
 
 
 @dataclass
-class Prepared:
-    """What a rank is about to write: every record has its place, nothing is on the disk yet."""
+class Prepared(LaidOut):
+    """What a rank is about to write: nothing of it is on the disk yet."""
 
     save: _Save
-    prefix: str
-    shards: list[Shard]
-    results: list[WriteResult]
     parts: tuple[split.Part, ...]
-    leases: set[Lease]
-    streamed: list[WriteItem]
 
     @property
     def token(self) -> str:
@@ -122,6 +111,7 @@ class _Save:
 
     entry: Entry
     directory: Path
+    shards: ShardWriter
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     lock_descriptor: int = -1
     outlives: bool = False
@@ -187,12 +177,11 @@ class TierStorageWriter(Mount, StorageWriter):
         self.use_collectives = True
         self._replaces: tuple[str, ...] = ()
         self._save: _Save | None = None
+        self._shards: ShardWriter | None = None
         self._prepared: Prepared | None = None
         self._holds_back = False
         self._is_kept: bool | None = None
         self._route: Route = "local"
-        self.went_straight = False
-        """Whether this rank's shards went to the shared tier past the SSD (``route``)."""
         self._busy = threading.Lock()
         self._stager: TierStager | None = None
         self._point_to(uri if uri is not None else path)
@@ -260,7 +249,7 @@ class TierStorageWriter(Mount, StorageWriter):
         """Write the shards. Before their staging memory may be used again, the journal says that they are durable, or
         that there is no such save: who inherits this one must never write them from what another has put there."""
         try:
-            results, files = self._write_shards(prepared, planner)
+            results, files = prepared.save.shards.write(prepared, planner, self._route)
             self._note(prepared.save, files)
         except BaseException:
             self._abort()
@@ -316,7 +305,7 @@ class TierStorageWriter(Mount, StorageWriter):
             self._abort()
             raise
         parts = tuple(item.part for item in plan.items if isinstance(item, split.PartItem))
-        return Prepared(save, prefix, shards, results, parts, sources.leases, streamed)
+        return Prepared(prefix, shards, results, sources.leases, streamed, save, parts)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit on the local tier. Raises AlreadyCommittedError when another save took this id meanwhile."""
@@ -386,134 +375,22 @@ class TierStorageWriter(Mount, StorageWriter):
         entry = self._journal.open(token, self.location, self.rank, int(self.settings.chunk_size_bytes))
         if self.settings.peers is not None:
             commit.mark_own(directory, token)
-        self._save, self.went_straight = _Save(entry, directory, lock, hold.descriptor), False
-        return self._save
+        return self._hold(entry, directory, lock, hold.descriptor)
 
-    def _write_shards(
-        self, prepared: Prepared, planner: SavePlanner | StagedItems
-    ) -> tuple[list[WriteResult], tuple[FileEntry, ...]]:
-        route: Route = self._route if not prepared.streamed else "local"
-        if route == "straight":
-            try:
-                return prepared.results, self._send_straight(prepared)
-            except (TierckptError, OSError) as error:
-                log.warning("%s cannot go straight to the shared tier, it goes to the SSD: %s", self.path, error)
-                self._take_back_straight(prepared)
-            except BaseException:
-                self._take_back_straight(prepared)
-                raise
-        try:
-            return self._write_local(prepared, planner)
-        except CapacityError as error:
-            if route != "local if it fits":
-                raise
-            log.warning("%s goes straight to the shared tier: %s", self.path, error.message)
-        for shard in prepared.shards:
-            shard.path.unlink(missing_ok=True)
-        try:
-            return prepared.results, self._send_straight(prepared)
-        except BaseException:
-            self._take_back_straight(prepared)
-            raise
-
-    def _send_straight(self, prepared: Prepared) -> tuple[FileEntry, ...]:
-        """Send the shards from memory to the shared tier (T1). Only their block digests are written here."""
-        save, chunk, begun = prepared.save, self.settings.chunk_size_bytes, time.monotonic()
-        for lease in prepared.leases:
-            lease.give_up_ahead()
-        largest = max((shard.size_bytes for shard in prepared.shards), default=0)
-        slot_bytes = min(chunk, round_up(max(largest, 1)))
-        with bounce_for(self.settings).take(1, slot_bytes, self.settings.commit_timeout_seconds) as [slot]:
-            flushed = self._client.run(
-                lambda engine: straight.send(
-                    engine.store(self.location),
-                    prepared.shards,
-                    slot,
-                    chunk,
-                    engine.budget.share(save.entry.created_unix_seconds),
-                )
-            )
-        files = self._entries(flushed, save)
-        self.went_straight = True
-        size_bytes = sum(file.size_bytes for file in files)
-        log.info(
-            "%s: %d bytes went straight to shared storage, %.2f s", self.path, size_bytes, time.monotonic() - begun
+    def _hold(self, entry: Entry, directory: Path, lock: contextlib.ExitStack, descriptor: int) -> _Save:
+        """The save in progress, from now on."""
+        self._shards = ShardWriter(
+            self._client,
+            self.settings,
+            self.location,
+            entry,
+            directory,
+            self.rank,
+            self.transforms,
+            self.sync_files,
         )
-        return files
-
-    def _take_back_straight(self, prepared: Prepared) -> None:
-        """What has been sent is not wanted there; the shards may be written from the beginning again."""
-        for shard in prepared.shards:
-            for record in shard.records:
-                record.forget()
-        self._discard([shard.path.name for shard in prepared.shards])
-
-    def _discard(self, names: Sequence[str]) -> None:
-        """Remove shards that no commit names, and none will, from the shared tier. Never fails: they harm nobody."""
-        self.went_straight = False
-        try:
-            self._client.run(lambda engine: engine.discard(self.location, names))
-        except TierckptError as error:
-            log.warning("%s: shards of a save that failed may be left on the shared tier: %s", self.path, error)
-
-    def _write_local(
-        self, prepared: Prepared, planner: SavePlanner | StagedItems
-    ) -> tuple[list[WriteResult], tuple[FileEntry, ...]]:
-        save, results = prepared.save, prepared.results
-        size_bytes = sum(shard.size_bytes for shard in prepared.shards) + sum(map(_item_bytes, prepared.streamed))
-        reserved_bytes = sum(lease.ahead.reserved_bytes for lease in prepared.leases if lease.ahead is not None)
-        space.make_room(self.settings, size_bytes, save.directory, reserved_bytes=reserved_bytes)
-        flushed = self._flush(prepared.shards, save)
-        for lease in prepared.leases:
-            lease.in_place = all(shard.image for shard in prepared.shards)
-        if prepared.streamed:
-            path = save.directory / shard_name(prepared.prefix, len(prepared.shards), save.entry.token)
-            more, file = write_streamed(
-                self.transforms, path, prepared.streamed, planner, self.settings, durable=self.sync_files
-            )
-            results, flushed = results + more, [*flushed, file]
-        if self.sync_files:
-            fsync_dir(save.directory)
-        return results, self._entries(flushed, save)
-
-    def _entries(self, flushed: Sequence[Flushed], save: _Save) -> tuple[FileEntry, ...]:
-        """The entries of the shards, and of their block digests, which are durable when this returns."""
-        token, chunk = save.entry.token, save.entry.chunk_size_bytes
-        shards = [FileEntry(f.path.name, f.size_bytes, f.digests, self.rank, token) for f in flushed]
-        return (*shards, *blocks.keep(save.directory, flushed, self.rank, token, chunk))
-
-    def _flush(self, shards: list[Shard], save: _Save, *, cached: bool = False) -> list[Flushed]:
-        """Write the shards with what threads the disk likes, and note how fast it was."""
-        settings, size_bytes = self.settings, sum(shard.size_bytes for shard in shards)
-        if not shards:
-            return []
-        tuner = tuner_for(save.directory, settings.flush_threads_max)
-        shape = tuner.choose(size_bytes)
-        segment = segment_bytes(settings.chunk_size_bytes, WRITE_BYTES_MAX)  # of any shape: slots serve them all
-        slot_bytes = min(segment, round_up(max(max(shard.size_bytes for shard in shards), 1)))
-        timeout = settings.commit_timeout_seconds
-        background = threading.current_thread() is not threading.main_thread()
-        pace = Pace(settings.flush_cpu_share, shape.threads) if background else Pace()
-        is_begun = any(shard.image is not None and shard.image.ahead is not None for shard in shards)
-        # What lies in an image needs none; beside it there are only objects.
-        wanted = 1 if any(shard.image is not None for shard in shards) else shape.threads
-        with bounce_for(settings).take(wanted, slot_bytes, timeout) as slots:
-            begun = time.monotonic()
-            with flushing(settings.local_root, size_bytes):
-                flushed = flush(
-                    shards,
-                    slots=slots,
-                    shape=shape,
-                    chunk_size_bytes=settings.chunk_size_bytes,
-                    durable=self.sync_files,
-                    nice=settings.flush_nice if background else 0,
-                    pace=pace,
-                    cached=cached,
-                    timeout_seconds=timeout,
-                )
-            if not (pace.rested or cached or is_begun) and len(slots) == wanted:
-                tuner.learn(shape, size_bytes, time.monotonic() - begun)
-        return flushed
+        self._save = _Save(entry, directory, self._shards, lock, descriptor)
+        return self._save
 
     def _encode_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> bytes:
         _share_properties(metadata)
@@ -562,7 +439,7 @@ class TierStorageWriter(Mount, StorageWriter):
             stack.close()
             return None
         directory = local_dir(self.settings.local_root, self.location)
-        self._save = save = _Save(dataclasses.replace(entry, manifest=None), directory, stack, hold.descriptor)
+        save = self._hold(dataclasses.replace(entry, manifest=None), directory, stack, hold.descriptor)
         try:
             files = self._durable(save, will)
             if files is None:
@@ -583,8 +460,8 @@ class TierStorageWriter(Mount, StorageWriter):
         for file in files:
             if file_size(save.directory / file.key) == file.size_bytes:
                 continue
-            self.went_straight = self._is_shared(file)
-            if not self.went_straight:
+            save.shards.went_straight = self._is_shared(file)
+            if not save.shards.went_straight:
                 raise CheckpointError(f"{file.key} of {save.entry.uri} was durable and is gone", hint="Who removed it?")
         return files
 
@@ -593,13 +470,12 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def _write_again(self, save: _Save, will: Will, memories: Mapping[str, Memory]) -> tuple[FileEntry, ...]:
         log.info("%s: rank %d is written from memory", self.path, self.rank)
-        shards = will.shards_in(save.directory, memories)
-        for shard in shards:
-            shard.path.unlink(missing_ok=True)
-        space.make_room(self.settings, sum(shard.size_bytes for shard in shards), save.directory)
-        flushed = self._flush(shards, save, cached=True)
-        fsync_dir(save.directory)
-        return self._entries(flushed, save)
+        return save.shards.write_from_memory(will.shards_in(save.directory, memories))
+
+    @property
+    def went_straight(self) -> bool:
+        """Whether this rank's shards of the last save went to the shared tier past the SSD (``route``)."""
+        return self._shards is not None and self._shards.went_straight
 
     @property
     def replaces(self) -> tuple[str, ...]:
@@ -705,7 +581,7 @@ class TierStorageWriter(Mount, StorageWriter):
             self._hand_over(save)
             return
         if self.went_straight:
-            self._discard([file.path for file in save.entry.files if file.path.endswith(SHARD_SUFFIX)])
+            save.shards.discard([file.path for file in save.entry.files if file.path.endswith(SHARD_SUFFIX)])
         self._journal.remove(token)
         self._release()
 
@@ -763,7 +639,7 @@ class TierStorageWriter(Mount, StorageWriter):
         return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _save=None, _prepared=None, _busy=threading.Lock(), _stager=None)
+        self.__dict__.update(state, _save=None, _shards=None, _prepared=None, _busy=threading.Lock(), _stager=None)
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
@@ -826,16 +702,6 @@ def _metadata_entry(data: bytes, chunk_size_bytes: int, rank: int, attempt: str,
     digests = digests_of(data, chunk_size_bytes)
     path = rank_metadata(rank) if alone else METADATA
     return FileEntry(path, len(data), digests, rank, attempt, source=attempt_metadata(attempt))
-
-
-def _item_bytes(item: WriteItem) -> int:
-    """Bytes of one plan item (its own chunk of the tensor), 1 for an object whose size nobody knows yet."""
-    if item.tensor_data is None:
-        return 1
-    count = 1
-    for size in item.tensor_data.chunk.sizes:
-        count *= size
-    return count * item.tensor_data.properties.dtype.itemsize
 
 
 def _world_size() -> int:
