@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.states import raises_ours
-from tierckpt.dcp.shards import ShardWriter
+from tierckpt.dcp.route import ShardWriter
 from tierckpt.errors import AlreadyCommittedError
 from tierckpt.layout import pending
 from tierckpt.mover import commit, drain, flush

@@ -68,7 +68,7 @@ def shards(root: Path, uri: str) -> list[str]:
 def small_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven writes a shard, by three threads."""
     shape = Tuner((IoShape(3, 64 * KiB),))
-    monkeypatch.setattr("tierckpt.dcp.shards.tuner_for", lambda *_: shape)
+    monkeypatch.setattr("tierckpt.dcp.route.tuner_for", lambda *_: shape)
 
 
 # --- every call, failing ------------------------------------------------------------------------------------------

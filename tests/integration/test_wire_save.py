@@ -296,7 +296,7 @@ def test_staged_memory_is_written_from_where_it_lies(uri: str, monkeypatch: pyte
         seen.extend(shards)
         return real(shards, **options)
 
-    monkeypatch.setattr("tierckpt.dcp.shards.flush", spy)
+    monkeypatch.setattr("tierckpt.dcp.route.flush", spy)
     state = {"a": torch.randn(5), "none": torch.empty(0), "b": torch.randn(50_000), "c": torch.randn(7), "n": 3}
     stager = tierckpt.TierStager()
     staged = stager.stage(state)

@@ -66,7 +66,7 @@ from ..types import Tier
 from . import records, split
 from .collection import no_collection
 from .mount import Mount
-from .shards import LaidOut, Route, ShardWriter
+from .route import LaidOut, Route, ShardWriter
 from .stager import StagedItems, TierStager
 from .will import Will
 

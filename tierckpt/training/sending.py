@@ -4,7 +4,7 @@ A checkpoint is on shared storage only when every rank's part is, so the movers 
 themselves. Rank 0 decides at the save, from what all ranks measured, and the other ranks hear of it. The journal
 carries it to each node's mover: an entry is ``ready`` to be drained, or ``kept`` on its SSD until newer checkpoints
 stand there (``mover/kept.py``). With ``drain_policy="adaptive"`` the policy is asked (``planning/policy.py``, D1 to D7)
-and what it says is carried out: ``dcp/writer.py`` goes straight to shared storage, ``mover/budget.py`` throttles.
+and what it says is carried out: ``dcp/route.py`` goes straight to shared storage, ``mover/budget.py`` throttles.
 """
 
 from __future__ import annotations
