@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.states import raises_ours
-from tierckpt.dcp.route import ShardWriter
+from tierckpt.dcp.route import Delivery
 from tierckpt.errors import AlreadyCommittedError
 from tierckpt.layout import pending
 from tierckpt.mover import commit, drain, flush
@@ -64,7 +64,7 @@ def _commits_and_dies(*arguments: Any) -> None:
 _commit_local = commit.commit_local
 
 POINTS: dict[str, tuple[Any, str, Any]] = {
-    "before shards": (ShardWriter, "write", die),
+    "before shards": (Delivery, "write", die),
     "in a shard": (flush._File, "write", die),
     "before the commit": (commit, "commit_local", die),
     "between metadata and manifest": (commit, "_publish", _half),

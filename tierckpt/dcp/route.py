@@ -56,7 +56,7 @@ class LaidOut:
 
 
 @dataclass
-class ShardWriter:
+class Delivery:
     """Brings the shards of one save of one rank to where they are to be. One thread at a time."""
 
     client: Client

@@ -66,7 +66,7 @@ from ..types import Tier
 from . import records, split
 from .collection import no_collection
 from .mount import Mount
-from .route import LaidOut, Route, ShardWriter
+from .route import Delivery, LaidOut, Route
 from .stager import StagedItems, TierStager
 from .will import Will
 
@@ -75,7 +75,7 @@ log = logger("save")
 DCP_VERSION = "1.0.0"
 ATTEMPT_TIMEOUT_SECONDS = 120.0
 
-_OF_THIS_PROCESS = {"_save", "_shards", "_prepared", "_busy", "_stager"}
+_OF_THIS_PROCESS = {"_save", "_delivery", "_prepared", "_busy", "_stager"}
 _saves_without_collectives: dict[str, int] = {}
 
 
@@ -111,7 +111,7 @@ class _Save:
 
     entry: Entry
     directory: Path
-    shards: ShardWriter
+    delivery: Delivery
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     lock_descriptor: int = -1
     outlives: bool = False
@@ -177,7 +177,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self.use_collectives = True
         self._replaces: tuple[str, ...] = ()
         self._save: _Save | None = None
-        self._shards: ShardWriter | None = None
+        self._delivery: Delivery | None = None
         self._prepared: Prepared | None = None
         self._holds_back = False
         self._is_kept: bool | None = None
@@ -249,7 +249,7 @@ class TierStorageWriter(Mount, StorageWriter):
         """Write the shards. Before their staging memory may be used again, the journal says that they are durable, or
         that there is no such save: who inherits this one must never write them from what another has put there."""
         try:
-            results, files = prepared.save.shards.write(prepared, planner, self._route)
+            results, files = prepared.save.delivery.write(prepared, planner, self._route)
             self._note(prepared.save, files)
         except BaseException:
             self._abort()
@@ -379,7 +379,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def _hold(self, entry: Entry, directory: Path, lock: contextlib.ExitStack, descriptor: int) -> _Save:
         """The save in progress, from now on."""
-        self._shards = ShardWriter(
+        self._delivery = Delivery(
             self._client,
             self.settings,
             self.location,
@@ -389,7 +389,7 @@ class TierStorageWriter(Mount, StorageWriter):
             self.transforms,
             self.sync_files,
         )
-        self._save = _Save(entry, directory, self._shards, lock, descriptor)
+        self._save = _Save(entry, directory, self._delivery, lock, descriptor)
         return self._save
 
     def _encode_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> bytes:
@@ -460,8 +460,8 @@ class TierStorageWriter(Mount, StorageWriter):
         for file in files:
             if file_size(save.directory / file.key) == file.size_bytes:
                 continue
-            save.shards.went_straight = self._is_shared(file)
-            if not save.shards.went_straight:
+            save.delivery.went_straight = self._is_shared(file)
+            if not save.delivery.went_straight:
                 raise CheckpointError(f"{file.key} of {save.entry.uri} was durable and is gone", hint="Who removed it?")
         return files
 
@@ -470,12 +470,12 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def _write_again(self, save: _Save, will: Will, memories: Mapping[str, Memory]) -> tuple[FileEntry, ...]:
         log.info("%s: rank %d is written from memory", self.path, self.rank)
-        return save.shards.write_from_memory(will.shards_in(save.directory, memories))
+        return save.delivery.write_from_memory(will.shards_in(save.directory, memories))
 
     @property
     def went_straight(self) -> bool:
         """Whether this rank's shards of the last save went to the shared tier past the SSD (``route``)."""
-        return self._shards is not None and self._shards.went_straight
+        return self._delivery is not None and self._delivery.went_straight
 
     @property
     def replaces(self) -> tuple[str, ...]:
@@ -581,7 +581,7 @@ class TierStorageWriter(Mount, StorageWriter):
             self._hand_over(save)
             return
         if self.went_straight:
-            save.shards.discard([file.path for file in save.entry.files if file.path.endswith(SHARD_SUFFIX)])
+            save.delivery.discard([file.path for file in save.entry.files if file.path.endswith(SHARD_SUFFIX)])
         self._journal.remove(token)
         self._release()
 
@@ -639,7 +639,7 @@ class TierStorageWriter(Mount, StorageWriter):
         return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _save=None, _shards=None, _prepared=None, _busy=threading.Lock(), _stager=None)
+        self.__dict__.update(state, _save=None, _delivery=None, _prepared=None, _busy=threading.Lock(), _stager=None)
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
