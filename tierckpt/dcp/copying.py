@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,11 @@ from ..errors import OperationTimeoutError
 from ..mover.ahead import Ahead
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+MOVE_BYTES_MIN = 4 << 20
+"""Each call may wait for the interpreter lock: less than this is not worth one."""
+MOVE_BYTES_MAX = 32 << 20
+"""Of one call, so that threads end together."""
 
 
 class Copies:
@@ -93,16 +100,54 @@ class Copies:
 
 
 def _copy(pairs: Sequence[Pair]) -> None:
-    """One call for all of them: torch copies each with all its threads, and no Python runs in between."""
-    if pairs:
+    """Large ones by memmove on as many threads as torch may use, all others in one call of torch's.
+
+    memmove does not read what it is about to overwrite; torch's copy does, and takes 1.4 times the processor time.
+    """
+    large = [pair for pair in pairs if pair[1].nbytes >= MOVE_BYTES_MIN and _is_bytes(pair[1])]
+    rest = [pair for pair in pairs if pair[1].nbytes < MOVE_BYTES_MIN or not _is_bytes(pair[1])] if large else pairs
+    if large:
+        _move(large, torch.get_num_threads())
+    if rest:
         with torch.no_grad():
-            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+            torch._foreach_copy_([target for target, _ in rest], [source for _, source in rest])
+
+
+def _move(pairs: Sequence[Pair], count: int) -> None:
+    """Copy the bytes of ``pairs`` on ``count`` threads, this one among them."""
+    pieces = deque(
+        (target.data_ptr() + at, source.data_ptr() + at, min(MOVE_BYTES_MAX, source.nbytes - at))
+        for target, source in pairs
+        for at in range(0, source.nbytes, MOVE_BYTES_MAX)
+    )
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                ctypes.memmove(*pieces.popleft())  # without the interpreter lock
+
+    threads = [threading.Thread(target=work, name="tierckpt-stage") for _ in range(min(count, len(pieces)) - 1)]
+    try:
+        for thread in threads:
+            thread.start()
+        work()
+    finally:  # an interrupt too: what is given back must not be written to any more
+        pieces.clear()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+
+def _is_bytes(source: torch.Tensor) -> bool:
+    """True where a copy of the tensor is a copy of its bytes, one after the other. (A freed storage has no address.)"""
+    is_plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg()
+    return is_plain and source.data_ptr() != 0
 
 
 def _copy_beside_training(pairs: Sequence[Pair]) -> None:
     """One thread, and torch's own only where it must be: its thread pool belongs to the training step."""
     for target, source in pairs:
-        if source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg():
+        if _is_bytes(source):
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         else:
             with torch.no_grad():
