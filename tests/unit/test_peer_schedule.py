@@ -357,3 +357,12 @@ def test_when_all_is_here_there_is_nothing_to_do() -> None:
 def test_many_nodes_have_few_chunks_of_the_store_under_way(nodes: int) -> None:
     made = schedule(others=[f"n{number}" for number in range(nodes - 1)], total=256)
     assert len(from_store(all_asks(made, SETTLED))) == made.store_slots() <= max(1, 256 // (32 * nodes))
+
+
+def test_of_far_more_members_than_chunks_it_watches_some_that_own_any() -> None:
+    made = Schedule(VERSION, 4, "a", rng=random.Random(3))
+    names = ["a", *(f"n{number}" for number in range(500))]
+    made.meet([member(name) for name in names], names, 0.0)
+    made._settle(SETTLED + TUNING.settle_seconds_max)
+    assert len(made.peers.keys() & set(made._owners)) >= 2
+    assert len(made.peers) <= TUNING.watched_max + 2

@@ -20,6 +20,8 @@ EXACT_RANKS_MAX: Final = 64
 """
 EXACT_CHUNKS_MAX: Final = 1 << 14
 """And of more chunks."""
+OWNERS_WATCHED: Final = 2
+"""More would make many nodes ask few owners all the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,7 @@ class Known:
             self._placed = self._interested
             self._placement = self._place(self.version, [self._live[name] for name in sorted(self._placed)])
             self._owners = self._placement.owners(self.total)
+            self._watch_owners()
             self._my_ranks.clear()
             self._turn = self._turn_slow = 0
             self._recount()
@@ -197,6 +200,14 @@ class Known:
             return
         others = [name for name in self._live if name not in self.peers and name != self.me]
         for name in others if len(others) <= room else self.rng.sample(others, room):
+            self.peers[name] = Peer(self._live[name])
+
+    def _watch_owners(self) -> None:
+        """Of far more nodes than chunks few fetch anything: who hears of none of them takes the store to be asleep."""
+        owners = {name for name in self._owners if name in self._live} - {self.me}
+        unknown = sorted(owners - self.peers.keys())
+        room = min(len(unknown), OWNERS_WATCHED - (len(owners) - len(unknown)))
+        for name in self.rng.sample(unknown, max(0, room)):
             self.peers[name] = Peer(self._live[name])
 
     def _counts(self, name: str, now: float) -> bool:
