@@ -34,6 +34,7 @@ from tierckpt.arena import slots
 from tierckpt.cache import writing
 from tierckpt.client import Client, close_all, get_client
 from tierckpt.config import Settings
+from tierckpt.dcp import route
 from tierckpt.dcp import writer as dcp_writer
 from tierckpt.errors import CapacityError, ManifestError, StoreError, TierckptError
 from tierckpt.layout import MANIFEST, METADATA, local_dir, parse_uri
@@ -604,8 +605,8 @@ def manifest_before_shards(patch: pytest.MonkeyPatch) -> None:
             local._fsync_file(path)
         local.fsync_dir(directory)
 
-    patch.setattr(dcp_writer, "flush", lambda *items, **options: flush.flush(*items, **{**options, "durable": False}))
-    patch.setattr(dcp_writer, "fsync_dir", lambda path: None)
+    patch.setattr(route, "flush", lambda *items, **options: flush.flush(*items, **{**options, "durable": False}))
+    patch.setattr(route, "fsync_dir", lambda path: None)
     patch.setattr(commit, "commit_local", commit_first)
 
 
