@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from tests.states import same, save
-from tierckpt.dcp.reading import windows
 from tierckpt.errors import CapacityError
 from tierckpt.loading import export as exports
 from tierckpt.loading import rewriting
 from tierckpt.loading.export import export_safetensors
 from tierckpt.loading.rewriting import Item, blocks
+from tierckpt.mover.pull import windows
 from tierckpt.telemetry import BYTES, Metric, listen
 
 MIB = 1 << 20

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 import tierckpt
 from tests.states import raises_ours, save
 from tierckpt.dcp import reader as readers
-from tierckpt.dcp import reading
 from tierckpt.errors import IntegrityError
 from tierckpt.mover.copies import LocalCopy
 from tierckpt.types import ByteRange
@@ -148,7 +147,7 @@ def test_what_needs_memory_of_its_own_is_read_in_windows(
 ) -> None:
     uri, tensor = matrix
     windows: list[int] = []
-    real = reading.windows
+    real = readers.windows
 
     def counted(*given: Any) -> Any:
         for window in real(*given):

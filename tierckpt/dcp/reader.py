@@ -32,7 +32,7 @@ from ..mover import blocks, leases
 from ..mover.bringing import PEERS_TRIED_MAX
 from ..mover.catalog import Checkpoint
 from ..mover.copies import CheckedFile, Copies, Copy, LocalCopy, PeerCopy, RemoteCopy
-from ..mover.pull import Piece
+from ..mover.pull import Piece, windows
 from ..mover.read_tuner import read_tuner_for
 from ..peer.members import Member
 from ..telemetry import logger
@@ -41,7 +41,7 @@ from . import broadcast
 from .collection import no_collection
 from .mount import Mount
 from .neighbours import Neighbours, Reading, spans
-from .reading import WINDOW_BYTES, DeviceCopies, RawRead, Read, Shapes, WholeRead, by_file, frame_of, windows
+from .reading import WINDOW_BYTES, DeviceCopies, RawRead, Read, Shapes, WholeRead, by_file, frame_of
 from .sealed import Objects, load_metadata, load_tensor
 
 log = logger("restore")

@@ -178,21 +178,6 @@ Read: TypeAlias = RawRead | WholeRead
 to their target, and returns False when they are not what was expected: then the item must be read whole."""
 
 
-def windows(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: int) -> Iterator[list[T]]:
-    """Cut ``things`` into runs of at most ``size_bytes_max`` in memory, or of one thing."""
-    window: list[T] = []
-    size_bytes = 0
-    for thing in things:
-        more = bytes_of(thing)
-        if window and size_bytes + more > size_bytes_max:
-            yield window
-            window, size_bytes = [], 0
-        window.append(thing)
-        size_bytes += more
-    if window:
-        yield window
-
-
 class DeviceCopies:
     """Copies to CUDA devices that go on while the next window is read: of one window, so that memory is bounded."""
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..config import GiB, Settings
-from ..dcp.reading import windows
 from ..errors import ConfigError, StateMismatchError
+from ..mover.pull import windows
 from .fill import Want, fill
 from .model import Model, in_file_order
 from .parts import Parts, Plan, Shard

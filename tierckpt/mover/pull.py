@@ -13,10 +13,10 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from ..arena.slots import Bounce
 from ..errors import TierckptError
@@ -25,6 +25,8 @@ from .copies import Copies, LocalCopy
 from .flush import round_up
 from .read_tuner import TRIED_BYTES, TRIED_ROUNDS_MAX, WAYS, ReadTuner, Way
 from .resident import PAGE_BYTES
+
+T = TypeVar("T")
 
 BUFFER_SECONDS = 600.0
 """How long to wait for the buffers, which other loads of this process may have."""
@@ -103,6 +105,21 @@ def pull(
         workers += [_Worker(requests, None) for _ in range(min(REQUESTS_MAX, len(remote)))]
         if workers:
             _Pull(workers, on_error).run()
+
+
+def windows(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: int) -> Iterator[list[T]]:
+    """Cut ``things`` into runs of at most ``size_bytes_max`` in memory, or of one thing."""
+    window: list[T] = []
+    size_bytes = 0
+    for thing in things:
+        more = bytes_of(thing)
+        if window and size_bytes + more > size_bytes_max:
+            yield window
+            window, size_bytes = [], 0
+        window.append(thing)
+        size_bytes += more
+    if window:
+        yield window
 
 
 def _memories(jobs: Sequence[_Job], buffers: Bounce, count: int, stack: contextlib.ExitStack) -> list[memoryview]:
