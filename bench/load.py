@@ -28,7 +28,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
-from saving.meter import Meter, Timing, drop_page_cache, say
+from saving.meter import Meter, Timing, drop_page_cache, read_bytes, say
 from saving.states import scaled, tensors
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -231,11 +231,6 @@ def sample(place: Place, row: str, temperature: str) -> dict[str, float]:
         raise SystemExit(f"{row} loaded something else than was saved")
     found = meter.sample(Timing(seconds, seconds, {"times_read": read}))
     return {key: found[key] for key in ("durable_seconds", *MEASURED)}
-
-
-def read_bytes() -> int:
-    """What this process has had the disks read: by the kernel's account, whoever asked and in whichever way."""
-    return int(Path("/proc/self/io").read_text().partition("\nread_bytes: ")[2].partition("\n")[0])
 
 
 def is_cached(path: Path) -> bool:

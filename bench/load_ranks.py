@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
-from saving.meter import Meter, Timing, combined, drop_page_cache, say
+from saving.meter import Meter, Timing, combined, drop_page_cache, read_bytes, say
 from saving.states import scaled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -174,11 +174,6 @@ def sample(folder: Path, scale: float, row: str) -> dict[str, float]:
             if not torch.equal(into[name].to_local(), value.to_local()):
                 raise SystemExit(f"{row} loaded something else than was saved: {name}")
     return meter.sample(Timing(seconds, seconds, {"read_bytes": float(read)}))
-
-
-def read_bytes() -> int:
-    """What this process has had the disks read: by the kernel's account."""
-    return int(Path("/proc/self/io").read_text().partition("\nread_bytes: ")[2].partition("\n")[0])
 
 
 def samples(case: str, folder: Path, rounds: int, scale: float) -> dict[str, dict[str, float]]:

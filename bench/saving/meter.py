@@ -66,6 +66,11 @@ def status_bytes(key: str) -> int:
     raise KeyError(key)
 
 
+def read_bytes() -> int:
+    """What this process has had the disks read: by the kernel's account, whoever asked and in whichever way."""
+    return int(Path("/proc/self/io").read_text().partition("\nread_bytes: ")[2].partition("\n")[0])
+
+
 def _cpu_and_faults() -> tuple[float, int]:
     own, reaped = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = own.ru_utime + own.ru_stime + reaped.ru_utime + reaped.ru_stime
