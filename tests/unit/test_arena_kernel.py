@@ -192,8 +192,8 @@ def test_private_memory_without_huge_pages_is_told_too(tmp_path: Path) -> None:
 def test_doctor_passes_the_advice_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from tierckpt.cli import doctor
 
-    monkeypatch.setattr(pages, "advice", lambda: ["turn this", "or that"])
+    monkeypatch.setattr(pages, "advice", lambda **_: ["turn this", "or that"])
     found = [(check.name, check.status, check.detail) for check in doctor._huge_pages()]
     assert found == [("huge pages", "warn", "turn this"), ("huge pages", "warn", "or that")]
-    monkeypatch.setattr(pages, "advice", list)
+    monkeypatch.setattr(pages, "advice", lambda **_: [])
     assert [check.status for check in doctor._huge_pages()] == ["ok"]

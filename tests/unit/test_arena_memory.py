@@ -22,7 +22,7 @@ import pytest
 from tests.services import shared_memory_alone
 from tierckpt.arena import capacity, numa, pages, pinning
 from tierckpt.arena import memory as memory_module
-from tierckpt.arena.memory import HUGE_PAGE_BYTES, Kind, Memory
+from tierckpt.arena.memory import HUGE_PAGE_BYTES, Kind, Memory, collapses
 from tierckpt.errors import CapacityError, ConfigError
 
 MiB, GiB = 1 << 20, 1 << 30
@@ -141,9 +141,23 @@ def test_huge_is_what_the_kernel_did_not_what_was_asked(memory: Memory) -> None:
         assert memory.huge
     if memory.kind is Kind.PRIVATE and not pages.private_is_huge():
         assert not memory.huge
-    if memory.kind is Kind.SHM and not pages.memory_files_are_huge():
-        assert not memory.huge
+    if memory.kind is Kind.SHM:
+        assert memory.huge == (pages.memory_files_are_huge() or collapses())
     assert memory.huge == (pages.huge_bytes(memory.address, memory.size_bytes) >= 0.9 * memory.size_bytes)
+
+
+@pytest.mark.parametrize("advice", ["_MADV_COLLAPSE", "_MADV_POPULATE_WRITE"])
+def test_where_the_kernel_makes_no_huge_pages_of_a_memory_file_it_has_small_ones(
+    advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_module, advice, 9999)  # as an older kernel answers
+    with Memory.allocate(8 * MiB, kind=Kind.SHM) as memory:
+        assert memory.huge == pages.memory_files_are_huge()
+        before = minor_faults()
+        ctypes.memset(memory.address, 0xA5, memory.size_bytes)
+        assert minor_faults() - before < 8 + (
+            memory.size_bytes // mmap.PAGESIZE if advice == "_MADV_POPULATE_WRITE" else 0
+        )
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(mmap.MADV_HUGEPAGE, True), (mmap.MADV_NOHUGEPAGE, False)])

@@ -3,7 +3,7 @@
     PRIVATE      anonymous, transparent huge pages; seen by this process and its threads only
     HUGETLB      a memory file out of the pool of huge pages (vm.nr_hugepages)
     HUGE_TMPFS   an unnamed file in a tmpfs that is mounted with huge=
-    SHM          a memory file; huge pages only where shmem_enabled allows, 4 KiB pages everywhere else
+    SHM          a memory file; huge pages where the kernel makes them when told to (Linux 6.1) or shmem_enabled allows
 
 Nothing here has a name in a file system, so nothing is left behind: however a process ends, the kernel frees the pages
 with the last mapping and the last descriptor. The three shared kinds are opened by other processes of the same user
@@ -20,6 +20,7 @@ import ctypes
 import enum
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import re
@@ -42,6 +43,7 @@ _PIECE_BYTES = 64 << 20
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MADV_REMOVE, _MADV_HUGEPAGE, _MADV_WIPEONFORK, _MADV_KEEPONFORK, _MADV_POPULATE_WRITE = 9, 14, 18, 19, 23
+_MADV_COLLAPSE = 25
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_HUGETLB, _MFD_NOEXEC_SEAL, _MFD_HUGE_2MB = 0x1, 0x2, 0x4, 0x8, 21 << 26
 _F_ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing
 _FAILED = ctypes.c_void_p(-1).value
@@ -328,6 +330,8 @@ class Memory:
         self.huge = pages.huge_bytes(self.address, self.size_bytes) >= 0.9 * self.size_bytes
 
     def _fill(self, start: int, size_bytes: int, *, fresh: bool) -> None:
+        if fresh and self.kind is Kind.SHM:
+            _collapse(start, size_bytes)
         code = _populate(start, size_bytes) if size_bytes else 0
         if code in (errno.EINVAL, errno.ENOSYS):
             self._touch(start, size_bytes, fresh=fresh)
@@ -344,6 +348,21 @@ class Memory:
             except OSError as error:
                 raise _no_memory(self.size_bytes, self.kind, error.errno or errno.ENOMEM) from error
         ctypes.memset(start, 0, size_bytes)
+
+
+def shared_is_huge(size_bytes: int = 1 << 30) -> bool:
+    """Return whether shared memory of this size may have huge pages here, of any kind."""
+    return pages.shared_memory_is_huge(size_bytes) or collapses()
+
+
+@functools.cache
+def collapses() -> bool:
+    """Return whether this kernel makes huge pages of a memory file when told to. Found by trying, once."""
+    try:
+        with Memory.allocate(HUGE_PAGE_BYTES, kind=Kind.SHM) as memory:
+            return memory.huge
+    except CapacityError:
+        return False
 
 
 def _shared_kinds(size_bytes: int) -> list[Kind]:
@@ -421,6 +440,19 @@ def _populate(start: int, size_bytes: int) -> int:
         if code not in (errno.EINTR, errno.EAGAIN):
             return code
     return 0
+
+
+def _collapse(start: int, size_bytes: int) -> None:
+    """Have huge pages back this part of a memory file, unless ``shmem_enabled`` says ``deny`` (madvise(2), Linux 6.1).
+
+    The kernel makes a huge page of the small pages that are there, and there must be one. With exactly one in each
+    2 MiB it costs what filling in a private huge page does, with all of them three times that or more. What the kernel
+    cannot do, for want of memory in one piece, is left for ``_populate`` to fill in with small pages.
+    """
+    for page in range(start, start + size_bytes, HUGE_PAGE_BYTES):
+        if _populate(page, mmap.PAGESIZE):
+            return
+    _libc.madvise(start, size_bytes, _MADV_COLLAPSE)
 
 
 def _no_memory(size_bytes: int, kind: Kind, code: int) -> CapacityError:

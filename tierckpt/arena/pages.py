@@ -134,18 +134,19 @@ def pool_command(size_bytes: int) -> str:
     return f"Run `sysctl -w vm.nr_overcommit_hugepages={count}` (or vm.nr_hugepages, which takes the memory at once)"
 
 
-def advice(shared_bytes: int = 1 << 30, root: Path = ROOT) -> list[str]:
+def advice(shared_bytes: int = 1 << 30, root: Path = ROOT, *, collapses: bool = False) -> list[str]:
     """Return one sentence for each kernel setting that would make staging faster; empty if all is well.
 
     Args:
         shared_bytes: The size that shared staging memory will have.
+        collapses: The kernel makes huge pages of memory files when told to (``memory.collapses``).
     """
     why = "O_DIRECT from 4 KiB pages takes up to 3 times as long as from huge pages"
     said = []
     thp = root / _THP
     if chosen(thp / "enabled") and not private_is_huge(root):
         said.append(f"private staging memory has no huge pages ({why}): echo madvise > {thp / 'enabled'}")
-    if not shared_memory_is_huge(shared_bytes, root):
+    if not (collapses or shared_memory_is_huge(shared_bytes, root)):
         switch = thp / "shmem_enabled"
         own = thp / "hugepages-2048kB/shmem_enabled"
         if chosen(own) not in ("", "inherit") and chosen(switch) != "deny":

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from ..arena import pages
+from ..arena import memory, pages
 from ..config import GiB, Settings
 from ..engine import Engine
 from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError, TierckptError
@@ -198,7 +198,7 @@ def _journal(settings: Settings) -> Check:
 
 
 def _huge_pages() -> Iterator[Check]:
-    found = pages.advice()
+    found = pages.advice(collapses=memory.collapses())
     if not found:
         yield Check("huge pages", OK, "for private and for shared staging memory")
     for sentence in found:
