@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader, Dataset
 
 import tierckpt
 from tierckpt.arena import slots
+from tierckpt.dcp import testament
 from tierckpt.dcp.writer import TierStorageWriter
 from tierckpt.errors import TierckptError
 from tierckpt.mover import commit, flush, straight
-from tierckpt.training import testament
 from tierckpt.training.sending import Order, Sending
 
 STAGGER_SECONDS = 0.15
@@ -65,6 +66,33 @@ def _checkpointer(uri: str, **settings: Any) -> tierckpt.Checkpointer:
     return tierckpt.Checkpointer(uri, timeout_seconds=settings.pop("timeout_seconds", 30.0), **defaults | settings)
 
 
+class _Plain:
+    """A job that saves with ``dcp.async_save``."""
+
+    def __init__(self, uri: str, *, use_collectives: bool, **settings: Any) -> None:
+        defaults = {"mover": "agent", "staging_memory": "shared", "shard_size_bytes_max": SHARD_BYTES_MAX}
+        self._uri, self._use_collectives, self._settings = uri, use_collectives, defaults | settings
+        self._stager = tierckpt.TierStager(**self._settings)
+        self._saving: Any = None
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        writer = tierckpt.TierStorageWriter(f"{self._uri}/step-{step}", **self._settings)
+        self._saving = dcp.async_save(
+            state, storage_writer=writer, async_stager=self._stager, use_collectives=self._use_collectives
+        )
+
+    def wait(self, tier: str) -> None:
+        assert tier == "local"
+        self._saving.result(30.0)
+
+
+def _job(way: str, uri: str, **settings: Any) -> Any:
+    """What saves the ``way`` of the test: "Checkpointer", "async_save", or "without collectives"."""
+    if way == "Checkpointer":
+        return _checkpointer(uri, **settings)
+    return _Plain(uri, use_collectives=way == "async_save", **settings)
+
+
 class Points:
     """The files by which ranks tell where they are."""
 
@@ -97,11 +125,12 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, make(getattr(owner, name)))
 
 
-def _arm(points: Points, point: str, reached: Callable[[], None]) -> None:
+def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Checkpointer") -> None:
     """Have the next save of this rank call ``reached`` at ``point``, and get no further.
 
     On ranks other than the coordinator all points after ``half flushed`` are one: their shards are durable, and they
-    wait for the coordinator.
+    wait for the coordinator. With ``async_save`` there are two more before that, "noted" and "told": it has not
+    given its shards to the mover. Without collectives each rank is its own coordinator.
     """
 
     def stay(*_: Any, **__: Any) -> None:
@@ -127,14 +156,24 @@ def _arm(points: Points, point: str, reached: Callable[[], None]) -> None:
         flush._File.write = stay  # type: ignore[method-assign]
     elif point == "half flushed":
         _replace(flush._File, "finish", lambda real: _first_half(real, reached))
-    elif points.rank:
+    elif points.rank and way == "async_save" and point == "noted":
+        _replace(testament.Testament, "hand_in_durable", instead)
+    elif points.rank and way == "async_save" and point == "told":
+        _replace(TierStorageWriter, "_hand_over", instead)
+    elif way == "async_save" and point in ("noted", "told"):
+        _replace(TierStorageWriter, "_note", after)
+    elif points.rank and way == "async_save":
+        _replace(TierStorageWriter, "_hand_over", after)
+    elif points.rank and way == "Checkpointer":
         _replace(TierStorageWriter, "_note", after)
     elif point == "flushed":
         _replace(commit, "keep_metadata", instead)
     elif point == "ready":
         _replace(commit, "commit_local", instead)
+        _replace(commit, "commit_local_fragment", instead)
     elif point == "committed":
         _replace(commit, "commit_local", after)
+        _replace(commit, "commit_local_fragment", after)
         _replace(TierStorageWriter, "_hand_over", lambda _: stay)
     else:
         raise ValueError(point)
@@ -157,7 +196,9 @@ def _first_half(real: Callable[..., Any], reached: Callable[[], None]) -> Callab
 # --- scenarios ----------------------------------------------------------------------------------------------------
 
 
-def all_die(uri: str, folder: str, point: str, is_straight: bool = False, **settings: Any) -> None:
+def all_die(
+    uri: str, folder: str, point: str, way: str = "Checkpointer", is_straight: bool = False, **settings: Any
+) -> None:
     """Step 1 is committed, and all ranks are killed at ``point`` of step 2.
 
     ``is_straight``: shards go straight to the shared tier; at the point "handed in" none has arrived there.
@@ -166,13 +207,13 @@ def all_die(uri: str, folder: str, point: str, is_straight: bool = False, **sett
     if is_straight:
         Sending.decide = lambda *_, **__: Order(is_straight=True)  # type: ignore[method-assign]
         settings["drain_policy"] = "adaptive"
-    checkpointer = _checkpointer(uri, **settings)
-    checkpointer.save(1, state_of(points.rank, 1, points.world_size))
-    checkpointer.wait("local")
-    _arm(points, point, lambda: points.reach("killed"))
+    job = _job(way, uri, **settings)
+    job.save(1, state_of(points.rank, 1, points.world_size))
+    job.wait("local")
+    _arm(points, point, lambda: points.reach("killed"), way)
     if is_straight and point == "handed in":
         straight.Stream.pieces = lambda _: time.sleep(FOR_EVER_SECONDS)  # type: ignore[method-assign, assignment]
-    checkpointer.save(2, state_of(points.rank, 2, points.world_size))
+    job.save(2, state_of(points.rank, 2, points.world_size))
     points.await_all("killed")
     points.die(after_seconds=points.rank * STAGGER_SECONDS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -16,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
 import tierckpt
-from tests.fault.agent_scenarios import whole_state
+from tests.fault.agent_scenarios import state_of, whole_state
 from tests.fault.nursery import Job, Nursery
 from tests.servers.faultproxy import FaultProxy
 from tests.services import S3Server
-from tests.states import load, same, save
+from tests.states import load, same, save, zeros_like
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.errors import TierckptError
@@ -110,10 +112,24 @@ def log_of(root: Path) -> str:
     return (agent_dir(root) / "agent.log").read_text()
 
 
-def assert_is_step(uri: str, step: int, root: Path, world_size: int = 1) -> None:
-    """The newest checkpoint is ``step``, and it is what was saved as that."""
+def assert_is_step(uri: str, step: int, root: Path, world_size: int = 1, *, is_one: bool = True) -> None:
+    """The newest checkpoint is ``step``, and it is what was saved as that.
+
+    ``is_one``: False when it was saved without collectives, so that each rank has metadata of its own.
+    """
     assert tierckpt.latest(uri, local_root=root) == f"{uri}/step-{step}"
-    assert holds(uri, step, root, world_size)
+    if is_one:
+        assert holds(uri, step, root, world_size)
+        return
+    for rank in range(world_size):
+        wanted, reader = (
+            state_of(rank, step, world_size),
+            tierckpt.TierStorageReader(f"{uri}/step-{step}", local_root=root),
+        )
+        reader.read_metadata = functools.partial(reader.read_metadata, rank=rank)  # type: ignore[method-assign]
+        found = zeros_like(wanted)
+        dcp.load(found, storage_reader=reader, no_dist=True)
+        assert same(found, wanted)
 
 
 def holds(uri: str, step: int, root: Path, world_size: int = 1) -> bool:
@@ -225,27 +241,40 @@ def test_another_user_is_refused_by_the_directory_and_by_the_agent(local_root: P
 
 
 @pytest.mark.parametrize(
-    ("point", "world_size"),
+    ("way", "point", "world_size"),
     [
-        ("handed in", 1),
-        ("ready", 1),
-        ("handed in", 4),
-        ("half flushed", 4),
-        ("flushed", 4),
-        ("committed", 4),
+        ("Checkpointer", "handed in", 1),
+        ("Checkpointer", "ready", 1),
+        ("Checkpointer", "handed in", 4),
+        ("Checkpointer", "half flushed", 4),
+        ("Checkpointer", "flushed", 4),
+        ("Checkpointer", "committed", 4),
+        ("async_save", "handed in", 1),
+        ("async_save", "ready", 1),
+        ("async_save", "handed in", 4),
+        ("async_save", "half flushed", 4),
+        ("async_save", "noted", 4),
+        ("async_save", "told", 4),
+        ("async_save", "flushed", 4),
+        ("async_save", "committed", 4),
+        ("without collectives", "handed in", 2),
+        ("without collectives", "flushed", 2),
+        ("without collectives", "ready", 2),
+        ("without collectives", "committed", 2),
     ],
 )
 def test_what_was_staged_when_all_ranks_were_killed_is_committed(
-    point: str, world_size: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+    way: str, point: str, world_size: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = nursery.start("all_die", tmp_path / "job", world_size, uri=file_uri, point=point, **SETTINGS)
+    job = nursery.start("all_die", tmp_path / "job", world_size, uri=file_uri, way=way, point=point, **SETTINGS)
     assert job.codes() == [-signal.SIGKILL] * world_size, job.output()
     assert len(list(job.folder.glob("killed.*"))) == world_size  # every kill hit where it was meant to
     manifest = read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-2")))
     assert (manifest is not None) == (point == "committed")
     settle(local_root, job)
-    assert_is_step(file_uri, 2, local_root, world_size)
-    assert_is_step(file_uri, 2, tmp_path / "another node", world_size)  # on the shared tier too
+    is_one = way != "without collectives"
+    assert_is_step(file_uri, 2, local_root, world_size, is_one=is_one)
+    assert_is_step(file_uri, 2, tmp_path / "another node", world_size, is_one=is_one)  # on the shared tier too
     assert is_drained(local_dir(local_root, parse_uri(f"{file_uri}/step-2")), _attempt(local_root, file_uri))
     assert sorted(path.name for path in agent_dir(local_root).glob("*")) == _files_of_an_agent(local_root)
     flushed_again = "half flushed" if point in ("handed in", "half flushed") else ""

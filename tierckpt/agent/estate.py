@@ -2,9 +2,9 @@
 
 Each rank of a save hands in a *will* once its state is staged, all of it by descriptor: what is to be written where,
 the memory that holds the bytes, and the lock on the rank's journal entry, which so stays held when the rank is killed.
-It takes the will back when the save has ended, well or not. When all ranks that handed in a will of one save have ended
-before that, the wills are executed, if every rank of the save has handed one in: nothing else can complete it any more.
-Otherwise the save is one that never was, and its memory is freed.
+The first that sees the save end, well or not, takes the wills back, of all its ranks. When all that handed in a will of
+one save have ended before that, the wills are executed, if every rank of the save has handed one in: nothing else can
+complete it any more. Otherwise the save is one that never was, and its memory is freed.
 
 Invariants:
     E1  A will is executed only when nobody who could still finish or give up that save is alive.
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ EXECUTION_SECONDS_MAX = 1800.0
 STRAGGLER_SECONDS = 3.0
 """How long a save whose other ranks are gone is kept for a rank that may still hand in its will."""
 POLL_SECONDS = 0.05
+ENDED_MAX = 256
+"""Saves whose end is remembered, for wills that come late."""
 
 
 @dataclass(eq=False)
@@ -64,8 +67,6 @@ class Save:
     name: str
     world_size: int
     wills: dict[int, Will] = field(default_factory=dict)
-    has_ended: bool = False
-    """Some rank has seen its end, so the others' wills are worth nothing."""
 
     @property
     def is_complete(self) -> bool:
@@ -74,6 +75,10 @@ class Save:
     @property
     def has_living_owner(self) -> bool:
         return any(will.owner.is_alive for will in self.wills.values())
+
+    def close(self) -> None:
+        for will in self.wills.values():
+            will.close()
 
 
 class Estate:
@@ -86,6 +91,7 @@ class Estate:
     def __init__(self, on_settled: Callable[[], None] = lambda: None) -> None:
         self._on_settled = on_settled
         self._saves: dict[str, Save] = {}
+        self._ended: deque[str] = deque(maxlen=ENDED_MAX)
         self._settling: set[Save] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.executed = 0
@@ -110,24 +116,24 @@ class Estate:
 
     def hand_in(self, owner: Owner, name: str, rank: int, world_size: int, descriptors: Mapping[str, int]) -> None:
         """Take in a will; the descriptors are the estate's from here on. A second one of a rank replaces the first."""
+        will = Will(owner, descriptors)
+        if name in self._ended:  # another rank has failed meanwhile
+            will.close()
+            return
         save = self._saves.setdefault(name, Save(name, world_size))
-        old, save.wills[rank] = save.wills.get(rank), Will(owner, descriptors)
+        old, save.wills[rank] = save.wills.get(rank), will
         if old is not None:
             old.close()
 
-    def take_back(self, name: str, rank: int) -> None:
-        """The save has ended on this rank: there is nothing to execute any more."""
-        save = self._saves.get(name)
+    def take_back(self, name: str) -> None:
+        """The save has ended: there is nothing to execute any more, whichever rank it was that saw it."""
+        self._ended.append(name)
+        save = self._saves.pop(name, None)
         if save is None:
             return
-        save.has_ended = True
-        will = save.wills.pop(rank, None)
-        if will is not None:
-            will.close()
-        if not save.wills:
-            del self._saves[name]
-        elif not save.has_living_owner:
-            self._start(save)
+        save.close()
+        if not all(will.owner.is_alive for will in save.wills.values()):
+            self._on_settled()
 
     def gone(self, owner: Owner) -> None:
         """``owner`` has ended. Settles every save that nobody alive can settle any more."""
@@ -147,7 +153,7 @@ class Estate:
             await asyncio.wait(list(self._tasks))
 
     async def _settle(self, save: Save) -> None:
-        if not (save.is_complete or save.has_ended):
+        if not save.is_complete:
             await asyncio.sleep(STRAGGLER_SECONDS)
         if save.has_living_owner or self._saves.get(save.name) is not save:
             return  # a straggler has come, and its own end brings us back here; or that end was faster
@@ -159,14 +165,11 @@ class Estate:
             self.given_up += 1
             log.error("a staged save could not be brought to the local tier: %s", error)
         finally:
-            for will in save.wills.values():
-                will.close()
+            save.close()
             self._settling.discard(save)
             self._on_settled()
 
     async def _settle_now(self, save: Save) -> None:
-        if save.has_ended:
-            return
         if save.is_complete:
             await _execute(save)
             self.executed += 1

@@ -426,8 +426,8 @@ class Agent:
             os.close(descriptors.pop(LOCK_NAME))
         self.estate.hand_in(connection.owner, save, rank, world_size, descriptors)
 
-    def _on_take_back(self, connection: Connection, received: list[int], save: str, rank: int) -> None:
-        self.estate.take_back(save, rank)
+    def _on_take_back(self, connection: Connection, received: list[int], save: str) -> None:
+        self.estate.take_back(save)
 
     def _on_throttle(
         self, connection: Connection, received: list[int], bytes_per_second: int | None, seconds: float

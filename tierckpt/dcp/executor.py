@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import sys
 
+from torch.distributed.checkpoint.storage import WriteResult
+
 from ..arena.memory import Memory
 from ..config import Settings
 from ..layout import local_dir
@@ -33,20 +35,22 @@ def execute(left: list[dict[str, int]]) -> bool:
     coordinator = next(will for will in found if will.is_coordinator)
     settings = Settings.model_validate_json(coordinator.settings)
     writers = [TierStorageWriter(will.uri, settings=settings) for will in found]
-    manifest = commit.read_local_manifest(local_dir(settings.local_root, writers[0].location))
-    if manifest is not None and coordinator.token in manifest.tokens:
+    directory = local_dir(settings.local_root, writers[0].location)
+    if commit.is_committed(directory, coordinator.token):
         return False  # the shards of the other ranks are named by it: recovering finds that
     memories = _mapped(found, left)
     try:
-        results = []
+        results: dict[int, list[WriteResult]] = {}
         for will, writer, lock in zip(found, writers, locks, strict=True):
             written = writer.stand_in(will, memories, lock) if will.token else []
             if written is None:
                 return False
-            results.append(written)
+            results[will.rank] = written
         if coordinator.metadata is None:
             raise ValueError("the coordinator's will has no metadata")
-        writers[found.index(coordinator)].finish(coordinator.metadata, results)
+        ranks = range(coordinator.world_size) if coordinator.use_collectives else [coordinator.rank]
+        of_all = [results.get(rank, []) for rank in ranks]
+        writers[found.index(coordinator)].finish(coordinator.metadata, of_all)
         for writer in writers:
             writer.hand_over()
     finally:

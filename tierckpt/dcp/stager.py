@@ -28,7 +28,7 @@ from ..config import Settings
 from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError
 from ..mover import ahead
 from ..mover.flush import round_up
-from . import image, split, wire
+from . import image, split, testament, wire
 from .collection import no_collection
 from .copying import Copies
 
@@ -40,14 +40,14 @@ class TierStager:
 
     ``stage`` returns when the copy is complete: training may change the tensors at once. With ``mode="lazy"`` it
     returns at once, and a step of any of ``optimizers`` waits for what is not copied yet. The copy is valid until it
-    has been saved, or until nothing refers to it.
+    has been saved, or until nothing refers to it. A ``TierStorageWriter`` that saves it leaves a will with the node's
+    agent, which finishes the save should this process end (``Settings.staging_memory``).
 
     Args:
         mode: "eager" or "lazy".
         optimizers: for lazy mode. Their parameters and state are what changes in ``step`` and only there; all else in
             the state dict is copied before ``stage`` returns. Without any, that is everything.
         shared: staging memory that another process can map, for ``AsyncCheckpointerType.PROCESS``.
-        outlives: staging memory that the node's agent can hold when this process has ended.
         settings: a ``Settings``; ``overrides`` are single fields of it (``checkpoints_in_flight_max=3``).
 
     Raises (from ``stage``):
@@ -66,7 +66,6 @@ class TierStager:
         mode: Mode = "eager",
         optimizers: Iterable[torch.optim.Optimizer] = (),
         shared: bool = False,
-        outlives: bool = False,
         settings: Settings | None = None,
         **overrides: Any,
     ) -> None:
@@ -75,7 +74,7 @@ class TierStager:
         self.settings = Settings.load(settings, **overrides)
         self.mode: Mode = mode
         self._shared = shared
-        self._outlives = outlives
+        self._outlives = testament.is_wanted(self.settings)
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._fences: list[Any] = []
         self._pending: Copies | None = None

@@ -8,6 +8,7 @@ same user and node, in memory that has no name and goes with its last holder: no
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..arena.memory import Kind, Memory
+from ..manifest import FileEntry
 from ..mover.flush import Image, Record, Shard
 from . import split, wire
 
@@ -52,10 +54,16 @@ class ShardToBe:
 
 @dataclass(frozen=True)
 class Will:
-    """One rank's. ``settings`` are the trainer's, as JSON; ``kinds`` says what each held memory is backed by."""
+    """One rank's, of ``world_size``.
+
+    ``settings`` are the trainer's, as JSON; ``kinds`` says what each held memory is backed by. ``files`` are those of a
+    rank whose shards are durable and with the mover: nothing of it is to be written any more.
+    """
 
     rank: int
+    world_size: int
     is_coordinator: bool
+    use_collectives: bool
     token: str
     uri: str
     settings: str
@@ -66,6 +74,11 @@ class Will:
     parts: tuple[split.Part, ...]
     metadata: Metadata | None
     kinds: Mapping[str, Kind]
+    files: tuple[FileEntry, ...] | None = None
+
+    def durable(self, files: tuple[FileEntry, ...]) -> Will:
+        """The will of this rank once ``files`` are durable."""
+        return dataclasses.replace(self, shards=(), kinds={}, files=files)
 
     def shards_in(self, directory: Path, memories: Mapping[str, Memory]) -> list[Shard]:
         """The shards to flush, in ``directory``, from the held memory as this process has mapped it."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
     _StorageInfo,
@@ -63,11 +64,14 @@ from ..mover.journal import KEPT, READY, WRITING, WRITTEN, Entry, Journal
 from ..stores.local import make_dirs
 from ..telemetry import COMMITS, logger
 from ..types import Tier
-from . import records, split
+from . import records, split, testament
+from . import will as wills
 from .collection import no_collection
 from .mount import Mount
+from .planner import TierSavePlanner
 from .route import Delivery, LaidOut, Route
 from .stager import StagedItems, TierStager
+from .testament import Testament
 from .will import Will
 
 log = logger("save")
@@ -89,6 +93,23 @@ class TierWriteResult(WriteResult):
 
 
 @dataclass
+class _Turn(_StoragePrefix):
+    """What the coordinator tells a rank of one save."""
+
+    save: str = ""
+    """What all ranks call this save, and no other has been called."""
+    world_size: int = 1
+    writers: int = 1
+    """Ranks that have something to write."""
+    is_taken: bool = False
+    """This process has seen it. A planner that keeps plans (``enable_plan_caching`` of torch) shows old ones again."""
+
+    def take(self) -> bool:
+        self.is_taken, was_taken = True, self.is_taken
+        return not was_taken
+
+
+@dataclass
 class Prepared(LaidOut):
     """What a rank is about to write: nothing of it is on the disk yet."""
 
@@ -98,11 +119,6 @@ class Prepared(LaidOut):
     @property
     def token(self) -> str:
         return self.save.entry.token
-
-    @property
-    def lock(self) -> int:
-        """The lock on the journal entry, for whoever is to inherit the save."""
-        return self.save.lock_descriptor
 
 
 @dataclass
@@ -116,6 +132,8 @@ class _Save:
     lock_descriptor: int = -1
     outlives: bool = False
     """Somebody inherits it if this process ends: what is durable is noted as soon as it is."""
+    testament: Testament | None = None
+    """Of a save that is DCP's to drive: it ends with this."""
 
 
 class TierStorageWriter(Mount, StorageWriter):
@@ -175,6 +193,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self.rank = 0
         self.is_coordinator = True
         self.use_collectives = True
+        self.world_size = 1
         self._replaces: tuple[str, ...] = ()
         self._save: _Save | None = None
         self._delivery: Delivery | None = None
@@ -206,6 +225,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self.rank = rank if rank is not None else (dist.get_rank() if dist.is_initialized() else 0)
         self.use_collectives = kwargs.get("use_collectives", True)
         self.is_coordinator = is_coordinator or not self.use_collectives
+        self.world_size = _world_size()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         check_local_root(self.settings)
@@ -219,9 +239,13 @@ class TierStorageWriter(Mount, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, save = split.share_out(plans), secrets.token_hex(8)
+        writers = sum(bool(plan.items) or rank == self.rank for rank, plan in enumerate(plans))
         return [
-            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_")) if plan.storage_data is None else plan
-            for rank, plan in enumerate(split.share_out(plans))
+            dataclasses.replace(plan, storage_data=_Turn(f"__{rank}_", save, len(plans), writers))
+            if plan.storage_data is None
+            else plan
+            for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Future[list[WriteResult]]:
@@ -233,8 +257,11 @@ class TierStorageWriter(Mount, StorageWriter):
         if not plan.items and not self.is_coordinator:
             future.set_result([])
             return future
-        prepared, self._prepared = self._prepared or self._prepare(plan, planner), None
+        prepared, self._prepared = self._prepared, None
         try:
+            if prepared is None:
+                prepared = self._prepare(plan, planner)
+                self._leave_will_of_plain_save(prepared, plan, planner)
             with _held(prepared.leases):
                 results, files = self._write_and_note(prepared, planner)
             future.set_result(self._written(prepared.save, results, files, prepared.parts))
@@ -258,7 +285,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def _note(self, save: _Save, files: tuple[FileEntry, ...]) -> None:
         """The shards are durable. Note that where a crash cannot take it, if anybody will ask."""
-        is_held_back = self._holds_back and not self.is_coordinator and bool(files)
+        is_held_back = (self._holds_back or save.outlives) and not self.is_coordinator and bool(files)
         save.entry = dataclasses.replace(save.entry, files=files, state=WRITTEN if is_held_back else save.entry.state)
         if is_held_back or save.outlives:
             self._journal.write(save.entry)
@@ -268,19 +295,10 @@ class TierStorageWriter(Mount, StorageWriter):
     ) -> list[WriteResult]:
         """The shards are durable: tell the coordinator, and give them to the mover unless they are held back."""
         if not (self.is_coordinator or self._holds_back):
+            if save.testament is not None and save.testament.hand_in_durable(files):
+                save.testament = None  # it is the coordinator that ends it
             self._hand_over(save)
-        if results:
-            first = results[0]
-            results[0] = TierWriteResult(first.index, first.size_in_bytes, first.storage_data, files, parts)
-        return results
-
-    def prepare(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Prepared | None:
-        """Lay out, for a will, what ``write_data`` with these arguments writes. None when this rank has nothing."""
-        with self._working():
-            if plan.items or self.is_coordinator:
-                self._prepared = self._prepare(plan, planner)
-                self._prepared.save.outlives = True
-            return self._prepared
+        return _told(results, files, parts)
 
     def _prepare(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Prepared:
         save = self._begin(self._token())
@@ -412,13 +430,82 @@ class TierStorageWriter(Mount, StorageWriter):
         attempt = token.rpartition("-")[0] if alone else token
         return Manifest(
             attempt=attempt,
-            world_size=_world_size() if alone else max(len(results), 1),
+            world_size=self.world_size if alone else max(len(results), 1),
             chunk_size_bytes=chunk,
             metadata=(_metadata_entry(data, chunk, self.rank, token if alone else attempt, alone),),
             files=tuple(collected[path] for path in sorted(collected)),
             replaces=self._replaces,
             created_unix_seconds=time.time(),
         )
+
+    # --- wills --------------------------------------------------------------------------------------------------
+
+    def leave_will(
+        self, plan: SavePlan, planner: SavePlanner | StagedItems, metadata: Metadata | None, save: str
+    ) -> Testament | None:
+        """Lay out what ``write_data`` with these arguments writes, and have the agent do it should this process end.
+
+        None when the agent cannot. Every rank leaves a will, and the caller takes it back.
+
+        Args:
+            metadata: the coordinator's.
+            save: what all ranks call this save, and no other has been called.
+        """
+        with self._working():
+            if plan.items or self.is_coordinator:
+                self._prepared = self._prepare(plan, planner)
+                self._prepared.save.outlives = True
+            return self._leave_will(self._prepared, metadata, save, self.world_size)
+
+    def _leave_will_of_plain_save(self, prepared: Prepared, plan: SavePlan, planner: SavePlanner | StagedItems) -> None:
+        """The same where DCP drives the save: no rank is told how it ends, but the coordinator."""
+        has_tensors = any(record.frame is not None for shard in prepared.shards for record in shard.records)
+        is_async = threading.current_thread() is not threading.main_thread()
+        is_staged = bool(prepared.leases) if has_tensors else is_async
+        if not (is_staged and testament.is_wanted(self.settings)):
+            return
+        save, writers = prepared.token, 1
+        if self.use_collectives:
+            turn = plan.storage_data
+            if not isinstance(turn, _Turn) or not turn.take():
+                return
+            save, writers, self.world_size = turn.save, turn.writers, turn.world_size
+        metadata = _metadata_of(planner) if self.is_coordinator else None
+        if self.is_coordinator and metadata is None:
+            log.info(
+                "%s: what is staged of it ends with this process, its planner being one of its own kind", self.path
+            )
+            return
+        prepared.save.testament = self._leave_will(prepared, metadata, save, writers)
+        prepared.save.outlives = prepared.save.testament is not None
+
+    def _leave_will(
+        self, prepared: Prepared | None, metadata: Metadata | None, save: str, writers: int
+    ) -> Testament | None:
+        described = wills.describe(prepared.shards if prepared is not None else ())
+        if described is None or (prepared is not None and prepared.streamed):
+            log.info("%s: the agent cannot hold all of it while it is staged", self.path)
+            return None
+        shards, memories = described
+        will = Will(
+            rank=self.rank,
+            world_size=self.world_size,
+            is_coordinator=self.is_coordinator,
+            use_collectives=self.use_collectives,
+            token=prepared.token if prepared is not None else "",
+            uri=self.path,
+            settings=self.settings.model_dump_json(),
+            save_id=self.save_id,
+            replaces=self._replaces,
+            shards=shards,
+            results=tuple(prepared.results) if prepared is not None else (),
+            parts=prepared.parts if prepared is not None else (),
+            metadata=metadata,
+            kinds={name: memory.kind for name, memory in memories.items()},
+        )
+        leases = prepared.leases if prepared is not None else ()
+        lock = prepared.save.lock_descriptor if prepared is not None else None
+        return testament.hand_in(self.settings, save, writers, will, memories, leases, lock)
 
     def stand_in(self, will: Will, memories: Mapping[str, Memory], lock: int | None) -> list[WriteResult] | None:
         """Bring the shards of a rank that has ended to the SSD. None when its save is settled already.
@@ -430,15 +517,19 @@ class TierStorageWriter(Mount, StorageWriter):
             lock: the rank's hold on its journal entry, if it was left to us; closed with the save.
         """
         self.rank, self.is_coordinator = will.rank, will.is_coordinator
+        self.world_size, self.use_collectives = will.world_size, will.use_collectives
         self._replaces, self.save_id = will.replaces, will.save_id
         self._holds_back = True
+        directory = local_dir(self.settings.local_root, self.location)
+        if will.files is not None:
+            self._require(directory, will.files)
+            return _told(list(will.results), will.files, will.parts)
         stack = contextlib.ExitStack()
         hold = stack.enter_context(self._journal.own(will.token, lock))
         entry = self._journal.read(will.token)
         if not hold or entry is None:
             stack.close()
             return None
-        directory = local_dir(self.settings.local_root, self.location)
         save = self._hold(dataclasses.replace(entry, manifest=None), directory, stack, hold.descriptor)
         try:
             files = self._durable(save, will)
@@ -457,13 +548,16 @@ class TierStorageWriter(Mount, StorageWriter):
             return None
         names = [*(shard.name for shard in will.shards), blocks_file(will.token)]
         files = tuple(noted[name] for name in names if name in noted)
-        for file in files:
-            if file_size(save.directory / file.key) == file.size_bytes:
-                continue
-            save.delivery.went_straight = self._is_shared(file)
-            if not save.delivery.went_straight:
-                raise CheckpointError(f"{file.key} of {save.entry.uri} was durable and is gone", hint="Who removed it?")
+        save.delivery.went_straight = not self._require(save.directory, files)
         return files
+
+    def _require(self, directory: Path, files: tuple[FileEntry, ...]) -> bool:
+        """Whether the SSD has these files. Raises CheckpointError when shared storage has not got the others."""
+        elsewhere = [file for file in files if file_size(directory / file.key) != file.size_bytes]
+        for file in elsewhere:
+            if not self._is_shared(file):
+                raise CheckpointError(f"{file.key} of {self.path} was durable and is gone", hint="Who removed it?")
+        return not elsewhere
 
     def _is_shared(self, file: FileEntry) -> bool:
         return self._client.run(lambda engine: engine.holds(self.location, file))
@@ -481,10 +575,6 @@ class TierStorageWriter(Mount, StorageWriter):
     def replaces(self) -> tuple[str, ...]:
         """The attempts this save was told to replace, on the coordinator."""
         return self._replaces
-
-    @property
-    def world_size(self) -> int:
-        return _world_size()
 
     def hold_back(self) -> None:
         """Keep this rank's shards from the mover until ``hand_over``: for callers that tell every rank the outcome."""
@@ -596,6 +686,8 @@ class TierStorageWriter(Mount, StorageWriter):
     def _release(self) -> None:
         if self._save is not None:
             self._save.lock.close()
+            if self._save.testament is not None:
+                self._save.testament.take_back()
             self._save = None
 
     def _token(self) -> str:
@@ -678,6 +770,22 @@ def _held(leases: set[Lease]) -> Iterator[None]:
     finally:
         for lease in begun:
             lease.end_flush(written=written)
+
+
+def _told(results: list[WriteResult], files: tuple[FileEntry, ...], parts: tuple[split.Part, ...]) -> list[WriteResult]:
+    """A rank's results as the coordinator gets them: the first carries what is the rank's and no item's."""
+    if results:
+        first = results[0]
+        results[0] = TierWriteResult(first.index, first.size_in_bytes, first.storage_data, files, parts)
+    return results
+
+
+def _metadata_of(planner: SavePlanner | StagedItems) -> Metadata | None:
+    """The metadata that DCP passes to ``finish``; None with a planner that may have made another than it keeps."""
+    made_by = getattr(type(planner), "create_global_plan", None)
+    if made_by in (DefaultSavePlanner.create_global_plan, TierSavePlanner.create_global_plan):
+        return getattr(planner, "metadata", None)
+    return None
 
 
 def _share_properties(metadata: Metadata) -> None:

@@ -292,6 +292,11 @@ def forget_local(directory: Path, token: str, manifest: Manifest | None = None) 
         return not _names(standing, token)
 
 
+def is_committed(directory: Path, token: str) -> bool:
+    """Whether the local tier has the commit of a save of which ``token`` is a part, or the fragment of that rank."""
+    return _names(read_local_manifest(directory), token) or (directory / part(token)).exists()
+
+
 def _names(standing: Manifest | None, token: str) -> bool:
     return standing is not None and token in standing.tokens | {standing.attempt}
 

@@ -32,6 +32,7 @@ from ..client import Client, get_client
 from ..config import Settings
 from ..dcp.planner import TierSavePlanner
 from ..dcp.stager import Mode, StagedItems, TierStager
+from ..dcp.testament import Testament, is_wanted
 from ..dcp.writer import TierStorageWriter, refuse_overlap
 from ..errors import (
     CheckpointError,
@@ -46,7 +47,7 @@ from ..planning.tuning import Goal
 from ..stores.schemes import check_location
 from ..telemetry import BLOCKED_SECONDS, logger
 from ..types import Tier
-from . import peers, preemption, testament
+from . import peers, preemption
 from . import state as states
 from .exchange import Exchange, agree_on_name, all_gather, is_distributed
 from .interval import Interval, Pacer, Phase
@@ -57,7 +58,6 @@ from .notices import Notices
 from .record import SaveRecord
 from .restoring import agreed_latest, restore_newest, unwrapped
 from .sending import Order, Sending
-from .testament import Testament
 
 log = logger("checkpointer")
 
@@ -125,10 +125,9 @@ class Checkpointer:
         mtbf = dict(mtbf_seconds) if isinstance(mtbf_seconds, Mapping) else mtbf_seconds
         self._pacer = Pacer(interval, Goal.of(overhead_max, mtbf), Sending(self.settings))
         refuse_overlap(self.location, self.settings.local_root)
-        self._outlives = testament.is_wanted(self.settings)
-        self._stager = TierStager(mode=staging, outlives=self._outlives, settings=self.settings)
+        self._stager = TierStager(mode=staging, settings=self.settings)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-save")
-        self._wills = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-will") if self._outlives else None
+        self._wills = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-will") if is_wanted(self.settings) else None
         self._running: deque[tuple[SaveRecord, Future[None]]] = deque()
         self._reported: set[str] = set()
         self._started: dict[str, float] = {}
@@ -341,8 +340,7 @@ class Checkpointer:
     def _hand_in_will(self, job: Job) -> Testament | None:
         """Have the agent see to this save if this process ends before it is on the SSD."""
         job.staged.wait(self.settings.staging_timeout_seconds)
-        prepared = job.writer.prepare(job.plan, job.staged)
-        return testament.hand_in(job.writer, prepared, job.metadata, job.exchange.key)
+        return job.writer.leave_will(job.plan, job.staged, job.metadata, job.exchange.key)
 
     def _write(self, job: Job) -> None:
         record, is_settled = job.record, True

@@ -10,10 +10,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ..dcp.stager import StagedItems
+from ..dcp.testament import Testament
 from ..dcp.writer import TierStorageWriter
 from .exchange import Exchange
 from .record import SaveRecord
-from .testament import Testament
 
 
 @dataclass

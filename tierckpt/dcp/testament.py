@@ -1,0 +1,116 @@
+"""Handing the will of a staged save to the agent, and taking it back when the save has ended (P6)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from ..arena import memory
+from ..arena.memory import Memory
+from ..arena.slots import Lease
+from ..config import Settings
+from ..errors import OperationTimeoutError, TierckptError
+from ..manifest import FileEntry
+from ..mover.contact import LOCK_NAME, WILL_NAME, Contact, NoAgentError, contact_for
+from ..telemetry import logger
+from .will import Will
+
+log = logger("save")
+
+OPEN_MAX = 8
+"""Wills of one process whose end nobody has told it of; of more, the oldest is taken back."""
+
+_open: deque[Testament] = deque()
+
+
+def is_wanted(settings: Settings) -> bool:
+    """Whether staged checkpoints are to outlive this process: see ``Settings.staging_memory``."""
+    if settings.staging_memory == "auto":
+        return settings.mover == "agent" and memory.shared_is_huge()
+    return settings.mover == "agent" and settings.staging_memory == "shared"
+
+
+class Testament:
+    """A will that the agent has. Thread-safe.
+
+    Args:
+        save: what all ranks of the save call it, and no other save has been called.
+        wills: how many ranks leave one.
+        will: this rank's.
+    """
+
+    def __init__(self, contact: Contact, save: str, wills: int, will: Will) -> None:
+        self._contact, self._save, self._wills, self._will = contact, save, wills, will
+
+    def take_back(self) -> bool:
+        """The save has ended, for all its ranks. False when the agent is there and cannot be told: it will see."""
+        try:
+            self._contact.ask({"op": "take_back", "save": self._save}, start=False)
+        except NoAgentError:
+            pass  # it has lost the will with its process
+        except (TierckptError, OSError) as error:
+            log.warning("the will of %s could not be taken back: %s", self._save, error)
+            return False
+        return True
+
+    def hand_in(self, memories: Mapping[str, Memory], lock: int | None) -> None:
+        """All that the will needs goes along in one message, so that no agent ever has a part of it."""
+        with self._will.written() as descriptor:
+            left = {WILL_NAME: descriptor}
+            if lock is not None:
+                left[LOCK_NAME] = lock
+            left |= {name: memory.fd for name, memory in memories.items() if memory.fd is not None}
+            message = {"op": "hand_in", "save": self._save, "rank": self._will.rank, "world_size": self._wills}
+            self._contact.ask({**message, "names": list(left)}, list(left.values()))
+
+    def hand_in_durable(self, files: tuple[FileEntry, ...]) -> bool:
+        """Replace the will by one that says that the shards are durable: it needs no memory any more, and no lock.
+
+        Nobody tells this rank when the save ends; the coordinator takes back the wills of all. False: the agent still
+        has the old one.
+        """
+        self._will = self._will.durable(files)
+        try:
+            self.hand_in({}, None)
+        except (TierckptError, OSError) as error:
+            log.warning("%s: the agent could not be told that it is durable: %s", self._will.uri, error)
+            return False
+        _open.append(self)
+        while len(_open) > OPEN_MAX:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                _open.popleft().take_back()
+        return True
+
+
+def hand_in(
+    settings: Settings,
+    save: str,
+    wills: int,
+    will: Will,
+    memories: Mapping[str, Memory],
+    leases: Iterable[Lease] = (),
+    lock: int | None = None,
+) -> Testament | None:
+    """Hand in the will of one rank. None when that cannot be done: then the save is as safe as this process, and the
+    log says why. Never fails a save, but for one whose staged copy has been dropped (CheckpointSkippedError).
+
+    Args:
+        save, wills: as ``Testament`` has them.
+        leases: on the memory that the will needs. It is dropped only when the will has been taken back.
+        lock: the one on the rank's journal entry.
+    """
+    testament = Testament(contact_for(settings), save, wills, will)
+    for lease in leases:
+        lease.ask_before_drop(lambda: False)  # while it is handed in
+    try:
+        testament.hand_in(memories, lock)
+    except OperationTimeoutError as error:
+        log.warning("%s: the agent may not have the will of it: %s", will.uri, error)
+    except Exception as error:
+        log.warning("%s is lost if this process ends before it is on the local tier: %s", will.uri, error)
+        return None
+    finally:
+        for lease in leases:
+            lease.ask_before_drop(testament.take_back)
+    return testament
