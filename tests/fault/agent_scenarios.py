@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
 import os
 import signal
 import time
@@ -151,7 +152,9 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
 
         return call
 
-    if point == "handed in":
+    if point == "not begun":
+        _replace(TierStorageWriter, "_begin", instead)
+    elif point == "handed in":
         _replace(testament.Testament, "hand_in", after)
         flush._File.write = stay  # type: ignore[method-assign]
     elif point == "half flushed":
@@ -216,6 +219,30 @@ def all_die(
     job.save(2, state_of(points.rank, 2, points.world_size))
     points.await_all("killed")
     points.die(after_seconds=points.rank * STAGGER_SECONDS)
+
+
+def saves_and_lives_on(uri: str, folder: str, way: str, fails: int = -1, **settings: Any) -> None:
+    """Save three steps, and go on training. The flush of step 2 fails on the rank ``fails``."""
+    points = Points(folder)
+    job, real = _job(way, uri, **settings), flush._File.write
+    _replace(testament.Testament, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
+    for step in (1, 2, 3):
+        if step == 2 and points.rank == fails:
+            flush._File.write = _no_disk  # type: ignore[method-assign]
+        job.save(step, state_of(points.rank, step, points.world_size))
+        try:
+            job.wait("local")
+        except dcp.CheckpointException:
+            points.reach(f"failed-{step}")
+        flush._File.write = real  # type: ignore[method-assign]
+        points.reach(f"after-{step}")
+        points.await_all(f"after-{step}")
+    points.reach("saved")
+    points.until(lambda: (points.folder / "leave").exists())
+
+
+def _no_disk(*_: Any, **__: Any) -> None:
+    raise OSError(errno.EIO, "seeded")
 
 
 def keeps_and_dies(uri: str, folder: str, **settings: Any) -> None:

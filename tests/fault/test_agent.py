@@ -243,6 +243,7 @@ def test_another_user_is_refused_by_the_directory_and_by_the_agent(local_root: P
 @pytest.mark.parametrize(
     ("way", "point", "world_size"),
     [
+        ("Checkpointer", "not begun", 1),
         ("Checkpointer", "handed in", 1),
         ("Checkpointer", "ready", 1),
         ("Checkpointer", "handed in", 4),
@@ -251,12 +252,14 @@ def test_another_user_is_refused_by_the_directory_and_by_the_agent(local_root: P
         ("Checkpointer", "committed", 4),
         ("async_save", "handed in", 1),
         ("async_save", "ready", 1),
+        ("async_save", "not begun", 4),
         ("async_save", "handed in", 4),
         ("async_save", "half flushed", 4),
         ("async_save", "noted", 4),
         ("async_save", "told", 4),
         ("async_save", "flushed", 4),
         ("async_save", "committed", 4),
+        ("without collectives", "not begun", 2),
         ("without collectives", "handed in", 2),
         ("without collectives", "flushed", 2),
         ("without collectives", "ready", 2),
@@ -277,9 +280,44 @@ def test_what_was_staged_when_all_ranks_were_killed_is_committed(
     assert_is_step(file_uri, 2, tmp_path / "another node", world_size, is_one=is_one)  # on the shared tier too
     assert is_drained(local_dir(local_root, parse_uri(f"{file_uri}/step-2")), _attempt(local_root, file_uri))
     assert sorted(path.name for path in agent_dir(local_root).glob("*")) == _files_of_an_agent(local_root)
-    flushed_again = "half flushed" if point in ("handed in", "half flushed") else ""
-    assert bool(flushed_again) == ("written from memory" in log_of(local_root))
+    assert (point in ("not begun", "handed in", "half flushed")) == ("written from memory" in log_of(local_root))
     until(lambda: not runs(local_root), IDLE_SECONDS + 4, "the agent to leave")
+
+
+@pytest.mark.parametrize("way", ["async_save", "without collectives"])
+def test_the_agent_keeps_nothing_of_a_save_that_has_ended_though_its_trainers_live_on(
+    way: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    """Only the coordinator of ``dcp.async_save`` hears how it ends: it takes back the wills of all."""
+    job = nursery.start("saves_and_lives_on", tmp_path / "job", 3, uri=file_uri, way=way, **SETTINGS)
+    until(lambda: len(list(job.folder.glob("saved.*"))) == 3, 40, "the saves")
+    assert not list(job.folder.glob("failed-*"))
+    assert len(list(job.folder.glob("handed in.*"))) == 3
+    now = until(lambda: (now := status(local_root)) and not now["staged_saves"] and now, 10, "the wills to go")
+    assert (now["memory_held_bytes"], now["processes"], now["wills_executed"]) == (0, 3, 0)
+    (job.folder / "leave").touch()
+    assert job.codes() == [0, 0, 0], job.output()
+    settle(local_root, job)
+    assert "written from memory" not in log_of(local_root)
+    assert_is_step(file_uri, 3, local_root, 3, is_one=way == "async_save")
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_the_agent_keeps_nothing_of_a_save_that_failed_on_one_rank(
+    fails: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    job = nursery.start(
+        "saves_and_lives_on", tmp_path / "job", 3, uri=file_uri, way="async_save", fails=fails, **SETTINGS
+    )
+    until(lambda: len(list(job.folder.glob("saved.*"))) == 3, 40, "the saves")
+    assert sorted(path.name for path in job.folder.glob("failed-*")) == [f"failed-2.{rank}" for rank in range(3)]
+    until(lambda: not status(local_root)["staged_saves"], 10, "the wills to go")
+    assert status(local_root)["wills_executed"] == 0
+    (job.folder / "leave").touch()
+    assert job.codes() == [0, 0, 0], job.output()
+    assert_is_step(file_uri, 3, local_root, 3)
+    assert read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-2"))) is None
+    os.kill(status(local_root)["pid"], signal.SIGKILL)  # it drains what the other ranks wrote, which nobody commits
 
 
 @pytest.mark.parametrize("point", ["handed in", "flushed"])

@@ -1,16 +1,18 @@
 """What dead trainers leave behind: staged checkpoints that no flush has brought to the SSD.
 
 Each rank of a save hands in a *will* once its state is staged, all of it by descriptor: what is to be written where,
-the memory that holds the bytes, and the lock on the rank's journal entry, which so stays held when the rank is killed.
-The first that sees the save end, well or not, takes the wills back, of all its ranks. When all that handed in a will of
-one save have ended before that, the wills are executed, if every rank of the save has handed one in: nothing else can
-complete it any more. Otherwise the save is one that never was, and its memory is freed.
+and the memory that holds the bytes. When it has begun, it leaves the lock on its journal entry too, which so stays held
+when the rank is killed. The first that sees the save end, well or not, takes the wills back, of all its ranks.
+
+When all that handed in a will of one save have ended before that, the wills are executed, if every rank of the save has
+handed one in: nothing else can complete it any more. Otherwise the save is one that never was, and its memory is freed.
 
 Invariants:
     E1  A will is executed only when nobody who could still finish or give up that save is alive.
     E2  Memory is held as long as a will that is not settled needs it; no longer.
     E3  Executing twice is harmless: the second finds the save committed, or its journal entry gone.
-    E4  From the hand-in until the will is settled, nobody else can take up or clean away the rank's journal entry.
+    E4  From when it is said to have begun until the will is settled, nobody else can take up or clean away the rank's
+        journal entry.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..mover.contact import LOCK_NAME
 from ..telemetry import logger
 from ..types import Json
 
@@ -52,7 +55,9 @@ class Will:
     """One rank's, as the agent has it: descriptors by name (``dcp/will.py``)."""
 
     owner: Owner
-    descriptors: Mapping[str, int]
+    descriptors: dict[str, int]
+    has_begun: bool = False
+    """There is a journal entry."""
 
     def close(self) -> None:
         for descriptor in self.descriptors.values():
@@ -114,7 +119,7 @@ class Estate:
     def has_will_of(self, owner: Owner) -> bool:
         return any(will.owner is owner for save in self._saves.values() for will in save.wills.values())
 
-    def hand_in(self, owner: Owner, name: str, rank: int, world_size: int, descriptors: Mapping[str, int]) -> None:
+    def hand_in(self, owner: Owner, name: str, rank: int, world_size: int, descriptors: dict[str, int]) -> None:
         """Take in a will; the descriptors are the estate's from here on. A second one of a rank replaces the first."""
         will = Will(owner, descriptors)
         if name in self._ended:  # another rank has failed meanwhile
@@ -124,6 +129,22 @@ class Estate:
         old, save.wills[rank] = save.wills.get(rank), will
         if old is not None:
             old.close()
+
+    def begun(self, name: str, rank: int, lock: int | None) -> None:
+        """The rank has a journal entry now, and this is the lock on it: the estate's from here on.
+
+        Raises KeyError when there is no such will, and the save has not ended either.
+        """
+        save = self._saves.get(name)
+        if save is None or rank not in save.wills:
+            if lock is not None:
+                os.close(lock)
+            if name not in self._ended:
+                raise KeyError(f"no will of rank {rank}")
+            return
+        save.wills[rank].has_begun = True
+        if lock is not None:
+            save.wills[rank].descriptors[LOCK_NAME] = lock
 
     def take_back(self, name: str) -> None:
         """The save has ended: there is nothing to execute any more, whichever rank it was that saw it."""
@@ -200,7 +221,8 @@ async def _execute(save: Save) -> None:
 
 
 def _start_executor(save: Save) -> subprocess.Popen[bytes]:
-    order: Json = {"wills": [dict(save.wills[rank].descriptors) for rank in sorted(save.wills)]}
+    left = [save.wills[rank] for rank in sorted(save.wills)]
+    order: Json = {"wills": [{"descriptors": will.descriptors, "has_begun": will.has_begun} for will in left]}
     with tempfile.TemporaryFile() as file:  # not a pipe: nothing here waits for the reader
         file.write(json.dumps(order).encode())
         file.seek(0)

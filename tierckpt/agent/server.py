@@ -24,7 +24,6 @@ from ..errors import ConfigError, TierckptError
 from ..mover import priority
 from ..mover.cluster import Live, live_of
 from ..mover.contact import (
-    LOCK_NAME,
     SOCKET,
     encode,
     peer_of,
@@ -415,6 +414,9 @@ class Agent:
         self._retry_at.pop(token, None)
         self._submit(token)
 
+    def _on_here(self, connection: Connection, received: list[int]) -> None:
+        """Somebody wants to be sure that there is an agent."""
+
     def _on_hand_in(
         self, connection: Connection, received: list[int], save: str, rank: int, world_size: int, names: list[str]
     ) -> None:
@@ -422,9 +424,16 @@ class Agent:
             raise ValueError(f"{len(received)} descriptors for the names {names}")
         descriptors = dict(zip(names, received, strict=True))
         received.clear()
-        if connection not in self._watched and LOCK_NAME in descriptors:
-            os.close(descriptors.pop(LOCK_NAME))
         self.estate.hand_in(connection.owner, save, rank, world_size, descriptors)
+
+    def _on_begun(self, connection: Connection, received: list[int], save: str, rank: int) -> None:
+        if len(received) != 1:
+            raise ValueError(f"{len(received)} locks on one journal entry")
+        lock: int | None = received.pop()
+        if lock is not None and connection not in self._watched:
+            os.close(lock)
+            lock = None
+        self.estate.begun(save, rank, lock)
 
     def _on_take_back(self, connection: Connection, received: list[int], save: str) -> None:
         self.estate.take_back(save)

@@ -1,8 +1,9 @@
 """``python -m tierckpt.dcp.executor``: brings a staged checkpoint whose trainers have died to the local tier.
 
 Started by the agent, with all that the ranks left as inherited descriptors and its order as JSON on stdin:
-``{"wills": [{name: descriptor}, one of each rank]}``. Writes the shards that are not on the SSD yet, then commits as
-the coordinator would have. They are left in the page cache: the trainer that restarts reads them at memory speed.
+``{"wills": [{"descriptors": {name: descriptor}, "has_begun": whether there is a journal entry}, one of each rank]}``.
+Writes the shards that are not on the SSD yet, then commits as the coordinator would have. They are left in the page
+cache: the trainer that restarts reads them at memory speed.
 
 Exit code 0: the checkpoint is committed on the local tier, or was settled before. Anything else: it is not, and what
 was written of it is removed.
@@ -21,6 +22,7 @@ from ..layout import local_dir
 from ..mover import commit
 from ..mover.contact import LOCK_NAME, WILL_NAME
 from ..telemetry import log_to, logger
+from ..types import Json
 from . import will as wills
 from .will import Will
 from .writer import TierStorageWriter
@@ -28,8 +30,9 @@ from .writer import TierStorageWriter
 log = logger("agent")
 
 
-def execute(left: list[dict[str, int]]) -> bool:
+def execute(orders: list[Json]) -> bool:
     """Flush and commit what the ranks left. False when the save was settled already. Raises TierckptError."""
+    left: list[dict[str, int]] = [order["descriptors"] for order in orders]
     locks = [descriptors.pop(LOCK_NAME, None) for descriptors in left]
     found = [wills.read(descriptors.pop(WILL_NAME)) for descriptors in left]
     coordinator = next(will for will in found if will.is_coordinator)
@@ -41,8 +44,9 @@ def execute(left: list[dict[str, int]]) -> bool:
     memories = _mapped(found, left)
     try:
         results: dict[int, list[WriteResult]] = {}
-        for will, writer, lock in zip(found, writers, locks, strict=True):
-            written = writer.stand_in(will, memories, lock) if will.token else []
+        for will, writer, lock, order in zip(found, writers, locks, orders, strict=True):
+            has_begun = order["has_begun"]
+            written = writer.stand_in(will, memories, lock, has_begun=has_begun) if will.token else []
             if written is None:
                 return False
             results[will.rank] = written

@@ -31,6 +31,7 @@ from ..mover.pace import Pace
 from ..mover.tuner import WRITE_BYTES_MAX, segment_bytes, tuner_for
 from ..stores.local import fsync_dir
 from ..telemetry import logger
+from . import split
 from .stager import StagedItems
 from .streamed import write_streamed
 
@@ -45,14 +46,16 @@ Written: TypeAlias = tuple[list[WriteResult], tuple[FileEntry, ...]]
 class LaidOut:
     """Shards in which every record has its place; ``streamed`` are the items whose size is known once they are written.
 
-    ``leases`` are on the staging memory that they are written from.
+    ``leases`` are on the staging memory that they are written from; ``parts`` are items that other ranks hold as well.
     """
 
+    token: str
     prefix: str
     shards: list[Shard]
     results: list[WriteResult]
     leases: set[Lease]
     streamed: list[WriteItem]
+    parts: tuple[split.Part, ...]
 
 
 @dataclass

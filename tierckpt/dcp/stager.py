@@ -75,6 +75,7 @@ class TierStager:
         self.mode: Mode = mode
         self._shared = shared
         self._outlives = testament.is_wanted(self.settings)
+        self._is_announced = False
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._fences: list[Any] = []
         self._pending: Copies | None = None
@@ -209,6 +210,9 @@ class TierStager:
 
     def _lease(self, size_bytes: int) -> Lease:
         shared = self._shared or self._outlives
+        if self._outlives and not self._is_announced:
+            self._is_announced = True
+            testament.announce(self.settings)
         lease = arena_for(self.settings, shared=shared, read_elsewhere=self._shared).lease(size_bytes)
         if lease is None:
             raise CheckpointSkippedError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 
@@ -12,7 +13,7 @@ from ..arena.slots import Lease
 from ..config import Settings
 from ..errors import OperationTimeoutError, TierckptError
 from ..manifest import FileEntry
-from ..mover.contact import LOCK_NAME, WILL_NAME, Contact, NoAgentError, contact_for
+from ..mover.contact import WILL_NAME, Contact, NoAgentError, contact_for
 from ..telemetry import logger
 from .will import Will
 
@@ -29,6 +30,16 @@ def is_wanted(settings: Settings) -> bool:
     if settings.staging_memory == "auto":
         return settings.mover == "agent" and memory.shared_is_huge()
     return settings.mover == "agent" and settings.staging_memory == "shared"
+
+
+def announce(settings: Settings) -> None:
+    """Have an agent there when the first will is handed in: it starts as slowly as Python. Returns at once."""
+
+    def start() -> None:
+        with contextlib.suppress(TierckptError, OSError):  # who hands in the will says so
+            contact_for(settings).ask({"op": "here"})
+
+    threading.Thread(target=start, name="tierckpt-announce", daemon=True).start()
 
 
 class Testament:
@@ -54,15 +65,25 @@ class Testament:
             return False
         return True
 
-    def hand_in(self, memories: Mapping[str, Memory], lock: int | None) -> None:
+    def hand_in(self, memories: Mapping[str, Memory]) -> None:
         """All that the will needs goes along in one message, so that no agent ever has a part of it."""
         with self._will.written() as descriptor:
-            left = {WILL_NAME: descriptor}
-            if lock is not None:
-                left[LOCK_NAME] = lock
-            left |= {name: memory.fd for name, memory in memories.items() if memory.fd is not None}
+            left = {WILL_NAME: descriptor} | {
+                name: memory.fd for name, memory in memories.items() if memory.fd is not None
+            }
             message = {"op": "hand_in", "save": self._save, "rank": self._will.rank, "world_size": self._wills}
             self._contact.ask({**message, "names": list(left)}, list(left.values()))
+
+    def has_begun(self, lock: int) -> bool:
+        """Tell the agent that there is a journal entry, and leave it the lock on that. False: it has no such will."""
+        message = {"op": "begun", "save": self._save, "rank": self._will.rank}
+        try:
+            self._contact.ask(message, [lock], start=False)
+        except (TierckptError, OSError) as error:
+            log.warning("%s: the agent does not have the will of it any more: %s", self._will.uri, error)
+            self.take_back()
+            return False
+        return True
 
     def hand_in_durable(self, files: tuple[FileEntry, ...]) -> bool:
         """Replace the will by one that says that the shards are durable: it needs no memory any more, and no lock.
@@ -72,7 +93,7 @@ class Testament:
         """
         self._will = self._will.durable(files)
         try:
-            self.hand_in({}, None)
+            self.hand_in({})
         except (TierckptError, OSError) as error:
             log.warning("%s: the agent could not be told that it is durable: %s", self._will.uri, error)
             return False
@@ -90,7 +111,6 @@ def hand_in(
     will: Will,
     memories: Mapping[str, Memory],
     leases: Iterable[Lease] = (),
-    lock: int | None = None,
 ) -> Testament | None:
     """Hand in the will of one rank. None when that cannot be done: then the save is as safe as this process, and the
     log says why. Never fails a save, but for one whose staged copy has been dropped (CheckpointSkippedError).
@@ -98,13 +118,12 @@ def hand_in(
     Args:
         save, wills: as ``Testament`` has them.
         leases: on the memory that the will needs. It is dropped only when the will has been taken back.
-        lock: the one on the rank's journal entry.
     """
     testament = Testament(contact_for(settings), save, wills, will)
     for lease in leases:
         lease.ask_before_drop(lambda: False)  # while it is handed in
     try:
-        testament.hand_in(memories, lock)
+        testament.hand_in(memories)
     except OperationTimeoutError as error:
         log.warning("%s: the agent may not have the will of it: %s", will.uri, error)
     except Exception as error:

@@ -79,7 +79,7 @@ log = logger("save")
 DCP_VERSION = "1.0.0"
 ATTEMPT_TIMEOUT_SECONDS = 120.0
 
-_OF_THIS_PROCESS = {"_save", "_delivery", "_prepared", "_busy", "_stager"}
+_OF_THIS_PROCESS = {"_save", "_delivery", "_begun", "_busy", "_stager"}
 _saves_without_collectives: dict[str, int] = {}
 
 
@@ -107,18 +107,6 @@ class _Turn(_StoragePrefix):
     def take(self) -> bool:
         self.is_taken, was_taken = True, self.is_taken
         return not was_taken
-
-
-@dataclass
-class Prepared(LaidOut):
-    """What a rank is about to write: nothing of it is on the disk yet."""
-
-    save: _Save
-    parts: tuple[split.Part, ...]
-
-    @property
-    def token(self) -> str:
-        return self.save.entry.token
 
 
 @dataclass
@@ -197,7 +185,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self._replaces: tuple[str, ...] = ()
         self._save: _Save | None = None
         self._delivery: Delivery | None = None
-        self._prepared: Prepared | None = None
+        self._begun: tuple[LaidOut, _Save] | None = None
         self._holds_back = False
         self._is_kept: bool | None = None
         self._route: Route = "local"
@@ -257,27 +245,24 @@ class TierStorageWriter(Mount, StorageWriter):
         if not plan.items and not self.is_coordinator:
             future.set_result([])
             return future
-        prepared, self._prepared = self._prepared, None
+        (laid_out, save), self._begun = self._begun or self._begin_plain_save(plan, planner), None
         try:
-            if prepared is None:
-                prepared = self._prepare(plan, planner)
-                self._leave_will_of_plain_save(prepared, plan, planner)
-            with _held(prepared.leases):
-                results, files = self._write_and_note(prepared, planner)
-            future.set_result(self._written(prepared.save, results, files, prepared.parts))
+            with _held(laid_out.leases):
+                results, files = self._write_and_note(save, laid_out, planner)
+            future.set_result(self._written(save, results, files, laid_out.parts))
         except BaseException:
             self._abort()
             raise
         return future
 
     def _write_and_note(
-        self, prepared: Prepared, planner: SavePlanner | StagedItems
+        self, save: _Save, laid_out: LaidOut, planner: SavePlanner | StagedItems
     ) -> tuple[list[WriteResult], tuple[FileEntry, ...]]:
         """Write the shards. Before their staging memory may be used again, the journal says that they are durable, or
         that there is no such save: who inherits this one must never write them from what another has put there."""
         try:
-            results, files = prepared.save.delivery.write(prepared, planner, self._route)
-            self._note(prepared.save, files)
+            results, files = save.delivery.write(laid_out, planner, self._route)
+            self._note(save, files)
         except BaseException:
             self._abort()
             raise
@@ -300,30 +285,26 @@ class TierStorageWriter(Mount, StorageWriter):
             self._hand_over(save)
         return _told(results, files, parts)
 
-    def _prepare(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Prepared:
-        save = self._begin(self._token())
-        try:
-            prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{self.rank}_"
-            items, streamed = (plan.items, []) if not self.transforms.extensions else ([], list(plan.items))
-            with no_collection():
-                sources = records.resolve(items, planner)
-                streamed += sources.others
-                plans = records.lay_out(
-                    sources,
-                    shard_bytes_max=self.settings.shard_size_bytes_max,
-                    chunk_size_bytes=self.settings.chunk_size_bytes,
-                    one_file=self.single_file_per_rank,
-                )
-                shards = [
-                    Shard(save.directory / shard_name(prefix, index, save.entry.token), shard.records, shard.image)
-                    for index, shard in enumerate(plans)
-                ]
-                results = [result for shard in shards for result in _results(shard)]
-        except BaseException:
-            self._abort()
-            raise
+    def _lay_out(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> LaidOut:
+        token, directory = self._token(), local_dir(self.settings.local_root, self.location)
+        prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{self.rank}_"
+        items, streamed = (plan.items, []) if not self.transforms.extensions else ([], list(plan.items))
+        with no_collection():
+            sources = records.resolve(items, planner)
+            streamed += sources.others
+            plans = records.lay_out(
+                sources,
+                shard_bytes_max=self.settings.shard_size_bytes_max,
+                chunk_size_bytes=self.settings.chunk_size_bytes,
+                one_file=self.single_file_per_rank,
+            )
+            shards = [
+                Shard(directory / shard_name(prefix, index, token), shard.records, shard.image)
+                for index, shard in enumerate(plans)
+            ]
+            results = [result for shard in shards for result in _results(shard)]
         parts = tuple(item.part for item in plan.items if isinstance(item, split.PartItem))
-        return Prepared(prefix, shards, results, sources.leases, streamed, save, parts)
+        return LaidOut(token, prefix, shards, results, sources.leases, streamed, parts)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit on the local tier. Raises AlreadyCommittedError when another save took this id meanwhile."""
@@ -384,12 +365,18 @@ class TierStorageWriter(Mount, StorageWriter):
     def _begin(self, token: str) -> _Save:
         """Open the journal entry of this rank's save and hold it: from now on every file has a name there (J1)."""
         self._client.recover()
+        return self._open(token)
+
+    def _open(self, token: str) -> _Save:
         directory = local_dir(self.settings.local_root, self.location)
         lock = contextlib.ExitStack()
         # What stands there may be removed meanwhile, but not the directory that we are about to write to.
         lock.enter_context(leases.reading(self.settings.local_root, directory))
         make_dirs(directory)
         hold = lock.enter_context(self._journal.own(token))
+        if not hold:
+            lock.close()
+            raise CheckpointError(f"{self.path}: somebody else has begun what this rank was to write ({token})")
         entry = self._journal.open(token, self.location, self.rank, int(self.settings.chunk_size_bytes))
         if self.settings.peers is not None:
             commit.mark_own(directory, token)
@@ -452,38 +439,61 @@ class TierStorageWriter(Mount, StorageWriter):
             save: what all ranks call this save, and no other has been called.
         """
         with self._working():
-            if plan.items or self.is_coordinator:
-                self._prepared = self._prepare(plan, planner)
-                self._prepared.save.outlives = True
-            return self._leave_will(self._prepared, metadata, save, self.world_size)
+            if not (plan.items or self.is_coordinator):
+                return self._leave_will(None, metadata, save, self.world_size)
+            laid_out = self._lay_out(plan, planner)
+            left = self._leave_will(laid_out, metadata, save, self.world_size)
+            self._begun = laid_out, self._begin_with(left, laid_out.token)
+            return left if self._begun[1].outlives else None
 
-    def _leave_will_of_plain_save(self, prepared: Prepared, plan: SavePlan, planner: SavePlanner | StagedItems) -> None:
+    def _begin_plain_save(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> tuple[LaidOut, _Save]:
         """The same where DCP drives the save: no rank is told how it ends, but the coordinator."""
-        has_tensors = any(record.frame is not None for shard in prepared.shards for record in shard.records)
+        laid_out = self._lay_out(plan, planner)
+        left = self._leave_plain_will(laid_out, plan, planner)
+        save = self._begin_with(left, laid_out.token)
+        save.testament = left if save.outlives else None
+        return laid_out, save
+
+    def _leave_plain_will(
+        self, laid_out: LaidOut, plan: SavePlan, planner: SavePlanner | StagedItems
+    ) -> Testament | None:
+        has_tensors = any(record.frame is not None for shard in laid_out.shards for record in shard.records)
         is_async = threading.current_thread() is not threading.main_thread()
-        is_staged = bool(prepared.leases) if has_tensors else is_async
+        is_staged = bool(laid_out.leases) if has_tensors else is_async
         if not (is_staged and testament.is_wanted(self.settings)):
-            return
-        save, writers = prepared.token, 1
+            return None
+        save, writers = laid_out.token, 1
         if self.use_collectives:
             turn = plan.storage_data
             if not isinstance(turn, _Turn) or not turn.take():
-                return
+                return None
             save, writers, self.world_size = turn.save, turn.writers, turn.world_size
         metadata = _metadata_of(planner) if self.is_coordinator else None
         if self.is_coordinator and metadata is None:
-            log.info(
-                "%s: what is staged of it ends with this process, its planner being one of its own kind", self.path
-            )
-            return
-        prepared.save.testament = self._leave_will(prepared, metadata, save, writers)
-        prepared.save.outlives = prepared.save.testament is not None
+            log.info("%s: staged by a planner of its own kind, so that it ends with this process", self.path)
+            return None
+        return self._leave_will(laid_out, metadata, save, writers)
+
+    def _begin_with(self, left: Testament | None, token: str) -> _Save:
+        """Begin the save of which ``left`` is the will, and leave the agent the lock on its journal entry.
+
+        The will comes first: making an entry durable takes a moment, above all beside a write of another checkpoint, in
+        which what is staged would be nobody's but this process's.
+        """
+        try:
+            save = self._begin(token)
+        except BaseException:
+            if left is not None:
+                left.take_back()
+            raise
+        save.outlives = left is not None and left.has_begun(save.lock_descriptor)
+        return save
 
     def _leave_will(
-        self, prepared: Prepared | None, metadata: Metadata | None, save: str, writers: int
+        self, laid_out: LaidOut | None, metadata: Metadata | None, save: str, writers: int
     ) -> Testament | None:
-        described = wills.describe(prepared.shards if prepared is not None else ())
-        if described is None or (prepared is not None and prepared.streamed):
+        described = wills.describe(laid_out.shards if laid_out is not None else ())
+        if described is None or (laid_out is not None and laid_out.streamed):
             log.info("%s: the agent cannot hold all of it while it is staged", self.path)
             return None
         shards, memories = described
@@ -492,22 +502,23 @@ class TierStorageWriter(Mount, StorageWriter):
             world_size=self.world_size,
             is_coordinator=self.is_coordinator,
             use_collectives=self.use_collectives,
-            token=prepared.token if prepared is not None else "",
+            token=laid_out.token if laid_out is not None else "",
             uri=self.path,
             settings=self.settings.model_dump_json(),
             save_id=self.save_id,
             replaces=self._replaces,
             shards=shards,
-            results=tuple(prepared.results) if prepared is not None else (),
-            parts=prepared.parts if prepared is not None else (),
+            results=tuple(laid_out.results) if laid_out is not None else (),
+            parts=laid_out.parts if laid_out is not None else (),
             metadata=metadata,
             kinds={name: memory.kind for name, memory in memories.items()},
         )
-        leases = prepared.leases if prepared is not None else ()
-        lock = prepared.save.lock_descriptor if prepared is not None else None
-        return testament.hand_in(self.settings, save, writers, will, memories, leases, lock)
+        leases = laid_out.leases if laid_out is not None else ()
+        return testament.hand_in(self.settings, save, writers, will, memories, leases)
 
-    def stand_in(self, will: Will, memories: Mapping[str, Memory], lock: int | None) -> list[WriteResult] | None:
+    def stand_in(
+        self, will: Will, memories: Mapping[str, Memory], lock: int | None, *, has_begun: bool
+    ) -> list[WriteResult] | None:
         """Bring the shards of a rank that has ended to the SSD. None when its save is settled already.
 
         Those that its journal entry calls durable are taken as they are: the memory they were written from may hold
@@ -515,6 +526,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
         Args:
             lock: the rank's hold on its journal entry, if it was left to us; closed with the save.
+            has_begun: the rank has had a journal entry, as far as it said; without one there is no shard of it.
         """
         self.rank, self.is_coordinator = will.rank, will.is_coordinator
         self.world_size, self.use_collectives = will.world_size, will.use_collectives
@@ -524,13 +536,9 @@ class TierStorageWriter(Mount, StorageWriter):
         if will.files is not None:
             self._require(directory, will.files)
             return _told(list(will.results), will.files, will.parts)
-        stack = contextlib.ExitStack()
-        hold = stack.enter_context(self._journal.own(will.token, lock))
-        entry = self._journal.read(will.token)
-        if not hold or entry is None:
-            stack.close()
+        save = self._take_over(will.token, directory, lock) if has_begun else self._open(will.token)
+        if save is None:
             return None
-        save = self._hold(dataclasses.replace(entry, manifest=None), directory, stack, hold.descriptor)
         try:
             files = self._durable(save, will)
             if files is None:
@@ -540,6 +548,15 @@ class TierStorageWriter(Mount, StorageWriter):
         except BaseException:
             self._abort()
             raise
+
+    def _take_over(self, token: str, directory: Path, lock: int | None) -> _Save | None:
+        stack = contextlib.ExitStack()
+        hold = stack.enter_context(self._journal.own(token, lock))
+        entry = self._journal.read(token)
+        if not hold or entry is None:
+            stack.close()
+            return None
+        return self._hold(dataclasses.replace(entry, manifest=None), directory, stack, hold.descriptor)
 
     def _durable(self, save: _Save, will: Will) -> tuple[FileEntry, ...] | None:
         """The shards of ``will``, if the journal calls them durable. Raises CheckpointError if they are not there."""
@@ -606,7 +623,7 @@ class TierStorageWriter(Mount, StorageWriter):
         The coordinator, or its store, has gone silent. Shards that a commit of this node names are handed over; if
         there is none yet the mover finds out (``Engine.recover``). Returns False in that case.
         """
-        save, self._prepared = self._save, None
+        save, self._begun = self._save, None
         if save is None:
             return True
         manifest = commit.read_local_manifest(save.directory)
@@ -658,7 +675,7 @@ class TierStorageWriter(Mount, StorageWriter):
         if self._save is None:
             return
         save, token = self._save, self._save.entry.token
-        self._prepared = None
+        self._begun = None
         if save.entry.state != WRITING:
             # A crash in what follows must not leave an entry that says its files are there.
             save.entry = self._journal.write(dataclasses.replace(save.entry, state=WRITING))
@@ -731,7 +748,7 @@ class TierStorageWriter(Mount, StorageWriter):
         return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _save=None, _delivery=None, _prepared=None, _busy=threading.Lock(), _stager=None)
+        self.__dict__.update(state, _save=None, _delivery=None, _begun=None, _busy=threading.Lock(), _stager=None)
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
