@@ -156,6 +156,10 @@ class Engine:
         except ObjectNotFoundError:
             return False
 
+    async def is_named(self, entry: Entry) -> bool:
+        """True when a manifest on the shared tier, committed or to be, names the files of ``entry``."""
+        return await self._drainer.is_named(entry)
+
     async def discard(self, location: Location, names: Iterable[str]) -> None:
         """Delete files from the shared tier that no commit names, and none will."""
         for name in names:

@@ -10,6 +10,7 @@ A checkpoint directory looks the same on every tier, so what is true of the buck
     <checkpoint>/.tierckpt/blocks/<token>           digests of the blocks of one rank's shards
     <checkpoint>/.tierckpt/pending/<attempt>.json   the manifest to be, until every rank has drained (shared tier only)
     <checkpoint>/.tierckpt/parts/<token>.json       one rank has drained its shards (shared tier only)
+    <checkpoint>/.tierckpt/wills/<save>-<rank>.json what ranks that died had written of a save (shared tier only)
     <checkpoint>/.tierckpt/removed/<attempt>.json   a removal that is under way: what is still to be deleted
     <checkpoint>/.tierckpt/own/<token>              a rank of this node makes this save (local tier, with peers)
     <checkpoint>/.tierckpt/replica.json             whose saves are copied here (local tier, with peers)
@@ -47,6 +48,7 @@ PENDING_DIR = ".tierckpt/pending"
 PARTS_DIR = ".tierckpt/parts"
 METADATA_DIR = ".tierckpt/metadata"
 BLOCKS_DIR = ".tierckpt/blocks"
+WILLS_DIR = ".tierckpt/wills"
 OWN_DIR = ".tierckpt/own"
 REPLICA = ".tierckpt/replica.json"
 REPLICATED = ".tierckpt/replicated.json"

@@ -70,16 +70,21 @@ def _checkpointer(uri: str, **settings: Any) -> tierckpt.Checkpointer:
 class _Plain:
     """A job that saves with ``dcp.async_save``."""
 
-    def __init__(self, uri: str, *, use_collectives: bool, **settings: Any) -> None:
+    def __init__(self, uri: str, *, use_collectives: bool, remembers: bool, **settings: Any) -> None:
         defaults = {"mover": "agent", "staging_memory": "shared", "shard_size_bytes_max": SHARD_BYTES_MAX}
         self._uri, self._use_collectives, self._settings = uri, use_collectives, defaults | settings
+        self._remembers = remembers
         self._stager = tierckpt.TierStager(**self._settings)
         self._saving: Any = None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         writer = tierckpt.TierStorageWriter(f"{self._uri}/step-{step}", **self._settings)
         self._saving = dcp.async_save(
-            state, storage_writer=writer, async_stager=self._stager, use_collectives=self._use_collectives
+            state,
+            storage_writer=writer,
+            planner=tierckpt.TierSavePlanner() if self._remembers else None,
+            async_stager=self._stager,
+            use_collectives=self._use_collectives,
         )
 
     def wait(self, tier: str) -> None:
@@ -88,10 +93,12 @@ class _Plain:
 
 
 def _job(way: str, uri: str, **settings: Any) -> Any:
-    """What saves the ``way`` of the test: "Checkpointer", "async_save", or "without collectives"."""
+    """What saves the ``way`` of the test: "Checkpointer", "async_save" (torch's planner), "async_save, ours" (ours), or
+    "without collectives".
+    """
     if way == "Checkpointer":
         return _checkpointer(uri, **settings)
-    return _Plain(uri, use_collectives=way == "async_save", **settings)
+    return _Plain(uri, use_collectives=way.startswith("async_save"), remembers=way == "async_save, ours", **settings)
 
 
 class Points:
@@ -124,6 +131,15 @@ class Points:
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, make(getattr(owner, name)))
+
+
+def _be_on_one_of(nodes: int, points: Points) -> None:
+    """Have this rank be on a node of its own, or with its neighbours: what makes a node is its local root."""
+    if nodes > 1:
+        per_node = points.world_size // nodes
+        root = Path(os.environ["TIERCKPT_LOCAL_ROOT"])
+        os.environ["TIERCKPT_LOCAL_ROOT"] = str(root.with_name(f"{root.name}-{points.rank // per_node}"))
+        os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
 
 
 def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Checkpointer") -> None:
@@ -159,13 +175,13 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
         flush._File.write = stay  # type: ignore[method-assign]
     elif point == "half flushed":
         _replace(flush._File, "finish", lambda real: _first_half(real, reached))
-    elif points.rank and way == "async_save" and point == "noted":
+    elif points.rank and way.startswith("async_save") and point == "noted":
         _replace(testament.Testament, "hand_in_durable", instead)
-    elif points.rank and way == "async_save" and point == "told":
+    elif points.rank and way.startswith("async_save") and point == "told":
         _replace(TierStorageWriter, "_hand_over", instead)
-    elif way == "async_save" and point in ("noted", "told"):
+    elif way.startswith("async_save") and point in ("noted", "told"):
         _replace(TierStorageWriter, "_note", after)
-    elif points.rank and way == "async_save":
+    elif points.rank and way.startswith("async_save"):
         _replace(TierStorageWriter, "_hand_over", after)
     elif points.rank and way == "Checkpointer":
         _replace(TierStorageWriter, "_note", after)
@@ -200,13 +216,21 @@ def _first_half(real: Callable[..., Any], reached: Callable[[], None]) -> Callab
 
 
 def all_die(
-    uri: str, folder: str, point: str, way: str = "Checkpointer", is_straight: bool = False, **settings: Any
+    uri: str,
+    folder: str,
+    point: str,
+    way: str = "Checkpointer",
+    is_straight: bool = False,
+    nodes: int = 1,
+    late: int = -1,
+    **settings: Any,
 ) -> None:
-    """Step 1 is committed, and all ranks are killed at ``point`` of step 2.
+    """Step 1 is committed, and all ranks are killed at ``point`` of step 2; rank ``late`` before it has staged that.
 
     ``is_straight``: shards go straight to the shared tier; at the point "handed in" none has arrived there.
     """
     points = Points(folder)
+    _be_on_one_of(nodes, points)
     if is_straight:
         Sending.decide = lambda *_, **__: Order(is_straight=True)  # type: ignore[method-assign]
         settings["drain_policy"] = "adaptive"
@@ -214,6 +238,8 @@ def all_die(
     job.save(1, state_of(points.rank, 1, points.world_size))
     job.wait("local")
     _arm(points, point, lambda: points.reach("killed"), way)
+    if points.rank == late:
+        _replace(testament, "hand_in", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
     if is_straight and point == "handed in":
         straight.Stream.pieces = lambda _: time.sleep(FOR_EVER_SECONDS)  # type: ignore[method-assign, assignment]
     job.save(2, state_of(points.rank, 2, points.world_size))

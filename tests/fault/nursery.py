@@ -149,7 +149,7 @@ def _become_rank(request: dict[str, Any], scenarios: Any, rank: int, port: str) 
     for name in [name for name in os.environ if name.startswith(OUR_ENV)]:
         del os.environ[name]
     world_size = str(request["world_size"])
-    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world_size}
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update(request["env"] | ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
     try:
         _run(request, scenarios)

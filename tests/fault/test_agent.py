@@ -256,6 +256,7 @@ def test_another_user_is_refused_by_the_directory_and_by_the_agent(local_root: P
         ("async_save", "handed in", 4),
         ("async_save", "half flushed", 4),
         ("async_save", "noted", 4),
+        ("async_save, ours", "handed in", 4),
         ("async_save", "told", 4),
         ("async_save", "flushed", 4),
         ("async_save", "committed", 4),
@@ -282,6 +283,57 @@ def test_what_was_staged_when_all_ranks_were_killed_is_committed(
     assert sorted(path.name for path in agent_dir(local_root).glob("*")) == _files_of_an_agent(local_root)
     assert (point in ("not begun", "handed in", "half flushed")) == ("written from memory" in log_of(local_root))
     until(lambda: not runs(local_root), IDLE_SECONDS + 4, "the agent to leave")
+
+
+@pytest.mark.parametrize(
+    ("way", "point"),
+    [
+        ("Checkpointer", "not begun"),
+        ("Checkpointer", "half flushed"),
+        ("Checkpointer", "flushed"),
+        ("Checkpointer", "committed"),
+        ("async_save", "handed in"),
+        ("async_save, ours", "told"),
+        ("async_save", "flushed"),
+        ("async_save", "committed"),
+        ("without collectives", "handed in"),
+    ],
+)
+def test_what_was_staged_on_two_nodes_when_all_ranks_were_killed_is_committed(
+    way: str, point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    """The nodes meet on the shared tier; nothing of that is left there."""
+    job = nursery.start("all_die", tmp_path / "job", 4, uri=file_uri, way=way, point=point, nodes=2, **SETTINGS)
+    assert job.codes() == [-signal.SIGKILL] * 4, job.output()
+    assert len(list(job.folder.glob("killed.*"))) == 4
+    roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
+    for root in roots:
+        settle(root, job)
+    is_one = way != "without collectives"
+    assert_is_step(file_uri, 2, tmp_path / "another node", 4, is_one=is_one)
+    for root in roots:
+        assert_is_step(file_uri, 2, root, 4, is_one=is_one)
+        until(lambda root=root: not runs(root), IDLE_SECONDS + 4, "the agents to leave")
+    assert not list(Path(file_uri, "step-2").rglob("wills/*"))
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_save_of_two_nodes_that_one_rank_had_not_staged_is_none(
+    late: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    patience = {"commit_timeout_seconds": 3.0}
+    job = nursery.start(
+        "all_die", tmp_path / "job", 4, uri=file_uri, point="handed in", nodes=2, late=late, **SETTINGS | patience
+    )
+    assert job.codes() == [-signal.SIGKILL] * 4, job.output()
+    roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
+    for root in roots:
+        settle(root, job)
+        assert_is_step(file_uri, 1, root, 4)
+        assert list(local_dir(root, parse_uri(f"{file_uri}/step-2")).glob("*.distcp")) == []
+    told = "nobody says what ranks [3] had written" if late == 3 else "had not staged it"
+    assert told in log_of(roots[0])
+    assert "the node of its coordinator has not committed it" in log_of(roots[1])
 
 
 @pytest.mark.parametrize("way", ["async_save", "without collectives"])

@@ -5,7 +5,8 @@ and the memory that holds the bytes. When it has begun, it leaves the lock on it
 when the rank is killed. The first that sees the save end, well or not, takes the wills back, of all its ranks.
 
 When all that handed in a will of one save have ended before that, the wills are executed, if every rank of the save has
-handed one in: nothing else can complete it any more. Otherwise the save is one that never was, and its memory is freed.
+handed one in, here or on another node (``dcp/meeting.py``): nothing else can complete it any more. Otherwise the save
+is one that never was, and its memory is freed.
 
 Invariants:
     E1  A will is executed only when nobody who could still finish or give up that save is alive.
@@ -71,6 +72,8 @@ class Save:
 
     name: str
     world_size: int
+    is_of_this_node: bool
+    """No rank of it is on another node."""
     wills: dict[int, Will] = field(default_factory=dict)
 
     @property
@@ -119,13 +122,15 @@ class Estate:
     def has_will_of(self, owner: Owner) -> bool:
         return any(will.owner is owner for save in self._saves.values() for will in save.wills.values())
 
-    def hand_in(self, owner: Owner, name: str, rank: int, world_size: int, descriptors: dict[str, int]) -> None:
+    def hand_in(
+        self, owner: Owner, name: str, rank: int, world_size: int, is_of_this_node: bool, descriptors: dict[str, int]
+    ) -> None:
         """Take in a will; the descriptors are the estate's from here on. A second one of a rank replaces the first."""
         will = Will(owner, descriptors)
         if name in self._ended:  # another rank has failed meanwhile
             will.close()
             return
-        save = self._saves.setdefault(name, Save(name, world_size))
+        save = self._saves.setdefault(name, Save(name, world_size, is_of_this_node))
         old, save.wills[rank] = save.wills.get(rank), will
         if old is not None:
             old.close()
@@ -191,7 +196,7 @@ class Estate:
             self._on_settled()
 
     async def _settle_now(self, save: Save) -> None:
-        if save.is_complete:
+        if save.is_complete or not save.is_of_this_node:
             await _execute(save)
             self.executed += 1
             return
@@ -222,7 +227,8 @@ async def _execute(save: Save) -> None:
 
 def _start_executor(save: Save) -> subprocess.Popen[bytes]:
     left = [save.wills[rank] for rank in sorted(save.wills)]
-    order: Json = {"wills": [{"descriptors": will.descriptors, "has_begun": will.has_begun} for will in left]}
+    order: Json = {"save": save.name, "world_size": save.world_size}
+    order["wills"] = [{"descriptors": will.descriptors, "has_begun": will.has_begun} for will in left]
     with tempfile.TemporaryFile() as file:  # not a pipe: nothing here waits for the reader
         file.write(json.dumps(order).encode())
         file.seek(0)

@@ -418,13 +418,20 @@ class Agent:
         """Somebody wants to be sure that there is an agent."""
 
     def _on_hand_in(
-        self, connection: Connection, received: list[int], save: str, rank: int, world_size: int, names: list[str]
+        self,
+        connection: Connection,
+        received: list[int],
+        save: str,
+        rank: int,
+        world_size: int,
+        is_of_this_node: bool,
+        names: list[str],
     ) -> None:
         if len(received) != len(names) or len(set(names)) != len(names):
             raise ValueError(f"{len(received)} descriptors for the names {names}")
         descriptors = dict(zip(names, received, strict=True))
         received.clear()
-        self.estate.hand_in(connection.owner, save, rank, world_size, descriptors)
+        self.estate.hand_in(connection.owner, save, rank, world_size, is_of_this_node, descriptors)
 
     def _on_begun(self, connection: Connection, received: list[int], save: str, rank: int) -> None:
         if len(received) != 1:

@@ -1,9 +1,10 @@
 """``python -m tierckpt.dcp.executor``: brings a staged checkpoint whose trainers have died to the local tier.
 
 Started by the agent, with all that the ranks left as inherited descriptors and its order as JSON on stdin:
-``{"wills": [{"descriptors": {name: descriptor}, "has_begun": whether there is a journal entry}, one of each rank]}``.
-Writes the shards that are not on the SSD yet, then commits as the coordinator would have. They are left in the page
-cache: the trainer that restarts reads them at memory speed.
+``{"save": its name, "wills": [{"descriptors": {name: descriptor}, "has_begun": whether there is a journal entry}, one
+of each rank of this node]}``. Writes the shards that are not on the SSD yet, then commits as the coordinator would
+have, or tells its node (``meeting.py``). What it writes stays in the page cache: the trainer that restarts reads it at
+memory speed.
 
 Exit code 0: the checkpoint is committed on the local tier, or was settled before. Anything else: it is not, and what
 was written of it is removed.
@@ -17,44 +18,49 @@ import sys
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..arena.memory import Memory
+from ..client import get_client
 from ..config import Settings
+from ..errors import OperationTimeoutError
 from ..layout import local_dir
 from ..mover import commit
 from ..mover.contact import LOCK_NAME, WILL_NAME
+from ..mover.journal import Entry
 from ..telemetry import log_to, logger
 from ..types import Json
 from . import will as wills
+from .meeting import WAIT_SECONDS, Meeting
 from .will import Will
 from .writer import TierStorageWriter
 
 log = logger("agent")
 
 
-def execute(orders: list[Json]) -> bool:
+def execute(order: Json) -> bool:
     """Flush and commit what the ranks left. False when the save was settled already. Raises TierckptError."""
-    left: list[dict[str, int]] = [order["descriptors"] for order in orders]
+    left: list[dict[str, int]] = [one["descriptors"] for one in order["wills"]]
+    begun: list[bool] = [one["has_begun"] for one in order["wills"]]
     locks = [descriptors.pop(LOCK_NAME, None) for descriptors in left]
     found = [wills.read(descriptors.pop(WILL_NAME)) for descriptors in left]
-    coordinator = next(will for will in found if will.is_coordinator)
-    settings = Settings.model_validate_json(coordinator.settings)
+    settings = Settings.model_validate_json(found[0].settings)
     writers = [TierStorageWriter(will.uri, settings=settings) for will in found]
+    coordinator = next((will for will in found if will.is_coordinator), None)
     directory = local_dir(settings.local_root, writers[0].location)
-    if commit.is_committed(directory, coordinator.token):
+    if coordinator is not None and commit.is_committed(directory, coordinator.token):
         return False  # the shards of the other ranks are named by it: recovering finds that
     memories = _mapped(found, left)
     try:
         results: dict[int, list[WriteResult]] = {}
-        for will, writer, lock, order in zip(found, writers, locks, orders, strict=True):
-            has_begun = order["has_begun"]
+        for will, writer, lock, has_begun in zip(found, writers, locks, begun, strict=True):
             written = writer.stand_in(will, memories, lock, has_begun=has_begun) if will.token else []
             if written is None:
                 return False
             results[will.rank] = written
-        if coordinator.metadata is None:
-            raise ValueError("the coordinator's will has no metadata")
-        ranks = range(coordinator.world_size) if coordinator.use_collectives else [coordinator.rank]
-        of_all = [results.get(rank, []) for rank in ranks]
-        writers[found.index(coordinator)].finish(coordinator.metadata, of_all)
+        meeting = _meeting(order["save"], writers[0])
+        if coordinator is None:
+            _tell(meeting, results, found)
+        else:
+            others = set(range(coordinator.world_size)) - results.keys() if coordinator.use_collectives else set()
+            _commit(meeting, others, results, coordinator, writers[found.index(coordinator)])
         for writer in writers:
             writer.hand_over()
     finally:
@@ -62,8 +68,52 @@ def execute(orders: list[Json]) -> bool:
             writer.let_go()
         for memory in memories.values():
             memory.close()
-    log.info("%s: staged by a trainer that has ended, committed on the local tier now", coordinator.uri)
+    log.info("%s: staged by a trainer that has ended, committed now", found[0].uri)
     return True
+
+
+def _meeting(save: str, writer: TierStorageWriter) -> Meeting:
+    settings = writer.settings
+    wait_seconds = min(WAIT_SECONDS, settings.commit_timeout_seconds)
+    return Meeting(get_client(settings), writer.location, save, int(settings.chunk_size_bytes), wait_seconds)
+
+
+def _tell(meeting: Meeting, results: dict[int, list[WriteResult]], found: list[Will]) -> None:
+    """Tell the coordinator's node what the ranks of this one have written, and wait for the commit.
+
+    Raises OperationTimeoutError when there is none: the shards stay until it is sure that none will come (S3b).
+    """
+    try:
+        for rank, written in results.items():
+            meeting.tell(rank, written)
+        some = next((will for will in found if will.token), None)
+        if some is not None and not meeting.await_commit(Entry(some.token, some.uri, some.rank)):
+            raise OperationTimeoutError(
+                f"{some.uri}: the node of its coordinator has not committed it",
+                hint="Its agent may be gone, or a rank had not staged its part; the checkpoint before it stands",
+                waited_seconds=meeting.wait_seconds,
+            )
+    finally:
+        meeting.forget(results)
+
+
+def _commit(
+    meeting: Meeting,
+    others: set[int],
+    results: dict[int, list[WriteResult]],
+    coordinator: Will,
+    writer: TierStorageWriter,
+) -> None:
+    """Commit as the coordinator would have; ``others`` are the ranks of other nodes."""
+    if coordinator.metadata is None:
+        raise ValueError("the coordinator's will has no metadata")
+    try:
+        results = results | (meeting.hear(others) if others else {})
+        ranks = range(coordinator.world_size) if coordinator.use_collectives else [coordinator.rank]
+        writer.finish(coordinator.metadata, [results.get(rank, []) for rank in ranks])
+    finally:
+        if others:
+            meeting.forget(others)
 
 
 def _mapped(found: list[Will], left: list[dict[str, int]]) -> dict[str, Memory]:
@@ -75,8 +125,7 @@ def _mapped(found: list[Will], left: list[dict[str, int]]) -> dict[str, Memory]:
 
 def main() -> None:
     log_to(sys.stderr, "text", "info")
-    order = json.loads(sys.stdin.read())
-    execute(order["wills"])
+    execute(json.loads(sys.stdin.read()))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -46,13 +47,12 @@ class Testament:
     """A will that the agent has. Thread-safe.
 
     Args:
-        save: what all ranks of the save call it, and no other save has been called.
-        wills: how many ranks leave one.
+        save: what all ranks of the save call it, and no other save has been called. Every rank leaves a will.
         will: this rank's.
     """
 
-    def __init__(self, contact: Contact, save: str, wills: int, will: Will) -> None:
-        self._contact, self._save, self._wills, self._will = contact, save, wills, will
+    def __init__(self, contact: Contact, save: str, will: Will) -> None:
+        self._contact, self._save, self._will = contact, save, will
 
     def take_back(self) -> bool:
         """The save has ended, for all its ranks. False when the agent is there and cannot be told: it will see."""
@@ -71,8 +71,10 @@ class Testament:
             left = {WILL_NAME: descriptor} | {
                 name: memory.fd for name, memory in memories.items() if memory.fd is not None
             }
-            message = {"op": "hand_in", "save": self._save, "rank": self._will.rank, "world_size": self._wills}
-            self._contact.ask({**message, "names": list(left)}, list(left.values()))
+            world_size = self._will.world_size if self._will.use_collectives else 1  # without, each rank saves alone
+            message = {"op": "hand_in", "save": self._save, "rank": self._will.rank, "world_size": world_size}
+            message |= {"is_of_this_node": _is_of_one_node(world_size), "names": list(left)}
+            self._contact.ask(message, list(left.values()))
 
     def has_begun(self, lock: int) -> bool:
         """Tell the agent that there is a journal entry, and leave it the lock on that. False: it has no such will."""
@@ -88,8 +90,7 @@ class Testament:
     def hand_in_durable(self, files: tuple[FileEntry, ...]) -> bool:
         """Replace the will by one that says that the shards are durable: it needs no memory any more, and no lock.
 
-        Nobody tells this rank when the save ends; the coordinator takes back the wills of all. False: the agent still
-        has the old one.
+        False: the agent still has the old one.
         """
         self._will = self._will.durable(files)
         try:
@@ -97,17 +98,27 @@ class Testament:
         except (TierckptError, OSError) as error:
             log.warning("%s: the agent could not be told that it is durable: %s", self._will.uri, error)
             return False
-        _open.append(self)
-        while len(_open) > OPEN_MAX:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                _open.popleft().take_back()
+        leave_open(self)
         return True
+
+
+def leave_open(testament: Testament) -> None:
+    """Nobody tells this rank when the save ends: the coordinator takes back the wills of all, or this process ends."""
+    _open.append(testament)
+    while len(_open) > OPEN_MAX:
+        with contextlib.suppress(IndexError):  # another thread was faster
+            _open.popleft().take_back()
+
+
+def _is_of_one_node(world_size: int) -> bool:
+    """As torchrun, Open MPI or Intel MPI says; where nobody says it, ranks may be on other nodes."""
+    told = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
+    return world_size <= next((int(count) for count in told if count and count.isdigit()), 1)
 
 
 def hand_in(
     settings: Settings,
     save: str,
-    wills: int,
     will: Will,
     memories: Mapping[str, Memory],
     leases: Iterable[Lease] = (),
@@ -116,10 +127,10 @@ def hand_in(
     log says why. Never fails a save, but for one whose staged copy has been dropped (CheckpointSkippedError).
 
     Args:
-        save, wills: as ``Testament`` has them.
+        save: as ``Testament`` has it.
         leases: on the memory that the will needs. It is dropped only when the will has been taken back.
     """
-    testament = Testament(contact_for(settings), save, wills, will)
+    testament = Testament(contact_for(settings), save, will)
     for lease in leases:
         lease.ask_before_drop(lambda: False)  # while it is handed in
     try:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StoragePrefix,
     _StorageWriterTransforms,
 )
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -99,8 +99,6 @@ class _Turn(_StoragePrefix):
     save: str = ""
     """What all ranks call this save, and no other has been called."""
     world_size: int = 1
-    writers: int = 1
-    """Ranks that have something to write."""
     is_taken: bool = False
     """This process has seen it. A planner that keeps plans (``enable_plan_caching`` of torch) shows old ones again."""
 
@@ -188,6 +186,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self._begun: tuple[LaidOut, _Save] | None = None
         self._holds_back = False
         self._is_kept: bool | None = None
+        self._stands_in = False
         self._route: Route = "local"
         self._busy = threading.Lock()
         self._stager: TierStager | None = None
@@ -228,9 +227,8 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans, save = split.share_out(plans), secrets.token_hex(8)
-        writers = sum(bool(plan.items) or rank == self.rank for rank, plan in enumerate(plans))
         return [
-            dataclasses.replace(plan, storage_data=_Turn(f"__{rank}_", save, len(plans), writers))
+            dataclasses.replace(plan, storage_data=_Turn(f"__{rank}_", save, len(plans)))
             if plan.storage_data is None
             else plan
             for rank, plan in enumerate(plans)
@@ -243,6 +241,9 @@ class TierStorageWriter(Mount, StorageWriter):
     def _write_data(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
         if not plan.items and not self.is_coordinator:
+            left = self._leave_plain_will(None, plan, planner)
+            if left is not None:
+                testament.leave_open(left)
             future.set_result([])
             return future
         (laid_out, save), self._begun = self._begun or self._begin_plain_save(plan, planner), None
@@ -283,7 +284,7 @@ class TierStorageWriter(Mount, StorageWriter):
             if save.testament is not None and save.testament.hand_in_durable(files):
                 save.testament = None  # it is the coordinator that ends it
             self._hand_over(save)
-        return _told(results, files, parts)
+        return told(results, files, parts)
 
     def _lay_out(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> LaidOut:
         token, directory = self._token(), local_dir(self.settings.local_root, self.location)
@@ -402,6 +403,8 @@ class TierStorageWriter(Mount, StorageWriter):
         metadata.version = DCP_VERSION
         split.amend(metadata, [part for rank in results for result in rank for part in getattr(result, "parts", ())])
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+        if self._stands_in:
+            _require_whole(metadata, self.path)
         metadata.storage_meta = self.storage_meta()
         return pickle.dumps(metadata)
 
@@ -440,9 +443,9 @@ class TierStorageWriter(Mount, StorageWriter):
         """
         with self._working():
             if not (plan.items or self.is_coordinator):
-                return self._leave_will(None, metadata, save, self.world_size)
+                return self._leave_will(None, metadata, save)
             laid_out = self._lay_out(plan, planner)
-            left = self._leave_will(laid_out, metadata, save, self.world_size)
+            left = self._leave_will(laid_out, metadata, save)
             self._begun = laid_out, self._begin_with(left, laid_out.token)
             return left if self._begun[1].outlives else None
 
@@ -455,24 +458,25 @@ class TierStorageWriter(Mount, StorageWriter):
         return laid_out, save
 
     def _leave_plain_will(
-        self, laid_out: LaidOut, plan: SavePlan, planner: SavePlanner | StagedItems
+        self, laid_out: LaidOut | None, plan: SavePlan, planner: SavePlanner | StagedItems
     ) -> Testament | None:
-        has_tensors = any(record.frame is not None for shard in laid_out.shards for record in shard.records)
+        shards = laid_out.shards if laid_out is not None else ()
+        has_tensors = any(record.frame is not None for shard in shards for record in shard.records)
         is_async = threading.current_thread() is not threading.main_thread()
-        is_staged = bool(laid_out.leases) if has_tensors else is_async
+        is_staged = bool(laid_out and laid_out.leases) if has_tensors else is_async
         if not (is_staged and testament.is_wanted(self.settings)):
             return None
-        save, writers = laid_out.token, 1
+        save = laid_out.token if laid_out is not None else ""
         if self.use_collectives:
             turn = plan.storage_data
             if not isinstance(turn, _Turn) or not turn.take():
                 return None
-            save, writers, self.world_size = turn.save, turn.writers, turn.world_size
+            save, self.world_size = turn.save, turn.world_size
         metadata = _metadata_of(planner) if self.is_coordinator else None
         if self.is_coordinator and metadata is None:
             log.info("%s: staged by a planner of its own kind, so that it ends with this process", self.path)
             return None
-        return self._leave_will(laid_out, metadata, save, writers)
+        return self._leave_will(laid_out, metadata, save)
 
     def _begin_with(self, left: Testament | None, token: str) -> _Save:
         """Begin the save of which ``left`` is the will, and leave the agent the lock on its journal entry.
@@ -489,9 +493,7 @@ class TierStorageWriter(Mount, StorageWriter):
         save.outlives = left is not None and left.has_begun(save.lock_descriptor)
         return save
 
-    def _leave_will(
-        self, laid_out: LaidOut | None, metadata: Metadata | None, save: str, writers: int
-    ) -> Testament | None:
+    def _leave_will(self, laid_out: LaidOut | None, metadata: Metadata | None, save: str) -> Testament | None:
         described = wills.describe(laid_out.shards if laid_out is not None else ())
         if described is None or (laid_out is not None and laid_out.streamed):
             log.info("%s: the agent cannot hold all of it while it is staged", self.path)
@@ -514,7 +516,7 @@ class TierStorageWriter(Mount, StorageWriter):
             kinds={name: memory.kind for name, memory in memories.items()},
         )
         leases = laid_out.leases if laid_out is not None else ()
-        return testament.hand_in(self.settings, save, writers, will, memories, leases)
+        return testament.hand_in(self.settings, save, will, memories, leases)
 
     def stand_in(
         self, will: Will, memories: Mapping[str, Memory], lock: int | None, *, has_begun: bool
@@ -531,11 +533,11 @@ class TierStorageWriter(Mount, StorageWriter):
         self.rank, self.is_coordinator = will.rank, will.is_coordinator
         self.world_size, self.use_collectives = will.world_size, will.use_collectives
         self._replaces, self.save_id = will.replaces, will.save_id
-        self._holds_back = True
+        self._holds_back = self._stands_in = True
         directory = local_dir(self.settings.local_root, self.location)
         if will.files is not None:
             self._require(directory, will.files)
-            return _told(list(will.results), will.files, will.parts)
+            return told(list(will.results), will.files, will.parts)
         save = self._take_over(will.token, directory, lock) if has_begun else self._open(will.token)
         if save is None:
             return None
@@ -789,7 +791,7 @@ def _held(leases: set[Lease]) -> Iterator[None]:
             lease.end_flush(written=written)
 
 
-def _told(results: list[WriteResult], files: tuple[FileEntry, ...], parts: tuple[split.Part, ...]) -> list[WriteResult]:
+def told(results: list[WriteResult], files: tuple[FileEntry, ...], parts: tuple[split.Part, ...]) -> list[WriteResult]:
     """A rank's results as the coordinator gets them: the first carries what is the rank's and no item's."""
     if results:
         first = results[0]
@@ -803,6 +805,17 @@ def _metadata_of(planner: SavePlanner | StagedItems) -> Metadata | None:
     if made_by in (DefaultSavePlanner.create_global_plan, TierSavePlanner.create_global_plan):
         return getattr(planner, "metadata", None)
     return None
+
+
+def _require_whole(metadata: Metadata, uri: str) -> None:
+    """Raise CheckpointError when something that the metadata names has not been written: where all ranks are alive, DCP
+    has seen to that."""
+    for fqn, stored in metadata.state_dict_metadata.items():
+        wanted = [MetadataIndex(fqn)]
+        if isinstance(stored, TensorStorageMetadata):
+            wanted = [MetadataIndex(fqn, chunk.offsets) for chunk in stored.chunks]
+        if any(index not in metadata.storage_data for index in wanted):
+            raise CheckpointError(f"{fqn} of {uri} was not written by any rank", hint="The checkpoint before it stands")
 
 
 def _share_properties(metadata: Metadata) -> None:

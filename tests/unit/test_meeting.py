@@ -1,0 +1,93 @@
+"""What executors of several nodes tell each other about the save of a job that has ended (W6)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from tierckpt.client import Client
+from tierckpt.config import Settings
+from tierckpt.dcp import split
+from tierckpt.dcp.meeting import Meeting
+from tierckpt.dcp.writer import TierWriteResult, told
+from tierckpt.errors import ManifestError, OperationTimeoutError
+from tierckpt.layout import WILLS_DIR, parse_uri
+from tierckpt.manifest import FileEntry, digests_of
+
+CHUNK = 1 << 20
+RESULTS = [
+    WriteResult(MetadataIndex("model.w", torch.Size([4, 0]), 1), 640, _StorageInfo("__1_0-ab.distcp", 0, 640)),
+    WriteResult(MetadataIndex("model.scalar", torch.Size([])), 12, _StorageInfo("__1_0-ab.distcp", 640, 12)),
+    WriteResult(MetadataIndex("note"), 7, _StorageInfo("__1_0-ab.distcp", 652, 7)),
+]
+FILES = (FileEntry("__1_0-ab.distcp", 659, digests_of(bytes(659), CHUNK), 1, "ab"),)
+PARTS = (split.Part("model.w", ((0, 0), (8, 2)), ((4, 0), (4, 2))),)
+
+
+@pytest.fixture
+def meeting(file_uri: str, local_root: Path) -> Iterator[Meeting]:
+    client = Client(Settings.load(local_root=local_root))
+    yield Meeting(client, parse_uri(file_uri), "job/7", CHUNK, wait_seconds=0.2)
+    client.close()
+
+
+def record(uri: str) -> Path:
+    (path,) = Path(uri, WILLS_DIR).iterdir()
+    return path
+
+
+def test_what_was_told_is_heard(meeting: Meeting) -> None:
+    meeting.tell(1, told(list(RESULTS), FILES, PARTS))
+    meeting.tell(2, [])
+    heard = meeting.hear({1, 2})
+    assert heard[2] == []
+    first = heard[1][0]
+    assert isinstance(first, TierWriteResult)
+    assert (first.files, first.parts) == (FILES, PARTS)
+    for result, wanted in zip(heard[1], RESULTS, strict=True):
+        assert (result.index, result.index.index) == (wanted.index, wanted.index.index)
+        assert (result.size_in_bytes, result.storage_data) == (wanted.size_in_bytes, wanted.storage_data)
+
+
+def test_a_rank_that_nobody_tells_of_is_named(meeting: Meeting) -> None:
+    meeting.tell(1, told(list(RESULTS), FILES, PARTS))
+    with pytest.raises(OperationTimeoutError, match=r"what ranks \[0, 3\] had written"):
+        meeting.hear({0, 1, 3})
+
+
+def test_what_is_told_of_another_save_is_not_heard(meeting: Meeting) -> None:
+    meeting.tell(1, told(list(RESULTS), FILES, PARTS))
+    with pytest.raises(OperationTimeoutError):
+        dataclasses.replace(meeting, save="job/8").hear({1})
+
+
+def test_a_record_of_another_chunk_size_is_refused(meeting: Meeting) -> None:
+    meeting.tell(1, told(list(RESULTS), FILES, PARTS))
+    with pytest.raises(ManifestError, match="another save"):
+        dataclasses.replace(meeting, chunk_size_bytes=2 * CHUNK).hear({1})
+
+
+def test_every_damaged_byte_of_a_record_is_found(meeting: Meeting, file_uri: str) -> None:
+    meeting.tell(1, told(list(RESULTS), FILES, PARTS))
+    path = record(file_uri)
+    data = path.read_bytes()
+    for position in range(0, len(data), 7):
+        path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+        with pytest.raises(ManifestError):
+            meeting.hear({1})
+    path.write_bytes(data)
+    assert len(meeting.hear({1})[1]) == len(RESULTS)
+
+
+def test_records_are_gone_when_they_are_forgotten(meeting: Meeting, file_uri: str) -> None:
+    meeting.tell(1, [])
+    assert record(file_uri)
+    meeting.forget([1, 2])
+    assert not list(Path(file_uri).rglob("*.json"))
