@@ -21,7 +21,7 @@ from .config import Settings
 from .engine import Engine
 from .errors import ConfigError, TierckptError
 from .layout import parse_uri
-from .mover.contact import Contact, close_contacts, contact_for
+from .mover.contact import Contact, NoAgentError, close_contacts, contact_for, has_socket
 from .mover.journal import Entry
 from .mover.prefetch import PrefetchResult, Wanted
 from .mover.shelf import Kind, patiently
@@ -119,16 +119,32 @@ class Client:
     def _recover(self) -> None:
         if self.settings.mover == "agent":
             if not any(self.engine.journal.entries()):
+                self.settle()  # a save that was only staged has no entry yet
                 return
-            contact = Contact(self.settings)  # of its own: this may take long, and others have to ask meanwhile
             try:
-                contact.ask({"op": "settle"}, timeout_seconds=SETTLE_SECONDS)
+                self._ask_to_settle(start=True)
                 return
             except (TierckptError, OSError) as error:
                 log.warning("no agent to recover with, so this process does it: %s", error)
-            finally:
-                contact.close()
         self.run(lambda engine: engine.recover())
+
+    def settle(self) -> None:
+        """Return when the agent, if there is one, has brought to the local tier what ended trainers had staged."""
+        if self.settings.mover != "agent" or not has_socket(self.settings.local_root):
+            return
+        try:
+            self._ask_to_settle(start=False)
+        except NoAgentError:
+            pass  # it has left nothing to wait for
+        except (TierckptError, OSError) as error:
+            log.warning("what ended trainers had staged may not be there yet: %s", error)
+
+    def _ask_to_settle(self, *, start: bool) -> None:
+        contact = Contact(self.settings)  # of its own: this may take long, and others have to ask meanwhile
+        try:
+            contact.ask({"op": "settle"}, start=start, timeout_seconds=SETTLE_SECONDS)
+        finally:
+            contact.close()
 
     def close(self) -> None:
         """Stop the drains (the journal keeps them) and the thread. Idempotent."""
@@ -207,10 +223,11 @@ def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **o
     """Return the URI of the newest usable checkpoint at or under ``uri``, None when there is none.
 
     Usable means committed, and every file has a copy of its size on this node, a peer or the shared tier. Newest is the
-    highest step number at the end of the name.
+    highest step number at the end of the name. What trainers of this node had staged when they ended is waited for.
     """
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
+    client.settle()
     checkpoint = client.run(lambda engine: engine.latest(location))
     return checkpoint.location.uri if checkpoint is not None else None
 

@@ -439,6 +439,15 @@ def restarts(uri: str, folder: str, world_size: int = 1, **settings: Any) -> Non
     checkpointer.close()
 
 
+def restarts_plainly(uri: str, folder: str, **settings: Any) -> None:
+    """What a job of ``dcp.async_save`` does when it is started again: look for the newest, and save that once more."""
+    points, job = Points(folder), _job("async_save", uri, **settings)
+    newest = tierckpt.latest(uri, mover="agent")
+    (points.folder / "restored").write_text(str(newest))
+    job.save(2, state_of(0, 2))
+    job.wait("local")
+
+
 def saves_and_stays(uri: str, folder: str, **settings: Any) -> None:
     """Save one step, say that it is on the local tier, and go on training until killed."""
     points = Points(folder)

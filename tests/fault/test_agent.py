@@ -557,6 +557,20 @@ def test_a_restarted_trainer_waits_for_what_was_staged_though_workers_of_the_dea
     settle(local_root, again)
 
 
+@pytest.mark.parametrize("point", ["not begun", "handed in", "ready"])
+def test_who_looks_for_the_newest_waits_for_what_was_staged(
+    point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    """And who saves under the same id again replaces it."""
+    job = nursery.start("all_die", tmp_path / "job", uri=file_uri, way="async_save", point=point, **SETTINGS)
+    assert job.codes() == [-signal.SIGKILL], job.output()
+    again = nursery.start("restarts_plainly", tmp_path / "again", uri=file_uri, **SETTINGS)
+    assert again.codes() == [0], again.output()
+    assert (again.folder / "restored").read_text() == f"{file_uri}/step-2"
+    settle(local_root, again)
+    assert_is_step(file_uri, 2, local_root)
+
+
 # --- the drain ------------------------------------------------------------------------------------------------------
 
 

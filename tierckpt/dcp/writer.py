@@ -217,6 +217,7 @@ class TierStorageWriter(Mount, StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         check_local_root(self.settings)
         if self.is_coordinator:
+            self._client.recover()  # what is about to be committed here must be known
             location, overwrite = self.location, self.overwrite
             self._replaces = self._client.run(lambda e: e.attempts_to_replace(location, overwrite=overwrite))
         if not self.use_collectives:

@@ -97,6 +97,11 @@ def private_directory(local_root: Path) -> Path:
     return directory
 
 
+def has_socket(local_root: Path) -> bool:
+    """False when no agent runs there. True says little: one that was killed leaves its socket."""
+    return (agent_dir(local_root) / SOCKET).exists()
+
+
 class socket_path:
     """A path to the socket that fits into an address, however deep the local root lies (108 bytes, unix(7))."""
 
