@@ -219,6 +219,11 @@ class Memory:
         """
         self._advise(_MADV_KEEPONFORK)
 
+    def make_huge(self, offset: int, size_bytes: int) -> None:
+        """Have huge pages back what is not in place yet of this part, where the kernel makes them of shared memory."""
+        if self.kind is Kind.SHM and offset % HUGE_PAGE_BYTES == 0:
+            _collapse(self.address + offset, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+
     def discard(self) -> None:
         """Give the pages back, for every process that has them. The memory stays, and reads as zeros."""
         self._advise(_MADV_REMOVE)

@@ -89,6 +89,7 @@ class Window:
         self._file: int = memory.fd
         self._words = memory.view[_WORDS_AT : _WORDS_AT + 8 * MEMBERS_MAX].cast("Q")
         self._dead: set[int] = set()
+        self._ready: set[int] = set()
         self._checked = 0.0
         self._lock = threading.Lock()
 
@@ -186,6 +187,13 @@ class Window:
 
     def address(self, unit: int) -> int:
         return self._memory.address + HEADER_BYTES + unit % self.slots * self.slot_bytes
+
+    def make_ready(self, unit: int, size_bytes: int) -> None:
+        """Put the memory in place for ``size_bytes`` of a claimed unit, in huge pages if there are any to be had."""
+        slot = unit % self.slots
+        if slot not in self._ready:
+            self._ready.add(slot)
+            self._memory.make_huge(HEADER_BYTES + slot * self.slot_bytes, size_bytes)
 
     def release(self, unit: int, *, filled: bool) -> None:
         """End a claim; ``filled`` declares the unit to be there. The system call orders the bytes before the word."""

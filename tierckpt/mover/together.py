@@ -452,6 +452,7 @@ class _Crew:
     def _fill(self, unit: int) -> None:
         job, filled = self._jobs[unit], False
         try:
+            self._window.make_ready(unit, job.at.stop - job.at.start)
             whole = Piece(job.at.start, job.at.stop, self._window.address(unit))
             pull(
                 [(job.copies, [whole])],
