@@ -53,7 +53,7 @@ compat-frameworks: $(STAMP) ## install Accelerate and Lightning, kill and resume
 	$(BIN)/python -m pytest tests/compat/test_frameworks.py
 
 # Each harness of tests/fault, as long as it is worth; what it is in CI is in docs/internals/testing.md. TORTURE takes a part.
-TORTURE ?= sweeps crash bits fuzz stores deaths preemption load safetensors readers fsspec order simulated fanout replicas evil
+TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil
 TORTURE_sweeps := TIERCKPT_TEST_SWEEP=full test_sweeps.py
 TORTURE_crash := TIERCKPT_TEST_CRASH_STATES=600000 test_crash_states.py
 TORTURE_bits := TIERCKPT_TEST_BIT_FLIPS=every test_bit_faults.py
@@ -61,6 +61,7 @@ TORTURE_fuzz := TIERCKPT_TEST_FUZZ_SECONDS=1800 test_fuzz.py tests/fault/test_at
 TORTURE_stores := TIERCKPT_TEST_STORE_FAULT_SECONDS=600 test_store_faults.py
 TORTURE_deaths := TIERCKPT_TEST_RANK_DEATHS=10 test_rank_deaths.py
 TORTURE_preemption := TIERCKPT_TEST_PREEMPTIONS=17 test_preemption.py
+TORTURE_agent := TIERCKPT_TEST_AGENT=full test_agent.py
 TORTURE_load := TIERCKPT_TEST_SAVERS=64 test_load.py
 TORTURE_safetensors := TIERCKPT_TEST_FUZZ_SECONDS=1800 test_safetensors_fuzz.py
 TORTURE_readers := TIERCKPT_TEST_CACHE_READERS=300 test_cache_readers.py

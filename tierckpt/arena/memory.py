@@ -42,7 +42,14 @@ PREFAULT_THREADS = 2  # 1.5 to 1.9 times as fast as one; both wait in the kernel
 _PIECE_BYTES = 64 << 20
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MADV_REMOVE, _MADV_HUGEPAGE, _MADV_WIPEONFORK, _MADV_KEEPONFORK, _MADV_POPULATE_WRITE = 9, 14, 18, 19, 23
+_MADV_REMOVE, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_WIPEONFORK, _MADV_KEEPONFORK, _MADV_POPULATE_WRITE = (
+    9,
+    14,
+    15,
+    18,
+    19,
+    23,
+)
 _MADV_COLLAPSE = 25
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_HUGETLB, _MFD_NOEXEC_SEAL, _MFD_HUGE_2MB = 0x1, 0x2, 0x4, 0x8, 21 << 26
 _F_ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing
@@ -223,6 +230,16 @@ class Memory:
         """Have huge pages back what is not in place yet of this part, where the kernel makes them of shared memory."""
         if self.kind is Kind.SHM and offset % HUGE_PAGE_BYTES == 0:
             _collapse(self.address + offset, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+
+    def allow_huge_pages(self) -> None:
+        """Take back ``use_small_pages`` for what comes later."""
+        self._advise(_MADV_HUGEPAGE)
+
+    def use_small_pages(self, part: memoryview) -> None:
+        """Have 4 KiB pages back what is not in place yet of ``part`` of the view. It begins and ends with a page."""
+        start = ctypes.addressof(ctypes.c_char.from_buffer(part))
+        if _libc.madvise(start, len(part), _MADV_NOHUGEPAGE) != 0:
+            log.debug("madvise(%d): %s", _MADV_NOHUGEPAGE, os.strerror(ctypes.get_errno()))
 
     def discard(self) -> None:
         """Give the pages back, for every process that has them. The memory stays, and reads as zeros."""

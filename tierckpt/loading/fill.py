@@ -1,9 +1,9 @@
 """Bytes of files into tensors, in large reads, in parallel, with as few copies as the layout allows.
 
 A tensor that is wanted whole, or by rows, is one run of bytes. Runs that touch are one *extent*, and a large extent is
-read straight into the memory that its tensors then have: huge pages, placed so that file offset and address agree
-within a page, which is what O_DIRECT asks for. Nothing is copied. All else (small extents, columns, devices) goes
-through the read buffers of the process, and from there to its place.
+read straight into the memory that its tensors then have, placed so that file offset and address agree within a page,
+which is what O_DIRECT asks for. Its pages are huge where those come no slower (``arena/paging.py``). Nothing is copied.
+All else (small extents, columns, devices) goes through the read buffers of the process, and from there to its place.
 
 No thread holds the interpreter lock while it reads or copies.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ..arena import capacity
 from ..arena.memory import HUGE_PAGE_BYTES, Kind, Memory
+from ..arena.paging import paging
 from ..arena.pinning import pin
 from ..arena.slots import read_buffers
 from ..errors import CapacityError, IntegrityError, TierckptError
@@ -172,6 +174,8 @@ class Job:
     name: str
     into: memoryview | None = None
     puts: list[tuple[Run, Tensor]] = field(default_factory=list)
+    memory: Memory | None = None
+    """What ``into`` is a part of, which has no pages yet."""
 
 
 class _Filling:
@@ -233,6 +237,7 @@ class _Filling:
         self.file.check_unchanged()
         if self._memory is not None:
             self._memory.keep_on_fork()
+            self._memory.allow_huge_pages()  # the kernel may still make them of small ones
 
     def _place(self, extent: list[tuple[Want, Run]], at: int) -> int:
         """Put an extent at ``at`` of the memory; return where the next may begin."""
@@ -242,7 +247,7 @@ class _Filling:
             first, last = max(start, begin), min(start + READ_BYTES, end)
             name = next(want.name for want, run in extent if run.stop > max(first, extent[0][1].start))
             into = view[first - begin : round_up(last) - begin]
-            self.jobs.append(Job(self.copy, first, last, name, into))
+            self.jobs.append(Job(self.copy, first, last, name, into, memory=self._memory))
         for want, run in extent:
             self.tensors[want.name] = _tensor(view, run.start - begin, want)
         return at + round_up(end) - begin
@@ -395,6 +400,10 @@ class _Reading:
 
     def _do(self, job: Job, buffer: _Buffer | None) -> None:
         into = job.into if job.into is not None or buffer is None else buffer.view
+        is_huge = job.memory is None or paging.next_is_huge()
+        if job.memory is not None and job.into is not None and not is_huge:
+            job.memory.use_small_pages(job.into)
+        begun = time.perf_counter()
         try:
             count = len(job.copy.read(ByteRange(job.start, job.stop), into))
         except TierckptError as error:
@@ -407,6 +416,8 @@ class _Reading:
                 file=job.copy.where.rpartition("/")[2],
                 tensor=job.name,
             )
+        if job.memory is not None:
+            paging.learn(count, time.perf_counter() - begun, is_huge=is_huge)
         BYTES.emit(count, tier=job.copy.tier, direction="read")
         if buffer is not None:
             buffer.put(job)
