@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tierckpt.arena.paging import TRY_EVERY, Paging
+from tierckpt.arena.paging import FIRST_TRY, TRY_EVERY, Paging
 
+MiB = 1 << 20
 READS = 8 * TRY_EVERY
 
 
@@ -12,14 +13,14 @@ def reads(paging: Paging, huge_seconds: float, small_seconds: float, count: int 
     had = []
     for _ in range(count):
         is_huge = paging.next_is_huge()
-        paging.learn(1 << 20, huge_seconds if is_huge else small_seconds, is_huge=is_huge)
+        paging.learn(8 * MiB, huge_seconds if is_huge else small_seconds, is_huge=is_huge)
         had.append(is_huge)
     return had
 
 
 def test_huge_pages_until_something_is_known() -> None:
     paging = Paging()
-    assert all(paging.next_is_huge() for _ in range(TRY_EVERY // 4 - 1))
+    assert all(paging.next_is_huge() for _ in range(FIRST_TRY - 1))
 
 
 def test_where_huge_pages_are_no_slower_nearly_all_are_huge() -> None:
@@ -29,7 +30,7 @@ def test_where_huge_pages_are_no_slower_nearly_all_are_huge() -> None:
 
 def test_where_huge_pages_are_slow_nearly_all_are_small() -> None:
     had = reads(Paging(), 4.0, 1.0)
-    assert had.count(True) < TRY_EVERY // 4 + READS // TRY_EVERY + 1
+    assert had.count(True) < 2 * FIRST_TRY + READS // TRY_EVERY + 1
 
 
 def test_the_choice_follows_the_machine() -> None:
@@ -42,5 +43,15 @@ def test_the_choice_follows_the_machine() -> None:
 def test_one_slow_read_changes_nothing() -> None:
     paging = Paging()
     reads(paging, 1.0, 1.0)
-    paging.learn(1 << 20, 1.5, is_huge=True)
+    paging.learn(8 * MiB, 1.5, is_huge=True)
     assert paging.is_huge
+
+
+def test_a_read_of_few_bytes_says_nothing() -> None:
+    paging = Paging()
+    reads(paging, 1.0, 1.0)
+    paging.learn(1000, 1.0, is_huge=True)
+    assert paging.is_huge
+    reads(paging, 4.0, 1.0)
+    paging.learn(1000, 1.0, is_huge=False)
+    assert not paging.is_huge

@@ -13,6 +13,8 @@ import threading
 
 TRY_EVERY = 32
 """One read in so many is of the other kind, so that the choice follows the machine."""
+FIRST_TRY = 3
+BYTES_MIN = 4 << 20
 WEIGHT = 0.3
 """Of the newest measurement."""
 GAIN_MIN = 0.8
@@ -37,10 +39,12 @@ class Paging:
         """Which pages the next read is to have."""
         with self._lock:
             self._count += 1
-            return self.is_huge != (self._count % TRY_EVERY == TRY_EVERY // 4)
+            return self.is_huge != (self._count % TRY_EVERY == FIRST_TRY)
 
     def learn(self, size_bytes: int, seconds: float, *, is_huge: bool) -> None:
-        """A read into new pages took that long."""
+        """A read into new pages took that long. One of few bytes says little of pages, and is not counted."""
+        if size_bytes < BYTES_MIN:
+            return
         with self._lock:
             new, old = seconds / size_bytes, self._seconds_per_byte.get(is_huge)
             self._seconds_per_byte[is_huge] = new if old is None else old + WEIGHT * (new - old)
