@@ -25,8 +25,9 @@ import tierckpt
 from tierckpt.arena import slots
 from tierckpt.dcp import testament
 from tierckpt.dcp.writer import TierStorageWriter
-from tierckpt.errors import TierckptError
+from tierckpt.errors import OperationTimeoutError, TierckptError
 from tierckpt.mover import commit, flush, straight
+from tierckpt.mover.contact import Contact
 from tierckpt.training.sending import Order, Sending
 
 STAGGER_SECONDS = 0.15
@@ -365,10 +366,12 @@ def _allocations() -> int:
     return sum(arena.allocations for arena in slots._shared.values())
 
 
-def killed_when_a_staged_one_was_dropped(uri: str, folder: str, seeded: bool = False, **settings: Any) -> None:
+def killed_when_a_staged_one_was_dropped(
+    uri: str, folder: str, seeded: bool = False, is_deaf: bool = False, **settings: Any
+) -> None:
     """The flush of step 2 hangs, step 3 is staged and gives its place to step 4; then the kill.
 
-    Seeded bug: the agent is not told.
+    Seeded bug: the will of step 3 is not taken back. ``is_deaf``: it is, and the agent does not hear of it.
     """
     points = Points(folder)
     checkpointer = _checkpointer(uri, staging_policy="drop_oldest_unflushed", **settings)
@@ -376,6 +379,8 @@ def killed_when_a_staged_one_was_dropped(uri: str, folder: str, seeded: bool = F
     checkpointer.wait("local")
     if seeded:
         _replace(slots.Lease, "ask_before_drop", lambda _: lambda lease, question: None)
+    if is_deaf:
+        _replace(Contact, "ask", lambda real: lambda contact, message, *a, **k: _deaf(real, contact, message, *a, **k))
     handed: list[int] = []
     _replace(testament.Testament, "hand_in", lambda real: _then(real, lambda: handed.append(1)))
     flush._File.write = lambda *_: points.reach_and_stay("flushing")  # type: ignore[method-assign,assignment]
@@ -386,6 +391,12 @@ def killed_when_a_staged_one_was_dropped(uri: str, folder: str, seeded: bool = F
         points.reach("memory used again")
     points.reach("killed")
     points.die()
+
+
+def _deaf(real: Callable[..., Any], contact: Contact, message: dict[str, Any], *args: Any, **options: Any) -> Any:
+    if message["op"] == "take_back":
+        raise OperationTimeoutError("seeded")
+    return real(contact, message, *args, **options)
 
 
 class _Endless(Dataset[int]):

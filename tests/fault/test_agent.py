@@ -530,6 +530,18 @@ def test_no_checkpoint_is_ever_made_of_memory_that_another_one_has_taken(
     assert _committed_after(jobs[True]) == wrong  # the control: this harness can find it
 
 
+def test_a_will_is_worth_nothing_once_it_is_taken_back_though_the_agent_could_not_be_told(
+    nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    scenario = "killed_when_a_staged_one_was_dropped"
+    job = nursery.start(scenario, tmp_path / "job", uri=file_uri, is_deaf=True, **SETTINGS)
+    assert job.codes() == [-signal.SIGKILL], job.output()
+    assert (job.folder / "memory used again.0").exists(), job.output()
+    settle(local_root, job)
+    assert read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-3"))) is None
+    assert_is_step(file_uri, 4, local_root)
+
+
 def _committed_after(job: Job) -> dict[int, bool]:
     """For each step that is committed then: whether it holds what was saved as that step."""
     root, uri = job.folder.parent / "local", str(job.folder.parent / "run")

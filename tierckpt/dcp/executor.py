@@ -40,7 +40,9 @@ def execute(order: Json) -> bool:
     left: list[dict[str, int]] = [one["descriptors"] for one in order["wills"]]
     begun: list[bool] = [one["has_begun"] for one in order["wills"]]
     locks = [descriptors.pop(LOCK_NAME, None) for descriptors in left]
-    found = [wills.read(descriptors.pop(WILL_NAME)) for descriptors in left]
+    found = [will for descriptors in left if (will := wills.read(descriptors.pop(WILL_NAME))) is not None]
+    if len(found) < len(left):
+        return False  # a rank has seen the end of it, and could not say so
     settings = Settings.model_validate_json(found[0].settings)
     writers = [TierStorageWriter(will.uri, settings=settings) for will in found]
     coordinator = next((will for will in found if will.is_coordinator), None)

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import BinaryIO
 
 from ..arena import memory
 from ..arena.memory import Memory
@@ -16,6 +17,7 @@ from ..errors import OperationTimeoutError, TierckptError
 from ..manifest import FileEntry
 from ..mover.contact import WILL_NAME, Contact, NoAgentError, contact_for
 from ..telemetry import logger
+from . import will as wills
 from .will import Will
 
 log = logger("save")
@@ -53,28 +55,40 @@ class Testament:
 
     def __init__(self, contact: Contact, save: str, will: Will) -> None:
         self._contact, self._save, self._will = contact, save, will
+        self._written: list[BinaryIO] = []
+        """Those that the agent may have."""
 
     def take_back(self) -> bool:
-        """The save has ended, for all its ranks. False when the agent is there and cannot be told: it will see."""
+        """The save has ended, for all its ranks. True: the memory may be used again.
+
+        That holds even when the agent cannot be told: it keeps a will that counts for nothing until this process ends.
+        """
+        self._revoke()
         try:
             self._contact.ask({"op": "take_back", "save": self._save}, start=False)
         except NoAgentError:
             pass  # it has lost the will with its process
         except (TierckptError, OSError) as error:
-            log.warning("the will of %s could not be taken back: %s", self._save, error)
-            return False
+            log.warning("the agent could not be told that %s has ended: %s", self._save, error)
         return True
 
     def hand_in(self, memories: Mapping[str, Memory]) -> None:
         """All that the will needs goes along in one message, so that no agent ever has a part of it."""
-        with self._will.written() as descriptor:
-            left = {WILL_NAME: descriptor} | {
-                name: memory.fd for name, memory in memories.items() if memory.fd is not None
-            }
-            world_size = self._will.world_size if self._will.use_collectives else 1  # without, each rank saves alone
-            message = {"op": "hand_in", "save": self._save, "rank": self._will.rank, "world_size": world_size}
-            message |= {"is_of_this_node": _is_of_one_node(world_size), "names": list(left)}
-            self._contact.ask(message, list(left.values()))
+        written = self._will.written()
+        left = {name: memory.fd for name, memory in memories.items() if memory.fd is not None}
+        left[WILL_NAME] = written.fileno()
+        world_size = self._will.world_size if self._will.use_collectives else 1  # without, each rank saves alone
+        message = {"op": "hand_in", "save": self._save, "rank": self._will.rank, "world_size": world_size}
+        message |= {"is_of_this_node": _is_of_one_node(world_size), "names": list(left)}
+        old = len(self._written)
+        self._written.append(written)
+        self._contact.ask(message, list(left.values()))
+        self._revoke(old)
+
+    def _revoke(self, count: int | None = None) -> None:
+        for written in self._written[:count]:
+            wills.revoke(written)
+        del self._written[:count]
 
     def has_begun(self, lock: int) -> bool:
         """Tell the agent that there is a journal entry, and leave it the lock on that. False: it has no such will."""
@@ -139,6 +153,7 @@ def hand_in(
         log.warning("%s: the agent may not have the will of it: %s", will.uri, error)
     except Exception as error:
         log.warning("%s is lost if this process ends before it is on the local tier: %s", will.uri, error)
+        testament.take_back()
         return None
     finally:
         for lease in leases:

@@ -7,14 +7,13 @@ same user and node, in memory that has no name and goes with its last holder: no
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -24,6 +23,8 @@ from ..arena.memory import Kind, Memory
 from ..manifest import FileEntry
 from ..mover.flush import Image, Record, Shard
 from . import split, wire
+
+_VALID, _REVOKED = b"\1", b"\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +94,26 @@ class Will:
             for shard in self.shards
         ]
 
-    @contextlib.contextmanager
-    def written(self) -> Iterator[int]:
-        """The will in unnamed memory: a descriptor, for whoever is to hold it."""
-        descriptor = os.memfd_create("tierckpt-will", os.MFD_CLOEXEC)
-        with os.fdopen(descriptor, "wb") as file:
-            pickle.dump(self, file, pickle.HIGHEST_PROTOCOL)
-            file.flush()
-            yield descriptor
+    def written(self) -> BinaryIO:
+        """The will in unnamed memory, for whoever is to hold it by descriptor; ``revoke`` takes it back."""
+        file = os.fdopen(os.memfd_create("tierckpt-will", os.MFD_CLOEXEC), "wb")
+        file.write(_VALID)
+        pickle.dump(self, file, pickle.HIGHEST_PROTOCOL)
+        file.flush()
+        return file
 
 
-def read(descriptor: int) -> Will:
+def revoke(written: BinaryIO) -> None:
+    """Make a will count for nothing, whoever holds it: what it says of memory is not true any more. Cannot fail."""
+    os.pwrite(written.fileno(), _REVOKED, 0)
+
+
+def read(descriptor: int) -> Will | None:
+    """The will behind ``descriptor``, which is closed; None when it is revoked."""
     os.lseek(descriptor, 0, os.SEEK_SET)  # the position is its writer's too
     with os.fdopen(descriptor, "rb") as file:
+        if file.read(1) != _VALID:
+            return None
         will: Will = pickle.load(file)
     return will
 
