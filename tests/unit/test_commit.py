@@ -263,6 +263,19 @@ def test_the_last_fragment_commits_the_whole_and_none_before_it(tmp_path: Path) 
     assert not [name for name in names(tmp_path) if "/parts/" in name]
 
 
+def test_what_is_committed_is_known_by_the_token_of_any_of_its_ranks(tmp_path: Path) -> None:
+    assert not commit.is_committed(tmp_path, "one")
+    committed(tmp_path, "one")
+    assert commit.is_committed(tmp_path, "one")
+    assert not commit.is_committed(tmp_path, "two")
+    alone = tmp_path / "alone"
+    commit.commit_local_fragment(alone, at(alone), *fragment(alone, 1))
+    assert commit.is_committed(alone, "run-1"), "its rank has done all that it does"
+    assert not commit.is_committed(alone, "run-0")
+    commit.commit_local_fragment(alone, at(alone), *fragment(alone, 0))
+    assert commit.is_committed(alone, "run-0") and commit.is_committed(alone, "run-1")
+
+
 def test_what_an_unfinished_save_left_goes_and_what_stands_stays(tmp_path: Path) -> None:
     committed(tmp_path, "one")
     before = names(tmp_path)
