@@ -248,9 +248,10 @@ def all_die(
     points.die(after_seconds=points.rank * STAGGER_SECONDS)
 
 
-def saves_and_lives_on(uri: str, folder: str, way: str, fails: int = -1, **settings: Any) -> None:
+def saves_and_lives_on(uri: str, folder: str, way: str, fails: int = -1, nodes: int = 1, **settings: Any) -> None:
     """Save three steps, and go on training. The flush of step 2 fails on the rank ``fails``."""
     points = Points(folder)
+    _be_on_one_of(nodes, points)
     job, real = _job(way, uri, **settings), flush._File.write
     _replace(testament.Testament, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
     for step in (1, 2, 3):

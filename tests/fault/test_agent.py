@@ -358,6 +358,23 @@ def test_the_agent_keeps_nothing_of_a_save_that_has_ended_though_its_trainers_li
     assert_is_step(file_uri, 3, local_root, 3, is_one=way == "async_save")
 
 
+def test_a_job_of_two_nodes_that_ends_in_order_leaves_no_will_to_execute(
+    nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    """The second node never hears how a save ends: its agent finds that all of it is drained."""
+    job = nursery.start("saves_and_lives_on", tmp_path / "job", 2, uri=file_uri, way="async_save", nodes=2, **SETTINGS)
+    until(lambda: len(list(job.folder.glob("saved.*"))) == 2, 40, "the saves")
+    roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
+    until(lambda: not any(Journal(root).entries() for root in roots), 40, "the drains")
+    (job.folder / "leave").touch()
+    assert job.codes() == [0, 0], job.output()
+    for root in roots:
+        settle(root, job)
+        assert "staged by a trainer that has ended" not in log_of(root)
+        assert "could not be brought" not in log_of(root)
+    assert_is_step(file_uri, 3, tmp_path / "another node", 2)
+
+
 @pytest.mark.parametrize("fails", [0, 1])
 def test_the_agent_keeps_nothing_of_a_save_that_failed_on_one_rank(
     fails: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path

@@ -227,8 +227,8 @@ async def _execute(save: Save) -> None:
 
 def _start_executor(save: Save) -> subprocess.Popen[bytes]:
     left = [save.wills[rank] for rank in sorted(save.wills)]
-    order: Json = {"save": save.name, "world_size": save.world_size}
-    order["wills"] = [{"descriptors": will.descriptors, "has_begun": will.has_begun} for will in left]
+    told = [{"descriptors": will.descriptors, "has_begun": will.has_begun} for will in left]
+    order: Json = {"save": save.name, "wills": told}
     with tempfile.TemporaryFile() as file:  # not a pipe: nothing here waits for the reader
         file.write(json.dumps(order).encode())
         file.seek(0)

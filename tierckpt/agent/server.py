@@ -436,11 +436,7 @@ class Agent:
     def _on_begun(self, connection: Connection, received: list[int], save: str, rank: int) -> None:
         if len(received) != 1:
             raise ValueError(f"{len(received)} locks on one journal entry")
-        lock: int | None = received.pop()
-        if lock is not None and connection not in self._watched:
-            os.close(lock)
-            lock = None
-        self.estate.begun(save, rank, lock)
+        self.estate.begun(save, rank, received.pop() if connection in self._watched else None)
 
     def _on_take_back(self, connection: Connection, received: list[int], save: str) -> None:
         self.estate.take_back(save)

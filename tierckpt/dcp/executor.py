@@ -24,7 +24,7 @@ from ..errors import OperationTimeoutError
 from ..layout import local_dir
 from ..mover import commit
 from ..mover.contact import LOCK_NAME, WILL_NAME
-from ..mover.journal import Entry
+from ..mover.journal import Entry, Journal
 from ..telemetry import log_to, logger
 from ..types import Json
 from . import will as wills
@@ -49,6 +49,9 @@ def execute(order: Json) -> bool:
     directory = local_dir(settings.local_root, writers[0].location)
     if coordinator is not None and commit.is_committed(directory, coordinator.token):
         return False  # the shards of the other ranks are named by it: recovering finds that
+    journal = Journal(settings.local_root)
+    if coordinator is None and all(will.files is not None and journal.read(will.token) is None for will in found):
+        return False  # drained, and committed: nobody has told these ranks, the coordinator being on another node
     memories = _mapped(found, left)
     try:
         results: dict[int, list[WriteResult]] = {}

@@ -22,7 +22,7 @@ from .will import Will
 
 log = logger("save")
 
-OPEN_MAX = 8
+OPEN_MAX = 2
 """Wills of one process whose end nobody has told it of; of more, the oldest is taken back."""
 
 _open: deque[Testament] = deque()
