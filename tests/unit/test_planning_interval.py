@@ -7,7 +7,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tierckpt.errors import ConfigError
@@ -127,6 +127,7 @@ def test_two_levels_waste_a_tenth_where_one_wastes_a_fifth() -> None:
     rarer=st.floats(1, 100),
     step=st.floats(0.1, 60),
 )
+@example(stall=16.0, deep=17.0, mtbf=2000.0, rarer=7.0, step=1.5)  # from every 3rd to every 2nd: both intervals move
 @settings(max_examples=60, deadline=None)
 def test_the_plan_is_as_good_as_the_best_of_a_grid(
     stall: float, deep: float, mtbf: float, rarer: float, step: float
@@ -139,7 +140,7 @@ def test_the_plan_is_as_good_as_the_best_of_a_grid(
         for steps, every in itertools.product(sorted(grid), sorted(grid))
         if steps * every * step < interval._LONGEST_SECONDS
     )
-    assert found.ettr >= best - 2e-4
+    assert found.ettr >= best - 2e-5
 
 
 def test_no_level_is_asked_for_more_than_it_can_take() -> None:

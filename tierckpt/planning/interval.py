@@ -156,19 +156,23 @@ _LONGEST_SECONDS = 30 * ettr.DAY_SECONDS
 """No interval is longer: without failures none would be the best."""
 
 
-_FACTORS = (0.5, 0.7, 0.9, 0.97, 0.997, 1.003, 1.03, 1.1, 1.4, 2.0)
+_FACTORS = (0.5, 0.7, 0.8, 0.9, 0.97, 0.997, 1.003, 1.03, 1.1, 1.2, 1.4, 2.0)
 
 
 def _neighbours(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The same with one count changed, or two against each other, by one or by up to a factor of two."""
+    """The same with one count changed, by one or by up to a factor of two, and the next with it: by one or to make up.
+
+    By one, since from 3 to 2 is a third: neither alone nor wholly made up for would it ever look worth it.
+    """
     result = []
     for place, count in enumerate(counts):
-        for other in {count - 1, count + 1, *(round(count * factor) for factor in _FACTORS)}:
+        for other in {count - 1, count, count + 1, *(round(count * factor) for factor in _FACTORS)}:
             changed = (*counts[:place], max(1, other), *counts[place + 1 :])
             result.append(changed)
             if place + 1 < len(counts):
-                shifted = max(1, round(counts[place + 1] * count / max(1, other)))
-                result.append((*changed[: place + 1], shifted, *counts[place + 2 :]))
+                alone, made_up = counts[place + 1], round(counts[place + 1] * count / max(1, other))
+                moves = {max(1, moved) for moved in (alone - 1, alone + 1, made_up - 1, made_up, made_up + 1)}
+                result += [(*changed[: place + 1], moved, *counts[place + 2 :]) for moved in moves]
     return result
 
 
