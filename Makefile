@@ -53,7 +53,7 @@ compat-frameworks: $(STAMP) ## install Accelerate and Lightning, kill and resume
 	$(BIN)/python -m pytest tests/compat/test_frameworks.py
 
 # Each harness of tests/fault, as long as it is worth; what it is in CI is in docs/internals/testing.md. TORTURE takes a part.
-TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil
+TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil properties
 TORTURE_sweeps := TIERCKPT_TEST_SWEEP=full test_sweeps.py
 TORTURE_crash := TIERCKPT_TEST_CRASH_STATES=600000 test_crash_states.py
 TORTURE_bits := TIERCKPT_TEST_BIT_FLIPS=every test_bit_faults.py
@@ -74,6 +74,12 @@ TORTURE_simulated := TIERCKPT_TEST_SWEEP=full ../integration/test_simulated_run.
 
 torture: $(STAMP) ## every fault harness at full length (hours); TORTURE="sweeps crash" for a part
 	@for part in $(TORTURE); do echo "== $$part"; $(MAKE) --no-print-directory torture-$$part || exit 1; done
+
+PROPERTY_ROUNDS ?= 50
+
+torture-properties: $(STAMP) ## every property of the tests with other examples, again and again
+	@for round in $$(seq $(PROPERTY_ROUNDS)); do \
+	  $(BIN)/python -m pytest -q -m hypothesis --hypothesis-profile=drawn tests/unit tests/fault/test_fuzz.py || exit 1; done
 
 torture-%: $(STAMP)
 	env $(firstword $(TORTURE_$*)) $(BIN)/python -m pytest -o timeout=0 -o tmp_path_retention_policy=failed -rA tests/fault/$(wordlist 2,9,$(TORTURE_$*)) | tail -n 40

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.services import AzureServer, S3Server, azurite_server, moto_server, rgw_server
@@ -26,6 +27,11 @@ logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
 # of the harnesses fail on purpose, so they would pay that on every CI run.
 for variable in ("CI", "BUILD_NUMBER"):
     os.environ.pop(variable, None)
+
+# The same examples in every run: a change is judged by what it changed. Others are drawn by `make torture-properties`.
+hypothesis.settings.register_profile("drawn", derandomize=False)
+hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.load_profile("fixed")
 
 LONGEST_FIRST = (
     "test_sweeps.py",

@@ -32,7 +32,7 @@ from tierckpt.manifest import Manifest
 from tierckpt.mover import commit, journal
 from tierckpt.mover.journal import READY, Entry, Journal
 
-SECONDS = float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", "10"))
+SECONDS = float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", "15"))
 INPUT_SECONDS_MAX = 1.0
 RSS_BYTES_MAX = 256 << 20
 ROOT = "/root-of-a-checkpoint"

@@ -29,6 +29,7 @@ from urllib.parse import SplitResult, urlsplit
 from ..errors import PreconditionFailedError, StoreUnavailableError
 from ..telemetry import logger
 from ..types import ByteRange, Tier
+from .watermark import Watermark
 
 IDLE_SECONDS_MAX: Final = 15.0
 """A connection that was not used for so long may be closed at the other end by now."""
@@ -176,7 +177,7 @@ class Connections:
             answer = _ask(connection, url, get)
             with answer:
                 _check(answer, get)
-                _receive(answer, get)
+                _receive(answer, get, Watermark(connection.sock, get.enough_bytes))
             is_good = not answer.will_close
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, StoreUnavailableError | PreconditionFailedError):
@@ -257,11 +258,12 @@ def _check(answer: http.client.HTTPResponse, get: Get) -> None:
         raise PreconditionFailedError(f"{get.uri} has changed", tier=Tier.SHARED)
 
 
-def _receive(answer: http.client.HTTPResponse, get: Get) -> None:
+def _receive(answer: http.client.HTTPResponse, get: Get, watermark: Watermark) -> None:
     """Receive the body: each ``recv`` goes straight into ``get.into``."""
     size, done = get.byte_range.size_bytes, 0
     begun, counted = time.monotonic(), 0
     while done < size:
+        watermark.expect(size - done)
         count = answer.fp.readinto1(get.into[done:size])
         if not count:
             raise get.unavailable(f"the answer ended {size - done} bytes early")
@@ -271,6 +273,7 @@ def _receive(answer: http.client.HTTPResponse, get: Get) -> None:
             if done - counted < get.enough_bytes:
                 raise get.unavailable(f"too little moved in {get.window_seconds:g} s", too_slow=True)
             begun, counted = now, done
+    watermark.expect(1)
 
 
 def _said(error: BaseException) -> str:
