@@ -22,7 +22,7 @@ from ..types import ByteRange
 from .beneath import open_beneath
 from .wire import MANIFEST_BYTES_MAX
 
-LOOK_SECONDS = 0.05
+LOOK_SECONDS = 0.1
 """How long what was seen of claims and owners is taken to be so."""
 RECHECK_SECONDS = 1.0
 BAD_SECONDS = 60.0
@@ -63,6 +63,9 @@ class Source(Protocol):
     def is_filled_now(self) -> bool: ...
 
     def claimed(self) -> Iterable[tuple[int, int]]: ...
+
+    def has_looked(self) -> bool:
+        """True when ``is_filled_now`` and ``claimed`` answer without looking."""
 
 
 class _Checked:
@@ -127,6 +130,9 @@ class _Checked:
     def claimed(self) -> Iterable[tuple[int, int]]:
         return ()
 
+    def has_looked(self) -> bool:
+        return True
+
 
 class Whole(_Checked):
     """A directory with a receipt."""
@@ -169,7 +175,7 @@ class Incoming(_Checked):
         self.lines = Lines(frozen)
         self.order = self.lines.order
         self._seen, self._offset, self._size_bytes = seen, 0, 0
-        self._progress = self.lines.path(directory)
+        self._entry, self._progress = directory / ENTRY, self.lines.path(directory)
         self._looked_at = self._owned_at = float("-inf")
         self._claims: list[tuple[int, int]] = []
         self._is_owned = False
@@ -184,7 +190,7 @@ class Incoming(_Checked):
         return source
 
     def refresh(self) -> bool:
-        if not _is_as_seen(self.directory / ENTRY, self._seen):
+        if not _is_as_seen(self._entry, self._seen):
             return False
         try:
             size = self._progress.stat().st_size
@@ -221,6 +227,9 @@ class Incoming(_Checked):
             owners = self.directory / FILLING / "owners"
             self._is_owned, self._owned_at = any(is_live(name, owners) for name in _listed(owners)), now
         return self._is_owned
+
+    def has_looked(self) -> bool:
+        return time.monotonic() - min(self._owned_at, self._looked_at) <= LOOK_SECONDS
 
     def claimed(self) -> Iterable[tuple[int, int]]:
         """Chunks that live processes fetch from shared storage now."""
