@@ -20,7 +20,8 @@ from tierckpt.cli.app import run
 from tierckpt.layout import HISTORY_DIR, local_dir, parse_uri
 from tierckpt.training import ledger
 
-STEP_SECONDS = 0.02
+STEP_SECONDS = 0.04
+"""Long beside what a step waits for a processor of a busy machine."""
 PHASES = {"kept", "lost", "blocked", "down", "starting", "loading", "warming", "other"}
 
 
