@@ -7,8 +7,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST_ARGS ?=
-# Most tests wait for processes and servers: four at a time use a machine of two cores.
-PYTEST_WORKERS ?= 4
+# Most tests wait for processes and servers: three at a time use a machine of two cores.
+PYTEST_WORKERS ?= 3
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'

@@ -1,6 +1,6 @@
 """Kill -9 before, and every error the kernel may give to, the calls of save, drain, restore, fetch, retention, resume.
 
-The sweeps are processes of their own (tests/fault/sweep), two or three at a time: what the n-th call is stays the same
+The sweeps are processes of their own (tests/fault/sweep), three at a time: what the n-th call is stays the same
 only in a process with one thread. ``make torture`` runs them in full; here a part of the points is taken, the same
 each time.
 
@@ -27,7 +27,7 @@ from tests.fault.sweep.races import BUGS as RACE_BUGS
 FULL = os.environ.get("TIERCKPT_TEST_SWEEP") == "full"
 KILLS_MIN, ANSWERS_MIN, PAIRS_MIN = (5000, 5000, 2000) if FULL else (300, 450, 0)
 SECONDS_MAX = 6 * 3600 if FULL else 400
-PROCESSES = 3 if FULL else 2
+PROCESSES = 3
 """Half of their time they wait."""
 RACES = 2000 if FULL else 50
 BUG_RACES_MAX = 24
