@@ -29,7 +29,7 @@ from tierckpt.errors import (
 )
 from tierckpt.layout import parse_uri
 from tierckpt.manifest import digest_of
-from tierckpt.stores.ranges import IDLE_SECONDS_MAX, MISSES_MAX
+from tierckpt.stores.ranges import IDLE_SECONDS_MAX, MISSES_MAX, Connections, Get
 from tierckpt.stores.remote import DIRECT_BYTES_MIN, RemoteStore
 from tierckpt.types import ByteRange
 
@@ -77,6 +77,10 @@ class Server(HttpServer):
         headers["Content-Length"] = str(len(body) + (10 if how == "lies about its length" else 0))
         for name, value in headers.items():
             request.send_header(name, value)
+        if how == "comes with its head":
+            request._headers_buffer += [b"\r\n", body]  # type: ignore[attr-defined]
+            request.flush_headers()
+            return
         request.end_headers()
         self._body(request, body, how)
 
@@ -144,6 +148,19 @@ async def test_ranges_come_one_after_the_other_on_one_connection(store: RemoteSt
     for at in (PART, WHOLE, PART):
         assert await read(store, at) == expected(at)
     assert (server.signed, server.other, len(server.connections)) == (3, 0, 1)
+
+
+def test_what_came_with_the_head_is_not_waited_for(server: Server) -> None:
+    """Some of the body is read with the head: of the rest, less is to come than the range is long."""
+    connections, into = Connections(), memoryview(bytearray(SIZE))
+    before = [WHOLE] * 8  # so that the kernel would hold all of it back, and not only what a new connection may
+    server.plan.extend(["well"] * len(before) + ["comes with its head"])
+    for at in (*before, ByteRange(0, 100_000)):
+        part = into[: at.size_bytes]
+        connections.read(Get("s3://bucket/object", f"{server.endpoint}/bucket/object", at, part, None, 2.0, 1 << 20))
+        assert digest_of(part) == expected(at)
+    assert len(server.connections) == 1
+    connections.close()
 
 
 async def test_many_at_a_time(store: RemoteStore, server: Server) -> None:

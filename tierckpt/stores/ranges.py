@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import io
 import os
 import re
 import socket
@@ -263,7 +264,7 @@ def _receive(answer: http.client.HTTPResponse, get: Get, watermark: Watermark) -
     size, done = get.byte_range.size_bytes, 0
     begun, counted = time.monotonic(), 0
     while done < size:
-        watermark.expect(size - done)
+        watermark.expect(size - done - io.DEFAULT_BUFFER_SIZE)  # so much may have come with the head
         count = answer.fp.readinto1(get.into[done:size])
         if not count:
             raise get.unavailable(f"the answer ended {size - done} bytes early")
