@@ -22,7 +22,7 @@ from ..types import ByteRange
 from .beneath import open_beneath
 from .wire import MANIFEST_BYTES_MAX
 
-LOOK_SECONDS = 0.1
+LOOK_SECONDS = 0.05
 """How long what was seen of claims and owners is taken to be so."""
 RECHECK_SECONDS = 1.0
 BAD_SECONDS = 60.0
