@@ -145,43 +145,6 @@ def test_chunks_that_live_processes_read_from_shared_storage_are_said_to_be_on_t
     assert not here.is_filling(frozen.version)
 
 
-def test_an_event_loop_is_told_the_same_and_never_waits(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would need a look at directories, or the lock that a thread has, is not answered: a thread answers it."""
-    monkeypatch.setattr(holdings, "SCAN_SECONDS", 60.0)
-    monkeypatch.setattr(sources, "LOOK_SECONDS", 60.0)
-    here, frozen = Holdings(root), freeze(DATA)
-    filling = begin(root, frozen)
-    land(filling, DATA, [1, 2])
-    assert here.held_now(frozen.version, CHUNK, 0) is None
-    assert not here.look_now(frozen.version)
-    first = here.held_and_filling(frozen.version, CHUNK, 0)
-    assert first[1]
-    assert here.held_now(frozen.version, CHUNK, 0) == first
-    land(filling, DATA, [5])
-    assert not here.has_seen(frozen.version, CHUNK, 5)
-    assert here.look_now(frozen.version)
-    assert here.has_seen(frozen.version, CHUNK, 5)
-    assert here.held_now(frozen.version, CHUNK, 2) == here.held_and_filling(frozen.version, CHUNK, 2)
-    busy, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with here._lock:
-            busy.set()
-            done.wait(10)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    busy.wait(10)
-    assert here.held_now(frozen.version, CHUNK, 0) is None
-    assert not here.look_now(frozen.version)
-    done.set()
-    holder.join()
-    filling.close()
-    shutil.rmtree(filling.incoming)
-    assert not here.look_now(frozen.version)
-    assert here.held_now(frozen.version, CHUNK, 0) is None
-
-
 def test_other_processes_fill_and_it_is_seen(root: Path) -> None:
     here, frozen = Holdings(root), freeze({"zeros": bytes(3 * CHUNK)})
     code = (

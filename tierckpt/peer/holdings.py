@@ -13,7 +13,6 @@ It is all found from the files, so whoever writes them need not know of peers; `
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -109,44 +108,9 @@ class Holdings:
             view = self._view(version, chunk_size_bytes)
             if view is None:
                 return Held()
-            return _all_of(view, self._by_version.get(version, []), after, most)
-
-    def held_and_filling(self, version: str, chunk_size_bytes: int, after: int) -> tuple[Held, bool]:
-        """``held`` and ``is_filling``."""
-        with self._lock:
-            return self.held(version, chunk_size_bytes, after), self.is_filling(version)
-
-    def held_now(self, version: str, chunk_size_bytes: int, after: int) -> tuple[Held, bool] | None:
-        """``held_and_filling`` for what needs no waiting, so that an event loop may call it; None when it might."""
-        with self._if_free() as is_free:
-            sources = self._just_looked_at(version) if is_free else []
-            view = self._views.get(version, {}).get(chunk_size_bytes)
-            if view is None or not sources or not all(source.has_looked() for source in sources):
-                return None
-            return _all_of(view, sources, after, LINES_MAX), any(source.is_filled_now() for source in sources)
-
-    def look_now(self, version: str) -> bool:
-        """See what has landed of a version since the last look, without waiting. False: ``locate`` has to."""
-        with self._if_free() as is_free:
-            return is_free and bool(self._just_looked_at(version))
-
-    @contextlib.contextmanager
-    def _if_free(self) -> Iterator[bool]:
-        is_free = self._lock.acquire(blocking=False)
-        try:
-            yield is_free
-        finally:
-            if is_free:
-                self._lock.release()
-
-    def _just_looked_at(self, version: str) -> list[Source]:
-        """The sources of a version, looked at again. None of them: there may be others by now, or one has gone."""
-        sources = self._by_version.get(version, [])
-        is_due = time.monotonic() - self._scanned_at >= SCAN_SECONDS and not any(one.is_whole for one in sources)
-        try:
-            return sources if not is_due and all(source.refresh() for source in sources) else []
-        except OSError:
-            return []
+            sources = self._by_version.get(version, [])
+            fetching = frozenset(ordinal for source in sources for ordinal in view.claimed(source))
+            return replace(_list(view, sources, after, most), fetching=fetching)
 
     def locate(self, version: str, chunk_size_bytes: int, ordinal: int) -> Place | None:
         """Where a chunk lies, None when it is not here."""
@@ -219,10 +183,8 @@ class Holdings:
         None: the chunk was not here at the last look, was never verified, is not in the page cache, or another thread
         is looking. ``open`` says which.
         """
-        with self._if_free() as is_free:
-            return self._open_now(version, chunk_size_bytes, ordinal, after) if is_free else None
-
-    def _open_now(self, version: str, chunk_size_bytes: int, ordinal: int, after: int) -> tuple[Opened, Held] | None:
+        if not self._lock.acquire(blocking=False):
+            return None
         try:
             view, sources = self._views.get(version, {}).get(chunk_size_bytes), self._by_version.get(version, [])
             for source in sources:
@@ -239,6 +201,8 @@ class Holdings:
             return Opened(file, place.byte_range, digest), _list(view, sources, after, LINES_IN_HEAD_MAX)
         except OSError:
             return None
+        finally:
+            self._lock.release()
 
     def is_filling(self, version: str) -> bool:
         """True while a live process fills a directory of this node with ``version``."""
@@ -402,12 +366,6 @@ class Holdings:
             for inner in _names(path / PRIVATE_DIR):
                 if inner.endswith(SUFFIX):
                     yield path / PRIVATE_DIR / inner, Incoming.read
-
-
-def _all_of(view: View, sources: Sequence[Source], after: int, most: int) -> Held:
-    """The lines, and what is being fetched."""
-    fetching = frozenset(ordinal for source in sources for ordinal in view.claimed(source))
-    return replace(_list(view, sources, after, most), fetching=fetching)
 
 
 def _list(view: View, sources: Sequence[Source], after: int, most: int) -> Held:

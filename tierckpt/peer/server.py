@@ -21,7 +21,7 @@ import os
 import resource
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -31,7 +31,6 @@ from ..config import Settings
 from ..errors import ConfigError
 from ..telemetry import BYTES, logger
 from ..types import Json, Tier
-from .arrivals import Arrivals
 from .auth import Crowded, Refused, Verifier, check_listen, read_secret, server_tls
 from .holdings import Holdings, Opened
 from .members import Member
@@ -61,6 +60,7 @@ HEAD_SECONDS = 10.0
 """What the head of a request may take once its first byte has come, and the first request of a connection."""
 IDLE_SECONDS = 30.0
 HANDSHAKE_SECONDS = 5.0
+POLL_SECONDS = 0.01
 TRIES = 3
 """How often a chunk that is here, and then is not when it is opened, is looked for again."""
 RETRY_AFTER_SECONDS = 1
@@ -146,7 +146,7 @@ class PeerServer:
         self._bucket = Bucket(settings.peer_serve_bytes_per_second)
         self._serving: Counter[str] = Counter()
         self._freed = asyncio.Event()
-        self._arrivals = Arrivals(holdings, self._in_thread)
+        self._looks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._interested: dict[str, dict[str, float]] = {}
         self._rates = Rates()
         self.served: Counter[str] = Counter()
@@ -192,12 +192,11 @@ class PeerServer:
         """Stop listening, and end what is under way. Idempotent."""
         if self._server is not None:
             self._server.close()
-        left = list(self._connections)
+        left = [*self._connections, *self._looks.values()]
         for task in left:
             task.cancel()
         if left:
             await asyncio.wait(left)
-        await self._arrivals.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- one connection ------------------------------------------------------------------------------------------
@@ -285,14 +284,8 @@ class PeerServer:
     async def _held(self, name: str, version: str, size: int, after: int, interested: bool) -> Json:
         if interested:
             self._note_interest(version, name)
-        found = self.holdings.held_now(version, size, after)
-        if found is None:
-            found = await self._in_thread(self.holdings.held_and_filling, version, size, after)
-        held, is_filling = found
-        return {
-            **held.to_json(),
-            "interested": sorted(self._with_me(self._names(version, time.monotonic()), is_filling)),
-        }
+        held = await self._in_thread(self.holdings.held, version, size, after)
+        return {**held.to_json(), "interested": sorted(await self._in_thread(self.interested, version))}
 
     def _note_interest(self, version: str, name: str) -> None:
         now = time.monotonic()
@@ -309,10 +302,8 @@ class PeerServer:
 
     def interested(self, version: str) -> set[str]:
         """Who has asked for ``version`` as interested a short while ago, and this node if it fills. Blocking."""
-        return self._with_me(self._names(version, time.monotonic()), self.holdings.is_filling(version))
-
-    def _with_me(self, names: Iterable[str], is_filling: bool) -> set[str]:
-        return {*names, self.members.me.name} if is_filling else set(names)
+        names = set(self._names(version, time.monotonic()))
+        return names | {self.members.me.name} if self.holdings.is_filling(version) else names
 
     async def _chunk(
         self, reply: _Reply, name: str, version: str, size: int, ordinal: int, after: int, wait: float
@@ -330,7 +321,7 @@ class PeerServer:
                         return await self._give(reply, name, *found)
             finally:
                 self._free(name)
-            if not await self._arrivals.wait(version, size, ordinal, deadline):
+            if not await self._landed(version, size, ordinal, deadline):
                 break
         self.counts["missing"] += 1
         return await reply.missing()
@@ -365,6 +356,26 @@ class PeerServer:
         if not self._serving[name]:
             del self._serving[name]
         self._freed.set()
+
+    async def _landed(self, version: str, size: int, ordinal: int, deadline: float) -> bool:
+        """Return when a chunk is seen to be here, or not in time. All who wait for a version share each look."""
+        while time.monotonic() < deadline:
+            await self._look(version, size)
+            if self.holdings.has_seen(version, size, ordinal):
+                return True
+        return False
+
+    async def _look(self, version: str, size: int) -> None:
+        key = version, size
+        task = self._looks.get(key)
+        if task is None or task.done():  # to await one that has ended is no pause: a loop of it stops the agent
+            task = self._looks[key] = asyncio.ensure_future(self._look_later(version, size))
+            task.add_done_callback(lambda ended: self._looks.pop(key) if self._looks.get(key) is ended else None)
+        await asyncio.shield(task)
+
+    async def _look_later(self, version: str, size: int) -> None:
+        await asyncio.sleep(POLL_SECONDS)
+        await self._in_thread(self.holdings.locate, version, size, 0)
 
     def _note_served(self, name: str, size_bytes: int) -> None:
         self.counts["chunks"] += 1

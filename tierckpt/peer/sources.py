@@ -64,9 +64,6 @@ class Source(Protocol):
 
     def claimed(self) -> Iterable[tuple[int, int]]: ...
 
-    def has_looked(self) -> bool:
-        """True when ``is_filled_now`` and ``claimed`` answer without looking."""
-
 
 class _Checked:
     """What sources have in common: chunks are digested once, and bad ones are not given."""
@@ -130,9 +127,6 @@ class _Checked:
     def claimed(self) -> Iterable[tuple[int, int]]:
         return ()
 
-    def has_looked(self) -> bool:
-        return True
-
 
 class Whole(_Checked):
     """A directory with a receipt."""
@@ -175,7 +169,7 @@ class Incoming(_Checked):
         self.lines = Lines(frozen)
         self.order = self.lines.order
         self._seen, self._offset, self._size_bytes = seen, 0, 0
-        self._entry, self._progress = directory / ENTRY, self.lines.path(directory)
+        self._progress = self.lines.path(directory)
         self._looked_at = self._owned_at = float("-inf")
         self._claims: list[tuple[int, int]] = []
         self._is_owned = False
@@ -190,7 +184,7 @@ class Incoming(_Checked):
         return source
 
     def refresh(self) -> bool:
-        if not _is_as_seen(self._entry, self._seen):
+        if not _is_as_seen(self.directory / ENTRY, self._seen):
             return False
         try:
             size = self._progress.stat().st_size
@@ -227,9 +221,6 @@ class Incoming(_Checked):
             owners = self.directory / FILLING / "owners"
             self._is_owned, self._owned_at = any(is_live(name, owners) for name in _listed(owners)), now
         return self._is_owned
-
-    def has_looked(self) -> bool:
-        return time.monotonic() - min(self._owned_at, self._looked_at) <= LOOK_SECONDS
 
     def claimed(self) -> Iterable[tuple[int, int]]:
         """Chunks that live processes fetch from shared storage now."""
