@@ -1,8 +1,7 @@
 """Kill -9 before, and every error the kernel may give to, the calls of save, drain, restore, fetch, retention, resume.
 
-The sweeps are processes of their own (tests/fault/sweep), three at a time: what the n-th call is stays the same
-only in a process with one thread. ``make torture`` runs them in full; here a part of the points is taken, the same
-each time.
+The sweeps are processes of their own (tests/fault/sweep), three at a time: what the n-th call is stays the same only in
+a process with one thread. ``make torture`` runs them in full; here a part of the points is taken, the same each time.
 
 Cites docs/internals/commit.md: whatever the fault, after a restart each checkpoint is whole or invisible, what was
 acknowledged is there, and the same work done again ends well.

@@ -68,12 +68,6 @@ class PeerClient:
         self._links: set[Link] = set()
         self._gate = asyncio.Semaphore(CONNECTIONS_MAX)
 
-    @property
-    def enough_bytes(self) -> int:
-        """What has to come in each window of time."""
-        settings = self._settings
-        return max(1, int(settings.throughput_window_seconds * settings.throughput_min_bytes_per_second))
-
     async def close(self) -> None:
         """Close all connections. Idempotent."""
         self._idle.clear()
@@ -225,9 +219,7 @@ class PeerClient:
         name = host if self._tls is not None else None
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                _, link = await loop.create_connection(
-                    lambda: Link(self.enough_bytes), host, port, ssl=self._tls, server_hostname=name
-                )
+                _, link = await loop.create_connection(Link, host, port, ssl=self._tls, server_hostname=name)
         except ssl.SSLError as error:
             raise denied(f"TLS: {error.reason or error}", _name(member)) from None
         except (OSError, TimeoutError) as error:
@@ -302,7 +294,9 @@ class _Exchange:
 
     async def _wait(self, link: Link) -> None:
         """Wait for the answer: its first byte, then no window of time in which too little comes."""
-        window, enough = self._client._settings.throughput_window_seconds, self._client.enough_bytes
+        settings = self._client._settings
+        window = settings.throughput_window_seconds
+        enough = max(1, int(window * settings.throughput_min_bytes_per_second))
         patience, had = self._patience_seconds, -1
         while not link.is_done():
             await link.changed(patience)

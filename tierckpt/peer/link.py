@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-from ..stores.watermark import Watermark
 from .wire import HEAD_BYTES_MAX, Answer, WireError, parse_answer
 
 _END = b"\r\n\r\n"
@@ -22,11 +21,8 @@ class Link(asyncio.BufferedProtocol):
     Whatever goes wrong ends it: a connection on which something odd has come is not used again.
     """
 
-    def __init__(self, enough_bytes: int) -> None:
-        """``enough_bytes``: what has to come in a window of time, or the peer counts as too slow."""
+    def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._watermark = Watermark(None)
-        self._enough_bytes = enough_bytes
         self._buffer = bytearray(HEAD_BYTES_MAX)
         self._held = 0
         self._into: memoryview | None = None
@@ -93,8 +89,6 @@ class Link(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        is_plain = transport.get_extra_info("sslcontext") is None
-        self._watermark = Watermark(transport.get_extra_info("socket") if is_plain else None, self._enough_bytes)
         self._is_open = True
 
     def get_buffer(self, sizehint: int) -> Any:
@@ -109,7 +103,6 @@ class Link(asyncio.BufferedProtocol):
             self._fail(WireError("more comes than was asked for"))
         elif self._answer is not None:
             self.done_bytes += count
-            self._expect_the_rest()
             if self.is_done():
                 self._wake()
         else:
@@ -140,12 +133,6 @@ class Link(asyncio.BufferedProtocol):
             self._target = memoryview(bytearray(length))
         self._target[:have] = memoryview(self._buffer)[end : end + have]
         self._answer, self.done_bytes = answer, have
-        self._expect_the_rest()
-
-    def _expect_the_rest(self) -> None:
-        """Be woken for what is still to come of the body; for a single byte, which may not come, when there is none."""
-        if self._answer is not None:
-            self._watermark.expect(self._answer.length - self.done_bytes)
 
     def eof_received(self) -> bool:
         return False
