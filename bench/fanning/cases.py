@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -236,7 +237,9 @@ def _row(world: World, results: Sequence[Result], seconds: float, agents_cpu_sec
     ended = [node for node in nodes if node.fetch is not None and node.fetch.wait(0.0) is not None]
     everybody = [*world.cluster.results(ended), *(result for result in results if result.code is None)]
     sources: dict[str, int] = {}
+    fallbacks: Counter[str] = Counter()
     for one in everybody:
+        fallbacks.update(one.answer.get("fallbacks", {}))
         for name, value in one.answer.get("bytes_by_source", {}).items():
             sources[name] = sources.get(name, 0) + (value if isinstance(value, int) else 0)
     return {
@@ -246,6 +249,7 @@ def _row(world: World, results: Sequence[Result], seconds: float, agents_cpu_sec
         "store_times_size": counts["sent_bytes"] / world.setup.size_bytes,
         "store_requests": counts["requests"],
         "bytes_by_source": sources,
+        "fallbacks": dict(fallbacks),
         "cpu_seconds": sum(one.cpu_seconds for one in everybody) + agents_cpu_seconds,
         "agents_cpu_seconds": agents_cpu_seconds,
         "seconds_of_nodes": [one.seconds for one in results],

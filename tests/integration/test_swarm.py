@@ -109,6 +109,8 @@ class Played:
     asked: list[tuple[str, int]] = field(default_factory=list)
     from_store_ordinals: list[int] = field(default_factory=list)
     marks: list[tuple[int, bool]] = field(default_factory=list)
+    nowhere: list[int] = field(default_factory=list)
+    """Chunks that were not said to be on their way any more, and not here yet."""
     reports: list[object] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -130,6 +132,8 @@ class Played:
 
     async def mark(self, index: int, chunk: int, is_fetched: bool) -> None:
         self.marks.append((chunk, is_fetched))
+        if not is_fetched and chunk not in self.landed:
+            self.nowhere.append(chunk)
 
     async def view(self, is_filling: bool) -> View:
         members = tuple(Member(name, f"{name}:1") for name in ("me", *self.holders))
@@ -196,6 +200,7 @@ class Played:
                     order.put_back(taken)
                 else:
                     self.landed[taken[1]] = bytes(into)
+                    await swarm.landed(*taken)
                     order.done(taken)
 
         try:
@@ -230,6 +235,20 @@ async def test_what_nobody_holds_is_read_from_the_store_and_marked_meanwhile() -
     assert sorted(played.from_store_ordinals) == sorted(EVERY)
     assert sorted(chunk for chunk, begun in played.marks if begun) == sorted(EVERY)
     assert sorted(chunk for chunk, begun in played.marks if not begun) == sorted(EVERY)
+    assert played.nowhere == []
+
+
+async def test_what_does_not_come_from_the_store_is_not_said_to_be_on_its_way_any_more() -> None:
+    played = Played(holders={"b": set()})
+
+    async def refuse(index: int, chunk: int, into: memoryview) -> str:
+        raise StoreUnavailableError("no")
+
+    played.from_store = refuse  # type: ignore[method-assign]
+    with pytest.raises(StoreUnavailableError):
+        await played.fill()
+    begun = [chunk for chunk, is_fetched in played.marks if is_fetched]
+    assert begun and sorted(begun) == sorted(chunk for chunk, is_fetched in played.marks if not is_fetched)
 
 
 async def test_a_peer_with_wrong_bytes_is_found_out_and_not_asked_again() -> None:

@@ -145,6 +145,27 @@ def test_chunks_that_live_processes_read_from_shared_storage_are_said_to_be_on_t
     assert not here.is_filling(frozen.version)
 
 
+def test_a_chunk_that_lands_between_two_looks_is_never_nowhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, frozen = Holdings(root), freeze(DATA)
+    filling = begin(root, frozen)
+    filling.fetching.take("1-3")
+    assert here.held(frozen.version, CHUNK).fetching == {5 + 3}
+    source = here._by_version[frozen.version][0]
+    assert isinstance(source, sources.Incoming)
+    look = source._look_at_claims
+
+    def look_just_after_it_landed() -> list[tuple[int, int]]:
+        land(filling, DATA, [5 + 3])
+        filling.fetching.release("1-3")
+        return list(look())
+
+    monkeypatch.setattr(source, "_look_at_claims", look_just_after_it_landed)
+    monkeypatch.setattr(sources, "LOOK_SECONDS", 0.0)
+    held = here.held(frozen.version, CHUNK)
+    assert 5 + 3 in held.fetching | {ordinal for ordinal, _ in held.new}
+    filling.close()
+
+
 def test_other_processes_fill_and_it_is_seen(root: Path) -> None:
     here, frozen = Holdings(root), freeze({"zeros": bytes(3 * CHUNK)})
     code = (

@@ -414,7 +414,11 @@ class Cached:
                 data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
                 brought = await self.swarm.bring(index, chunk, data)
                 digest, peer = brought.digest, brought.source
-            await self._land(filling, index, chunk, data, digest, keep)
+            try:
+                await self._land(filling, index, chunk, data, digest, keep)
+            finally:
+                if self.swarm is not None:
+                    await self.swarm.landed(index, chunk)
             kept = bytes(data) if keep and memory is not None else data
         self.tally.note(self.frozen.files[index].path, at, time.monotonic() - begun, peer)
         return kept if keep else None

@@ -105,11 +105,16 @@ class Holdings:
     def held(self, version: str, chunk_size_bytes: int, after: int = 0, most: int = LINES_MAX) -> Held:
         """What is here of ``version``, in chunks of this size: an empty ``Held`` when nothing is known of it."""
         with self._lock:
+            # Looked at before what has landed: a chunk that lands between the two is then in both, and never in neither.
+            claims = {source: list(source.claimed()) for source in self._by_version.get(version, [])}
             view = self._view(version, chunk_size_bytes)
             if view is None:
                 return Held()
             sources = self._by_version.get(version, [])
-            fetching = frozenset(ordinal for source in sources for ordinal in view.claimed(source))
+            for source in sources:
+                if source not in claims:
+                    claims[source] = list(source.claimed())
+            fetching = frozenset(at for source in sources for at in view.ordinals(source, claims[source]))
             return replace(_list(view, sources, after, most), fetching=fetching)
 
     def locate(self, version: str, chunk_size_bytes: int, ordinal: int) -> Place | None:

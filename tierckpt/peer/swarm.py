@@ -84,7 +84,7 @@ class Place(Protocol):
     def has(self, index: int, chunk: int) -> bool: ...
 
     async def mark(self, index: int, chunk: int, is_fetched: bool) -> None:
-        """Say, or take back, that this node fetches a chunk from shared storage now."""
+        """Say, or take back, that this node fetches a chunk from shared storage: from the request until it is held."""
 
 
 class Swarm:
@@ -122,6 +122,8 @@ class Swarm:
         self._interested: frozenset[str] = frozenset()
         self._planned: dict[int, Ask] = {}
         self.requests: dict[int, asyncio.Task[str]] = {}
+        self._marked: set[int] = set()
+        """Chunks that are said to be fetched from the store."""
         self._claims: dict[int, dict[str, str]] = {}
         """Where the version has no digests: those that members have told, by chunk."""
         self._truth: dict[int, str] = {}
@@ -354,6 +356,9 @@ class Swarm:
     async def bring(self, index: int, chunk: int, into: memoryview) -> Brought:
         """Receive one chunk, verified, in ``into``: from whom the schedule says, from others too when it is late.
 
+        What came from the store is still said to be on its way: say ``landed``, or that chunk seems to be nowhere for
+        as long as it takes to write it, and another node fetches it too.
+
         Raises:
             NotNowError: it was chosen by ``take``, and nobody has it now.
             StoreError, IntegrityError: nobody had it, and the store failed.
@@ -376,9 +381,16 @@ class Swarm:
                 if planned is not None:
                     raise NotNowError
                 ask = await self._source(ordinal, race.tried)
+        except BaseException:
+            await self._unmark(ordinal)
+            raise
         finally:
             await race.end()
             self._changed.set()
+
+    async def landed(self, index: int, chunk: int) -> None:
+        """What ``bring`` brought can be seen by other nodes now, or is not kept."""
+        await self._unmark(self._firsts[index] + chunk)
 
     async def _source(self, ordinal: int, tried: set[str | None]) -> Ask:
         while True:
@@ -420,15 +432,22 @@ class Swarm:
         if ask.reason not in EXPECTED:
             self.sources.fallbacks[ask.reason] += 1
             log.info("%s: chunk %d from shared storage: %s", self.frozen.uri, ask.chunk, ask.reason)
+        self._marked.add(ask.chunk)
         await self._place.mark(index, chunk, True)
         try:
             digest = await self._place.from_store(index, chunk, into)
-        finally:
-            await self._place.mark(index, chunk, False)
+        except BaseException:
+            await self._unmark(ask.chunk)
+            raise
         self.sources.shared_bytes += len(into)
         if not self._expected(ask.chunk):
             self._judge(ask.chunk, digest)
         return digest
+
+    async def _unmark(self, ordinal: int) -> None:
+        if ordinal in self._marked:
+            self._marked.discard(ordinal)
+            await self._place.mark(*self._work[ordinal], False)
 
     def came(self, ask: Ask, seconds: float) -> None:
         if seconds > self.sources.slowest[0]:

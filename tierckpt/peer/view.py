@@ -60,7 +60,7 @@ class View:
             for chunk in self.frozen.touched(source.frozen.chunk_range(index, own)):
                 yield first + chunk
 
-    def claimed(self, source: Source) -> Iterator[int]:
-        """Ordinals that somebody has claimed to fetch."""
-        for index, own in source.claimed():
+    def ordinals(self, source: Source, chunks: Iterable[tuple[int, int]]) -> Iterator[int]:
+        """The chunks of this view that touch these of the source: each a file, and a chunk of it."""
+        for index, own in chunks:
             yield from self._ordinals(source, index, own)
