@@ -105,7 +105,7 @@ class Holdings:
     def held(self, version: str, chunk_size_bytes: int, after: int = 0, most: int = LINES_MAX) -> Held:
         """What is here of ``version``, in chunks of this size: an empty ``Held`` when nothing is known of it."""
         with self._lock:
-            # Looked at before what has landed: a chunk that lands between the two is then in both, and never in neither.
+            # Looked at before what has landed: a chunk that lands between the two is then in both, never in neither.
             claims = {source: list(source.claimed()) for source in self._by_version.get(version, [])}
             view = self._view(version, chunk_size_bytes)
             if view is None:

@@ -364,7 +364,7 @@ class Swarm:
             StoreError, IntegrityError: nobody had it, and the store failed.
         """
         ordinal = self._firsts[index] + chunk
-        race = Race(self, ordinal, into)
+        race, brought = Race(self, ordinal, into), None
         planned = self._planned.pop(ordinal, None)
         if planned is None:
             self._window = range(ordinal, min(ordinal + WINDOW_CHUNKS, len(self._work)))
@@ -381,11 +381,10 @@ class Swarm:
                 if planned is not None:
                     raise NotNowError
                 ask = await self._source(ordinal, race.tried)
-        except BaseException:
-            await self._unmark(ordinal)
-            raise
         finally:
             await race.end()
+            if brought is None:
+                await self._unmark(ordinal)
             self._changed.set()
 
     async def landed(self, index: int, chunk: int) -> None:
