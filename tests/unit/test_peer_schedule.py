@@ -303,6 +303,43 @@ def test_of_a_slow_peer_requests_are_taken_back_and_its_chunks_are_stood_in_for(
     assert sum(ask.source == "b" for ask in asked_again) <= 1
 
 
+@pytest.mark.parametrize(("owed_seconds", "is_slow"), [(0.8, False), (4.0, True)])
+def test_one_answer_that_is_late_as_some_are_does_not_make_a_peer_slow(owed_seconds: float, is_slow: bool) -> None:
+    made = schedule(others=("b", "c", "d"), total=2048)
+    for name in "bcd":
+        made.hear(name, 0.2, new=range(400))
+    made._settle(now := SETTLED)
+    made._own.clear()
+    for number in range(40):
+        ask = made.choose(now)
+        assert isinstance(ask, Ask)
+        made.came(ask, now + (0.6 if number % 5 == 4 else 0.1))
+        now += 0.7
+    asked = next(ask for ask in all_asks(made, now) if ask.source == "b")
+    for ask, _ in [pair for pairs in list(made.flying.values()) for pair in pairs]:
+        if ask is not asked:
+            made.came(ask, now + 0.1)
+    made.choose(now + owed_seconds)
+    assert ("b" in made._slow) == is_slow
+
+
+def test_of_an_owner_that_is_behind_the_chunks_it_comes_to_next_are_left_to_it() -> None:
+    made = schedule(others=("b", "c"), total=2048)
+    in_order = made._order("b", owned_later(made, "b"))
+    ours = {chunk for chunk in in_order if made._standin(chunk, "b", SETTLED) == "a"}
+    made._own.clear()
+    made.hear("b", SETTLED)
+    taken = []
+    while (ask := made._from_laggard(SETTLED, made.missing)) is not None:
+        made.came(made._begin(ask, SETTLED), SETTLED)
+        taken.append(ask.chunk)
+    margin = TUNING.steal_margin * made.store_slots()
+    assert margin > 1 and ours & set(in_order[:margin])
+    assert taken == [chunk for chunk in reversed(in_order[margin:]) if chunk in ours]
+    made._moved_at = SETTLED - TUNING.still_seconds
+    assert made._from_laggard(SETTLED, made.missing) is not None, "unless nothing moves"
+
+
 def test_when_nothing_moves_any_node_ends_up_at_the_store() -> None:
     made = schedule(others=("b", "c", "d", "e", "f"))
     now, seen = SETTLED, set[int]()

@@ -42,7 +42,8 @@ class Tuning:
     fetch_factor: float = 4.0
     """An owner that fetches a chunk for so many times the usual is stood in for."""
     slow_factor: float = 3.5
-    """A member whose answers take so many times the usual is slow."""
+    """A member whose answers take so many times the usual is slow, or that owes one so many times as long as nearly all
+    take: of many requests one is always the last."""
     stall_seconds: float = 2.0
     """Nothing has moved for so long: the next rank goes to the store. Then the next."""
     stall_seconds_max: float = 10.0

@@ -359,8 +359,9 @@ class Schedule(Known):
             owner = self.peers.get(name)
             if owner is None or now - owner.heard_at > 4 * self.tuning.poll_seconds:
                 continue
-            margin = self.tuning.steal_margin if now - self._moved_at < self.tuning.still_seconds else 0
-            if len(chunks) <= margin * self.store_slots():
+            is_still = now - self._moved_at >= self.tuning.still_seconds
+            margin = 0 if is_still else self.tuning.steal_margin * self.store_slots()
+            if len(chunks) <= margin:
                 break
             for chunk in reversed(self._order(name, chunks)[margin:]):
                 if self._standin(chunk, name, now) == self.me:
@@ -485,14 +486,14 @@ class Schedule(Known):
             return
         self._looked_at = now
         self._ages = self._ages_of_fetches(now)
-        usual = self._usual(0.5)
+        usual, longest = self._usual(0.5), self._usual(0.95)
         slow = set()
         if usual and len(self.peers) >= 2:
             for peer in self.peers.values():
                 oldest = min((at for chunk, at in peer.asked.items() if chunk not in peer.waiting), default=now)
-                takes = max(peer.seconds, now - oldest)
                 factor = self.tuning.slow_factor / (2 if peer.member.name in self._slow else 1)
-                if takes > factor * usual and takes > 0.1:
+                takes = max(peer.seconds / usual, (now - oldest) / longest)
+                if takes > factor and max(peer.seconds, now - oldest) > 0.1:
                     slow.add(peer.member.name)
         if slow != self._slow:
             for name in slow - self._slow:
