@@ -197,7 +197,7 @@ class Played:
                 try:
                     await swarm.bring(*taken, into)
                 except NotNowError:
-                    order.put_back(taken)
+                    pass
                 else:
                     self.landed[taken[1]] = bytes(into)
                     await swarm.landed(*taken)

@@ -110,7 +110,7 @@ class Fill:
                     self.order.put_back(work)
                     await self._rest()
             except NotNowError:
-                self.order.put_back(work)
+                pass  # the schedule has had it back since, and another worker may be at it: it is not ours to put back
             except TierckptError as error:
                 self.order.done(work)
                 self.failures.setdefault(index, error)

@@ -360,7 +360,8 @@ class Swarm:
         as long as it takes to write it, and another node fetches it too.
 
         Raises:
-            NotNowError: it was chosen by ``take``, and nobody has it now.
+            NotNowError: it was chosen by ``take``, and nobody has it now. It can be taken again at once: do not put it
+                back, or what another worker has planned with it is lost.
             StoreError, IntegrityError: nobody had it, and the store failed.
         """
         ordinal = self._firsts[index] + chunk

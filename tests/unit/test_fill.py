@@ -1,0 +1,79 @@
+"""The workers of a fill, and the order from which they take their chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.peer_node import CHUNK, begin, freeze, land
+from tierckpt.mover.fill import Fill
+from tierckpt.mover.through import Tally
+from tierckpt.peer.schedule import NotNowError
+
+DATA = {"weights": bytes(2 * CHUNK)}  # two chunks, hence two workers
+
+
+class Turns:
+    """Gives the first chunk out twice, the second time while the first worker still ends."""
+
+    def __init__(self) -> None:
+        self.given, self.planned = 0, False
+        self.again = asyncio.Event()
+
+    async def take(self) -> tuple[int, int] | None:
+        self.given += 1
+        if self.given == 2:
+            await self.again.wait()
+        elif self.given > 2:
+            return None
+        self.planned = True
+        return 0, 0
+
+    def put_back(self, work: tuple[int, int]) -> None:
+        self.planned = False
+
+    def done(self, work: tuple[int, int]) -> None:
+        self.put_back(work)
+
+
+async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_the_one_that_did_not_get_it(
+    tmp_path: Path,
+) -> None:
+    frozen, order = freeze(DATA), Turns()
+    filling = begin(tmp_path, frozen)
+    was_planned: list[bool] = []
+    first_has_ended = asyncio.Event()
+
+    async def claim(*_: Any) -> bool:
+        return True
+
+    async def fetch_claimed(*_: Any, keep: bool) -> tuple[bool, None]:
+        if not was_planned:
+            was_planned.append(order.planned)
+            order.planned = False  # what was planned has been tried
+            order.again.set()
+            await asyncio.sleep(0.01)
+            asyncio.get_running_loop().call_soon(lambda: asyncio.get_running_loop().call_soon(first_has_ended.set))
+            raise NotNowError
+        await first_has_ended.wait()
+        was_planned.append(order.planned)
+        land(filling, DATA)
+        return True, None
+
+    cached = SimpleNamespace(
+        frozen=frozen,
+        swarm=SimpleNamespace(order=lambda todo, whole: order),
+        fetches_max=2,
+        gate=asyncio.Semaphore(2),
+        idle=asyncio.Lock(),
+        tally=Tally(),
+        stall_seconds=60.0,
+        claim=claim,
+        fetch_claimed=fetch_claimed,
+    )
+    async with asyncio.timeout(10):
+        await Fill(cached, filling, [0], lambda progress: None).run()  # type: ignore[arg-type]
+    assert was_planned == [True, True]
+    filling.close()
