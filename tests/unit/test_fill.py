@@ -20,13 +20,14 @@ class Turns:
 
     def __init__(self) -> None:
         self.given, self.planned = 0, False
-        self.again = asyncio.Event()
+        self.again, self.first_has_ended = asyncio.Event(), asyncio.Event()
 
     async def take(self) -> tuple[int, int] | None:
         self.given += 1
         if self.given == 2:
             await self.again.wait()
         elif self.given > 2:
+            self.first_has_ended.set()
             return None
         self.planned = True
         return 0, 0
@@ -44,7 +45,6 @@ async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_th
     frozen, order = freeze(DATA), Turns()
     filling = begin(tmp_path, frozen)
     was_planned: list[bool] = []
-    first_has_ended = asyncio.Event()
 
     async def claim(*_: Any) -> bool:
         return True
@@ -55,9 +55,8 @@ async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_th
             order.planned = False  # what was planned has been tried
             order.again.set()
             await asyncio.sleep(0.01)
-            asyncio.get_running_loop().call_soon(lambda: asyncio.get_running_loop().call_soon(first_has_ended.set))
             raise NotNowError
-        await first_has_ended.wait()
+        await order.first_has_ended.wait()
         was_planned.append(order.planned)
         land(filling, DATA)
         return True, None

@@ -434,11 +434,7 @@ class Swarm:
             log.info("%s: chunk %d from shared storage: %s", self.frozen.uri, ask.chunk, ask.reason)
         self._marked.add(ask.chunk)
         await self._place.mark(index, chunk, True)
-        try:
-            digest = await self._place.from_store(index, chunk, into)
-        except BaseException:
-            await self._unmark(ask.chunk)
-            raise
+        digest = await self._place.from_store(index, chunk, into)
         self.sources.shared_bytes += len(into)
         if not self._expected(ask.chunk):
             self._judge(ask.chunk, digest)
