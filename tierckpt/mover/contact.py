@@ -29,11 +29,15 @@ from ..layout import agent_dir
 from ..stores.local import make_dirs
 from ..telemetry import logger
 from ..types import Json, Tier
+from .disk import typed_errors
+from .lock import try_lock
 
 log = logger("agent")
 
 SOCKET = "agent.sock"
 LOG = "agent.log"
+STARTING = "agent.starting"
+"""Locked by who starts it."""
 WILL_NAME, LOCK_NAME = "will", "lock"
 """Among the descriptors of a will, those that are not staging memory."""
 LOG_BYTES_MAX = 16 << 20
@@ -199,27 +203,46 @@ class Contact:
     def _connect(self, start: bool) -> socket.socket:
         directory = private_directory(self.settings.local_root)
         deadline = time.monotonic() + START_SECONDS
-        process: subprocess.Popen[bytes] | None = None
-        while True:
-            try:
-                return _open(directory)
-            except (FileNotFoundError, ConnectionRefusedError) as error:
-                if not start:
-                    raise NoAgentError(f"no agent runs for {self.settings.local_root}") from error
-                # One that ended well has found another at work; should that be on its way out, the next finds none.
-                if process is None or process.poll() == 0:
-                    process = _start(directory, self.settings)
-                ended = process.poll()
-                if ended or time.monotonic() > deadline:
-                    raise NoAgentError(
-                        f"the agent of {self.settings.local_root} could not be started (exit code {ended})",
-                        hint=f"Its log is {directory / LOG}",
-                    ) from error
-            except PermissionDeniedError:
-                raise
-            except OSError as error:
-                raise NoAgentError(f"the agent of {self.settings.local_root} cannot be reached: {error}") from error
+        while (connection := self._reach(directory)) is None:
+            if not start:
+                raise NoAgentError(f"no agent runs for {self.settings.local_root}")
+            # A start costs half a second of a core: one rank of a node does it, the others wait for it, or for its end.
+            with typed_errors(directory), try_lock(directory / STARTING, remove=True) as is_ours:
+                if is_ours:
+                    return self._started(directory, deadline)
+            if time.monotonic() > deadline:
+                raise NoAgentError(
+                    f"nobody has started the agent of {self.settings.local_root} in {START_SECONDS} s",
+                    hint=f"Its log is {directory / LOG}",
+                )
             time.sleep(POLL_SECONDS)
+        return connection
+
+    def _started(self, directory: Path, deadline: float) -> socket.socket:
+        process: subprocess.Popen[bytes] | None = None
+        while (connection := self._reach(directory)) is None:
+            # One that ended well has found another at work; should that be on its way out, the next finds none.
+            if process is None or process.poll() == 0:
+                process = _start(directory, self.settings)
+            ended = process.poll()
+            if ended or time.monotonic() > deadline:
+                raise NoAgentError(
+                    f"the agent of {self.settings.local_root} could not be started (exit code {ended})",
+                    hint=f"Its log is {directory / LOG}",
+                )
+            time.sleep(POLL_SECONDS)
+        return connection
+
+    def _reach(self, directory: Path) -> socket.socket | None:
+        """A connection to the agent; None when there is none. Raises PermissionDeniedError and NoAgentError."""
+        try:
+            return _open(directory)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return None
+        except PermissionDeniedError:
+            raise
+        except OSError as error:
+            raise NoAgentError(f"the agent of {self.settings.local_root} cannot be reached: {error}") from error
 
     def _drop(self) -> None:
         if self._socket is not None:
@@ -253,7 +276,7 @@ def _open(directory: Path) -> socket.socket:
 
 
 def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
-    """Start an agent that outlives us: a session of its own, no terminal. Two at once are fine, one of them leaves."""
+    """Start an agent that outlives us: a session of its own, no terminal. Beside one of the site's it leaves."""
     log_file = directory / LOG
     with contextlib.suppress(FileNotFoundError):  # none yet, or another starter was faster
         if log_file.stat().st_size > LOG_BYTES_MAX:
