@@ -27,6 +27,7 @@ from tests.services import REPOSITORY
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
 OUTPUT_CHARS_MAX = 6000
 PRELOAD = (
+    "torch._dynamo",  # what the first DTensor of a process takes two seconds to import
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
+
+_lock = threading.Lock()
+_has_frozen = False
+"""The job was seen to have frozen objects, and is taken to go on with it: to count them is to visit each of them."""
 
 
 @contextlib.contextmanager
@@ -14,9 +19,10 @@ def no_collection() -> Iterator[None]:
     without being looked at, where the next collection of the young would visit all of it once.
 
     For short stretches without I/O. Two threads at once at worst collect a little earlier. Young garbage of others
-    becomes old too, and goes with the next full collection.
+    becomes old too, and goes with the next full collection. A job that freezes (gc.freeze) is left as it is.
 
-    Cost: some microseconds. It saved 1.5 us for each item of a save of 50,000.
+    Cost: some microseconds; once in a process that has frozen a million objects, 20 ms. It saved 1.5 us for each item
+    of a save of 50,000.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -24,7 +30,19 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # what the job has frozen must stay so
-                gc.freeze()  # whole lists: what all generations have to the permanent one,
-                gc.unfreeze()  # and from there to the oldest
+            _make_old()
             gc.enable()
+
+
+def _make_old() -> None:
+    global _has_frozen
+    # Who does not get the lock is beside another who does the same; a child that was forked meanwhile never gets it.
+    if _has_frozen or not _lock.acquire(blocking=False):
+        return
+    try:
+        _has_frozen = gc.get_freeze_count() > 0  # what the job has frozen must stay so
+        if not _has_frozen:
+            gc.freeze()  # whole lists: what all generations have to the permanent one,
+            gc.unfreeze()  # and from there to the oldest
+    finally:
+        _lock.release()
