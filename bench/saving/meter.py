@@ -16,7 +16,7 @@ from typing import Any
 
 SETTLE_SECONDS = 0.2
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-_SLOWEST = ("blocked_seconds", "durable_seconds", "write_data_seconds")
+_OF_THE_WORST = ("blocked_seconds", "durable_seconds", "write_data_seconds", "stolen_share")
 
 Sample = dict[str, float]
 
@@ -32,9 +32,11 @@ class Timing:
 
 class Meter:
     """Costs between ``with`` and its end: CPU seconds and minor faults of this process, its threads and children; how
-    far this process's resident memory rose above where it began (page cache and children's memory do not count)."""
+    far this process's resident memory rose above where it began (page cache and children's memory do not count).
+    ``stolen_share``: of all processor time of the machine, what its host gave to others (steal, proc_stat(5))."""
 
     def __enter__(self) -> Meter:
+        self._stolen, self._begun_at = _stolen_seconds(), time.perf_counter()
         self._peak_is_ours = _write("/proc/self/clear_refs", "5")
         self._resident = status_bytes("VmRSS")
         self._begun = _cpu_and_faults()
@@ -42,6 +44,8 @@ class Meter:
 
     def __exit__(self, *exc: object) -> None:
         cpu, faults = _cpu_and_faults()
+        elapsed = time.perf_counter() - self._begun_at
+        self.stolen_share = (_stolen_seconds() - self._stolen) / (elapsed * (os.cpu_count() or 1))
         self.cpu_seconds = cpu - self._begun[0]
         self.minor_faults = faults - self._begun[1]
         # Without clear_refs the peak is that of the whole process: worth nothing, so it is not reported.
@@ -54,6 +58,7 @@ class Meter:
             "cpu_seconds": self.cpu_seconds,
             "peak_extra_bytes": self.peak_extra_bytes,
             "minor_faults": self.minor_faults,
+            "stolen_share": self.stolen_share,
             **timing.more,
         }
 
@@ -69,6 +74,10 @@ def status_bytes(key: str) -> int:
 def read_bytes() -> int:
     """What this process has had the disks read: by the kernel's account, whoever asked and in whichever way."""
     return int(Path("/proc/self/io").read_text().partition("\nread_bytes: ")[2].partition("\n")[0])
+
+
+def _stolen_seconds() -> float:
+    return int(Path("/proc/stat").read_text().partition("\n")[0].split()[8]) / _TICKS_PER_SECOND
 
 
 def _cpu_and_faults() -> tuple[float, int]:
@@ -128,7 +137,7 @@ def say(text: str) -> None:
 def combined(samples: Sequence[Sample]) -> Sample:
     """The sample of all ranks together: as slow as the slowest, as costly as all of them."""
     return {
-        key: max(sample[key] for sample in samples) if key in _SLOWEST else sum(sample[key] for sample in samples)
+        key: max(sample[key] for sample in samples) if key in _OF_THE_WORST else sum(sample[key] for sample in samples)
         for key in samples[0]
     }
 
