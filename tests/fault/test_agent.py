@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,31 @@ def test_four_processes_that_need_it_at_once_get_one_agent_under_any_local_root(
         for process in processes:
             process.communicate("\n", timeout=10)
     assert [process.returncode for process in processes] == [0] * 4
+
+
+HOLDS = (
+    "import fcntl, os, sys, time\n"
+    "fcntl.flock(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_EX)\n"
+    "print(flush=True)\n"
+    "time.sleep(60)\n"
+)
+
+
+def test_the_start_of_a_process_that_was_killed_is_made_by_who_waited_for_it(local_root: Path) -> None:
+    directory = contacts.private_directory(local_root)
+    command = [sys.executable, "-c", HOLDS, str(directory / contacts.STARTING)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE) as starter,
+        contextlib.closing(Contact(Settings.load(local_root=local_root, **SETTINGS))) as contact,
+        ThreadPoolExecutor(1) as waiting,
+    ):
+        assert starter.stdout is not None
+        starter.stdout.readline()
+        answer = waiting.submit(contact.ask, {"op": "status"})
+        time.sleep(0.5)
+        assert not (directory / contacts.LOG).exists()  # who waits has started none
+        starter.kill()
+        assert answer.result(20)["pid"]
 
 
 def _children_of(pid: int) -> list[int]:

@@ -61,6 +61,8 @@ HEAD_SECONDS = 10.0
 IDLE_SECONDS = 30.0
 HANDSHAKE_SECONDS = 5.0
 POLL_SECONDS = 0.01
+POLL_SECONDS_MAX = 0.05
+"""Between two looks for a chunk that somebody waits for: the first, and when it has been waited for for long."""
 TRIES = 3
 """How often a chunk that is here, and then is not when it is opened, is looked for again."""
 RETRY_AFTER_SECONDS = 1
@@ -284,8 +286,11 @@ class PeerServer:
     async def _held(self, name: str, version: str, size: int, after: int, interested: bool) -> Json:
         if interested:
             self._note_interest(version, name)
-        held = await self._in_thread(self.holdings.held, version, size, after)
-        return {**held.to_json(), "interested": sorted(await self._in_thread(self.interested, version))}
+        return await self._in_thread(self._held_by_us, version, size, after)
+
+    def _held_by_us(self, version: str, size: int, after: int) -> Json:
+        held = self.holdings.held(version, size, after)
+        return {**held.to_json(), "interested": sorted(self.interested(version))}
 
     def _note_interest(self, version: str, name: str) -> None:
         now = time.monotonic()
@@ -359,22 +364,24 @@ class PeerServer:
 
     async def _landed(self, version: str, size: int, ordinal: int, deadline: float) -> bool:
         """Return when a chunk is seen to be here, or not in time. All who wait for a version share each look."""
+        pause = POLL_SECONDS
         while time.monotonic() < deadline:
-            await self._look(version, size)
+            await self._look(version, size, pause)
             if self.holdings.has_seen(version, size, ordinal):
                 return True
+            pause = min(pause * 1.5, POLL_SECONDS_MAX)  # what has taken long may take longer
         return False
 
-    async def _look(self, version: str, size: int) -> None:
+    async def _look(self, version: str, size: int, pause: float) -> None:
         key = version, size
         task = self._looks.get(key)
         if task is None or task.done():  # to await one that has ended is no pause: a loop of it stops the agent
-            task = self._looks[key] = asyncio.ensure_future(self._look_later(version, size))
+            task = self._looks[key] = asyncio.ensure_future(self._look_later(version, size, pause))
             task.add_done_callback(lambda ended: self._looks.pop(key) if self._looks.get(key) is ended else None)
         await asyncio.shield(task)
 
-    async def _look_later(self, version: str, size: int) -> None:
-        await asyncio.sleep(POLL_SECONDS)
+    async def _look_later(self, version: str, size: int, pause: float) -> None:
+        await asyncio.sleep(pause)
         await self._in_thread(self.holdings.locate, version, size, 0)
 
     def _note_served(self, name: str, size_bytes: int) -> None:
