@@ -48,8 +48,7 @@ class Job:
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')}" for log in self.folder.glob("*.log"))
 
     def kill(self) -> None:
-        for pid in self.pids:
-            self.nursery.ask(verb="kill", pid=pid)
+        self.nursery.ask(verb="kill", pids=self.pids)
 
 
 class Nursery:
@@ -125,7 +124,7 @@ def _serve() -> None:
         elif request["verb"] == "wait":
             answer = _wait(request["pids"], request["timeout_seconds"], request["until_one_fails"], ended)
         else:
-            answer = _kill(request["pid"], ended)
+            answer = _kill(request["pids"], ended)
         print(json.dumps(answer), flush=True)
 
 
@@ -185,9 +184,12 @@ def _wait(pids: list[int], timeout_seconds: float, until_one_fails: bool, ended:
         time.sleep(0.02)
 
 
-def _kill(pid: int, ended: dict[int, int]) -> None:
-    if pid not in ended:
+def _kill(pids: list[int], ended: dict[int, int]) -> None:
+    """All at once: who is left while others are waited for would fail by itself, and not be killed."""
+    alive = [pid for pid in pids if pid not in ended]
+    for pid in alive:
         os.kill(pid, signal.SIGKILL)
+    for pid in alive:
         _, status = os.waitpid(pid, 0)
         ended[pid] = os.waitstatus_to_exitcode(status)
 
