@@ -94,7 +94,7 @@ def test_what_the_job_has_frozen_stays_frozen() -> None:
 
 
 def test_what_is_frozen_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counting visits every object: 22 ms in a trainer's process, many times in each save."""
+    """Counting visits every object: 22 ms in a trainer's process, some times in each save and load."""
     counts = []
     count = gc.get_freeze_count
     monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(count()) or counts[-1])

@@ -308,6 +308,14 @@ def test_a_directory_that_is_a_link_is_not_used(contact: Contact, local_root: Pa
         contact.ask({"op": "status"}, start=False)
 
 
+def test_where_the_disk_does_not_let_an_agent_be_started_there_is_said_to_be_none(
+    contact: Contact, local_root: Path
+) -> None:
+    (private_directory(local_root) / contacts.STARTING).mkdir()  # nothing can be written there, as on a full disk
+    with pytest.raises(NoAgentError, match="could not be started"):
+        contact.ask({"op": "status"})
+
+
 def test_an_agent_that_cannot_be_started_is_said_to_be_none(
     contact: Contact, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,6 @@ from ..layout import agent_dir
 from ..stores.local import make_dirs
 from ..telemetry import logger
 from ..types import Json, Tier
-from .disk import typed_errors
 from .lock import try_lock
 
 log = logger("agent")
@@ -207,9 +206,17 @@ class Contact:
             if not start:
                 raise NoAgentError(f"no agent runs for {self.settings.local_root}")
             # A start costs half a second of a core: one rank of a node does it, the others wait for it, or for its end.
-            with typed_errors(directory), try_lock(directory / STARTING, remove=True) as is_ours:
-                if is_ours:
-                    return self._started(directory, deadline)
+            try:
+                with try_lock(directory / STARTING, remove=True) as is_ours:
+                    if is_ours:
+                        return self._started(directory, deadline)
+            except TierckptError:
+                raise
+            except OSError as error:
+                raise NoAgentError(
+                    f"the agent of {self.settings.local_root} could not be started: {error}",
+                    hint=f"{directory} must be writable, and have room for a log",
+                ) from error
             if time.monotonic() > deadline:
                 raise NoAgentError(
                     f"nobody has started the agent of {self.settings.local_root} in {START_SECONDS} s",
