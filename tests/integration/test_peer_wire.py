@@ -124,6 +124,22 @@ async def test_who_waits_in_vain_is_told_so_in_time(tmp_path: Path) -> None:
     filling.close()
 
 
+async def test_the_longer_it_takes_the_less_often_is_looked_and_all_who_wait_share_each_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = freeze(DATA)
+    filling = begin(tmp_path, frozen)
+    land(filling, DATA, [0])
+    async with serving(tmp_path) as node:
+        looks, locate = [], node.holdings.locate
+        monkeypatch.setattr(node.holdings, "locate", lambda *what: looks.append(what) or locate(*what))
+        waiting = [get(node.client(), node.member, frozen, 7, wait_seconds=1) for _ in range(4)]
+        for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(outcome, ObjectNotFoundError)
+        assert 2 <= len(looks) <= 40  # every 10 ms they would be nearly 100
+    filling.close()
+
+
 async def test_an_answer_tells_what_else_has_landed(tmp_path: Path) -> None:
     frozen = freeze(DATA)
     filling = begin(tmp_path, frozen)
