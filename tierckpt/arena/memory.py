@@ -81,7 +81,6 @@ class Memory:
         kind: What backs it.
         fd: The descriptor of a shared kind; None for PRIVATE, and after ``close``.
         view: All of it, writable.
-        huge: Measured, not assumed: huge pages back at least nine tenths of it.
     """
 
     address: int
@@ -89,11 +88,11 @@ class Memory:
     kind: Kind
     fd: int | None
     view: memoryview
-    huge: bool
 
     def __init__(self, size_bytes: int, kind: Kind, fd: int | None) -> None:
         """Map, without pages yet. Use ``allocate``, ``open`` or ``from_fd``; this owns ``fd`` from here on."""
-        self.size_bytes, self.kind, self.fd, self.huge = size_bytes, kind, fd, False
+        self.size_bytes, self.kind, self.fd = size_bytes, kind, fd
+        self._huge: bool | None = False
         self._map: mmap.mmap | None = None
         self._before_close: list[Callable[[], object]] = []
         try:
@@ -212,6 +211,17 @@ class Memory:
         """What another process of this user passes to ``open`` while this one lives; None for PRIVATE."""
         return None if self.fd is None else f"/proc/{os.getpid()}/fd/{self.fd}"
 
+    @property
+    def huge(self) -> bool:
+        """True when huge pages back at least nine tenths of it: measured, not assumed, as it was when first asked.
+
+        Cost: once, 10 to 40 ms for each GiB of 4 KiB pages that this process has, whosever they are (``huge_bytes``).
+        So it is not measured before somebody wants to know.
+        """
+        if self._huge is None:
+            self._huge = pages.huge_bytes(self.address, self.size_bytes) >= 0.9 * self.size_bytes
+        return self._huge
+
     def keep_on_fork(self) -> None:
         """From now on a forked child sees what is in here, copied on write, as it does of any other memory.
 
@@ -271,7 +281,7 @@ class Memory:
             self.close()
 
     def __repr__(self) -> str:
-        return f"<Memory {self.kind} {self.size_bytes} bytes at {self.address:#x}{', huge' if self.huge else ''}>"
+        return f"<Memory {self.kind} {self.size_bytes} bytes at {self.address:#x}{', huge' if self._huge else ''}>"
 
     def _map_pages(self) -> None:
         reserved_bytes = self.size_bytes + HUGE_PAGE_BYTES
@@ -319,7 +329,7 @@ class Memory:
             log.debug("madvise(%d) on %s memory: %s", advice, self.kind, os.strerror(ctypes.get_errno()))
 
     def _prefault(self, *, fresh: bool) -> None:
-        """Put every page in place, then measure what kind they are. ``fresh``: nobody else uses the memory yet."""
+        """Put every page in place. ``fresh``: nobody else uses the memory yet."""
         counted = fresh and self.kind is not Kind.HUGETLB  # the others' pages, and the pool's, are taken already
         position, end, lock = self.address, self.address + self.size_bytes, threading.Lock()
 
@@ -342,7 +352,7 @@ class Memory:
         with ThreadPoolExecutor(PREFAULT_THREADS, "tierckpt-prefault") as pool:
             for done in [pool.submit(fill) for _ in range(PREFAULT_THREADS)]:
                 done.result()
-        self.huge = pages.huge_bytes(self.address, self.size_bytes) >= 0.9 * self.size_bytes
+        self._huge = None  # there is something to measure now
 
     def _fill(self, start: int, size_bytes: int, *, fresh: bool) -> None:
         if fresh and self.kind is Kind.SHM:
