@@ -146,6 +146,17 @@ def test_huge_is_what_the_kernel_did_not_what_was_asked(memory: Memory) -> None:
     assert memory.huge == (pages.huge_bytes(memory.address, memory.size_bytes) >= 0.9 * memory.size_bytes)
 
 
+def test_what_pages_it_has_is_measured_when_somebody_asks_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel walks all pages of the process for it: 80 ms in one that has 2 GiB, for each of eight buffers."""
+    asked: list[int] = []
+    monkeypatch.setattr(pages, "huge_bytes", lambda address, size_bytes: asked.append(address) or size_bytes)
+    with Memory.allocate(2 * MiB) as memory:
+        assert not asked
+        assert memory.huge
+        assert memory.huge
+        assert asked == [memory.address]
+
+
 @pytest.mark.parametrize("advice", ["_MADV_COLLAPSE", "_MADV_POPULATE_WRITE"])
 def test_where_the_kernel_makes_no_huge_pages_of_a_memory_file_it_has_small_ones(
     advice: str, monkeypatch: pytest.MonkeyPatch

@@ -18,8 +18,9 @@ from tierckpt.errors import IntegrityError, ManifestError, ObjectNotFoundError
 from tierckpt.layout import blocks_file
 from tierckpt.manifest import BLOCK_BYTES, FileEntry, Manifest, digest_of
 from tierckpt.mover import blocks
+from tierckpt.mover import pull as pulling
 from tierckpt.mover.blocks import BlockDigests
-from tierckpt.mover.copies import Copies, Copy, LocalCopy, RemoteCopy
+from tierckpt.mover.copies import Copies, Copy, LocalCopy, PeerCopy, RemoteCopy
 from tierckpt.mover.flush import Flushed
 from tierckpt.mover.pull import NEAR_BYTES, Piece, pull
 from tierckpt.types import ByteRange
@@ -192,6 +193,31 @@ def test_only_the_blocks_that_are_touched_are_read(place: Place, buffers: Bounce
         (2 * CHUNK, 3 * CHUNK),
         (3 * CHUNK + BLOCK_BYTES, SIZE),
     ]
+
+
+def test_a_chunk_is_read_in_parts_that_fit_the_caches_and_whole_where_its_blocks_are_not_known(
+    place: Place, buffers: Bounce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = 2 * BLOCK_BYTES
+    monkeypatch.setattr(pulling, "READ_BYTES", part)
+    assert place.pulled(place.copies(), buffers, (1, part + 1), (CHUNK - 1, SIZE))
+    assert sorted(place.copy.asked) == [(at, min(at + part, SIZE)) for at in range(0, SIZE, part)]
+    place.copy = Counted(place.path)
+    assert place.pulled(place.copies(known=[]), buffers, (1, part + 1), (CHUNK - 1, SIZE))
+    assert sorted(place.copy.asked) == [(at, min(at + CHUNK, SIZE)) for at in range(0, SIZE, CHUNK)]
+
+
+def test_when_a_part_is_bad_the_rest_of_the_chunk_comes_from_the_next_copy_too(
+    place: Place, buffers: Bounce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "READ_BYTES", BLOCK_BYTES)
+    damaged = bytearray(place.data)
+    damaged[BLOCK_BYTES] ^= 1
+    place.path.write_bytes(damaged)
+    place.copy = Counted(place.path)
+    whole = PeerCopy("node-2", CHUNK, lambda index: place.data[index * CHUNK : (index + 1) * CHUNK], lambda: None)
+    assert place.pulled(place.copies(whole), buffers, (0, SIZE))
+    assert place.path.with_name("shard.bad").exists()
 
 
 def test_damage_elsewhere_in_the_chunk_does_not_matter_and_damage_in_the_blocks_does(

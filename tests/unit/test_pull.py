@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import threading
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -136,6 +139,46 @@ def test_an_error_names_who_wanted_the_bytes_and_nothing_more_is_read(tmp_path: 
     assert caught.value.context["tensor"] == "weight"
     assert set(named) == {piece}
     assert len(copy.asked) < 500
+
+
+def test_as_many_threads_digest_at_a_time_as_there_are_processors_while_all_of_them_read(
+    tmp_path: Path, buffers: Bounce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    now, reading, digesting, lock = Counter[str](), [0], [0], threading.Lock()
+
+    def doing(what: str, most: list[int], seconds: float) -> None:
+        with lock:
+            now[what] += 1
+            most[0] = max(most[0], now[what])
+        time.sleep(seconds)
+        with lock:
+            now[what] -= 1
+
+    class Slow(LocalCopy):
+        def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> memoryview | bytes:
+            doing("read", reading, 0.02)
+            return super().read(byte_range, into)  # type: ignore[return-value]
+
+    class Watched(Copies):
+        def _is_good(self, *given: object) -> bool:
+            doing("digest", digesting, 0.002)
+            return True
+
+    data, path = content(), tmp_path / "shard"
+    path.write_bytes(data)
+    assert is_right(pulled(Watched(entry_of(data), CHUNK, [Slow(path)]), SPANS, buffers), data)
+    assert (reading, digesting) == ([buffers.count_max], [1])
+
+
+def test_a_load_takes_the_buffers_that_other_loads_leave_and_waits_for_one_only(tmp_path: Path) -> None:
+    data, path = content(), tmp_path / "shard"
+    path.write_bytes(data)
+    buffers = Bounce(3, "read")
+    with buffers.take(2, CHUNK, 0.0):
+        assert is_right(pulled(Copies(entry_of(data), CHUNK, [LocalCopy(path)]), SPANS, buffers), data)
+    with buffers.take(3, CHUNK, 0.0) as all_of_them:
+        assert len(all_of_them) == 3, "what the load took it has given back"
 
 
 def test_files_without_digests_are_taken_as_they_are(tmp_path: Path, buffers: Bounce) -> None:

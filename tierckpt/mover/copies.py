@@ -293,8 +293,18 @@ class Copies:
         """Return chunk ``index``: in ``into`` (page-aligned, a chunk in whole pages), or in other memory."""
         return self.part(index, self.chunk_range(index), into)
 
-    def part(self, index: int, byte_range: ByteRange, into: memoryview | None = None) -> Buffer:
+    def part(
+        self,
+        index: int,
+        byte_range: ByteRange,
+        into: memoryview | None = None,
+        *,
+        arrived: Callable[[], object] = lambda: None,
+    ) -> Buffer:
         """Return ``byte_range`` of chunk ``index``: all of it, or whole blocks of one that ``has_parts``.
+
+        Args:
+            arrived: called between reading and digesting; again, when what was read is bad, for the next copy.
 
         Raises:
             IntegrityError: no copy has a good version of it; names each copy and what was wrong.
@@ -303,6 +313,7 @@ class Copies:
             try:
                 data = copy.read(byte_range, into)
                 BYTES.emit(len(data), tier=copy.tier, direction="read")
+                arrived()
                 if len(data) == byte_range.size_bytes and self._is_good(data, index, byte_range):
                     return data
                 problem: TierckptError = IntegrityError(
