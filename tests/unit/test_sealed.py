@@ -101,6 +101,20 @@ def test_what_tierckpt_saves(file_uri: str, local_root: Path) -> None:
     assert len({id(one) for one in kept}) < len(kept)  # shared in the file, shared here
 
 
+def test_what_is_equal_is_written_once_and_read_once(file_uri: str, local_root: Path) -> None:
+    state = {f"layer.{number}": torch.full((4, 3), number) for number in range(50)}
+    save(f"{file_uri}/step-1", state)
+    data = (local_dir(local_root, parse_uri(file_uri)) / "step-1/.metadata").read_bytes()
+    for found in (read(data), pickle.loads(data)):
+        tensors = list(found.state_dict_metadata.values())
+        assert [len(tensor.chunks) for tensor in tensors] == [1] * 50
+        sizes = [(tensor.size, chunk.sizes, chunk.offsets) for tensor in tensors for chunk in tensor.chunks]
+        shared = [*zip(*sizes, strict=True), [tensor.chunks[0] for tensor in tensors], [t.properties for t in tensors]]
+        assert [len(set(map(id, same))) for same in shared] == [1, 1, 1, 1, 1]
+        assert all(one.chunks is not other.chunks for one, other in itertools.combinations(tensors, 2))
+    assert len(data) < 200 * len(state)
+
+
 def test_many_entries_so_that_the_memo_outgrows_a_byte() -> None:
     entries = {f"m.{i}": dataclasses.replace(small().state_dict_metadata["w"]) for i in range(500)}
     big = small(planner_data={name: tuple(name.split(".")) for name in entries})

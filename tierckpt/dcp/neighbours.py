@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -145,8 +145,14 @@ class Reading:
     def __init__(self, spans_of: Spans, crew: Together | None) -> None:
         self._spans_of, self._crew = spans_of, crew
 
-    def order(self, items: Iterable[ReadItem]) -> list[ReadItem]:
-        """By file and place. What is read together comes first: then no rank waits while another reads its own."""
+    def order(self, items: Iterable[ReadItem], place_of: Callable[[ReadItem], Any]) -> list[ReadItem]:
+        """By file and place. What is read together comes first: then no rank waits while another reads its own.
+
+        Args:
+            place_of: where an item lies, for who reads alone and need not know which bytes of it are wanted.
+        """
+        if self._crew is None:
+            return sorted(items, key=place_of)
         places = [(self._first_unit(item) is None, *self._place(item), item) for item in items]
         return [place[-1] for place in sorted(places, key=lambda place: place[:-1])]
 

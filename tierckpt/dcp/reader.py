@@ -202,7 +202,7 @@ class TierStorageReader(Mount, StorageReader):
         with no_collection():
             entries = self._entries(checkpoint, plan)
             missing = self._worth_fetching(checkpoint, entries, plan)
-            items = reading.order(plan.items)
+            items = reading.order(plan.items, self._place)
         self._fetch(checkpoint, missing, reading)
         work = _Load(planner, Objects(), reading)
         with contextlib.ExitStack() as open_files:
@@ -267,30 +267,32 @@ class TierStorageReader(Mount, StorageReader):
 
         reading.fetch(list(entries), fetch, self.settings.concurrency)
 
+    def _place(self, item: ReadItem) -> tuple[str, int, torch.Size]:
+        info = self._info(item)
+        return info.relative_path, info.offset, item.storage_offsets
+
     def _spans(self, item: ReadItem) -> tuple[str, list[tuple[int, int]]]:
         info = self._info(item)
         return info.relative_path, spans(item, info, self._shapes.of(item))
 
     def _prepare(self, item: ReadItem, work: _Load, files: Mapping[str, Copies]) -> Read:
         info = self._info(item)
+        # Metadata of old DCP versions has no transform_descriptors.
+        if item.type != LoadItemType.BYTE_IO and not getattr(info, "transform_descriptors", None):
+            stored = self._shapes.of(item)
+            if stored is not None and (frame := frame_of(*stored, info.length)) is not None:
+                self._check_part(item, stored[1])
+                target = self._target(item, work.planner)
+                return RawRead(item, info.relative_path, info.offset, frame, *stored, target)
 
         def take(item: ReadItem, stream: io.BytesIO) -> None:
             self._take_whole(item, stream, work, files[info.relative_path])
 
-        whole = WholeRead(item, info.offset, info.length, take)
-        # Metadata of old DCP versions has no transform_descriptors.
-        if item.type == LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None):
-            return whole
-        stored = self._shapes.of(item)
-        frame = frame_of(*stored, info.length) if stored is not None else None
-        if stored is None or frame is None:
-            return whole
-        self._check_part(item, stored[1])
-        return RawRead(item, info.offset, frame, *stored, self._target(item, work.planner))
+        return WholeRead(item, info.relative_path, info.offset, info.length, take)
 
     def _read_window(self, window: list[Read], work: _Load, files: Mapping[str, Copies], then: ReadItem | None) -> None:
         with no_collection():
-            owned = by_file(window, lambda read: self._info(read.item).relative_path)
+            owned = by_file(window)
 
         def name(error: TierckptError, copies: Copies, piece: Piece) -> None:
             item = next(read.item for known, read in owned[copies.entry.path] if known is piece)

@@ -78,12 +78,13 @@ class RawRead:
     """A tensor item whose raw bytes are read: all of them, or the rows that are wanted.
 
     Attributes:
-        offset: where the item begins in its file.
+        path, offset: where the item begins.
         size: of the stored tensor.
         target: what it is read into, of the item's ``lengths``.
     """
 
     item: ReadItem
+    path: str
     offset: int
     frame: wire.Frame
     dtype: torch.dtype
@@ -153,6 +154,7 @@ class WholeRead:
     """An item that is read whole and handed to ``take`` as a stream."""
 
     item: ReadItem
+    path: str
     offset: int
     length: int
     take: Callable[[ReadItem, io.BytesIO], None]
@@ -196,11 +198,13 @@ class DeviceCopies:
         self._under_way += [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
-def by_file(reads: Sequence[Read], file_of: Callable[[Read], str]) -> dict[str, list[tuple[Piece, Read]]]:
+def by_file(reads: Sequence[Read]) -> dict[str, list[tuple[Piece, Read]]]:
     """The pieces of ``reads`` and whose they are, by file, in order of where they begin."""
     files: dict[str, list[tuple[Piece, Read]]] = {}
     for read in reads:
-        files.setdefault(file_of(read), []).extend((piece, read) for piece in read.pieces())
+        owned = files.setdefault(read.path, [])
+        for piece in read.pieces():
+            owned.append((piece, read))
     for pieces in files.values():
         pieces.sort(key=lambda owned: owned[0].start)
     return files

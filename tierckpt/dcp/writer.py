@@ -31,7 +31,13 @@ from torch.distributed.checkpoint.filesystem import (
     _StoragePrefix,
     _StorageWriterTransforms,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -400,13 +406,13 @@ class TierStorageWriter(Mount, StorageWriter):
         return self._save
 
     def _encode_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> bytes:
-        _share_properties(metadata)
         metadata.version = DCP_VERSION
         split.amend(metadata, [part for rank in results for result in rank for part in getattr(result, "parts", ())])
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         if self._stands_in:
             _require_whole(metadata, self.path)
         metadata.storage_meta = self.storage_meta()
+        _share(metadata)
         return pickle.dumps(metadata)
 
     def _manifest(self, save: _Save, data: bytes, results: list[list[WriteResult]]) -> Manifest:
@@ -819,14 +825,34 @@ def _require_whole(metadata: Metadata, uri: str) -> None:
             raise CheckpointError(f"{fqn} of {uri} was not written by any rank", hint="The checkpoint before it stands")
 
 
-def _share_properties(metadata: Metadata) -> None:
-    """Give tensors with equal properties one object of them: a pickle then holds it once, and takes half as long."""
-    known: dict[Any, Any] = {}
+def _share(metadata: Metadata) -> None:
+    """Have equal properties, sizes and chunks be one object: the pickle holds each once.
+
+    It is half as long then, and whoever reads it builds as much less. What is shared nobody changes: DCP and we put
+    other objects in its place.
+    """
+    properties: dict[Any, Any] = {}
+    sizes: dict[Any, Any] = {}
+    chunks: dict[Any, ChunkStorageMetadata] = {}
     for stored in metadata.state_dict_metadata.values():
         if isinstance(stored, TensorStorageMetadata):
             has = stored.properties
             key = (has.dtype, has.layout, has.requires_grad, has.memory_format, has.pin_memory)
-            stored.properties = known.setdefault(key, has)
+            stored.properties = properties.setdefault(key, has)
+            stored.size = sizes.setdefault(stored.size, stored.size)
+            stored.chunks = [chunks.setdefault((chunk.offsets, chunk.sizes), chunk) for chunk in stored.chunks]
+    for chunk in chunks.values():
+        _share_size(chunk, "offsets", sizes)
+        _share_size(chunk, "sizes", sizes)
+    for index in metadata.storage_data:
+        _share_size(index, "offset", sizes)
+
+
+def _share_size(owner: Any, name: str, sizes: dict[Any, Any]) -> None:
+    """Put an equal size in its place: nothing changes by which ``owner``, frozen or not, is compared or hashed."""
+    fields = vars(owner)
+    if (size := fields.get(name)) is not None:
+        fields[name] = sizes.setdefault(size, size)
 
 
 def _results(shard: Shard) -> list[WriteResult]:

@@ -21,6 +21,7 @@ MARK, STOP, REDUCE, BUILD, APPEND, SETITEM, APPENDS, SETITEMS = b"(.Rbaseu"
 EMPTY_TUPLE, EMPTY_LIST, EMPTY_DICT, TUPLE = b")]}t"
 BININT1, BININT2, BINGET, LONG_BINGET = b"KMhj"
 PROTO, NEWOBJ, TUPLE1, TUPLE2, TUPLE3, SHORT_BINUNICODE, MEMOIZE = b"\x80\x81\x85\x86\x87\x8c\x94"
+NEW_WITH_STATE = bytes((NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK))
 PROTOCOLS = range(2, 6)
 
 
@@ -105,9 +106,31 @@ class _Machine:
             at += 1
             if op == MEMOIZE:
                 memo.append(stack[-1])
+            elif op == LONG_BINGET:
+                stack.append(memo[_unpack_unsigned(data, at)[0]])
+                at += 4
             elif op == BINGET:
                 stack.append(memo[data[at]])
                 at += 1
+            elif op == EMPTY_TUPLE:
+                if data[at : at + 5] == NEW_WITH_STATE:  # an object and its state begin: six opcodes as one
+                    record = _new(stack[-1], ())
+                    state: Any = {}
+                    memo += (record, state)
+                    stack[-1] = record
+                    stack.append(state)
+                    outer.append(stack)
+                    stack = []
+                    at += 5
+                else:
+                    stack.append(())
+            elif op == SETITEMS:
+                items, stack = stack, outer.pop()
+                _set_items(stack[-1], items)
+                if data[at] == BUILD:
+                    state = stack.pop()
+                    _build(stack[-1], state)
+                    at += 1
             elif op == BININT1:
                 stack.append(data[at])
                 at += 1
@@ -129,22 +152,14 @@ class _Machine:
             elif op == MARK:
                 outer.append(stack)
                 stack = []
-            elif op == EMPTY_TUPLE:
-                stack.append(())
             elif op == NEWOBJ:
                 arguments = stack.pop()
                 stack[-1] = _new(stack[-1], arguments)
             elif op == EMPTY_DICT:
                 stack.append({})
-            elif op == SETITEMS:
-                items, stack = stack, outer.pop()
-                _set_items(stack[-1], items)
             elif op == BUILD:
                 state = stack.pop()
                 _build(stack[-1], state)
-            elif op == LONG_BINGET:
-                stack.append(memo[_unpack_unsigned(data, at)[0]])
-                at += 4
             elif op == TUPLE3:
                 last, middle = stack.pop(), stack.pop()
                 stack[-1] = (stack[-1], middle, last)
