@@ -59,8 +59,8 @@ def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata
 
     Raises:
         UnsafeCheckpointError: it is damaged, asks for a global that is not data, or says what cannot be (S5).
-    Cost: six times what ``pickle.loads`` takes: 15 microseconds for each shard of a tensor, 25 where the file repeats what
-        is equal, as stock DCP does; S2 bounds the memory.
+    Cost: six times what ``pickle.loads`` takes: 15 microseconds for each shard of a tensor, 25 where the file repeats
+        what is equal, as stock DCP does; S2 bounds the memory.
     """
     try:
         with no_collection():
