@@ -15,7 +15,6 @@ import argparse
 import json
 import logging
 import os
-import platform
 import shutil
 import socket
 import subprocess
@@ -26,10 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from saving import limits, report, training, worker
-from saving.meter import drop_page_cache, say
+from saving.meter import machine, say
 from saving.plot import draw
 from saving.states import CASES, GiB
 
@@ -133,26 +131,6 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def machine(given: argparse.Namespace, directory: Path, seconds: float) -> dict[str, Any]:
-    """What the numbers depend on."""
-    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cores": os.cpu_count(),
-        "memory_bytes": memory,
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "file_system": limits.filesystem_type(directory),
-        "huge_pages": huge.read_text().strip() if huge.exists() else "none",
-        "page_cache_dropped": drop_page_cache(),
-        "load_average": os.getloadavg()[0],
-        "scale": given.scale,
-        "rounds": given.rounds,
-        "seconds": round(seconds, 1),
-    }
-
-
 def write_json(tables: report.Tables, about: dict[str, Any], found: list[report.Verdict]) -> None:
     verdicts = {f"{each.figure} [{each.unit}]": each.as_json() for each in found}
     OUT.parent.mkdir(exist_ok=True)
@@ -187,7 +165,7 @@ def main() -> int:
         with ThreadPoolExecutor(1 if given.rounds else os.cpu_count()) as pool:
             done = pool.map(lambda case: run_case(case, given, directory), given.cases)
             tables = dict(zip(given.cases, done, strict=True))
-        about = machine(given, directory, time.monotonic() - begun)
+        about = machine(directory, given.scale, given.rounds, time.monotonic() - begun)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     found = report.verdicts(tables)

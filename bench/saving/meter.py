@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import resource
 import statistics
 import sys
@@ -13,6 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from . import limits
 
 SETTLE_SECONDS = 0.2
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -191,3 +196,23 @@ class Results:
             if self.samples[limit].get(number)
         ]
         return statistics.median(shares) if shares else None
+
+
+def machine(directory: Path, scale: float, rounds: int, seconds: float) -> dict[str, Any]:
+    """What the numbers depend on."""
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cores": os.cpu_count(),
+        "memory_bytes": memory,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "file_system": limits.filesystem_type(directory),
+        "huge_pages": huge.read_text().strip() if huge.exists() else "none",
+        "page_cache_dropped": drop_page_cache(),
+        "load_average": os.getloadavg()[0],
+        "scale": scale,
+        "rounds": rounds,
+        "seconds": round(seconds, 1),
+    }
