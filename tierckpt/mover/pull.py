@@ -95,6 +95,10 @@ class _Job:
         return self.copies.has_parts(self.index)
 
     @property
+    def is_read_whole(self) -> bool:
+        return self.runs == [self.chunk] or bool(self.runs and not self.has_parts)
+
+    @property
     def wanted_bytes(self) -> int:
         return sum(run.size_bytes for run in self.runs)
 
@@ -107,7 +111,7 @@ class _Job:
         """What is read of it, in order: all of ``runs``, so that it can be verified."""
         if self.runs and not self.has_parts:
             yield self.chunk
-        elif self.copies.is_remote:  # each is a request
+        elif self.copies.is_remote:  # where each is a request
             yield from self.runs
         else:
             for run in self.runs:
@@ -132,7 +136,7 @@ def _reads(jobs: Iterable[_Job]) -> Iterator[_Read]:
             while first < len(job.pieces) and job.pieces[first].stop <= part.start:
                 first += 1
             yield _Read(job, part, first)
-        if any(piece.is_peek for piece in job.pieces):
+        if not job.is_read_whole and any(piece.is_peek for piece in job.pieces):
             yield _Read(job, None, 0)
 
 
@@ -405,7 +409,7 @@ def _room(buffer: memoryview | None, part: ByteRange) -> memoryview | None:
 def _peek(piece: Piece, job: _Job, buffer: memoryview | None) -> None:
     """Look at what nothing was read for."""
     start, stop = max(piece.start, job.chunk.start), min(piece.stop, job.chunk.stop)
-    if any(run.start <= start and stop <= run.stop for run in job.runs) or (job.runs and not job.has_parts):
+    if any(run.start <= start and stop <= run.stop for run in job.runs):
         return
     pages = _pages(job.copies, start, stop)
     data = job.copies.peek(pages, _room(buffer, pages))
