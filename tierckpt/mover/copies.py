@@ -298,7 +298,6 @@ class Copies:
         index: int,
         byte_range: ByteRange,
         into: memoryview | None = None,
-        *,
         arrived: Callable[[], object] = lambda: None,
     ) -> Buffer:
         """Return ``byte_range`` of chunk ``index``: all of it, or whole blocks of one that ``has_parts``.

@@ -394,7 +394,7 @@ class _Pull:
             return
         try:
             with _Turn(self._turns) as turn:
-                data = job.copies.part(job.index, part, _room(buffer, part), arrived=turn)
+                data = job.copies.part(job.index, part, _room(buffer, part), turn)
                 _give(islice(job.pieces, first, None), part, data)
         except TierckptError as error:
             self._on_error(error, job.copies, job.pieces[min(first, len(job.pieces) - 1)])
