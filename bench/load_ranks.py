@@ -147,6 +147,7 @@ def job(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
 def _rank(
     rank: int, world: int, store: str, answers: Any, work: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)  # as a launcher says
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     torch.set_num_threads(1)
     answers.put(work(*arguments))

@@ -36,6 +36,12 @@ PreemptSignal: TypeAlias = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "S
 NumaNode: TypeAlias = Annotated[int, Field(ge=0, lt=1024)]
 
 
+def ranks_of_node() -> int:
+    """How many ranks of the job are on this node, as torchrun, Open MPI or Intel MPI says; 1 where nobody says it."""
+    told = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
+    return max(1, next((int(count) for count in told if count and count.isdigit()), 1))
+
+
 def _default_local_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tierckpt"
 
@@ -89,7 +95,8 @@ class Settings(BaseSettings):
     large load finds to be the best of this device. ``direct``: past the page cache. ``buffered``: through it."""
 
     read_threads_max: int = Field(default=8, ge=1, le=64)
-    """Most threads that one load reads with. What the disk likes is measured; this only bounds it. Each has a chunk."""
+    """Most threads that one load reads with. What the disk likes is measured, and ranks of a node share it; this only
+    bounds it. Each has 2 MiB."""
 
     flush_nice: int = Field(default=10, ge=0, le=19)
     """How far the flush steps back from training: the nice value of its threads. 0 is no lower than the trainer."""

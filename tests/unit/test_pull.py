@@ -171,6 +171,25 @@ def test_as_many_threads_digest_at_a_time_as_there_are_processors_while_all_of_t
     assert (reading, digesting) == ([buffers.count_max], [1])
 
 
+@pytest.mark.parametrize(("ranks", "processors", "threads"), [("1", 2, 8), ("2", 2, 4), ("8", 2, 2), ("8", 64, 8)])
+def test_ranks_of_a_node_share_the_threads_that_its_disk_likes(
+    ranks: str, processors: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(os, "cpu_count", lambda: processors)
+    data, path, buffers, seen = content(), tmp_path / "shard", Bounce(8, "read"), set[int]()
+    path.write_bytes(data)
+
+    class Slow(LocalCopy):
+        def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> memoryview | bytes:
+            seen.add(threading.get_ident())
+            time.sleep(0.03)
+            return super().read(byte_range, into)  # type: ignore[return-value]
+
+    [found] = pulled(Copies(entry_of(data), CHUNK, [Slow(path)]), [(0, SIZE)], buffers)
+    assert (found, len(seen)) == (data, threads)
+
+
 def test_a_load_takes_the_buffers_that_other_loads_leave_and_waits_for_one_only(tmp_path: Path) -> None:
     data, path = content(), tmp_path / "shard"
     path.write_bytes(data)

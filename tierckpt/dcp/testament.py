@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,7 @@ from typing import BinaryIO
 from ..arena import memory
 from ..arena.memory import Memory
 from ..arena.slots import Lease
-from ..config import Settings
+from ..config import Settings, ranks_of_node
 from ..errors import OperationTimeoutError, TierckptError
 from ..manifest import FileEntry
 from ..mover.contact import WILL_NAME, Contact, NoAgentError, contact_for
@@ -79,7 +78,7 @@ class Testament:
         left[WILL_NAME] = written.fileno()
         world_size = self._will.world_size if self._will.use_collectives else 1  # without, each rank saves alone
         message = {"op": "hand_in", "save": self._save, "rank": self._will.rank, "world_size": world_size}
-        message |= {"is_of_this_node": _is_of_one_node(world_size), "names": list(left)}
+        message |= {"is_of_this_node": world_size <= ranks_of_node(), "names": list(left)}
         old = len(self._written)
         self._written.append(written)
         self._contact.ask(message, list(left.values()))
@@ -122,12 +121,6 @@ def leave_open(testament: Testament) -> None:
     while len(_open) > OPEN_MAX:
         with contextlib.suppress(IndexError):  # another thread was faster
             _open.popleft().take_back()
-
-
-def _is_of_one_node(world_size: int) -> bool:
-    """As torchrun, Open MPI or Intel MPI says; where nobody says it, ranks may be on other nodes."""
-    told = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
-    return world_size <= next((int(count) for count in told if count and count.isdigit()), 1)
 
 
 def hand_in(

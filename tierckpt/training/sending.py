@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..config import Settings
+from ..config import Settings, ranks_of_node
 from ..layout import MANIFEST, local_dir, parse_uri
 from ..mover.space import room_bytes
 from ..planning import policy
@@ -234,4 +234,4 @@ def _usual_bytes(records: Sequence[SaveRecord]) -> int:
 
 def _share_of_node() -> float:
     """Of a checkpoint, what this node holds, if all hold equally much. torchrun says how many ranks are where."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / max(1, int(os.environ.get("WORLD_SIZE", 1)))
+    return ranks_of_node() / max(1, int(os.environ.get("WORLD_SIZE", 1)))
