@@ -41,7 +41,7 @@ from . import broadcast
 from .collection import no_collection
 from .mount import Mount
 from .neighbours import Neighbours, Reading, spans
-from .reading import WINDOW_BYTES, DeviceCopies, RawRead, Read, Shapes, WholeRead, by_file, frame_of
+from .reading import WINDOW_BYTES, DeviceCopies, RawRead, Read, Rows, Shapes, WholeRead, by_file, frame_of
 from .sealed import Objects, load_metadata, load_tensor
 
 log = logger("restore")
@@ -283,7 +283,7 @@ class TierStorageReader(Mount, StorageReader):
             if stored is not None and (frame := frame_of(*stored, info.length)) is not None:
                 self._check_part(item, stored[1])
                 target = self._target(item, work.planner)
-                return RawRead(item, info.relative_path, info.offset, frame, *stored, target)
+                return RawRead(item, info.relative_path, info.offset, frame, *stored, target, work.rows)
 
         def take(item: ReadItem, stream: io.BytesIO) -> None:
             self._take_whole(item, stream, work, files[info.relative_path])
@@ -476,6 +476,7 @@ class _Load:
     objects: Objects
     reading: Reading
     copies: DeviceCopies = field(default_factory=DeviceCopies)
+    rows: Rows = field(default_factory=Rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,34 @@ def frame_of(dtype: torch.dtype, size: torch.Size, length: int) -> wire.Frame | 
     return None
 
 
+class Rows:
+    """Memory for rows on their way to where they do not fit as they are: that of one window serves the next.
+
+    New memory for each would be faulted in page by page each time: for half of the columns of 2 GiB that was a third of
+    the processor time. Never holds more than ``size_bytes_max``, unless more is taken at one time.
+    """
+
+    def __init__(self, size_bytes_max: int = WINDOW_BYTES) -> None:
+        self._size_bytes_max = size_bytes_max
+        self._size_bytes = 0
+        self._free: list[torch.Tensor] = []
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """Return bytes with anything in them: at least ``size_bytes``, and at most twice as many."""
+        fitting = [bytes_ for bytes_ in self._free if size_bytes <= bytes_.nbytes <= 2 * size_bytes]
+        if fitting:
+            best = min(fitting, key=lambda bytes_: bytes_.nbytes)
+            self._free = [bytes_ for bytes_ in self._free if bytes_ is not best]
+            return best
+        while self._free and self._size_bytes + size_bytes > self._size_bytes_max:
+            self._size_bytes -= self._free.pop(0).nbytes
+        self._size_bytes += size_bytes
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def give_back(self, taken: torch.Tensor) -> None:
+        self._free.append(taken)
+
+
 @dataclass(slots=True)
 class RawRead:
     """A tensor item whose raw bytes are read: all of them, or the rows that are wanted.
@@ -81,6 +109,7 @@ class RawRead:
         path, offset: where the item begins.
         size: of the stored tensor.
         target: what it is read into, of the item's ``lengths``.
+        rows: where rows come from that cannot be read into ``target``.
     """
 
     item: ReadItem
@@ -90,13 +119,14 @@ class RawRead:
     dtype: torch.dtype
     size: torch.Size
     target: torch.Tensor
+    rows: Rows
     extra_bytes: int = 0
     _is_direct: bool = False
     _row_bytes: int = 0
     _row_count: int = 1
     _dim: int = 0
     _head: bytearray = field(default_factory=bytearray)
-    _rows: torch.Tensor | None = None
+    _memory: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         size, lengths = self.size, self.item.lengths
@@ -127,11 +157,14 @@ class RawRead:
         start = self.offset + len(head)
         self._head = bytearray(len(head))
         yield Piece(self.offset, start, _address(self._head), is_peek=True)
-        into = self.target
+        into, size_bytes = self.target, self._row_bytes * self._row_count
         if not self._is_direct:
-            rows = (self._row_count, *self.size[self._dim + 1 :]) if self.size else ()
-            into = self._rows = torch.empty(rows, dtype=self.dtype, pin_memory=self.target.is_cuda)
-        if size_bytes := self._row_bytes * self._row_count:
+            into = self._memory = (
+                torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+                if self.target.is_cuda
+                else self.rows.take(size_bytes)
+            )
+        if size_bytes:
             for dim, offset in enumerate(self.item.storage_offsets[: self._dim + 1]):
                 start += offset * self.size[dim + 1 :].numel() * self.dtype.itemsize
             yield Piece(start, start + size_bytes, into.data_ptr())
@@ -140,12 +173,15 @@ class RawRead:
         """A copy to a CUDA device is only begun: torch keeps the pinned rows until it has ended (``DeviceCopies``)."""
         if self._head != self.frame.head:
             return False
-        if self._rows is not None:
-            part = self._rows
+        if self._memory is not None:
+            shape = (self._row_count, *self.size[self._dim + 1 :]) if self.size else ()
+            part = self._memory[: self._row_bytes * self._row_count].view(self.dtype).view(shape)
             for dim in range(self._dim + 1, len(self.size)):
                 part = part.narrow(dim - self._dim, self.item.storage_offsets[dim], self.item.lengths[dim])
             self.target.copy_(part, non_blocking=self.target.is_cuda)
-            self._rows = None
+            if not self.target.is_cuda:  # of those torch knows when the copy has ended
+                self.rows.give_back(self._memory)
+            self._memory = None
         return True
 
 
