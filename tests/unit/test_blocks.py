@@ -207,6 +207,27 @@ def test_a_chunk_is_read_in_parts_that_fit_the_caches_and_whole_where_its_blocks
     assert sorted(place.copy.asked) == [(at, min(at + CHUNK, SIZE)) for at in range(0, SIZE, CHUNK)]
 
 
+def test_for_a_whole_chunk_nobody_goes_farther_to_find_the_digests_of_its_blocks(
+    place: Place, buffers: Bounce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "READ_BYTES", BLOCK_BYTES)
+    kept, asked = place.kept_path.read_bytes(), list[ByteRange]()
+
+    def get(byte_range: ByteRange) -> bytes:
+        asked.append(byte_range)
+        return kept[byte_range.start : byte_range.stop]
+
+    elsewhere = [RemoteCopy("s3://b/x", get)]
+    assert place.pulled(place.copies(known=list(elsewhere)), buffers, (0, 2 * CHUNK))
+    assert (sorted(place.copy.asked), asked) == ([(0, CHUNK), (CHUNK, 2 * CHUNK)], [])
+    place.copy = Counted(place.path)
+    assert place.pulled(place.copies(known=list(elsewhere)), buffers, (5, 6))
+    assert (place.copy.asked, len(asked)) == ([(0, BLOCK_BYTES)], 1)
+    place.copy = RemoteCopy("s3://b/shard", lambda asked: place.data[asked.start : asked.stop])  # type: ignore[assignment]
+    assert place.pulled(place.copies(known=list(elsewhere)), buffers, (0, 2 * CHUNK))
+    assert len(asked) == 1
+
+
 def test_when_a_part_is_bad_the_rest_of_the_chunk_comes_from_the_next_copy_too(
     place: Place, buffers: Bounce, monkeypatch: pytest.MonkeyPatch
 ) -> None:

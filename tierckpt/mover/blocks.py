@@ -78,6 +78,11 @@ class BlockDigests:
         self._known: dict[int, bytes | None] = {}
         self._lock = threading.Lock()
 
+    @property
+    def tier(self) -> str | None:
+        """The tier that they are read from first."""
+        return next((str(copy.tier) for copy in self._copies), None)
+
     def expect(self, indices: Iterable[int]) -> None:
         """Say which chunks will be asked for, in order, before any is."""
         self._expected = sorted(indices)

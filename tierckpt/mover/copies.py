@@ -216,6 +216,9 @@ class PeerCopy:
 class KnownBlocks(Protocol):
     """Digests of the blocks of a file's chunks (mover/blocks.py)."""
 
+    @property
+    def tier(self) -> str | None: ...
+
     def expect(self, indices: Iterable[int], /) -> None: ...
 
     def of(self, index: int, /) -> bytes | None: ...
@@ -288,6 +291,12 @@ class Copies:
         if not self.entry.digests:
             return True
         return not self._is_by_chunk and self._blocks is not None and self._blocks.of(index) is not None
+
+    def takes_parts(self, index: int) -> bool:
+        """True when chunk ``index``, all of which is wanted, is read from a disk, and can be had in parts without going
+        farther for it: what they are verified by lies where the file does."""
+        is_near = not self.entry.digests or (self._blocks is not None and self._blocks.tier == self.tier)
+        return is_near and not self.is_remote and self.has_parts(index)
 
     def chunk(self, index: int, into: memoryview | None = None) -> Buffer:
         """Return chunk ``index``: in ``into`` (page-aligned, a chunk in whole pages), or in other memory."""

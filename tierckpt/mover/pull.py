@@ -99,12 +99,18 @@ class _Job:
         return self.copies.chunk_range(self.index)
 
     @property
+    def is_wanted_whole(self) -> bool:
+        return self.runs == [self.chunk]
+
+    @property
     def has_parts(self) -> bool:
-        return self.copies.has_parts(self.index)
+        """True when less than the chunk can be read at a time."""
+        copies, index = self.copies, self.index
+        return copies.takes_parts(index) if self.is_wanted_whole else copies.has_parts(index)
 
     @property
     def is_read_whole(self) -> bool:
-        return self.runs == [self.chunk] or bool(self.runs and not self.has_parts)
+        return self.is_wanted_whole or bool(self.runs and not self.has_parts)
 
     @property
     def wanted_bytes(self) -> int:
@@ -283,10 +289,9 @@ def _jobs(copies: Copies, pieces: Sequence[Piece]) -> list[_Job]:
             jobs[index].pieces.append(piece)
     for job in jobs.values():
         job.runs = _runs(job)
-    if copies.is_remote:
-        copies.expect_parts(job.index for job in jobs.values() if job.runs != [job.chunk])
-    else:
-        copies.expect_parts(job.index for job in jobs.values() if job.runs)
+    copies.expect_parts(
+        job.index for job in jobs.values() if job.runs and not (copies.is_remote and job.is_wanted_whole)
+    )
     return [jobs[index] for index in sorted(jobs)]
 
 
