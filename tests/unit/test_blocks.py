@@ -223,6 +223,8 @@ def test_for_a_whole_chunk_nobody_goes_farther_to_find_the_digests_of_its_blocks
     place.copy = Counted(place.path)
     assert place.pulled(place.copies(known=list(elsewhere)), buffers, (5, 6))
     assert (place.copy.asked, len(asked)) == ([(0, BLOCK_BYTES)], 1)
+    assert place.pulled(place.copies(known=list(elsewhere)), buffers, (7, 9), peeks=(0,))
+    assert len(asked) == 1, "what is only peeked at is not verified"
     place.copy = RemoteCopy("s3://b/shard", lambda asked: place.data[asked.start : asked.stop])  # type: ignore[assignment]
     assert place.pulled(place.copies(known=list(elsewhere)), buffers, (0, 2 * CHUNK))
     assert len(asked) == 1

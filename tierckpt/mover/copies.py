@@ -288,9 +288,14 @@ class Copies:
 
     def has_parts(self, index: int) -> bool:
         """True when less than the whole of chunk ``index`` can be had, by ``part``."""
-        if not self.entry.digests:
-            return True
-        return not self._is_by_chunk and self._blocks is not None and self._blocks.of(index) is not None
+        if not self.entry.digests or not self.may_have_parts:
+            return self.may_have_parts
+        return self._blocks is not None and self._blocks.of(index) is not None
+
+    @property
+    def may_have_parts(self) -> bool:
+        """False when no chunk ``has_parts``: known without reading anything."""
+        return not self.entry.digests or (not self._is_by_chunk and self._blocks is not None)
 
     def takes_parts(self, index: int) -> bool:
         """True when chunk ``index``, all of which is wanted, is read from a disk, and can be had in parts without going

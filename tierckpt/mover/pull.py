@@ -118,8 +118,17 @@ class _Job:
 
     @property
     def read_bytes_max(self) -> int:
-        """The most that is read of it at a time, and of a disk."""
-        return min(READ_BYTES, self.chunk.size_bytes) if self.has_parts else self.chunk.size_bytes
+        """The most that is read of it at a time, and of a disk, as far as is known without going anywhere for it."""
+        if not self.runs:
+            return 0
+        is_cut = self.has_parts if self.is_wanted_whole else self.copies.may_have_parts
+        return min(READ_BYTES, self.chunk.size_bytes) if is_cut else self.chunk.size_bytes
+
+    def first_after(self, start: int, first: int) -> int:
+        """The first of the pieces from ``first`` on that does not end before ``start``."""
+        while first < len(self.pieces) and self.pieces[first].stop <= start:
+            first += 1
+        return first
 
     def parts(self) -> Iterator[ByteRange]:
         """What is read of it, in order: all of ``runs``, so that it can be verified."""
@@ -137,21 +146,25 @@ class _Read(NamedTuple):
     """What a thread does at a time."""
 
     job: _Job
-    part: ByteRange | None
-    """What is read of the chunk; None for peeking."""
-    first: int
+    parts: Iterable[ByteRange]
+    """What is read of the chunk."""
+    first: int = 0
     """The first of the pieces that may want something of it."""
 
 
 def _reads(jobs: Iterable[_Job]) -> Iterator[_Read]:
+    """Of a disk, chunks that are wanted whole are shared out in parts, so that it is read in order.
+
+    Any other is one thread's: what verifies a part of it may have to be fetched, and nobody else should wait for that.
+    """
     for job in jobs:
+        if job.copies.is_remote or not job.is_wanted_whole:
+            yield _Read(job, job.parts())
+            continue
         first = 0
         for part in job.parts():
-            while first < len(job.pieces) and job.pieces[first].stop <= part.start:
-                first += 1
-            yield _Read(job, part, first)
-        if not job.is_read_whole and any(piece.is_peek for piece in job.pieces):
-            yield _Read(job, None, 0)
+            first = job.first_after(part.start, first)
+            yield _Read(job, (part,), first)
 
 
 def pull(
@@ -401,19 +414,20 @@ class _Pull:
                 self._error = self._error or error
 
     def _do(self, read: _Read, buffer: memoryview | None) -> None:
-        job, part, first = read
-        if part is None:
+        job, parts, first = read
+        for part in parts:
+            first = job.first_after(part.start, first)
+            try:
+                with _Turn(self._turns) as turn:
+                    data = job.copies.part(job.index, part, _room(buffer, part), turn)
+                    _give(islice(job.pieces, first, None), part, data)
+            except TierckptError as error:
+                self._on_error(error, job.copies, job.pieces[min(first, len(job.pieces) - 1)])
+                raise
+        if not job.is_read_whole:
             for piece in job.pieces:
                 if piece.is_peek:
                     _peek(piece, job, buffer)
-            return
-        try:
-            with _Turn(self._turns) as turn:
-                data = job.copies.part(job.index, part, _room(buffer, part), turn)
-                _give(islice(job.pieces, first, None), part, data)
-        except TierckptError as error:
-            self._on_error(error, job.copies, job.pieces[min(first, len(job.pieces) - 1)])
-            raise
 
 
 def _room(buffer: memoryview | None, part: ByteRange) -> memoryview | None:
