@@ -12,8 +12,8 @@ from tierckpt import Checkpointer  # here, so that all savers share the memory o
 
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
 TENSORS = 4
-ELEMENTS = 1 << 22
-"""16 MiB each, 64 MiB together."""
+ELEMENTS = 1 << 21
+"""8 MiB each, 32 MiB together."""
 
 
 def save_often(folder: str, uri: str, saver: int, savers: int, saves: int) -> None:

@@ -19,7 +19,8 @@ from tests.fault.nursery import Nursery
 from tests.services import shared_memory_alone
 
 SAVERS = int(os.environ.get("TIERCKPT_TEST_SAVERS", "8"))
-SAVES = 4
+SAVES = 12
+"""So many that no saver is done within the burst that a disk with a budget allows: what is fair shows after it."""
 FAIRNESS_MAX = 3.0
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60 + 20 * SAVERS)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -171,6 +172,28 @@ def test_a_line_that_was_written_by_half_is_written_again(target: Path, monkeypa
     filling.land(2, 0, DATA["two.bin"])
     assert len(shorted) == 3
     assert begin(target).has(2, 0)
+
+
+def test_what_another_begins_and_lands_while_one_finds_nothing_there_is_not_damage(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, others = module.read_whole, []
+
+    def too_early(*args: Any) -> bytes:
+        try:
+            return read(*args)
+        except ObjectNotFoundError:
+            monkeypatch.setattr(module, "read_whole", read)
+            others.append(begin(target))
+            land(others[0], (0, 2))
+            raise
+
+    monkeypatch.setattr(module, "read_whole", too_early)
+    late = begin(target)
+    assert late.landed_bytes == others[0].landed_bytes > 0
+    land(others[0])
+    assert late.publish()
+    assert same(target)
 
 
 @pytest.mark.parametrize("record", ["", "nonsense", '{"uri": 1}'])

@@ -97,9 +97,14 @@ def whole_receipt(directory: Path, version: str) -> Receipt | None:
 def read_entry(incoming: Path) -> Frozen | None:
     """What ``incoming`` is to become; None when nobody knows (then it is of no use)."""
     try:
-        return decode(read_whole(incoming / ENTRY, MANIFEST_BYTES_MAX), where=str(incoming / ENTRY)).frozen
+        return _entry_of(incoming)
     except (ObjectNotFoundError, ManifestError):
         return None
+
+
+def _entry_of(incoming: Path) -> Frozen:
+    """Raises ObjectNotFoundError: nobody has begun. ManifestError: it is damaged."""
+    return decode(read_whole(incoming / ENTRY, MANIFEST_BYTES_MAX), where=str(incoming / ENTRY)).frozen
 
 
 def is_being_filled(incoming: Path) -> bool:
@@ -201,14 +206,22 @@ class Filling:
         self.refresh()
 
     def _agree(self, frozen: Frozen) -> Frozen:
-        """Take over what stands there already: the chunk size of whoever was first."""
-        while (known := read_entry(self.incoming)) is None or known.version != frozen.version:
-            path = self.incoming / ENTRY
-            if path.exists():
-                log.warning("%s is damaged: beginning again", path)
-                for left in self._lists():
-                    left.unlink(missing_ok=True)
-                path.unlink(missing_ok=True)
+        """Take over what stands there already: the chunk size of whoever was first.
+
+        Not there and damaged are told apart by one read. By two, an entry that another has made between them would
+        count as damaged, and what has landed since would go with it.
+        """
+        path = self.incoming / ENTRY
+        while True:
+            try:
+                known = _entry_of(self.incoming)
+                if known.version == frozen.version:
+                    return known
+                self._forget(path)
+            except ManifestError:
+                self._forget(path)
+            except ObjectNotFoundError:
+                pass  # the first, or one of them
             temporary = path.with_name(f"entry.{secrets.token_hex(6)}")
             _write_durable(temporary, frozen.encode())
             try:
@@ -218,7 +231,12 @@ class Filling:
             except OSError:  # no hard links here
                 temporary.replace(path)
             temporary.unlink(missing_ok=True)
-        return known
+
+    def _forget(self, entry: Path) -> None:
+        log.warning("%s is damaged: beginning again", entry)
+        for left in self._lists():
+            left.unlink(missing_ok=True)
+        entry.unlink(missing_ok=True)
 
     def _lists(self) -> list[Path]:
         return list((self.incoming / FILLING).glob("progress-*"))

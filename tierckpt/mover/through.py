@@ -43,8 +43,8 @@ log = logger("prefetch")
 
 STALL_SECONDS_MIN = 60.0
 NO_ROOM_SECONDS = 10.0
-TRIES = 5
 """How long a reader that found no room does not ask for it again."""
+JOINS_MAX = 5
 GROW_BYTES = 64 << 20
 """Room that reading through takes at a time."""
 
@@ -201,18 +201,27 @@ class Cached:
             raise
 
     def _join_filling(self, whole: bool) -> Filling | None:
-        """Join who fills the entry; None when it is whole. It may become whole, and be tidied, at any moment."""
-        for left in reversed(range(TRIES)):
+        """Join who fills the entry; None when it is whole. It may become whole, and be tidied, at any moment.
+
+        So it is looked at again after joining: when it was published in between, what was joined is a directory made
+        anew, in which nothing has landed, and all of it would be fetched once more.
+        """
+        for left in reversed(range(JOINS_MAX)):
             receipt = whole_receipt(self._target, self.frozen.version)
             if receipt is not None:
                 self.frozen, self._is_whole = receipt.frozen, True
                 self.tally.here_bytes = self.frozen.size_bytes
                 return None
             try:
-                return Filling(self._target, self.frozen, preallocate=whole)
+                filling = Filling(self._target, self.frozen, preallocate=whole)
             except ObjectNotFoundError:
                 if not left:
                     raise
+                continue
+            if not left or not filling.is_published():
+                return filling
+            filling.close()
+            filling.tidy()
         raise AssertionError("unreachable")
 
     def _reserve(self, size_bytes: int) -> None:
