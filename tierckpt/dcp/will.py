@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..arena.memory import Kind, Memory
@@ -36,21 +37,69 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One record: a tensor that lies at ``place`` (None when it has no bytes), or an object, whose bytes are here."""
+class ShardToBe:
+    """A shard's records, one column for each thing to know of them: an object for each record takes longer to make and
+    to pickle than ten thousands of small tensors take to write."""
 
-    offset: int
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    place: Place | None
-    data: bytes = b""
+    name: str
+    offsets: list[int]
+    """Of their heads, in the file."""
+    dtypes: list[torch.dtype | None]
+    """None: an object, whose bytes are in ``data``."""
+    shapes: list[tuple[int, ...]]
+    memories: list[str | None]
+    """Which held memory the bytes of a tensor lie in; None when it has none."""
+    starts: list[int]
+    """And where there."""
+    data: list[bytes]
+    """Of objects, in order."""
+    image: tuple[Place, int] | None
+
+    def records(self, memories: Mapping[str, Memory]) -> Iterator[Record]:
+        """As this process has to write them."""
+        data = iter(self.data)
+        bases = {name: memory.address for name, memory in memories.items()}
+        columns = zip(self.offsets, self.dtypes, self.shapes, self.memories, self.starts, strict=True)
+        for offset, dtype, shape, memory, start in columns:
+            if dtype is None:
+                yield Record(offset, next(data))
+            else:
+                frame: Any = wire.frame(dtype, shape)
+                yield Record(offset, frame.head, frame, bases[memory] + start if memory is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
-class ShardToBe:
-    name: str
-    items: tuple[Item, ...]
-    image: tuple[Place, int] | None
+class Results:
+    """What DCP is told of the records once they are written, in columns too."""
+
+    names: list[str]
+    offsets: list[torch.Size | None]
+    parts: list[int | None]
+    files: list[str]
+    starts: list[int]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, results: Sequence[WriteResult]) -> Results:
+        """Of what ``TierStorageWriter`` makes: a record is in one piece of one file."""
+        shared: dict[torch.Size | None, torch.Size | None] = {}
+        columns = cls([], [], [], [], [], [])
+        for result in results:
+            index, stored = result.index, result.storage_data
+            columns.names.append(index.fqn)
+            columns.offsets.append(shared.setdefault(index.offset, index.offset))
+            columns.parts.append(index.index)
+            columns.files.append(stored.relative_path)
+            columns.starts.append(stored.offset)
+            columns.sizes.append(result.size_in_bytes)
+        return columns
+
+    def list(self) -> list[WriteResult]:
+        columns = zip(self.names, self.offsets, self.parts, self.files, self.starts, self.sizes, strict=True)
+        return [
+            WriteResult(MetadataIndex(name, offset, part), size, _StorageInfo(file, start, size))
+            for name, offset, part, file, start, size in columns
+        ]
 
 
 @dataclass(frozen=True)
@@ -71,7 +120,7 @@ class Will:
     save_id: str
     replaces: tuple[str, ...]
     shards: tuple[ShardToBe, ...]
-    results: tuple[WriteResult, ...]
+    results: Results
     parts: tuple[split.Part, ...]
     metadata: Metadata | None
     kinds: Mapping[str, Kind]
@@ -86,7 +135,7 @@ class Will:
         return [
             Shard(
                 directory / shard.name,
-                [_record(item, memories) for item in shard.items],
+                list(shard.records(memories)),
                 None
                 if shard.image is None
                 else Image(memories[shard.image[0].memory], _address(shard.image[0], memories), shard.image[1]),
@@ -120,20 +169,59 @@ def read(descriptor: int) -> Will | None:
 
 def describe(shards: Sequence[Shard]) -> tuple[tuple[ShardToBe, ...], dict[str, Memory]] | None:
     """The shards as a will tells them, and the memory they need; None when nobody could hold some of it."""
-    memories: dict[str, Memory] = {}
+    known = _Known()
     described = []
     for shard in shards:
-        items = []
-        for record in shard.records:
-            item = _item(record, memories)
-            if item is None:
-                return None
-            items.append(item)
         image = None
         if shard.image is not None:
-            image = (_place(shard.image.memory, shard.image.address, memories), shard.image.size_bytes)
-        described.append(ShardToBe(shard.path.name, tuple(items), image))
-    return tuple(described), memories
+            memory = shard.image.memory
+            image = (Place(known.name(memory), shard.image.address - memory.address), shard.image.size_bytes)
+        found = ShardToBe(shard.path.name, [], [], [], [], [], [], image)
+        if not all(known.add(record, found) for record in shard.records):
+            return None
+        described.append(found)
+    return tuple(described), known.memories
+
+
+class _Known:
+    """The memory that records lie in. Of many records in few pieces of memory each piece is asked for its name once,
+    and each shape is told once."""
+
+    def __init__(self) -> None:
+        self.memories: dict[str, Memory] = {}
+        self._names: dict[int, str] = {}
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def name(self, memory: Memory) -> str:
+        name = self._names.get(id(memory))
+        if name is None:
+            name = self._names[id(memory)] = memory_name(memory)
+            self.memories[name] = memory  # which keeps it, and its id its own
+        return name
+
+    def add(self, record: Record, to: ShardToBe) -> bool:
+        """Tell of a record; False when nobody could hold its bytes."""
+        dtype: torch.dtype | None = None
+        shape: tuple[int, ...] = ()
+        memory: str | None = None
+        start = 0
+        if record.frame is None:
+            to.data.append(bytes(record.head))
+        else:
+            tensor = record.owner
+            dtype, shape = tensor.dtype, tuple(tensor.shape)
+            shape = self._shapes.setdefault(shape, shape)
+            if record.size_bytes:
+                if record.fetch is not None or record.lease is None or record.lease.memory.fd is None:
+                    return False
+                memory = self.name(record.lease.memory)
+                start = record.address - record.lease.memory.address
+        to.offsets.append(record.offset)
+        to.dtypes.append(dtype)
+        to.shapes.append(shape)
+        to.memories.append(memory)
+        to.starts.append(start)
+        return True
 
 
 def memory_name(memory: Memory) -> str:
@@ -144,31 +232,5 @@ def memory_name(memory: Memory) -> str:
     return f"{status.st_dev}-{status.st_ino}"
 
 
-def _item(record: Record, memories: dict[str, Memory]) -> Item | None:
-    if record.frame is None:
-        return Item(record.offset, None, (), None, bytes(record.head))
-    tensor = record.owner
-    if not record.size_bytes:
-        return Item(record.offset, tensor.dtype, tuple(tensor.shape), None)
-    if record.fetch is not None or record.lease is None or record.lease.memory.fd is None:
-        return None
-    place = _place(record.lease.memory, record.address, memories)
-    return Item(record.offset, tensor.dtype, tuple(tensor.shape), place)
-
-
-def _place(memory: Memory, address: int, memories: dict[str, Memory]) -> Place:
-    name = memory_name(memory)
-    memories[name] = memory
-    return Place(name, address - memory.address)
-
-
 def _address(place: Place, memories: Mapping[str, Memory]) -> int:
     return memories[place.memory].address + place.offset
-
-
-def _record(item: Item, memories: Mapping[str, Memory]) -> Record:
-    if item.dtype is None:
-        return Record(item.offset, item.data)
-    frame: Any = wire.frame(item.dtype, item.shape)
-    address = _address(item.place, memories) if item.place is not None else 0
-    return Record(item.offset, frame.head, frame, address)

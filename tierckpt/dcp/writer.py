@@ -78,7 +78,7 @@ from .planner import TierSavePlanner
 from .route import Delivery, LaidOut, Route
 from .stager import StagedItems, TierStager
 from .testament import Testament
-from .will import Will
+from .will import Results, Will
 
 log = logger("save")
 
@@ -506,6 +506,8 @@ class TierStorageWriter(Mount, StorageWriter):
             log.info("%s: the agent cannot hold all of it while it is staged", self.path)
             return None
         shards, memories = described
+        if metadata is not None:
+            _share(metadata)
         will = Will(
             rank=self.rank,
             world_size=self.world_size,
@@ -517,7 +519,7 @@ class TierStorageWriter(Mount, StorageWriter):
             save_id=self.save_id,
             replaces=self._replaces,
             shards=shards,
-            results=tuple(laid_out.results) if laid_out is not None else (),
+            results=Results.of(laid_out.results if laid_out is not None else ()),
             parts=laid_out.parts if laid_out is not None else (),
             metadata=metadata,
             kinds={name: memory.kind for name, memory in memories.items()},
@@ -544,7 +546,7 @@ class TierStorageWriter(Mount, StorageWriter):
         directory = local_dir(self.settings.local_root, self.location)
         if will.files is not None:
             self._require(directory, will.files)
-            return told(list(will.results), will.files, will.parts)
+            return told(will.results.list(), will.files, will.parts)
         save = self._take_over(will.token, directory, lock) if has_begun else self._open(will.token)
         if save is None:
             return None
@@ -553,7 +555,7 @@ class TierStorageWriter(Mount, StorageWriter):
             if files is None:
                 files = self._write_again(save, will, memories)
             self._note(save, files)
-            return self._written(save, list(will.results), files, will.parts)
+            return self._written(save, will.results.list(), files, will.parts)
         except BaseException:
             self._abort()
             raise
@@ -844,7 +846,7 @@ def _share(metadata: Metadata) -> None:
     for chunk in chunks.values():
         _share_size(chunk, "offsets", sizes)
         _share_size(chunk, "sizes", sizes)
-    for index in metadata.storage_data:
+    for index in metadata.storage_data or ():  # a will tells of a save that has not been written yet
         _share_size(index, "offset", sizes)
 
 
