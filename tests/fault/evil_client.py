@@ -99,7 +99,9 @@ def paths(frozen: Frozen) -> list[str]:
     found = [f"{base}/{out}/{out}/etc/passwd" for out in outs]
     found += [f"{base}/{version}/{CHUNK}/{out}?after=0&wait=0" for out in outs]
     found += [f"{base}/{version}{out}/{CHUNK}/1?after=0&wait=0" for out in outs]
-    found += [f"/v1/manifest/{out}" for out in outs] + [f"/{out}/outside" for out in outs]
+    found += [f"/v1/{kind}/{out}" for kind in ("manifest", "slow") for out in outs] + [
+        f"/{out}/outside" for out in outs
+    ]
     found += [
         "/outside",
         "/v1/chunk/",

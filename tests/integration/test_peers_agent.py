@@ -281,6 +281,27 @@ def test_what_a_process_fills_is_served_for_as_long_as_it_is_connected(
         node.ask("peers", version="../etc", directory="/tmp")
 
 
+def test_that_others_find_this_node_slow_is_told_to_who_fills_here_for_a_while(
+    nodes: Callable[..., list[Node]],
+) -> None:
+    (node,) = (one.start() for one in nodes(1))
+    until(lambda: node.live() == {node.address}, "the agent")
+    member, version = member_of(node.ask("peers")["me"]), model()[0].version
+
+    async def tell() -> None:
+        client = PeerClient(Settings.load(peer_secret=SECRET), "tester")
+        try:
+            await client.tell_slow(member, version)
+        finally:
+            await client.close()
+
+    assert node.ask("peers", version=version)["slow_to"] == []
+    asyncio.run(tell())
+    assert node.ask("peers", version=version)["slow_to"] == ["tester"]
+    assert node.ask("peers", version="0" * 32)["slow_to"] == []
+    until(lambda: node.ask("peers", version=version)["slow_to"] == [], "the end of it")
+
+
 def test_an_agent_leaves_though_others_ask_for_members_and_stays_while_somebody_fills(
     nodes: Callable[..., list[Node]], tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ Faults of nodes and networks are in tests/fault/test_fanout.py.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import random
 from collections.abc import Callable, Iterator
@@ -139,6 +140,9 @@ class Played:
         members = tuple(Member(name, f"{name}:1") for name in ("me", *self.holders))
         return View(members[0], members, frozenset())
 
+    async def tell_slow(self, member: Member, version: str) -> None:
+        pass
+
     async def tell(self, report: object) -> None:
         self.reports.append(report)
 
@@ -226,6 +230,29 @@ async def test_what_peers_hold_is_not_read_from_the_store() -> None:
     assert played.from_store_ordinals == []
     assert sum(swarm.sources.peer_bytes.values()) == CHUNK * COUNT
     assert played.reports
+
+
+async def test_who_is_slow_is_told_and_who_is_told_by_all_steps_back() -> None:
+    played, told = Played(holders={"b": EVERY, "c": EVERY}), asyncio.Queue[tuple[str, str]]()
+
+    async def tell_slow(member: Member, version: str) -> None:
+        told.put_nowait((member.name, version))
+
+    played.tell_slow = tell_slow  # type: ignore[method-assign]
+
+    async def view(is_filling: bool) -> View:
+        found = await Played.view(played, is_filling)
+        return dataclasses.replace(found, interested=frozenset("bc"), slow_to=frozenset("bc"))
+
+    swarm = Swarm(played.frozen, played, view, lambda me: played, tuning=QUICK)
+    await swarm.start()
+    try:
+        assert swarm.schedule._am_slow
+        swarm.schedule._slow = frozenset("b")
+        async with asyncio.timeout(20):
+            assert await told.get() == ("b", played.frozen.version)
+    finally:
+        await swarm.close()
 
 
 async def test_what_nobody_holds_is_read_from_the_store_and_marked_meanwhile() -> None:

@@ -80,6 +80,7 @@ def test_there_are_these_paths_and_no_others() -> None:
     assert route(chunk_target(VERSION, 65536, 7, 3, 1.5)) == ("chunk", (VERSION, "65536", "7", "3", "1.500"))
     assert route(held_target(VERSION, 65536, 3, True)) == ("held", (VERSION, "65536", "3", "1"))
     assert route(f"/v1/manifest/t{VERSION}") == ("manifest", (f"t{VERSION}",))
+    assert route(f"/v1/slow/{VERSION}") == ("slow", (VERSION,))
     for target in ("/v1/members", "/v1/status", "/v1/fresh"):
         assert route(target) is not None
 
@@ -89,6 +90,7 @@ def test_there_are_these_paths_and_no_others() -> None:
     [
         "/",
         "/v1/members/",
+        f"/v1/slow/{VERSION}/",
         "/v1/members?x=1",
         "/v2/members",
         "//v1/members",

@@ -303,6 +303,55 @@ def test_of_a_slow_peer_requests_are_taken_back_and_its_chunks_are_stood_in_for(
     assert sum(ask.source == "b" for ask in asked_again) <= 1
 
 
+@pytest.mark.parametrize(("answer_seconds", "everybody_after"), [(0.1, 1.0), (3.0, 6.0)])
+def test_a_chunk_of_one_holder_is_everybodys_turn_once_those_before_could_have_passed_it_on(
+    answer_seconds: float, everybody_after: float
+) -> None:
+    made = schedule(MANY, total=2048)
+    for name in ("n0", "n1"):
+        made.hear(name, 0.2, new=range(400))
+    now = SETTLED
+    for ask in [one for one in all_asks(made, now) if one.source is not SHARED]:
+        made.came(ask, now + answer_seconds)
+    now += answer_seconds
+    made.hear("n2", now, new=range(1000, 1200))
+    late = [chunk for chunk in range(1000, 1200) if made._my_rank(chunk) > TUNING.copies_first]
+    assert late
+
+    def open_after(seconds: float) -> bool:
+        made._take_turns(now + seconds, made._usual(0.5))
+        return all(made._turn >> chunk & 1 for chunk in late)
+
+    assert not open_after(0.9 * everybody_after)
+    assert open_after(1.1 * everybody_after)
+
+
+@pytest.mark.parametrize(("took", "waits"), [(0.2, 0.2), (2.0, 2.0), (60.0, TUNING.answer_seconds_max)])
+def test_an_answer_is_waited_for_as_long_as_nearly_all_take_within_bounds(took: float, waits: float) -> None:
+    made = schedule(total=2048)
+    for name in "bcd":
+        made.hear(name, 0.2, new=range(400))
+    for ask in all_asks(made, SETTLED):
+        made.came(ask, SETTLED + took)
+    assert made.usual_seconds == pytest.approx(waits)
+
+
+@pytest.mark.parametrize(("slow_to", "owns"), [("b", True), ("bc", False), ("bcd", False), ("bx", True)])
+def test_who_is_slow_to_two_thirds_of_the_others_owns_nothing_until_they_say_so_no_more(
+    slow_to: str, owns: bool
+) -> None:
+    names = "abcd"
+    made = schedule(others=names[1:])
+    members = [member(name) for name in names]
+    made.meet(members, names, SETTLED, slow_to=slow_to)
+    asks = all_asks(made, SETTLED)
+    assert bool(from_store(asks)) == owns
+    made.meet(members, names, SETTLED + 1.0)
+    again = from_store([*asks, *all_asks(made, SETTLED + 1.0)])
+    assert again
+    assert set(again) <= set(owned(made, "a"))
+
+
 @pytest.mark.parametrize(("owed_seconds", "is_slow"), [(0.8, False), (4.0, True)])
 def test_one_answer_that_is_late_as_some_are_does_not_make_a_peer_slow(owed_seconds: float, is_slow: bool) -> None:
     made = schedule(others=("b", "c", "d"), total=2048)

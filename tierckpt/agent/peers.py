@@ -227,6 +227,7 @@ class Peers:
             "me": me.to_json(),
             "live": _fitting([member.to_json() for member in live]),
             "interested": sorted(interested),
+            "slow_to": sorted(server.slow_to(version)) if version is not None else [],
         }
 
     def _add_fill(self, owner: Hashable, version: str, directory: Path) -> None:

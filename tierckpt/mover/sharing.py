@@ -102,7 +102,8 @@ class _Agent:
             message |= {"version": self._version, "directory": self._directory}
         answer = await asyncio.to_thread(self._contact.ask, message, timeout_seconds=ANSWER_SECONDS)
         live: list[Member] = [member_of(row) for row in answer["live"]]
-        return View(member_of(answer["me"]), tuple(live), frozenset(map(str, answer["interested"])))
+        interested, slow_to = (frozenset(map(str, answer.get(key, ()))) for key in ("interested", "slow_to"))
+        return View(member_of(answer["me"]), tuple(live), interested, slow_to)
 
     async def tell(self, report: Json) -> None:
         message = {"op": "fetched", "version": self._version, "report": report}

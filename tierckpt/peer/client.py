@@ -126,6 +126,10 @@ class PeerClient:
         except WireError as error:
             raise _broken(member, str(error)) from None
 
+    async def tell_slow(self, member: Member, version: str) -> None:
+        """Tell the peer that it takes far longer than others to give chunks of a version. Raises as ``chunk``."""
+        await self._json(member, f"/v1/slow/{version}")
+
     async def members(self, member: Member | str, me: Json | None = None) -> Json:
         """Whom the peer knows. ``member`` may be an address; ``me`` is told to it. Raises as ``chunk``."""
         about = json.dumps(me, separators=(",", ":")) if me is not None else ""

@@ -48,6 +48,8 @@ class Tuning:
     """Nothing has moved for so long: the next rank goes to the store. Then the next."""
     stall_seconds_max: float = 10.0
     """The same while all wait for the store."""
+    answer_seconds_max: float = 5.0
+    """For so long an answer about holdings is waited for, where chunks take as long."""
     ranks_asked: int = 3
     retry_seconds_min: float = 0.5
     retry_seconds_max: float = 15.0
@@ -64,7 +66,9 @@ class Tuning:
     copies_first: int = 3
     """Of a chunk that ``h`` members hold, so many times ``h`` others have a turn; ``h`` if only slow ones hold it."""
     turn_seconds: float = 1.0
-    """Then it is everybody's turn."""
+    """Then it is everybody's turn,"""
+    turn_answers: float = 2.0
+    """or after the time of so many answers, where that is longer."""
     turn_slow_seconds: float = 10.0
     takes_from_owner_only: bool = False
     """A seeded fault: nobody but the owner is ever asked. Tests find it."""
@@ -141,6 +145,7 @@ class Known:
         self._turn_slow = 0
         """The same where only slow members hold them."""
         self._turns: deque[tuple[float, int]] = deque()
+        """When somebody was first heard to hold which: some time later they are everybody's turn."""
         self._turns_slow: deque[tuple[float, int]] = deque()
         self._my_ranks: dict[int, int] = {}
         self._settled_at: float | None = None
@@ -148,14 +153,21 @@ class Known:
         self._hungry = False
         """The last choice found nothing to ask a peer for."""
         self._slow: frozenset[str] = frozenset()
+        self._am_slow = False
+        """Others say so."""
 
     def _plan(self, now: float = 0.0) -> None:
         """Who counts has changed: work out again what is ours to do."""
 
     # --- who is there --------------------------------------------------------------------------------------------
 
-    def meet(self, live: Sequence[Member], interested: Iterable[str], now: float) -> None:
-        """Take in who is there, and who of them fills this version too. Call it again whenever either may change."""
+    def meet(
+        self, live: Sequence[Member], interested: Iterable[str], now: float, *, slow_to: Iterable[str] = ()
+    ) -> None:
+        """Take in who is there, and who of them fills this version too. Call it again whenever either may change.
+
+        ``slow_to``: members that have said lately that we are slow.
+        """
         if self._settled_at is None:
             self._settled_at = self._moved_at = now
         by_name = {member.name: member for member in live}
@@ -165,6 +177,18 @@ class Known:
         self._live = by_name
         self._watch()
         self._interested = frozenset(name for name in interested if name in by_name) | {self.me}
+        self._step_back(len(self._interested.intersection(slow_to)), now)
+
+    def _step_back(self, slow_to: int, now: float) -> None:
+        """Own no chunks while two thirds of the others find us slow: they fetch them instead, and what we would bring
+        from the store would wait here for our turn to send it, or be fetched twice.
+
+        Fewer will not do: when a partition heals, each half finds the other slow, and somebody has to own the chunks.
+        """
+        is_slow = slow_to >= 2 and 3 * slow_to >= 2 * (len(self._interested) - 1)
+        if is_slow != self._am_slow:
+            self._am_slow = is_slow
+            self._plan(now)
 
     def _settle(self, now: float) -> bool:
         """True when what is known is enough to decide by. Works out the placement anew when members came or went."""
@@ -213,7 +237,14 @@ class Known:
 
     def _counts(self, name: str, now: float) -> bool:
         """True for a member that may own chunks: one that answers, and is not slow."""
-        return name == self.me or (self._is_usable(name, now) and name not in self._slow)
+        if name == self.me:
+            return not self._am_slow
+        return self._is_usable(name, now) and name not in self._slow
+
+    @property
+    def slow(self) -> frozenset[str]:
+        """Members that take far longer to answer than others do. They should be told."""
+        return self._slow
 
     def _is_usable(self, name: str, now: float) -> bool:
         peer = self.peers.get(name)
@@ -271,8 +302,8 @@ class Known:
         if not self._any & bit:
             self._any |= bit
             self._moved_at = now
-            self._turns.append((now + self.tuning.turn_seconds, bit))
-            self._turns_slow.append((now + self.tuning.turn_slow_seconds, bit))
+            self._turns.append((now, bit))
+            self._turns_slow.append((now, bit))
         self._counted(chunk)
 
     def _counted(self, chunk: int) -> None:
@@ -297,10 +328,13 @@ class Known:
             self._my_ranks[chunk] = rank
         return rank
 
-    def _take_turns(self, now: float) -> None:
-        while self._turns and self._turns[0][0] <= now:
+    def _take_turns(self, now: float, answer_seconds: float) -> None:
+        """``answer_seconds``: what an answer takes. Before two have been given those whose turn it is cannot have
+        passed on what they got, and who does not wait for them asks the one holder there is."""
+        turn_seconds = max(self.tuning.turn_seconds, self.tuning.turn_answers * answer_seconds)
+        while self._turns and self._turns[0][0] + turn_seconds <= now:
             self._turn |= self._turns.popleft()[1]
-        while self._turns_slow and self._turns_slow[0][0] <= now:
+        while self._turns_slow and self._turns_slow[0][0] + self.tuning.turn_slow_seconds <= now:
             self._turn_slow |= self._turns_slow.popleft()[1]
 
     def forget_held(self, name: str) -> None:

@@ -10,7 +10,7 @@ how fast each has answered. It may be out of date, so a decision may be poor; it
     balancing", IEEE TPDS 12(10), 2001).
 3.  A chunk that nobody holds is asked of its owner, who answers when it has landed. Only a few requests wait so.
 4.  Chunks of an owner that cannot be reached, or is much slower than the others, go to who is next in rank. Those that
-    the owner would come to last go first, so that the two meet once.
+    the owner would come to last go first, so that the two meet once. Who is slow to two thirds of the others owns none.
 5.  Who has no chunk of its own left takes some of whoever is far behind.
 6.  What does not come in the time that most take is asked of another holder too; the first answer wins.
 7.  When nothing moves at all, shared storage is asked for whatever is missing, one rank after the other.
@@ -202,7 +202,7 @@ class Schedule(Known):
         if not self._settle(now):
             return Pause(now + SETTLE_PAUSE_SECONDS)
         self._look(now)
-        self._take_turns(now)
+        self._take_turns(now, self._usual(0.5))
         near = open_ & span(window) if window is not None else 0
         found = self._from_store(now) or self._from_holder(now, near, open_)
         if found is None:
@@ -458,8 +458,10 @@ class Schedule(Known):
 
     def _plan(self, now: float = 0.0) -> None:
         """Work out which chunks are ours to fetch from the store, in which order."""
-        own = [chunk for chunk in bits(self.missing) if self._owners and self._owners[chunk] == self.me]
-        mine = self._order(self.me, own)
+        mine: list[int] = []
+        if not self._am_slow:
+            own = [chunk for chunk in bits(self.missing) if self._owners and self._owners[chunk] == self.me]
+            mine = self._order(self.me, own)
         instead: list[int] = []
         if any(not self._counts(name, now) for name in self._placed):
             others = [
@@ -516,6 +518,11 @@ class Schedule(Known):
         """Requests that are to be broken off; say of each that it has failed: ``given up``."""
         found, self._unwanted = self._unwanted, []
         return found
+
+    @property
+    def usual_seconds(self) -> float:
+        """What nearly all answers take, at most ``answer_seconds_max``: where links are full even a short one waits."""
+        return min(self._usual(0.95), self.tuning.answer_seconds_max)
 
     def _usual(self, share: float) -> float:
         return quantile(self._times or self._store_times, share)

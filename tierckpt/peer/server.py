@@ -67,6 +67,8 @@ TRIES = 3
 """How often a chunk that is here, and then is not when it is opened, is looked for again."""
 RETRY_AFTER_SECONDS = 1
 INTEREST_SECONDS = 10.0
+SLOW_SECONDS = 2.5
+"""Who finds this node slow says so every second."""
 INTERESTED_MAX = 8192
 PIECE_BYTES = 1 << 20
 """What is sent at a time where the rate is bounded, or through TLS."""
@@ -106,6 +108,29 @@ class Rates:
     def _forget(self, now: int) -> None:
         while self._slots and self._slots[0][0] <= now - RATE_SECONDS:
             self._slots.popleft()
+
+
+class Lately:
+    """Names that were noted under a version a short while ago. Bounded, in versions and in names of each."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, dict[str, float]] = {}
+
+    def note(self, version: str, name: str, seconds: float) -> None:
+        """Where there are very many versions, those go of which nothing was noted for ``seconds``."""
+        now = time.monotonic()
+        if version not in self._names and len(self._names) >= INTERESTED_MAX:
+            self._names = {key: fresh for key in self._names if (fresh := self._fresh(key, now - seconds))}
+        if version in self._names or len(self._names) < INTERESTED_MAX:
+            names = self._names.setdefault(version, {})
+            if name in names or len(names) < INTERESTED_MAX:
+                names[name] = now
+
+    def names(self, version: str, seconds: float) -> set[str]:
+        return set(self._fresh(version, time.monotonic() - seconds))
+
+    def _fresh(self, version: str, since: float) -> dict[str, float]:
+        return {name: at for name, at in self._names.get(version, {}).items() if at > since}
 
 
 class Bucket:
@@ -149,7 +174,7 @@ class PeerServer:
         self._serving: Counter[str] = Counter()
         self._freed = asyncio.Event()
         self._looks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._interested: dict[str, dict[str, float]] = {}
+        self._interested, self._slow = Lately(), Lately()
         self._rates = Rates()
         self.served: Counter[str] = Counter()
         """Bytes of chunks, by the peer that got them."""
@@ -274,6 +299,9 @@ class PeerServer:
             return await (reply.missing() if data is None else reply.whole(data))
         if kind == "steps":
             return await reply.json({"steps": await self._in_thread(self.holdings.steps, words[0])})
+        if kind == "slow":
+            self._slow.note(words[0], name, SLOW_SECONDS)
+            return await reply.json({})
         if kind == "status":
             return await reply.json(await self._in_thread(self.status))
         if kind == "fresh":
@@ -285,30 +313,21 @@ class PeerServer:
 
     async def _held(self, name: str, version: str, size: int, after: int, interested: bool) -> Json:
         if interested:
-            self._note_interest(version, name)
+            self._interested.note(version, name, INTEREST_SECONDS)
         return await self._in_thread(self._held_by_us, version, size, after)
 
     def _held_by_us(self, version: str, size: int, after: int) -> Json:
         held = self.holdings.held(version, size, after)
         return {**held.to_json(), "interested": sorted(self.interested(version))}
 
-    def _note_interest(self, version: str, name: str) -> None:
-        now = time.monotonic()
-        if version not in self._interested and len(self._interested) >= INTERESTED_MAX:
-            self._interested = {key: names for key in self._interested if (names := self._names(key, now))}
-        if version in self._interested or len(self._interested) < INTERESTED_MAX:
-            names = self._interested.setdefault(version, {})
-            if name in names or len(names) < INTERESTED_MAX:
-                names[name] = now
-
-    def _names(self, version: str, now: float) -> dict[str, float]:
-        names = self._interested.get(version, {})
-        return {name: at for name, at in names.items() if now - at < INTEREST_SECONDS}
-
     def interested(self, version: str) -> set[str]:
         """Who has asked for ``version`` as interested a short while ago, and this node if it fills. Blocking."""
-        names = set(self._names(version, time.monotonic()))
+        names = self._interested.names(version, INTEREST_SECONDS)
         return names | {self.members.me.name} if self.holdings.is_filling(version) else names
+
+    def slow_to(self, version: str) -> set[str]:
+        """Who has said a short while ago that this node takes far longer than others to give chunks of ``version``."""
+        return self._slow.names(version, SLOW_SECONDS)
 
     async def _chunk(
         self, reply: _Reply, name: str, version: str, size: int, ordinal: int, after: int, wait: float

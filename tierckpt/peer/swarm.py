@@ -50,6 +50,8 @@ class View:
     me: Member
     live: tuple[Member, ...]
     interested: frozenset[str] = frozenset()
+    slow_to: frozenset[str] = frozenset()
+    """Members that have told the agent lately that this node is slow."""
 
 
 class Asks(Protocol):
@@ -71,6 +73,8 @@ class Asks(Protocol):
     async def held(
         self, member: Member, version: str, chunk_size_bytes: int, *, after: int = 0, interested: bool = False
     ) -> Held: ...
+
+    async def tell_slow(self, member: Member, version: str) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -120,6 +124,7 @@ class Swarm:
         self._members: dict[str, Member] = {}
         self._heard_interest: dict[str, float] = {}
         self._interested: frozenset[str] = frozenset()
+        self._slow_to: frozenset[str] = frozenset()
         self._planned: dict[int, Ask] = {}
         self.requests: dict[int, asyncio.Task[str]] = {}
         self._marked: set[int] = set()
@@ -188,9 +193,11 @@ class Swarm:
             now = time.monotonic()
             if now >= look_at and (looking is None or looking.done()):
                 look_at, looking = now + VIEW_SECONDS, self._spawn(self._look())
-            if now >= tell_at and self._tell is not None:
+            if now >= tell_at:
                 tell_at = now + REPORT_SECONDS
                 self._spawn(self._report())
+                for name in self.schedule.slow & self._members.keys():
+                    self._spawn(self._warn(self._members[name]))
             for name, cursor in self.schedule.to_ask(now):
                 if name not in self._polling:
                     self._polling.add(name)
@@ -206,13 +213,14 @@ class Swarm:
 
     def _take(self, view: View) -> None:
         self._members = {member.name: member for member in view.live}
-        self._interested = view.interested
+        self._interested, self._slow_to = view.interested, view.slow_to
         self._meet()
 
     def _meet(self) -> None:
         now = time.monotonic()
         fresh = {name for name, at in self._heard_interest.items() if now - at < INTEREST_SECONDS}
-        self.schedule.meet(list(self._members.values()), self._interested | fresh, now)
+        interested = self._interested | fresh
+        self.schedule.meet(list(self._members.values()), interested, now, slow_to=self._slow_to)
         self._changed.set()
 
     async def _report(self) -> None:
@@ -220,13 +228,20 @@ class Swarm:
             with contextlib.suppress(TierckptError, OSError):
                 await self._tell(self.sources.report())
 
+    async def _warn(self, member: Member) -> None:
+        """Tell a member that it is slow: it had better own nothing. That it does not hear it costs time, no more."""
+        if self._client is not None:
+            with contextlib.suppress(TierckptError, OSError, TimeoutError):
+                async with asyncio.timeout(POLL_TIMEOUT_SECONDS):
+                    await self._client.tell_slow(member, self.frozen.version)
+
     async def _poll(self, name: str, cursor: int) -> None:
         """Ask a member what it holds."""
         member, client = self._members.get(name), self._client
         try:
             if member is None or client is None:
                 return
-            async with asyncio.timeout(POLL_TIMEOUT_SECONDS):
+            async with asyncio.timeout(max(POLL_TIMEOUT_SECONDS, self.schedule.usual_seconds)):
                 held = await client.held(
                     member,
                     self.frozen.version,
@@ -238,7 +253,7 @@ class Swarm:
         except PeerBusyError:
             pass  # it is there
         except (TierckptError, OSError, TimeoutError) as error:
-            log.debug("%s does not say what it holds: %s", name, error)
+            log.debug("%s does not say what it holds: %r", name, error)
             self.schedule.unreached(name, time.monotonic())
         finally:
             self._polling.discard(name)

@@ -51,6 +51,7 @@ _PATHS = {
     ),
     "manifest": re.compile(r"/v1/manifest/(t?[0-9a-f]{32})"),
     "steps": re.compile(r"/v1/steps/(t?[0-9a-f]{32})"),
+    "slow": re.compile(r"/v1/slow/([0-9a-f]{32})"),
 }
 
 
