@@ -254,6 +254,7 @@ def _row(world: World, results: Sequence[Result], seconds: float, agents_cpu_sec
         "agents_cpu_seconds": agents_cpu_seconds,
         "seconds_of_nodes": [one.seconds for one in results],
         "problems": [problem for one in everybody for problem in _problems(one)],
+        "dropped_segments": world.network.dropped(),
         "notes": world.notes,
     }
 

@@ -14,6 +14,7 @@ Names begin with ``tcf-PID-``. ``remove_left`` removes those of processes that h
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -96,6 +97,13 @@ class Network:
                 *("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf"),
                 *("rate", f"{int(rate * 8)}bit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_SECONDS * 1000:g}ms"),
             )
+
+    def dropped(self) -> int:
+        """What the shapers have dropped since the rates were set: queues that were too short for who sent."""
+        ends = [(self.namespace(number), "eth0") for number in self.rates]
+        ends += [(self._switch, f"p{number}") for number in self.rates]
+        told = (json.loads(_run("tc", "-s", "-j", "-n", place, "qdisc", "show", "dev", port)) for place, port in ends)
+        return sum(int(one["drops"]) for shown in told for one in shown)
 
     def part(self, one: Iterable[int], other: Iterable[int]) -> None:
         """Lose all packets between the hosts of ``one`` and those of ``other``. Nobody is told."""
