@@ -179,10 +179,16 @@ def test_ranks_of_a_node_share_the_threads_that_its_disk_likes(
     monkeypatch.setattr(os, "cpu_count", lambda: processors)
     data, path, buffers, seen = content(), tmp_path / "shard", Bounce(8, "read"), set[int]()
     path.write_bytes(data)
+    met = threading.Condition()
 
     class Slow(LocalCopy):
         def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> memoryview | bytes:
-            seen.add(threading.get_ident())
+            # Nobody reads twice before all have come, however late a busy machine starts the last of them; a thread
+            # too many would come within the wait that follows.
+            with met:
+                seen.add(threading.get_ident())
+                met.notify_all()
+                met.wait_for(lambda: len(seen) >= threads, timeout=10)
             time.sleep(0.03)
             return super().read(byte_range, into)  # type: ignore[return-value]
 
