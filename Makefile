@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
 .PHONY: help test azurite check lint types layers demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
-  bench-fanout bench-fanout-simulation bench-load bench-load-ranks bench-load-s3 bench-plan bench-safetensors bench-save bench-serve clean
+  bench-fanout bench-fanout-simulation bench-gpu bench-load bench-load-ranks bench-load-s3 bench-plan bench-safetensors bench-save bench-serve clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -90,8 +90,8 @@ powercut: $(STAMP) ## cut the power of virtual machines that save, 100 times (ne
 soak: $(STAMP) ## an hour of saves under random faults and kills
 	$(BIN)/python -m tests.fault.soak --seconds 3600
 
-bench: $(STAMP) ## print the tables of bench/README.md
-	@for table in bench/*.py; do echo "== $$table"; $(BIN)/python $$table || exit 1; done
+bench: $(STAMP) ## print the tables of bench/README.md, but for that which needs a GPU
+	@for table in $(filter-out bench/gpu.py,$(wildcard bench/*.py)); do echo "== $$table"; $(BIN)/python $$table || exit 1; done
 
 bench-arena: $(STAMP) ## O_DIRECT from each kind of staging memory
 	$(BIN)/python bench/arena.py
@@ -116,6 +116,9 @@ bench-load-s3: $(STAMP) ## reads from S3: a bare socket, obstore, boto3, s5cmd, 
 
 bench-save: $(STAMP) ## save: the disk's limit, stock PyTorch, tierckpt (25 minutes)
 	$(BIN)/python bench/save.py $(BENCH_ARGS)
+
+bench-gpu: $(STAMP) ## a GPT that trains while it is saved, beside PyTorch's pinned stager (a CUDA device)
+	$(BIN)/python bench/gpu.py $(BENCH_ARGS)
 
 bench-serve: $(STAMP) ## one agent on one core serving chunks, beside nginx and a bare sendfile
 	$(BIN)/python bench/serve.py $(BENCH_ARGS)
