@@ -13,6 +13,7 @@ import pytest
 from tierckpt.peer.gossip import Gossip
 from tierckpt.peer.members import (
     BEAT_AHEAD_MAX_MS,
+    BUSY_SECONDS_MAX,
     CONTESTED_MAX,
     FORGET_SECONDS,
     MEMBERS_MAX,
@@ -154,6 +155,49 @@ def test_where_nobody_listens_nobody_is_sent_until_it_speaks_again(world: World)
     assert gone in table.to_ask(random.Random(0)), "it is asked again"
     world.round()
     assert "n5" in world.live_of("n1")
+
+
+def behind_a_full_link(world: World, name: str, seconds: float) -> None:
+    """What ``name`` says of itself does not get through, neither as it asks nor as it answers; its other requests do."""
+    world.reaches = lambda asker, asked: name not in (asker, asked)
+    for _ in range(round(seconds / 0.5)):
+        for other, table in world.tables.items():
+            table.asked(name)
+            world.tables[name].asked(other)
+        world.round()
+
+
+def test_who_asks_is_not_gone_though_its_word_is_late_but_not_for_ever(world: World) -> None:
+    world.run(8)  # everybody has asked everybody
+    behind_a_full_link(world, "n5", 6.0)
+    assert world.agree()
+    behind_a_full_link(world, "n5", BUSY_SECONDS_MAX)
+    assert all("n5" not in world.live_of(name) for name in world.tables if name != "n5")
+    world.reaches = lambda _asker, _asked: True
+    world.run(15)
+    assert world.agree()
+
+
+def test_who_asks_is_gone_at_once_where_nobody_listens(world: World) -> None:
+    world.run(4)
+    table = world.tables["n1"]
+    table.asked("n5")
+    table.failed(world.tables["n5"].me.address, refused=True)
+    assert "n5" not in world.live_of("n1")
+
+
+def test_who_asks_and_never_answered_is_not_offered() -> None:
+    world = World(4)
+    world.reaches = lambda asker, asked: {asker, asked} != {"n1", "n2"}
+    for _ in range(16):
+        world.tables["n1"].asked("n2")
+        world.round()
+    assert "n2" not in world.live_of("n1")
+
+
+def test_a_name_that_nobody_knows_may_ask(world: World) -> None:
+    world.tables["n1"].asked("nobody")
+    assert "nobody" not in world.tables["n1"].records
 
 
 def test_a_node_that_was_stopped_does_not_take_its_own_stall_for_the_others_silence(world: World) -> None:

@@ -303,6 +303,62 @@ def test_of_a_slow_peer_requests_are_taken_back_and_its_chunks_are_stood_in_for(
     assert sum(ask.source == "b" for ask in asked_again) <= 1
 
 
+def slow_b(made: Schedule) -> float:
+    """Have b owe its answers until it counts as slow. Returns the time then."""
+    now = SETTLED
+    for _ in range(12):
+        for ask in all_asks(made, now):
+            if ask.source != "b":
+                made.came(ask, now + 0.1)
+        now += 0.1
+    now += 1.0
+    made.choose(now)
+    for ask in made.take_unwanted():
+        made.failed(ask, now, "given up")
+    assert made.slow == {"b"}
+    return now
+
+
+def test_of_a_slow_peer_nothing_is_asked_that_another_holds() -> None:
+    made = schedule(others=("b", "c", "d"), total=2048)
+    for name in "bcd":
+        made.hear(name, 0.2, new=range(400))
+    now = slow_b(made)
+    for ask in [ask for asks in list(made.flying.values()) for ask, _ in asks if ask.source == "b"]:
+        made.failed(ask, now, "given up")
+    only_b = [chunk for chunk in range(1000, 2048) if made._my_rank(chunk) <= 1][:3]
+    made.hear("b", now, new=only_b)
+    for _ in range(40):
+        for ask in all_asks(made, now):
+            assert ask.source != "b" or ask.chunk in only_b
+            made.came(ask, now + 0.1)
+        now += 0.1
+    assert not made.missing & sum(1 << chunk for chunk in only_b), "what it alone holds does come from it"
+    assert (made.missing & ((1 << 400) - 1)).bit_count() < 10, "and the rest from the others"
+
+
+def test_one_that_is_ahead_takes_what_others_hold_before_more_from_the_store() -> None:
+    made = schedule(total=2048)
+    mine = owned_later(made, "a")
+    brought = mine[: TUNING.ahead_max]
+    made.hear("b", SETTLED, new=owned(made, "b")[:400])
+    for chunk in brought[:-1]:
+        made.came(Ask(chunk, SHARED, "mine"), SETTLED)
+    assert made.choose(SETTLED).source is SHARED  # type: ignore[union-attr]
+    made.came(Ask(brought[-1], SHARED, "mine"), SETTLED)
+    asks = [made.choose(SETTLED) for _ in range(3)]
+    assert {ask.source for ask in asks if isinstance(ask, Ask)} == {"b"}
+    made.hear("c", SETTLED, new=brought[:1])  # one of them has spread
+    assert made.choose(SETTLED).source is SHARED  # type: ignore[union-attr]
+
+
+def test_one_that_is_ahead_goes_on_at_the_store_where_nobody_holds_anything() -> None:
+    made = schedule(total=2048)
+    for chunk in owned_later(made, "a")[: 2 * TUNING.ahead_max]:
+        made.came(Ask(chunk, SHARED, "mine"), SETTLED)
+    assert made.choose(SETTLED).source is SHARED  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(("answer_seconds", "everybody_after"), [(0.1, 1.0), (3.0, 6.0)])
 def test_a_chunk_of_one_holder_is_everybodys_turn_once_those_before_could_have_passed_it_on(
     answer_seconds: float, everybody_after: float

@@ -138,7 +138,7 @@ class Peers:
         table = Table(Member(name, settings.peer_listen, 0.0, settings.peer_domain))
         self._client = PeerClient(settings, name)
         self.gossip = Gossip(table, self._client.members, self._look_up)
-        self.server = PeerServer(settings, self.holdings, self.gossip, fresh=self._fresh)
+        self.server = PeerServer(settings, self.holdings, self.gossip, fresh=self._fresh, asked=self.gossip.asked)
         await self.server.start()
         self._lookup = lookup
         await self._find_me()

@@ -77,6 +77,10 @@ class Gossip:
             self.table.hear(asker)
         return self.table.answer(self._rng)
 
+    def asked(self, name: str) -> None:
+        """A member has asked this node's server for something."""
+        self.table.asked(name)
+
     # --- the task ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:

@@ -69,7 +69,9 @@ class Tuning:
     """Then it is everybody's turn,"""
     turn_answers: float = 2.0
     """or after the time of so many answers, where that is longer."""
-    turn_slow_seconds: float = 10.0
+    turn_slow_seconds: float = 30.0
+    ahead_max: int = 16
+    """So many chunks that a node has from the store, and nobody has from it, come before more of the store's."""
     takes_from_owner_only: bool = False
     """A seeded fault: nobody but the owner is ever asked. Tests find it."""
 

@@ -13,6 +13,9 @@ Invariants:
     M3  Bounded: at most ``MEMBERS_MAX`` are known, an answer tells at most ``ROWS_MAX``, the dead are forgotten.
     M4  This node's own stall is not the others' silence, and while its own rounds come late it is more patient with
         others too (Dadgar et al., "Lifeguard", 2018).
+    M5  Who asks us something, proven, is not gone, though its own word be late: where a link is full that waits behind
+        what the node sends. Only for ``BUSY_SECONDS_MAX`` since it last answered us, so M2 holds; and not where its
+        machine says that nobody listens.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ DEAD_ASKED = 1
 FAILURES_MAX = 2
 SUSPECT_ROUNDS = 2
 """A member is suspect so many rounds before it is dead: long enough to be asked itself."""
+BUSY_SECONDS_MAX = 10.0
+"""So long a member that asks us, and does not answer, is taken to be at the end of a full link."""
 FORGET_SECONDS = 600.0
 """How long a dead member is remembered: a partition that heals before that heals by itself."""
 BEAT_AHEAD_MAX_MS = 3_600_000
@@ -164,6 +169,8 @@ class Record:
     is_confirmed: bool = False
     """It has spoken itself, or its beat has risen since it was first heard of: it is no tale of the past."""
     answered_at: float | None = None
+    asked_at: float = -math.inf
+    """When it last asked us for anything."""
     failures: int = 0
     """Questions of ours in a row that it has not answered."""
     has_left: bool = False
@@ -296,6 +303,13 @@ class Table:
             if record.member.address == address:
                 record.failures = max(record.failures + 1, FAILURES_MAX if refused else 0)
                 record.has_left = record.has_left or (refused and record.is_leaving)
+                record.answered_at = None if refused else record.answered_at
+
+    def asked(self, name: str) -> None:
+        """A member has asked this node for something, and proven that it is that member (M5)."""
+        record = self.records.get(name)
+        if record is not None:
+            record.asked_at = self._clock()
 
     def _make_room(self) -> bool:
         if len(self.records) < MEMBERS_MAX:
@@ -317,9 +331,15 @@ class Table:
             return "left"
         silent, dead_seconds = self._clock() - record.heard_at, self._dead_seconds()
         if silent >= dead_seconds:
-            return "dead"
+            return "suspect" if self._is_busy(record) else "dead"
         is_late = silent >= dead_seconds - SUSPECT_ROUNDS * self.pace.interval_seconds
         return "suspect" if is_late or record.failures >= FAILURES_MAX else "live"
+
+    def _is_busy(self, record: Record) -> bool:
+        """M5."""
+        now, answered_at = self._clock(), record.answered_at
+        is_near = answered_at is not None and now - answered_at < BUSY_SECONDS_MAX
+        return is_near and now - record.asked_at < self._dead_seconds()
 
     def _dead_seconds(self) -> float:
         return self.pace.dead_after(len(self.records)) * self.patience
@@ -333,7 +353,7 @@ class Table:
 
     def is_usable(self, record: Record) -> bool:
         """True when others may be sent to it: a suspect too, unless we could not reach it ourselves (M2)."""
-        if not record.is_confirmed or record.failures >= FAILURES_MAX:
+        if not record.is_confirmed or (record.failures >= FAILURES_MAX and not self._is_busy(record)):
             return False
         return self.state(record) in ("live", "suspect")
 

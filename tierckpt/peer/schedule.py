@@ -4,10 +4,12 @@ What it decides by is what it has heard: who is there, what each holds, what eac
 how fast each has answered. It may be out of date, so a decision may be poor; it is never wrong: what comes is verified.
 
 1.  Each chunk has an owner among the members that fill this version (``placement``). The owner fetches it from shared
-    storage, everybody else has it from whoever holds it.
+    storage, everybody else has it from whoever holds it. While much of what it fetched is still its own alone, what
+    others hold comes first.
 2.  First come chunks that few hold, where the loader is going to need them next, else anywhere; of two holders drawn
     at random the one with less to do gets the request (M. Mitzenmacher, "The power of two choices in randomized load
     balancing", IEEE TPDS 12(10), 2001).
+    Of a member that is slow nothing is asked that another one holds.
 3.  A chunk that nobody holds is asked of its owner, who answers when it has landed. Only a few requests wait so.
 4.  Chunks of an owner that cannot be reached, or is much slower than the others, go to who is next in rank. Those that
     the owner would come to last go first, so that the two meet once. Who is slow to two thirds of the others owns none.
@@ -88,6 +90,8 @@ class Schedule(Known):
         self._round: list[float] = []
         self._more, self._took, self._has_tried = 1, 0.0, False
         self._unwanted: list[Ask] = []
+        self._brought = 0
+        """Chunks that we have fetched from the store."""
         self._bad: set[int] = set()
         """Chunks whose digests members do not agree on: the store decides."""
         self._looked_at = self._planned_at = -1.0
@@ -102,6 +106,7 @@ class Schedule(Known):
         seconds = now - asked_at if asked_at is not None else 0.0
         if ask.source is SHARED:
             self._from_store_in(seconds)
+            self._brought |= 1 << ask.chunk
         else:
             peer = self.peers.get(ask.source)
             if peer is not None:
@@ -204,7 +209,10 @@ class Schedule(Known):
         self._look(now)
         self._take_turns(now, self._usual(0.5))
         near = open_ & span(window) if window is not None else 0
-        found = self._from_store(now) or self._from_holder(now, near, open_)
+        if self._is_ahead():
+            found = self._from_holder(now, near, open_) or self._from_store(now)
+        else:
+            found = self._from_store(now) or self._from_holder(now, near, open_)
         if found is None:
             found = self._from_laggard(now, open_) or self._from_store_at_last(now, open_)
             found = found or self._from_owner(now, open_)
@@ -281,6 +289,13 @@ class Schedule(Known):
         if nodes <= 1:
             return self.tuning.slots
         return min(self.tuning.slots // 2, max(1, self.total // (OWN_ROUNDS * nodes)) * self._more)
+
+    def _is_ahead(self) -> bool:
+        """True when much of what we brought from the store is still ours alone: what the others hold comes first.
+
+        Who sends slowly finds out so at once, while the others can still bring what it would have to send.
+        """
+        return (self._brought & ~self._any).bit_count() >= self.tuning.ahead_max
 
     def _from_store_in(self, seconds: float) -> None:
         """A chunk came from the store: see whether more at a time would do."""
@@ -395,10 +410,15 @@ class Schedule(Known):
         most = max(2, -(-3 * self.tuning.slots // (2 * max(1, len(holding)))))
         ready = [peer for peer in holding if len(peer.asked) < (1 if peer.member.name in self._slow else most)]
         self.rng.shuffle(ready)
+        turn_slow = self._turn_slow
+        if self._slow:  # what others hold comes from them: who sends slowly needs its uplink for its own requests
+            for peer in holding:
+                if peer.member.name not in self._slow:
+                    turn_slow &= ~peer.held
         for within in (near, open_) if near else (open_,):
             best, best_count, looked = -1, 1 << 30, 0
             for peer in ready:
-                turn = self._turn_slow if peer.member.name in self._slow else self._turn
+                turn = turn_slow if peer.member.name in self._slow else self._turn
                 useful = peer.held & within & turn
                 if self.tuning.takes_from_owner_only:
                     useful = mask(chunk for chunk in bits(useful) if self._owners[chunk] == peer.member.name)
@@ -424,10 +444,11 @@ class Schedule(Known):
         return [peer for peer in self.peers.values() if peer.held >> chunk & 1 and peer.usable(now)]
 
     def _better(self, holders: Sequence[Peer]) -> Peer:
-        """The less loaded of two drawn at random."""
-        if len(holders) == 1:
-            return holders[0]
-        one, other = self.rng.sample(holders, 2)
+        """The less loaded of two drawn at random, of those that are not slow if there are any."""
+        drawn = [peer for peer in holders if peer.member.name not in self._slow] or holders
+        if len(drawn) == 1:
+            return drawn[0]
+        one, other = self.rng.sample(drawn, 2)
         return min(one, other, key=self._load)
 
     def _load(self, peer: Peer) -> float:

@@ -159,13 +159,16 @@ class PeerServer:
         members: Membership,
         *,
         fresh: Callable[[], Json | None] | None = None,
+        asked: Callable[[str], None] | None = None,
     ) -> None:
-        """Raises ConfigError: see ``check_listen``; or the secret or the certificates cannot be used."""
+        """``asked`` is told the name of each member that asks for something, once it has proven it.
+
+        Raises ConfigError: see ``check_listen``; or the secret or the certificates cannot be used."""
         self.settings, self.holdings, self.members = settings, holdings, members
         self._where = check_listen(settings)
         self._verifier = Verifier(read_secret(settings), members.me.name)
         self._tls = server_tls(settings)
-        self._fresh = fresh
+        self._fresh, self._asked = fresh, asked
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="tierckpt-peer")
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -281,6 +284,8 @@ class PeerServer:
         except Crowded as error:
             self.counts["busy"] += 1
             return await _Reply(self, writer, error.nonce).busy()
+        if self._asked is not None:
+            self._asked(name)
         return await self._answer(request, name, _Reply(self, writer, nonce, is_head=request.method == "HEAD"))
 
     async def _answer(self, request: Request, name: str, reply: _Reply) -> bool:
