@@ -158,7 +158,7 @@ def test_where_nobody_listens_nobody_is_sent_until_it_speaks_again(world: World)
 
 
 def behind_a_full_link(world: World, name: str, seconds: float) -> None:
-    """What ``name`` says of itself does not get through, neither as it asks nor as it answers; its other requests do."""
+    """What ``name`` says of itself does not get through, as it asks or as it answers; its other requests do."""
     world.reaches = lambda asker, asked: name not in (asker, asked)
     for _ in range(round(seconds / 0.5)):
         for other, table in world.tables.items():
