@@ -1,6 +1,6 @@
 """How long until N nodes have one model, and what does it cost the store? Namespaces with links of a given rate.
 
-    python bench/fanout.py [--cases shared,direct,...] [--nodes 2,4,8,16] [--origin 1,4] [--size-mb 192] [--rate-mb 8]
+    python bench/fanout.py [--cases shared,direct,...] [--nodes 2,4,8,16] [--origin 1,4] [--size-mb 192] [--rate-mb 4]
     python bench/fanout.py clean        # remove what a killed run has left
 
 B is the rate of each node's link, each way; R that of the store's; S the size of the model. Every node has a namespace,
@@ -23,7 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -41,6 +41,7 @@ PLOT = HERE.parent / "docs" / "fanout.svg"
 SMOKE_PLOT = HERE / "out" / "fanout.svg"
 MB = 1e6
 DIRECT_SHARE = 0.25
+MANY = 8
 FILES = 4
 FULL_SIZE_MB = 128.0
 """A run with less is a smoke test: its picture goes to bench/out."""
@@ -55,8 +56,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--origin", default="1,4", help="R / B, for shared and direct; default %(default)s")
     parser.add_argument("--fault-origin", type=float, default=4.0, help="R / B for the others; default %(default)s")
     parser.add_argument("--size-mb", type=float, default=192.0, help="S; default %(default)s")
-    parser.add_argument("--rate-mb", type=float, default=8.0, help="B, per second; default %(default)s")
-    parser.add_argument("--chunk-kb", type=int, default=512, help="of 1024 bytes; default %(default)s")
+    parser.add_argument("--rate-mb", type=float, default=4.0, help="B, per second; default %(default)s")
+    parser.add_argument(
+        "--rate-mb-of-many", type=float, default=2.0, help="B of more than 8 nodes, at most; default %(default)s"
+    )
+    parser.add_argument("--chunk-kb", type=int, default=256, help="of 1024 bytes; default %(default)s")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--dir", type=Path, default=None, help="for the nodes' disks; default: the temporary directory")
     parser.add_argument("--plot", type=Path, default=None, help="where the picture goes; default docs/fanout.svg")
@@ -75,10 +79,20 @@ def setups(given: argparse.Namespace) -> Iterator[Setup]:
             if case not in ("direct", "shared"):
                 yield Setup(case, given.fault_nodes, given.rate_mb * MB, given.fault_origin, size, chunk)
                 continue
+            share = DIRECT_SHARE if case == "direct" else 1.0
             for factor in map(float, given.origin.split(",")):
-                for nodes in map(int, given.nodes.split(",")):
-                    share = DIRECT_SHARE if case == "direct" else 1.0
-                    yield Setup(case, nodes, given.rate_mb * MB, factor, int(size * share), chunk)
+                for nodes, rate in rates(given, [int(nodes) for nodes in given.nodes.split(",")]):
+                    yield Setup(case, nodes, rate * MB, factor, int(size * share), chunk)
+
+
+def rates(given: argparse.Namespace, counts: Sequence[int]) -> Iterator[tuple[int, float]]:
+    """The number of nodes of each run, and B. Many nodes would keep the processors busier than their links, so theirs
+    are slower, and those that they are compared with are run at that rate too."""
+    slow = min(given.rate_mb, given.rate_mb_of_many)
+    for nodes in counts:
+        yield nodes, slow if nodes > MANY else given.rate_mb
+    if slow < given.rate_mb and 2 in counts and max(counts) > MANY:
+        yield 2, slow
 
 
 def links(rate: float, factor: float) -> dict[str, float]:

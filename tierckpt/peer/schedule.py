@@ -30,6 +30,7 @@ from typing import Any, Final, TypeAlias
 
 from .known import Known, Peer, Tuning, any_bit, bits, mask, quantile, span
 from .placement import fraction
+from .ramp import Ramp
 
 __all__ = ["SHARED", "Ask", "Decision", "NotNowError", "Pause", "Schedule", "Tuning"]
 
@@ -44,8 +45,6 @@ OWN_ROUNDS: Final = 32
 """Rounds in which a node's own chunks come, at least: the first of them can be passed on after one."""
 FETCHES_MIN: Final = 3
 """Where so many are under way and all take long, it is the store that is slow, and no owner."""
-GROWTH_MAX: Final = 1.4
-"""Twice as many at a time are worth it while each takes no longer than so many times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +86,7 @@ class Schedule(Known):
         self._times: deque[float] = deque(maxlen=64)
         self._store_times: deque[float] = deque(maxlen=16)
         self._store = self._waits = 0
-        self._round: list[float] = []
-        self._more, self._took, self._has_tried = 1, 0.0, False
+        self._ramp = Ramp()
         self._unwanted: list[Ask] = []
         self._brought = 0
         """Chunks that we have fetched from the store."""
@@ -105,7 +103,8 @@ class Schedule(Known):
         asked_at = self._ended(ask)
         seconds = now - asked_at if asked_at is not None else 0.0
         if ask.source is SHARED:
-            self._from_store_in(seconds)
+            self._store_times.append(seconds)
+            self._ramp.came(seconds, self.store_slots(), self.tuning.slots // 2)
             self._brought |= 1 << ask.chunk
         else:
             peer = self.peers.get(ask.source)
@@ -284,11 +283,11 @@ class Schedule(Known):
     def store_slots(self) -> int:
         """Chunks to fetch from the store at a time. Few, where there are many nodes and few chunks: what all of them
         have under way comes at the same time, at the end, and till then nobody can pass on any of it. More, where that
-        does not make each take longer: then they wait for the store's answers, not for its bandwidth."""
+        does not make each take longer (``ramp``): then they wait for the store's answers, not for its bandwidth."""
         nodes = len(self._interested)
         if nodes <= 1:
             return self.tuning.slots
-        return min(self.tuning.slots // 2, max(1, self.total // (OWN_ROUNDS * nodes)) * self._more)
+        return min(self.tuning.slots // 2, max(1, self.total // (OWN_ROUNDS * nodes)) * self._ramp.factor)
 
     def _is_ahead(self) -> bool:
         """True when much of what we brought from the store is still ours alone: what the others hold comes first.
@@ -296,19 +295,6 @@ class Schedule(Known):
         Who sends slowly finds out so at once, while the others can still bring what it would have to send.
         """
         return (self._brought & ~self._any).bit_count() >= self.tuning.ahead_max
-
-    def _from_store_in(self, seconds: float) -> None:
-        """A chunk came from the store: see whether more at a time would do."""
-        self._store_times.append(seconds)
-        self._round.append(seconds)
-        if len(self._round) < 2 * self.store_slots() or self._has_tried:
-            return
-        took, self._round = quantile(self._round, 0.5), []
-        if self._took and took > GROWTH_MAX * self._took:
-            self._more, self._has_tried = max(1, self._more // 2), True
-        else:
-            self._took, self._more = took, self._more * 2
-            self._has_tried = self.store_slots() >= self.tuning.slots // 2
 
     def _from_store(self, now: float) -> Ask | None:
         if self._store >= self.store_slots():
@@ -509,6 +495,7 @@ class Schedule(Known):
             return
         self._looked_at = now
         self._ages = self._ages_of_fetches(now)
+        self._ramp.under_way(self._ages_of_ours(now))
         usual, longest = self._usual(0.5), self._usual(0.95)
         slow = set()
         if usual and len(self.peers) >= 2:
@@ -526,7 +513,10 @@ class Schedule(Known):
 
     def _ages_of_fetches(self, now: float) -> list[float]:
         ages = [now - since for peer in self.peers.values() if peer.usable(now) for since in peer.fetching.values()]
-        return ages + [now - at for asks in self.flying.values() for ask, at in asks if ask.source is SHARED]
+        return ages + self._ages_of_ours(now)
+
+    def _ages_of_ours(self, now: float) -> list[float]:
+        return [now - at for asks in self.flying.values() for ask, at in asks if ask.source is SHARED]
 
     def _leave(self, peer: Peer) -> None:
         """Ask a member that turned out to be slow for one chunk at a time: what others hold comes from them, and of the
