@@ -123,7 +123,7 @@ bench-gpu: $(STAMP) ## a GPT that trains while it is saved, beside PyTorch's pin
 bench-serve: $(STAMP) ## one agent on one core serving chunks, beside nginx and a bare sendfile
 	$(BIN)/python bench/serve.py $(BENCH_ARGS)
 
-bench-fanout: $(STAMP) ## one model to N nodes in network namespaces (20 minutes, root)
+bench-fanout: $(STAMP) ## one model to N nodes in network namespaces (40 minutes, root)
 	$(BIN)/python bench/fanout.py $(BENCH_ARGS)
 
 bench-fanout-simulation: $(STAMP) ## the same placement and schedule under a virtual clock, up to 4,096 nodes

@@ -35,6 +35,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 START_TIMEOUT_SECONDS = 60.0
+REMOVED_SECONDS = 30.0
 
 # Taken once, before any test clears or changes the environment.
 ENVIRONMENT = dict(os.environ)
@@ -141,13 +142,26 @@ class S3Server:
         try:
             yield name
         finally:
-            for page in client.get_paginator("list_objects_v2").paginate(Bucket=name):
-                keys = [{"Key": item["Key"]} for item in page.get("Contents", [])]
-                if keys:
-                    client.delete_objects(Bucket=name, Delete={"Objects": keys, "Quiet": True})
-            for item in client.list_multipart_uploads(Bucket=name).get("Uploads", []):
-                client.abort_multipart_upload(Bucket=name, Key=item["Key"], UploadId=item["UploadId"])
+            deadline = time.monotonic() + REMOVED_SECONDS
+            while not self._removed(client, name):
+                assert time.monotonic() < deadline, f"{name} is still written to"
+
+    @staticmethod
+    def _removed(client: Any, name: str) -> bool:
+        """Remove a bucket and what is in it; False when a drain that a test has left puts more there."""
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=name):
+            keys = [{"Key": item["Key"]} for item in page.get("Contents", [])]
+            if keys:
+                client.delete_objects(Bucket=name, Delete={"Objects": keys, "Quiet": True})
+        for item in client.list_multipart_uploads(Bucket=name).get("Uploads", []):
+            client.abort_multipart_upload(Bucket=name, Key=item["Key"], UploadId=item["UploadId"])
+        try:
             client.delete_bucket(Bucket=name)
+        except client.exceptions.ClientError as error:
+            if error.response["Error"]["Code"] != "BucketNotEmpty":
+                raise
+            return False
+        return True
 
 
 @dataclass(frozen=True)
