@@ -280,16 +280,22 @@ def test_hedges_under_way_are_few() -> None:
     assert sum(hedge is not None for hedge in hedges) == TUNING.hedges_max
 
 
-def test_of_a_slow_peer_requests_are_taken_back_and_its_chunks_are_stood_in_for() -> None:
-    made = schedule(others=("b", "c", "d"), total=2048)
-    for name in "bcd":
-        made.hear(name, 0.2, new=range(400))
+def answered_by_all_but_b(made: Schedule) -> float:
+    """Have all but b answer at once, for a while. Returns the time then."""
     now = SETTLED
     for _ in range(12):
         for ask in all_asks(made, now):
             if ask.source != "b":
                 made.came(ask, now + 0.1)
         now += 0.1
+    return now
+
+
+def test_of_a_slow_peer_requests_are_taken_back_and_its_chunks_are_stood_in_for() -> None:
+    made = schedule(others=("b", "c", "d"), total=2048)
+    for name in "bcd":
+        made.hear(name, 0.2, new=range(400))
+    now = answered_by_all_but_b(made)
     asked_of_b = list(made.peers["b"].asked)
     assert len(asked_of_b) > 1
     made.choose(now + 1.0)
@@ -305,13 +311,7 @@ def test_of_a_slow_peer_requests_are_taken_back_and_its_chunks_are_stood_in_for(
 
 def slow_b(made: Schedule) -> float:
     """Have b owe its answers until it counts as slow. Returns the time then."""
-    now = SETTLED
-    for _ in range(12):
-        for ask in all_asks(made, now):
-            if ask.source != "b":
-                made.came(ask, now + 0.1)
-        now += 0.1
-    now += 1.0
+    now = answered_by_all_but_b(made) + 1.0
     made.choose(now)
     for ask in made.take_unwanted():
         made.failed(ask, now, "given up")
