@@ -13,12 +13,15 @@ the caller asks again through the library, which knows what it means.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import http.client
 import io
 import os
 import re
 import socket
 import ssl
+import sys
+import termios
 import threading
 import time
 import urllib.request
@@ -94,6 +97,11 @@ class Get:
             tier=Tier.SHARED,
             **context,
         )
+
+    def too_slow(self, moved_bytes: int) -> StoreUnavailableError:
+        """``moved_bytes``: what came of it in the last window."""
+        reason = f"too little moved in {self.window_seconds:g} s"
+        return self.unavailable(reason, too_slow=True, moved_bytes=moved_bytes)
 
 
 class Connections:
@@ -180,6 +188,8 @@ class Connections:
                 _check(answer, get)
                 _receive(answer, get, Watermark(connection.sock, get.enough_bytes))
             is_good = not answer.will_close
+        except TimeoutError:
+            raise get.too_slow(_waiting_bytes(connection.sock)) from None
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, StoreUnavailableError | PreconditionFailedError):
                 raise
@@ -272,9 +282,16 @@ def _receive(answer: http.client.HTTPResponse, get: Get, watermark: Watermark) -
         now = time.monotonic()
         if now - begun > get.window_seconds:
             if done - counted < get.enough_bytes:
-                raise get.unavailable(f"too little moved in {get.window_seconds:g} s", too_slow=True)
+                raise get.too_slow(done - counted)
             begun, counted = now, done
     watermark.expect(1)
+
+
+def _waiting_bytes(sock: socket.socket) -> int:
+    """What has come and was not enough to be handed out."""
+    found = bytearray(4)
+    fcntl.ioctl(sock.fileno(), termios.FIONREAD, found)
+    return int.from_bytes(found, sys.byteorder)
 
 
 def _said(error: BaseException) -> str:

@@ -100,7 +100,9 @@ class RemoteStore:
         self.uri = location.uri
         self.has_put_if_absent = True
         self.retries = retries or Retries(settings)
-        self._breaker = self.retries.breaker(f"{location.scheme}://{location.authority}")
+        bucket = f"{location.scheme}://{location.authority}"
+        self._breaker = self.retries.breaker(bucket)
+        self._congestion = self.retries.congestion(bucket)
         self._lock = asyncio.Lock()
         self._access: Access | None = None
         self._clients: dict[int, Bucket] = {}
@@ -293,10 +295,16 @@ class RemoteStore:
             raise NotThisWay("there is a proxy", for_good=True)
         window = self._limit_seconds(0)
         enough = max(1, int(self.settings.throughput_min_bytes_per_second * window))
-        await self._ranges.read(Get(f"{self.uri}/{key}", url, byte_range, into, if_match, window, enough))
+        async with self._congestion.get():
+            await self._ranges.read(Get(f"{self.uri}/{key}", url, byte_range, into, if_match, window, enough))
 
     async def _read(self, bucket: Bucket, key: str, options: GetOptions) -> Buffer:
-        """Return the body of one GET. Broken off when a window passes in which too little of it came.
+        """Return the body of one GET. Broken off when a window passes in which too little of it came."""
+        async with self._congestion.get():
+            return await self._watch(bucket, key, options)
+
+    async def _watch(self, bucket: Bucket, key: str, options: GetOptions) -> Buffer:
+        """Receive the body.
 
         What is there within one window, all of it, is taken in one piece, for half of the CPU. The first time that it
         is not, nobody knows whether it crept or stood: from then on bodies are watched piece by piece, until they are
@@ -304,13 +312,13 @@ class RemoteStore:
         """
         window, begun = self._limit_seconds(0), time.monotonic()
         enough = max(1, int(self.settings.throughput_min_bytes_per_second * window))
-        moved = 0
+        moved = counted = 0
         try:
             async with asyncio.timeout(window) as limit:
                 answer = await obstore.get_async(bucket, key, options=options)
                 if not self._is_watching:
                     return memoryview(await answer.bytes_async())
-                pieces, counted = [], 0
+                pieces = []
                 async for piece in answer.stream(min_chunk_size=min(MiB, max(4096, enough // 2))):
                     pieces.append(piece)
                     moved += len(piece)
@@ -318,9 +326,11 @@ class RemoteStore:
                         counted = moved
                         limit.reschedule(asyncio.get_running_loop().time() + window)
         except TimeoutError:
-            self._is_watching = True
             self.retries.counts["broken_off"] += 1
-            raise self._too_slow(key, window) from None
+            error = self._too_slow(key, window)
+            error.context |= {"too_slow": self._is_watching, "moved_bytes": moved - counted}
+            self._is_watching = True
+            raise error from None
         self._is_watching = time.monotonic() > begun + window / 2
         return b"".join(pieces)
 

@@ -29,6 +29,7 @@ from ..config import Settings
 from ..errors import StoreUnavailableError, TierckptError
 from ..telemetry import RETRIES, logger
 from ..types import Tier
+from .congestion import Congestion
 
 log = logger("stores.retry")
 
@@ -182,6 +183,7 @@ class Retries:
         self.budget = Budget(settings.retry_share_max)
         self.counts: Counter[str] = Counter()
         self._breakers: dict[str, Breaker] = {}
+        self._congestion: dict[str, Congestion] = {}
 
     def breaker(self, name: str) -> Breaker:
         """The breaker of the store ``name`` (a bucket): one for all checkpoints in it."""
@@ -189,6 +191,10 @@ class Retries:
             patience = min(PATIENCE_SECONDS, self.settings.store_timeout_seconds)
             self._breakers[name] = Breaker(name, self.settings.drain_retry_seconds_max, patience)
         return self._breakers[name]
+
+    def congestion(self, name: str) -> Congestion:
+        """How many GETs the store ``name`` is asked at a time: one number for all checkpoints in it."""
+        return self._congestion.setdefault(name, Congestion(name))
 
     async def run(self, breaker: Breaker, probe: Probe, request: Callable[[], Awaitable[T]]) -> T:
         """Make one idempotent request, again while it fails in a way that may pass, with full jitter.
@@ -269,6 +275,7 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _is_answer(error: StoreUnavailableError) -> bool:
-    """True when a server that works said "not now": a conflict of two writes, a credential just renewed."""
+    """True when a server that works said "not now": a conflict of two writes, a credential just renewed. Or when its
+    answer was on its way, and crept."""
     status = error.context.get("status")
-    return isinstance(status, int) and status in {401, 403, 404, 409}
+    return bool(error.context.get("moved_bytes")) or (isinstance(status, int) and status in {401, 403, 404, 409})

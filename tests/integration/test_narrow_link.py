@@ -1,0 +1,118 @@
+"""A store behind a narrow link: many GETs at a time each get less than what counts as moving, and all must arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+
+import pytest
+
+from tests.services import HttpServer
+from tierckpt.config import Settings
+from tierckpt.errors import StoreUnavailableError
+from tierckpt.layout import parse_uri
+from tierckpt.stores.congestion import Congestion
+from tierckpt.stores.remote import RemoteStore
+from tierckpt.types import ByteRange
+
+RATE = 500_000
+"""Bytes per second of the link."""
+LEAST = 90_000
+"""What one GET must get of that: half of the GETs can, all of them cannot."""
+SIZE = 256 * 1024
+GETS = 8
+DATA = os.urandom(SIZE)
+
+
+class Narrow(HttpServer):
+    """Answers share one link evenly, a slice each in turn. ``most`` is how many there were at a time."""
+
+    def __init__(self) -> None:
+        self._link = threading.Condition()
+        self._line: list[object] = []
+        self.most = 0
+        super().__init__()
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        if request.command == "HEAD":
+            request.send_error(404)
+            return
+        start, _, last = request.headers["Range"].removeprefix("bytes=").partition("-")
+        body = DATA[int(start) : int(last) + 1]
+        request.send_response(206)
+        request.send_header("ETag", '"e"')
+        request.send_header("Last-Modified", "Sat, 21 Nov 2026 00:00:00 GMT")
+        request.send_header("Content-Range", f"bytes {start}-{last}/{SIZE}")
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        me = object()
+        with self._link:
+            self._line.append(me)
+            self.most = max(self.most, len(self._line))
+        try:
+            for at in range(0, len(body), 4096):
+                with self._link:
+                    self._link.wait_for(lambda: self._line[0] is me, 60)
+                    time.sleep(4096 / RATE)
+                    self._line.append(self._line.pop(0))
+                    self._link.notify_all()
+                request.wfile.write(body[at : at + 4096])
+        except OSError:
+            request.close_connection = True
+        finally:
+            with self._link:
+                self._line.remove(me)
+                self._link.notify_all()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Narrow]:
+    made = Narrow()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    yield made
+    made.close()
+
+
+async def get_all(*, into: bool, retries: int) -> list[BaseException | None]:
+    settings = Settings.load(
+        throughput_window_seconds=2.0, throughput_min_bytes_per_second=LEAST, retry_attempts_max=retries
+    )
+    store = RemoteStore(parse_uri("s3://bucket/run"), settings)
+
+    async def get() -> None:
+        if into:
+            memory = memoryview(bytearray(SIZE))
+            await store.get_range_into("object", ByteRange(0, SIZE), memory)
+            assert bytes(memory) == DATA
+        else:
+            assert bytes(await store.get_range("object", ByteRange(0, SIZE))) == DATA
+
+    try:
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*(get() for _ in range(GETS)), return_exceptions=True)
+    finally:
+        await store.close()
+
+
+async def test_gets_become_fewer_and_all_arrive(server: Narrow) -> None:
+    assert await get_all(into=True, retries=1) == [None] * GETS
+    assert server.most == GETS  # they had begun together
+
+
+async def test_gets_by_the_library_too(server: Narrow) -> None:
+    """The first time that one of those does not end in time, nobody knows whether it crept: that takes a retry more."""
+    assert await get_all(into=False, retries=2) == [None] * GETS
+
+
+async def test_otherwise_they_would_be_broken_off_again(server: Narrow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Congestion, "_reduce", lambda *_: None)
+    failed = [error for error in await get_all(into=True, retries=1) if error is not None]
+    assert failed
+    assert all(isinstance(error, StoreUnavailableError) for error in failed)

@@ -1,0 +1,167 @@
+"""How many GETs a store is asked at a time. Cites tierckpt/stores/congestion.py."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from tierckpt.errors import ObjectNotFoundError, StoreUnavailableError
+from tierckpt.stores.congestion import GETS_MAX, Congestion
+
+
+class Gets:
+    """GETs that stay under way until they are told how they end."""
+
+    def __init__(self, count: int, congestion: Congestion) -> None:
+        self.congestion = congestion
+        self.under_way: list[int] = []
+        """In the order in which they began."""
+        self._ends: dict[int, asyncio.Future[None]] = {}
+        self.tasks = [asyncio.create_task(self._get(number)) for number in range(count)]
+
+    async def _get(self, number: int) -> None:
+        async with self.congestion.get():
+            self.under_way.append(number)
+            self._ends[number] = asyncio.get_running_loop().create_future()
+            try:
+                await self._ends[number]
+            finally:
+                self.under_way.remove(number)
+
+    async def end(self, *numbers: int, error: BaseException | None = None) -> None:
+        for number in numbers:
+            if error is None:
+                self._ends[number].set_result(None)
+            else:
+                self._ends[number].set_exception(error)
+        await turns()
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def gets() -> AsyncIterator[Callable[[int], Gets]]:
+    made: list[Gets] = []
+
+    def make(count: int, congestion: Congestion | None = None) -> Gets:
+        made.append(Gets(count, congestion or Congestion("s3://bucket")))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for task in one.tasks:
+            task.cancel()
+        await asyncio.gather(*one.tasks, return_exceptions=True)
+
+
+def too_slow() -> StoreUnavailableError:
+    return StoreUnavailableError("too little moved", too_slow=True)
+
+
+Make = Callable[..., Gets]
+
+
+async def test_there_is_no_limit_as_long_as_all_goes_well(gets: Make) -> None:
+    some = gets(200)
+    await turns()
+    assert some.under_way == [*range(200)]
+    await some.end(*range(200))
+    assert some.congestion.gets_max == GETS_MAX
+
+
+async def test_one_that_is_too_slow_halves_them(gets: Make) -> None:
+    some = gets(16)
+    await turns()
+    await some.end(3, error=too_slow())
+    assert some.congestion.gets_max == 8
+    late = gets(1, some.congestion)
+    await some.end(*range(4, 11))  # eight are left
+    assert late.under_way == []
+    await some.end(11)
+    assert late.under_way == [0]
+
+
+async def test_those_that_were_under_way_together_count_once(gets: Make) -> None:
+    some = gets(16)
+    await turns()
+    await some.end(*range(16), error=too_slow())
+    assert some.congestion.gets_max == 8
+
+
+async def test_those_that_began_after_it_count_again_down_to_one(gets: Make) -> None:
+    congestion = Congestion("s3://bucket")
+    found = []
+    for _ in range(6):
+        some = gets(16, congestion)
+        await turns()
+        while some.under_way:
+            await some.end(*some.under_way, error=too_slow())
+        found.append(congestion.gets_max)
+    assert found[-1] == 1
+
+
+@pytest.mark.parametrize("error", [StoreUnavailableError("HTTP 503", status=503), ObjectNotFoundError("none")])
+async def test_other_failures_change_nothing(gets: Make, error: Exception) -> None:
+    some = gets(16)
+    await turns()
+    await some.end(3, error=error)
+    assert some.congestion.gets_max == GETS_MAX
+
+
+async def test_it_grows_by_one_when_as_many_as_are_allowed_went_well(gets: Make) -> None:
+    congestion = Congestion("s3://bucket")
+    congestion.gets_max = 4
+    some = gets(100, congestion)
+    await turns()
+    assert some.under_way == [0, 1, 2, 3]
+    await some.end(0, 1, 2, 3)
+    assert math.floor(congestion.gets_max) == 4  # growth is a little less than one, as it grows meanwhile
+    await some.end(*some.under_way)
+    assert len(some.under_way) == 5
+
+
+async def test_first_come_first_served(gets: Make) -> None:
+    congestion = Congestion("s3://bucket")
+    congestion.gets_max = 1
+    some = gets(5, congestion)
+    order = []
+    for _ in range(5):
+        await turns()
+        order += some.under_way
+        congestion.gets_max = 1
+        await some.end(*some.under_way)
+    assert order == [0, 1, 2, 3, 4]
+
+
+async def test_one_that_is_cancelled_leaves_its_place(gets: Make) -> None:
+    congestion = Congestion("s3://bucket")
+    congestion.gets_max = 2
+    some = gets(5, congestion)
+    await turns()
+    for number in (0, 3):  # one under way, one that waits
+        some.tasks[number].cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await some.tasks[number]
+    await turns()
+    assert some.under_way == [1, 2]
+    await some.end(1)
+    assert some.under_way == [2, 4]
+
+
+async def test_one_that_is_cancelled_the_moment_its_turn_comes_gives_it_on(gets: Make) -> None:
+    congestion = Congestion("s3://bucket")
+    congestion.gets_max = 1
+    some = gets(3, congestion)
+    await turns()
+    some._ends[0].set_result(None)
+    await asyncio.sleep(0)  # the first ends and wakes the second, which has not run yet
+    some.tasks[1].cancel()
+    await turns()
+    assert some.under_way == [2]
