@@ -10,6 +10,7 @@ import pickle
 import random
 import struct
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -34,7 +35,8 @@ from tests.compat.everything import everything
 from tests.fault import attacks, attacks_try
 from tests.states import load, raises_ours, save, small_state
 from tierckpt.config import Settings
-from tierckpt.dcp import sealed
+from tierckpt.dcp import encoding, sealed
+from tierckpt.dcp.encoding import encode
 from tierckpt.dcp.sealed import Objects, load_metadata, machine, metadata, objects
 from tierckpt.errors import ConfigError, IntegrityError, UnsafeCheckpointError
 from tierckpt.layout import local_dir, parse_uri
@@ -113,6 +115,103 @@ def test_what_is_equal_is_written_once_and_read_once(file_uri: str, local_root: 
         assert [len(set(map(id, same))) for same in shared] == [1, 1, 1, 1, 1]
         assert all(one.chunks is not other.chunks for one, other in itertools.combinations(tensors, 2))
     assert len(data) < 200 * len(state)
+
+
+# --- what tierckpt writes: objects as calls of their classes ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda meta: None,
+        lambda meta: setattr(meta, "storage_data", None),
+        lambda meta: setattr(meta, "planner_data", None),
+        lambda meta: setattr(next(iter(meta.storage_data.values())), "transform_descriptors", ["zstd"]),
+        lambda meta: meta.state_dict_metadata.update(twice=meta.state_dict_metadata["w"]),
+    ],
+    ids=["whole", "no places", "no paths", "transforms", "one tensor under two names"],
+)
+def test_objects_written_as_calls(change: Callable[[Metadata], Any]) -> None:
+    meta = small()
+    change(meta)
+    data = encode(meta)
+    found = read(data)
+    assert found == pickle.loads(data) == meta
+    assert {type(index) for index in found.storage_data or {}} <= {MetadataIndex}
+    assert all(
+        hash(index) == hash(same) for index, same in zip(found.storage_data or (), meta.storage_data or (), strict=True)
+    )
+
+
+def test_calls_are_shorter_than_states() -> None:
+    entries: dict[str, Any] = {f"m.{n}": small().state_dict_metadata["w"] for n in range(500)}
+    places = {
+        MetadataIndex(name, chunk.offsets): _StorageInfo("f", 0, 12)
+        for name in entries
+        for chunk in entries[name].chunks
+    }
+    meta = Metadata({name: dataclasses.replace(one) for name, one in entries.items()}, storage_data=places)
+    assert read(encode(meta)) == meta
+    assert len(encode(meta)) < 0.75 * len(pickle.dumps(meta))
+
+
+def test_what_derives_from_a_class_of_dcp_is_not_written_as_that_class() -> None:
+    @dataclasses.dataclass
+    class Mine(_StorageInfo):
+        more: int = 0
+
+    meta = small(storage_data={MetadataIndex("w"): Mine("f", 0, 12, more=3)})
+    with pytest.raises((pickle.PicklingError, AttributeError), match="Mine"):
+        encode(meta)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda meta: place(meta, relative_path="../f"), "leads elsewhere"),
+        (lambda meta: place(meta, relative_path=7), "a path is not a string"),
+        (lambda meta: place(meta, offset=-1), "number from 0"),
+        (lambda meta: place(meta, length=True), "number from 0"),
+        (lambda meta: place(meta, length=3), "needs 12 bytes and has 3"),
+        (lambda meta: place(meta, transform_descriptors=[7]), "not made of strings"),
+        (lambda meta: vars(next(iter(meta.storage_data))).update(offset=(0, 0)), "no size"),
+        (lambda meta: vars(next(iter(meta.storage_data))).update(index="0"), "an index"),
+        (lambda meta: vars(next(iter(meta.storage_data))).update(fqn=b"w"), "a name"),
+        (lambda meta: tensor(meta, chunks=()), "no list of chunks"),
+        (lambda meta: tensor(meta, chunks=[]), "do not fill"),
+        (lambda meta: tensor(meta, size=[4, 3]), "a size of w is none"),
+        (lambda meta: tensor(meta, size=torch.Size([4, 4])), "do not fill"),
+        (lambda meta: tensor(meta, size=torch.Size([3, 3])), "lies outside"),
+        (lambda meta: tensor(meta, properties=None), "the properties of a tensor"),
+        (lambda meta: meta.state_dict_metadata.update(w=MetadataIndex("w")), "a TensorStorageMetadata belongs"),
+        (lambda meta: meta.planner_data.update(w=meta.state_dict_metadata["w"]), "more than plain data"),
+        (lambda meta: meta.planner_data.update({MetadataIndex("w"): 1}), "neither a string nor an integer"),
+        (lambda meta: meta.state_dict_metadata.update({MetadataIndex("w"): meta.state_dict_metadata["w"]}), "a name"),
+    ],
+)
+def test_calls_are_checked_like_states(change: Callable[[Metadata], Any], match: str) -> None:
+    meta = small()
+    change(meta)
+    stream = io.BytesIO()
+    encoding._Pickler(stream).dump(meta)
+    with pytest.raises(UnsafeCheckpointError, match=match):
+        read(stream.getvalue())
+
+
+def place(meta: Metadata, **fields: Any) -> None:
+    vars(next(iter(meta.storage_data.values()))).update(fields)  # type: ignore[union-attr]
+
+
+def tensor(meta: Metadata, **fields: Any) -> None:
+    vars(meta.state_dict_metadata["w"]).update(fields)
+
+
+def test_work_is_bounded_however_often_one_tensor_is_named() -> None:
+    chunks = [ChunkStorageMetadata(SIZE([0]), SIZE([0]))] * 2000
+    one = TensorStorageMetadata(TensorProperties(), SIZE([0]), chunks)
+    meta = Metadata({f"{number}": one for number in range(2000)})
+    with pytest.raises(UnsafeCheckpointError, match="over and over"):
+        read(encode(meta))
 
 
 def test_many_entries_so_that_the_memo_outgrows_a_byte() -> None:
@@ -247,6 +346,14 @@ def test_every_field_of_this_torch_is_known() -> None:
         (b"\x80\x04N)R.", "calls NoneType"),
         (b"\x80\x04N)\x81.", "makes an instance of NoneType"),
         (b"\x80\x04NNb.", "sets the state of NoneType"),
+        (
+            b"\x80\x04ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\n)R.",
+            "calls Class ChunkStorageMetadata",
+        ),
+        (b"\x80\x04ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n)R.", "TypeError"),
+        (b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadataIndex\nNNN\x87\x94R\x94.", "a name"),
+        (b"\x80\x04NNN\x87\x94R\x94.", "ends in the middle"),
+        (b"\x80\x04NNNN\x87\x94R\x94.", "calls NoneType"),
         (b"\x80\x04ctorch\nSize\nN\x85R.", "numbers from 0"),
         (b"\x80\x04ctorch\nSize\n)R.", "TypeError"),
         (b"\x80\x04N.", "a Metadata belongs"),
@@ -324,8 +431,9 @@ def test_whatever_else_goes_wrong_is_one_error_too(monkeypatch: pytest.MonkeyPat
         read(pickle.dumps(small()))
 
 
-def test_truncation_at_every_byte_is_refused() -> None:
-    data = pickle.dumps(small())
+@pytest.mark.parametrize("dumps", [pickle.dumps, encode])
+def test_truncation_at_every_byte_is_refused(dumps: Callable[[Metadata], bytes]) -> None:
+    data = dumps(small())
     for length in range(len(data)):
         with pytest.raises(UnsafeCheckpointError):
             read(data[:length])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pickle
 import secrets
 import threading
 import time
@@ -32,7 +31,6 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageWriterTransforms,
 )
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -73,6 +71,7 @@ from ..types import Tier
 from . import records, split, testament
 from . import will as wills
 from .collection import no_collection
+from .encoding import encode, share
 from .mount import Mount
 from .planner import TierSavePlanner
 from .route import Delivery, LaidOut, Route
@@ -412,8 +411,7 @@ class TierStorageWriter(Mount, StorageWriter):
         if self._stands_in:
             _require_whole(metadata, self.path)
         metadata.storage_meta = self.storage_meta()
-        _share(metadata)
-        return pickle.dumps(metadata)
+        return encode(metadata)
 
     def _manifest(self, save: _Save, data: bytes, results: list[list[WriteResult]]) -> Manifest:
         collected = {file.path: file for rank in results for result in rank for file in getattr(result, "files", ())}
@@ -507,7 +505,7 @@ class TierStorageWriter(Mount, StorageWriter):
             return None
         shards, memories = described
         if metadata is not None:
-            _share(metadata)
+            share(metadata)
         will = Will(
             rank=self.rank,
             world_size=self.world_size,
@@ -825,36 +823,6 @@ def _require_whole(metadata: Metadata, uri: str) -> None:
             wanted = [MetadataIndex(fqn, chunk.offsets) for chunk in stored.chunks]
         if any(index not in metadata.storage_data for index in wanted):
             raise CheckpointError(f"{fqn} of {uri} was not written by any rank", hint="The checkpoint before it stands")
-
-
-def _share(metadata: Metadata) -> None:
-    """Have equal properties, sizes and chunks be one object: the pickle holds each once.
-
-    It is half as long then, and whoever reads it builds as much less. What is shared nobody changes: DCP and we put
-    other objects in its place.
-    """
-    properties: dict[Any, Any] = {}
-    sizes: dict[Any, Any] = {}
-    chunks: dict[Any, ChunkStorageMetadata] = {}
-    for stored in metadata.state_dict_metadata.values():
-        if isinstance(stored, TensorStorageMetadata):
-            has = stored.properties
-            key = (has.dtype, has.layout, has.requires_grad, has.memory_format, has.pin_memory)
-            stored.properties = properties.setdefault(key, has)
-            stored.size = sizes.setdefault(stored.size, stored.size)
-            stored.chunks = [chunks.setdefault((chunk.offsets, chunk.sizes), chunk) for chunk in stored.chunks]
-    for chunk in chunks.values():
-        _share_size(chunk, "offsets", sizes)
-        _share_size(chunk, "sizes", sizes)
-    for index in metadata.storage_data or ():  # a will tells of a save that has not been written yet
-        _share_size(index, "offset", sizes)
-
-
-def _share_size(owner: Any, name: str, sizes: dict[Any, Any]) -> None:
-    """Put an equal size in its place: nothing changes by which ``owner``, frozen or not, is compared or hashed."""
-    fields = vars(owner)
-    if (size := fields.get(name)) is not None:
-        fields[name] = sizes.setdefault(size, size)
 
 
 def _results(shard: Shard) -> list[WriteResult]:

@@ -1,27 +1,30 @@
 """A machine for the part of the pickle language that ``.metadata`` is written in. It is not an unpickler.
 
 It makes numbers, strings, containers, the few constants its caller names, and inert records: objects that only remember
-a class name and a state. There is no way in its language to import, to call anything but the caller's functions, or to
-set an attribute of anything. CPython's unpickler is not involved, so what is checked is what is built.
+a class name and a state. There is no way in its language to import, to call anything but the caller's functions (which
+may make objects of their own), or to set an attribute of anything. CPython's unpickler is not involved, so what is
+checked is what is built.
 
 Invariants (tests cite them):
     S1  Only globals in the caller's exact table are known. Everything else is refused by name.
     S2  Nothing is allocated for a length that the data does not have; memory and time are linear in its length
         (at worst 75 bytes for each byte; what DCP writes takes about 10).
-    S3  No hash, comparison or recursion ever meets a nested value: keys of dicts are strings, integers or records.
+    S3  No hash, comparison or recursion ever meets a nested value: keys of dicts are strings, integers, records, or
+        what functions of the caller made to be keys.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 MARK, STOP, REDUCE, BUILD, APPEND, SETITEM, APPENDS, SETITEMS = b"(.Rbaseu"
 EMPTY_TUPLE, EMPTY_LIST, EMPTY_DICT, TUPLE = b")]}t"
-BININT1, BININT2, BINGET, LONG_BINGET = b"KMhj"
+NONE, BININT, BININT1, BININT2, BINGET, LONG_BINGET = b"NJKMhj"
 PROTO, NEWOBJ, TUPLE1, TUPLE2, TUPLE3, SHORT_BINUNICODE, MEMOIZE = b"\x80\x81\x85\x86\x87\x8c\x94"
 NEW_WITH_STATE = bytes((NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK))
+CALL = bytes((MEMOIZE, REDUCE, MEMOIZE))
 PROTOCOLS = range(2, 6)
 
 
@@ -33,15 +36,6 @@ class Refused(Exception):
         self.wanted = wanted
 
 
-class Class:
-    """Stands for a class the data may make records of. It is not that class and leads nowhere."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
 class Function:
     """A function of the caller that the data may call. It must check its arguments: they can be anything made here."""
 
@@ -49,6 +43,19 @@ class Function:
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
+
+
+class Class(Function):
+    """Stands for a class the data may make records of, or call. It is not that class and leads nowhere."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str, call: Callable[..., Any] | None = None) -> None:
+        super().__init__(call or self._refuse)
+        self.name = name
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise Refused(f"it calls Class {self.name}")
 
 
 class Record:
@@ -63,22 +70,24 @@ class Record:
 
 Globals = Mapping[tuple[str, str], Any]
 
-_KEYS = frozenset({str, int, Record})
 _unpack_double = struct.Struct(">d").unpack_from
 _unpack_int = struct.Struct("<i").unpack_from
 _unpack_unsigned = struct.Struct("<I").unpack_from
 _unpack_long = struct.Struct("<Q").unpack_from
 
 
-def run(data: bytes, known: Globals) -> Any:
+def run(data: bytes, known: Globals, keys: Iterable[type] = ()) -> Any:
     """Return what ``data`` describes.
+
+    Args:
+        keys: the types of what functions in ``known`` make that may be keys of dicts.
 
     Raises:
         Refused: anything outside the language, an unknown global, data that ends early or goes on after its end.
     Cost: 0.13 microseconds an opcode; ten times the memory of what DCP writes.
     """
     try:
-        return _Machine(data, known).run()
+        return _Machine(data, known, keys).run()
     except Refused:
         raise
     except (IndexError, struct.error):
@@ -88,11 +97,12 @@ def run(data: bytes, known: Globals) -> Any:
 
 
 class _Machine:
-    __slots__ = ("data", "known", "memo")
+    __slots__ = ("data", "keys", "known", "memo")
 
-    def __init__(self, data: bytes, known: Globals) -> None:
+    def __init__(self, data: bytes, known: Globals, keys: Iterable[type]) -> None:
         self.data = data
         self.known = known
+        self.keys = frozenset({str, int, Record, *keys})
         self.memo: list[Any] = []
 
     def run(self) -> Any:
@@ -112,6 +122,17 @@ class _Machine:
             elif op == BINGET:
                 stack.append(memo[data[at]])
                 at += 1
+            elif op == TUPLE3:
+                last, middle = stack.pop(), stack.pop()
+                arguments = (stack[-1], middle, last)
+                if data[at : at + 3] == CALL:  # what is made of three arguments: four opcodes as one
+                    del stack[-1]
+                    made = _call(stack[-1], arguments)
+                    memo += (arguments, made)
+                    stack[-1] = made
+                    at += 3
+                else:
+                    stack[-1] = arguments
             elif op == EMPTY_TUPLE:
                 if data[at : at + 5] == NEW_WITH_STATE:  # an object and its state begin: six opcodes as one
                     record = _new(stack[-1], ())
@@ -126,22 +147,22 @@ class _Machine:
                     stack.append(())
             elif op == SETITEMS:
                 items, stack = stack, outer.pop()
-                _set_items(stack[-1], items)
+                self._set_items(stack[-1], items)
                 if data[at] == BUILD:
                     state = stack.pop()
                     _build(stack[-1], state)
                     at += 1
-            elif op == BININT1:
-                stack.append(data[at])
-                at += 1
             elif op == REDUCE:
                 arguments = stack.pop()
                 stack[-1] = _call(stack[-1], arguments)
+            elif op == BININT:
+                stack.append(_unpack_int(data, at)[0])
+                at += 4
             elif op == TUPLE1:
                 stack[-1] = (stack[-1],)
-            elif op == TUPLE2:
-                last = stack.pop()
-                stack[-1] = (stack[-1], last)
+            elif op == BININT1:
+                stack.append(data[at])
+                at += 1
             elif op == BININT2:
                 stack.append(data[at] | data[at + 1] << 8)
                 at += 2
@@ -149,6 +170,16 @@ class _Machine:
                 end = at + 1 + data[at]
                 stack.append(str(data[at + 1 : end], "utf-8"))
                 at = end
+            elif op == EMPTY_LIST:
+                stack.append([])
+            elif op == APPEND:
+                item = stack.pop()
+                _append(stack[-1], (item,))
+            elif op == NONE:
+                stack.append(None)
+            elif op == TUPLE2:
+                last = stack.pop()
+                stack[-1] = (stack[-1], last)
             elif op == MARK:
                 outer.append(stack)
                 stack = []
@@ -160,23 +191,15 @@ class _Machine:
             elif op == BUILD:
                 state = stack.pop()
                 _build(stack[-1], state)
-            elif op == TUPLE3:
-                last, middle = stack.pop(), stack.pop()
-                stack[-1] = (stack[-1], middle, last)
             elif op == TUPLE:
                 items, stack = stack, outer.pop()
                 stack.append(tuple(items))
-            elif op == EMPTY_LIST:
-                stack.append([])
             elif op == APPENDS:
                 items, stack = stack, outer.pop()
                 _append(stack[-1], items)
-            elif op == APPEND:
-                item = stack.pop()
-                _append(stack[-1], [item])
             elif op == SETITEM:
                 items = [stack.pop(-2), stack.pop()]
-                _set_items(stack[-1], items)
+                self._set_items(stack[-1], items)
             elif op == STOP:
                 return self._result(stack, outer, at)
             else:
@@ -203,11 +226,15 @@ class _Machine:
             raise Refused(f"a length of {count} at byte {at} is longer than the file")
         return taken
 
-    # --- opcodes met once in a while: each pushes, and returns where to go on --------------------------------------
+    def _set_items(self, target: Any, items: list[Any]) -> None:
+        keys = items[::2]
+        if type(target) is not dict or len(items) % 2:
+            _misused("puts items into", target)
+        if not self.keys.issuperset(map(type, keys)):
+            raise Refused("a key of a dict is neither a string nor an integer nor an index")
+        target.update(zip(keys, items[1::2], strict=True))
 
-    def _none(self, stack: list[Any], at: int) -> int:
-        stack.append(None)
-        return at
+    # --- opcodes met once in a while: each pushes, and returns where to go on --------------------------------------
 
     def _true(self, stack: list[Any], at: int) -> int:
         stack.append(True)
@@ -216,10 +243,6 @@ class _Machine:
     def _false(self, stack: list[Any], at: int) -> int:
         stack.append(False)
         return at
-
-    def _int(self, stack: list[Any], at: int) -> int:
-        stack.append(_unpack_int(self.data, at)[0])
-        return at + 4
 
     def _long(self, stack: list[Any], at: int) -> int:
         """64 bits and no more: sizes need no more, and wider integers could all be made to share one hash."""
@@ -289,10 +312,8 @@ class _Machine:
 
 
 _RARE: dict[int, Callable[[_Machine, list[Any], int], int]] = {
-    ord("N"): _Machine._none,
     0x88: _Machine._true,
     0x89: _Machine._false,
-    ord("J"): _Machine._int,
     0x8A: _Machine._long,
     ord("G"): _Machine._float,
     ord("X"): _Machine._text,
@@ -307,7 +328,7 @@ _RARE: dict[int, Callable[[_Machine, list[Any], int], int]] = {
 
 
 def _call(function: Any, arguments: Any) -> Any:
-    if type(function) is not Function or type(arguments) is not tuple:
+    if not isinstance(function, Function) or type(arguments) is not tuple:
         _misused("calls", function)
     return function.call(*arguments)
 
@@ -324,16 +345,7 @@ def _build(record: Any, state: Any) -> None:
     record.state = state
 
 
-def _set_items(target: Any, items: list[Any]) -> None:
-    keys = items[::2]
-    if type(target) is not dict or len(items) % 2:
-        _misused("puts items into", target)
-    if not _KEYS.issuperset(map(type, keys)):
-        raise Refused("a key of a dict is neither a string nor an integer nor an index")
-    target.update(zip(keys, items[1::2], strict=True))
-
-
-def _append(target: Any, items: list[Any]) -> None:
+def _append(target: Any, items: Sequence[Any]) -> None:
     if type(target) is not list:
         _misused("appends to", target)
     target.extend(items)
