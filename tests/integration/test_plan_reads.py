@@ -10,14 +10,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import tierckpt
 from tests.states import raises_ours, save
+from tierckpt.dcp import neighbours
 from tierckpt.dcp import reader as readers
 from tierckpt.errors import IntegrityError
 from tierckpt.mover.copies import LocalCopy
+from tierckpt.mover.pull import Piece
 from tierckpt.types import ByteRange
 
 CHUNK = 64 * 1024
@@ -140,6 +143,120 @@ def test_what_has_not_the_frame_of_its_metadata_is_parsed(file_uri: str, parsed:
         dcp.load(loaded, storage_reader=tierckpt.TierStorageReader(f"{file_uri}/stock"), no_dist=True)
     assert all(torch.equal(loaded[name], value) for name, value in state.items())
     assert parsed == ["view"]
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
+    """What a load asked of files."""
+    asked: list[Piece] = []
+    real = neighbours.pull
+
+    def pull(wanted: Any, *args: Any, **options: Any) -> None:
+        asked.extend(piece for _, pieces in wanted for piece in pieces)
+        real(wanted, *args, **options)
+
+    monkeypatch.setattr(neighbours, "pull", pull)
+    return asked
+
+
+def small_tensors(count: int) -> dict[str, torch.Tensor]:
+    """All that a group can have in it: shapes, dtypes and sizes in turn, the empty one among them."""
+    kinds = [((5,), torch.float32), ((), torch.int64), ((3, 7), torch.bfloat16), ((0, 4), torch.int8)]
+    return {f"t.{n}": torch.full(*kinds[n % 4][:1], n % 100, dtype=kinds[n % 4][1]) for n in range(count)}
+
+
+def load_into(uri: str, into: dict[str, Any], **planner: Any) -> None:
+    with raises_ours():
+        dcp.load(into, storage_reader=tierckpt.TierStorageReader(uri), no_dist=True, **planner)
+
+
+def test_small_tensors_side_by_side_are_one_piece(file_uri: str, pieces: list[Piece], parsed: list[str]) -> None:
+    state = small_tensors(1000)
+    save(f"{file_uri}/step-1", state)
+    loaded = {name: torch.ones_like(value) for name, value in state.items()}
+    load_into(f"{file_uri}/step-1", loaded)
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    filled = [piece for piece in pieces if not piece.is_peek]
+    assert len(filled) == 1
+    assert parsed == []
+
+
+def test_a_group_ends_where_a_chunk_does(file_uri: str, pieces: list[Piece]) -> None:
+    state = small_tensors(1000)
+    save(f"{file_uri}/step-1", state, chunk_size_bytes=CHUNK)
+    load_into(f"{file_uri}/step-1", state)
+    groups = [piece for piece in pieces if piece.stop - piece.start > 4096]
+    assert len(groups) > 5
+    assert all(piece.start // CHUNK == (piece.stop - 1) // CHUNK for piece in groups)
+
+
+def test_small_tensors_that_are_not_wanted_are_not_read(file_uri: str, pieces: list[Piece]) -> None:
+    state = {f"t.{n}": torch.full((2048,), n) for n in range(100)}
+    save(f"{file_uri}/step-1", state)
+    loaded = {name: torch.zeros_like(value) for name, value in list(state.items())[:50:10]}
+    load_into(f"{file_uri}/step-1", loaded)
+    assert all(torch.equal(value, state[name]) for name, value in loaded.items())
+    assert len(pieces) == 5
+
+
+def test_small_tensors_that_go_elsewhere_than_into_plain_memory(file_uri: str) -> None:
+    state = {f"t.{n}": torch.randn(6, 4) for n in range(8)}
+    save(f"{file_uri}/step-1", state)
+    into: dict[str, Any] = {
+        "t.0": torch.zeros(6, 4),
+        "t.1": torch.zeros(4, 6).t(),
+        "t.2": torch.nn.Parameter(torch.zeros(6, 4)),
+        "t.3": torch.zeros(6, 4, dtype=torch.float64),
+        "t.4": torch.zeros(12, 4)[::2],
+        "t.5": torch.zeros(6, 4, requires_grad=True),
+        "t.6": torch.zeros(6, 4, dtype=torch.complex64).imag,
+        "t.7": torch.zeros(6, 4),
+    }
+    load_into(f"{file_uri}/step-1", into)
+    for name, value in state.items():
+        assert torch.equal(into[name].detach(), value.to(into[name].dtype)), name
+    assert into["t.5"].requires_grad
+
+
+def test_a_planner_of_ones_own_is_asked_for_small_tensors_too(file_uri: str) -> None:
+    """It may put them elsewhere than into the state dict."""
+    elsewhere = torch.zeros(3)
+
+    class Elsewhere(DefaultLoadPlanner):
+        def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+            return elsewhere
+
+    state = {"t": torch.tensor([1.0, 2.0, 3.0])}
+    save(f"{file_uri}/step-1", state)
+    loaded = {"t": torch.zeros(3)}
+    load_into(f"{file_uri}/step-1", loaded, planner=Elsewhere())
+    assert loaded["t"].tolist() == [0.0, 0.0, 0.0]
+    assert elsewhere.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_of_a_group_only_what_has_another_frame_is_parsed(file_uri: str, parsed: list[str]) -> None:
+    state = {f"t.{n}": torch.randn(40, dtype=torch.complex64) for n in range(9)}
+    state["t.4"] = state["t.4"].conj()
+    dcp.save(state, storage_writer=FileSystemWriter(f"{file_uri}/stock"), no_dist=True)
+    loaded = {name: torch.ones_like(value) for name, value in state.items()}
+    load_into(f"{file_uri}/stock", loaded)
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    assert parsed == ["t.4"]
+
+
+def test_a_bad_chunk_of_small_tensors_names_one_that_is_in_it(file_uri: str) -> None:
+    state = {f"t.{n}": torch.full((512,), n) for n in range(100)}
+    save(f"{file_uri}/step-1", state, chunk_size_bytes=CHUNK)
+    [shard] = Path(file_uri).rglob("*.distcp")
+    data = bytearray(shard.read_bytes())
+    data[5 * CHUNK + 100] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(IntegrityError) as caught:
+        load_into(f"{file_uri}/step-1", state)
+    metadata = tierckpt.TierStorageReader(f"{file_uri}/step-1").read_metadata()
+    [place] = [info for index, info in metadata.storage_data.items() if index.fqn == caught.value.context["tensor"]]
+    assert place.offset < 6 * CHUNK
+    assert place.offset + place.length > 5 * CHUNK
 
 
 def test_what_needs_memory_of_its_own_is_read_in_windows(

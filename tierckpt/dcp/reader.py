@@ -41,7 +41,19 @@ from . import broadcast
 from .collection import no_collection
 from .mount import Mount
 from .neighbours import Neighbours, Reading, spans
-from .reading import WINDOW_BYTES, DeviceCopies, RawRead, Read, Rows, Shapes, WholeRead, by_file, frame_of
+from .reading import (
+    WINDOW_BYTES,
+    DeviceCopies,
+    GroupRead,
+    RawRead,
+    Read,
+    Rows,
+    Shapes,
+    Small,
+    WholeRead,
+    by_file,
+    frame_of,
+)
 from .sealed import Objects, load_metadata, load_tensor
 
 log = logger("restore")
@@ -210,13 +222,14 @@ class TierStorageReader(Mount, StorageReader):
                 name: open_files.enter_context(contextlib.closing(self._copies(checkpoint, entry)))
                 for name, entry in entries.items()
             }
-            reads = (self._prepare(item, work, files) for item in items)
+            chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest else self.settings.chunk_size_bytes
+            reads = self._reads(items, work, files, int(chunk))
             prepared = windows(reads, lambda read: read.extra_bytes, WINDOW_BYTES)
             done = 0
             while done < len(items):
                 with no_collection():
                     window = next(prepared)
-                done += len(window)
+                done += sum(read.count for read in window)
                 self._read_window(window, work, files, then=items[done] if done < len(items) else None)
             work.copies.wait()
 
@@ -275,6 +288,29 @@ class TierStorageReader(Mount, StorageReader):
         info = self._info(item)
         return info.relative_path, spans(item, info, self._shapes.of(item))
 
+    def _reads(
+        self, items: Sequence[ReadItem], work: _Load, files: Mapping[str, Copies], chunk_size_bytes: int
+    ) -> Iterator[Read]:
+        """How each item is read, in their order; small ones together with those beside them."""
+        group: GroupRead | None = None
+        small = Small(work.planner, self._shapes, chunk_size_bytes)
+        for item in items:
+            joined = self._join(group, item, small)
+            if joined is not group:
+                if group is not None:
+                    yield group
+                group = joined
+            if joined is None:
+                yield self._prepare(item, work, files)
+        if group is not None:
+            yield group
+
+    def _join(self, group: GroupRead | None, item: ReadItem, small: Small) -> GroupRead | None:
+        info = self._info(item)
+        if item.type == LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None):
+            return None
+        return small.group(group, item, info.relative_path, info.offset, info.length)
+
     def _prepare(self, item: ReadItem, work: _Load, files: Mapping[str, Copies]) -> Read:
         info = self._info(item)
         # Metadata of old DCP versions has no transform_descriptors.
@@ -306,13 +342,14 @@ class TierStorageReader(Mount, StorageReader):
         )
         work.copies.wait()
         for read in window:
-            if not read.finish():  # not the frame that its metadata lets expect
-                info = self._info(read.item)
+            for item, target in read.finish():
+                if target is not None:
+                    work.planner.commit_tensor(item, target)
+                    continue
+                info = self._info(item)  # not the frame that its metadata lets expect
                 with CheckedFile(files[info.relative_path]) as stream:
                     stream.seek(info.offset)
-                    self._take_whole(read.item, io.BytesIO(stream.read(info.length)), work, files[info.relative_path])
-            elif isinstance(read, RawRead):
-                work.planner.commit_tensor(read.item, read.target)
+                    self._take_whole(item, io.BytesIO(stream.read(info.length)), work, files[info.relative_path])
         work.copies.begun(window)
 
     # --- one item -----------------------------------------------------------------------------------------------
