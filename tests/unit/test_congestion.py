@@ -12,6 +12,9 @@ import pytest
 from tierckpt.errors import ObjectNotFoundError, StoreUnavailableError
 from tierckpt.stores.congestion import GETS_MAX, Congestion
 
+LEAST = 1000
+"""Bytes per second that a GET must move."""
+
 
 class Gets:
     """GETs that stay under way until they are told how they end."""
@@ -20,22 +23,22 @@ class Gets:
         self.congestion = congestion
         self.under_way: list[int] = []
         """In the order in which they began."""
-        self._ends: dict[int, asyncio.Future[None]] = {}
+        self._ends: dict[int, asyncio.Future[int]] = {}
         self.tasks = [asyncio.create_task(self._get(number)) for number in range(count)]
 
     async def _get(self, number: int) -> None:
-        async with self.congestion.get():
+        async with self.congestion.get() as moved:
             self.under_way.append(number)
             self._ends[number] = asyncio.get_running_loop().create_future()
             try:
-                await self._ends[number]
+                moved(await self._ends[number])
             finally:
                 self.under_way.remove(number)
 
-    async def end(self, *numbers: int, error: BaseException | None = None) -> None:
+    async def end(self, *numbers: int, error: BaseException | None = None, size_bytes: int = 10**6) -> None:
         for number in numbers:
             if error is None:
-                self._ends[number].set_result(None)
+                self._ends[number].set_result(size_bytes)
             else:
                 self._ends[number].set_exception(error)
         await turns()
@@ -51,7 +54,7 @@ async def gets() -> AsyncIterator[Callable[[int], Gets]]:
     made: list[Gets] = []
 
     def make(count: int, congestion: Congestion | None = None) -> Gets:
-        made.append(Gets(count, congestion or Congestion("s3://bucket")))
+        made.append(Gets(count, congestion or Congestion("s3://bucket", LEAST)))
         return made[-1]
 
     yield make
@@ -96,7 +99,7 @@ async def test_those_that_were_under_way_together_count_once(gets: Make) -> None
 
 
 async def test_those_that_began_after_it_count_again_down_to_one(gets: Make) -> None:
-    congestion = Congestion("s3://bucket")
+    congestion = Congestion("s3://bucket", LEAST)
     found = []
     for _ in range(6):
         some = gets(16, congestion)
@@ -116,7 +119,7 @@ async def test_other_failures_change_nothing(gets: Make, error: Exception) -> No
 
 
 async def test_it_grows_by_one_when_as_many_as_are_allowed_went_well(gets: Make) -> None:
-    congestion = Congestion("s3://bucket")
+    congestion = Congestion("s3://bucket", LEAST)
     congestion.gets_max = 4
     some = gets(100, congestion)
     await turns()
@@ -127,8 +130,20 @@ async def test_it_grows_by_one_when_as_many_as_are_allowed_went_well(gets: Make)
     assert len(some.under_way) == 5
 
 
+async def test_it_does_not_grow_by_gets_that_had_hardly_enough(gets: Make) -> None:
+    congestion = Congestion("s3://bucket", LEAST)
+    congestion.gets_max = 1
+    some = gets(3, congestion)
+    await asyncio.sleep(0.1)
+    await some.end(0, size_bytes=150)  # 1.5 times what it must
+    assert congestion.gets_max == 1
+    await asyncio.sleep(0.1)
+    await some.end(1, size_bytes=1000)
+    assert congestion.gets_max == 2
+
+
 async def test_first_come_first_served(gets: Make) -> None:
-    congestion = Congestion("s3://bucket")
+    congestion = Congestion("s3://bucket", LEAST)
     congestion.gets_max = 1
     some = gets(5, congestion)
     order = []
@@ -141,7 +156,7 @@ async def test_first_come_first_served(gets: Make) -> None:
 
 
 async def test_one_that_is_cancelled_leaves_its_place(gets: Make) -> None:
-    congestion = Congestion("s3://bucket")
+    congestion = Congestion("s3://bucket", LEAST)
     congestion.gets_max = 2
     some = gets(5, congestion)
     await turns()
@@ -156,11 +171,11 @@ async def test_one_that_is_cancelled_leaves_its_place(gets: Make) -> None:
 
 
 async def test_one_that_is_cancelled_the_moment_its_turn_comes_gives_it_on(gets: Make) -> None:
-    congestion = Congestion("s3://bucket")
+    congestion = Congestion("s3://bucket", LEAST)
     congestion.gets_max = 1
     some = gets(3, congestion)
     await turns()
-    some._ends[0].set_result(None)
+    some._ends[0].set_result(1)
     await asyncio.sleep(0)  # the first ends and wakes the second, which has not run yet
     some.tasks[1].cancel()
     await turns()

@@ -2,7 +2,8 @@
 
 GETs share a path. On one that is narrow, or shared with many other nodes, many GETs move too little each, count as
 hung, are broken off, and are asked again: nothing arrives, for ever. So the number is halved when one was too slow,
-and grows by one each time as many as are allowed have gone well.
+and grows by one each time as many as are allowed had much more than they need: not until one fails again, because what
+fails a few times is given up.
 
 Source: additive increase, multiplicative decrease (RFC 5681, 3.1).
 """
@@ -14,7 +15,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from ..errors import StoreUnavailableError
 from ..telemetry import logger
@@ -24,12 +25,16 @@ log = logger("stores.congestion")
 GETS_MAX = 1 << 20
 """More than anybody asks for."""
 
+AMPLE = 2.0
+"""GETs become more where each moves this many times what it must."""
+
 
 class Congestion:
     """The GETs of one store under way. Of one event loop."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, least_bytes_per_second: int) -> None:
         self.name = name
+        self._ample_bytes_per_second = AMPLE * least_bytes_per_second
         self.gets_max: float = GETS_MAX
         """No limit until a GET has been too slow."""
         self._running = 0
@@ -37,18 +42,19 @@ class Congestion:
         self._reduced_at = -math.inf
 
     @contextlib.asynccontextmanager
-    async def get(self) -> AsyncIterator[None]:
-        """One GET. First come, first served; whoever waits does so for others that end, or are broken off."""
+    async def get(self) -> AsyncIterator[Callable[[int], None]]:
+        """One GET, which calls what it gets with the bytes that came.
+
+        First come, first served; whoever waits does so for others that end, or are broken off.
+        """
         await self._begin()
         begun = time.monotonic()
         try:
-            yield
+            yield lambda size_bytes: self._went_well(size_bytes, time.monotonic() - begun)
         except StoreUnavailableError as error:
             if error.context.get("too_slow"):
                 self._reduce(begun)
             raise
-        else:
-            self.gets_max = min(GETS_MAX, self.gets_max + 1 / self.gets_max)
         finally:
             self._end()
 
@@ -73,6 +79,10 @@ class Congestion:
             if not turn.done():
                 self._running += 1
                 turn.set_result(None)
+
+    def _went_well(self, size_bytes: int, seconds: float) -> None:
+        if size_bytes >= seconds * self._ample_bytes_per_second:
+            self.gets_max = min(GETS_MAX, self.gets_max + 1 / self.gets_max)
 
     def _reduce(self, begun: float) -> None:
         """Halve it, once for all that were under way at the same time."""

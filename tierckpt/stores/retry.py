@@ -194,7 +194,7 @@ class Retries:
 
     def congestion(self, name: str) -> Congestion:
         """How many GETs the store ``name`` is asked at a time: one number for all checkpoints in it."""
-        return self._congestion.setdefault(name, Congestion(name))
+        return self._congestion.setdefault(name, Congestion(name, int(self.settings.throughput_min_bytes_per_second)))
 
     async def run(self, breaker: Breaker, probe: Probe, request: Callable[[], Awaitable[T]]) -> T:
         """Make one idempotent request, again while it fails in a way that may pass, with full jitter.
