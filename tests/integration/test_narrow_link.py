@@ -103,7 +103,7 @@ async def get_all(*, into: bool, retries: int) -> list[BaseException | None]:
 
 async def test_gets_become_fewer_and_all_arrive(server: Narrow) -> None:
     assert await get_all(into=True, retries=1) == [None] * GETS
-    assert server.most == GETS  # they had begun together
+    assert server.most >= GETS  # they had begun together
 
 
 async def test_gets_by_the_library_too(server: Narrow) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tierckpt.errors import ObjectNotFoundError, StoreUnavailableError
-from tierckpt.stores.congestion import GETS_MAX, Congestion
+from tierckpt.stores.congestion import CROWDED_MAX, GETS_MAX, Congestion
 
 LEAST = 1000
 """Bytes per second that a GET must move."""
@@ -27,13 +27,15 @@ class Gets:
         self.tasks = [asyncio.create_task(self._get(number)) for number in range(count)]
 
     async def _get(self, number: int) -> None:
-        async with self.congestion.get() as moved:
+        async def get() -> bytes:
             self.under_way.append(number)
             self._ends[number] = asyncio.get_running_loop().create_future()
             try:
-                moved(await self._ends[number])
+                return bytes(await self._ends[number])
             finally:
                 self.under_way.remove(number)
+
+        await self.congestion.run(get)
 
     async def end(self, *numbers: int, error: BaseException | None = None, size_bytes: int = 10**6) -> None:
         for number in numbers:
@@ -64,8 +66,8 @@ async def gets() -> AsyncIterator[Callable[[int], Gets]]:
         await asyncio.gather(*one.tasks, return_exceptions=True)
 
 
-def too_slow() -> StoreUnavailableError:
-    return StoreUnavailableError("too little moved", too_slow=True)
+def too_slow(moved_bytes: int = 0) -> StoreUnavailableError:
+    return StoreUnavailableError("too little moved", too_slow=True, moved_bytes=moved_bytes)
 
 
 Make = Callable[..., Gets]
@@ -180,3 +182,37 @@ async def test_one_that_is_cancelled_the_moment_its_turn_comes_gives_it_on(gets:
     some.tasks[1].cancel()
     await turns()
     assert some.under_way == [2]
+
+
+async def test_one_that_crept_in_a_crowd_is_made_again(gets: Make) -> None:
+    some = gets(4)
+    await turns()
+    await some.end(0, error=too_slow(moved_bytes=1))
+    assert some.under_way == [1, 2, 3]
+    assert not some.tasks[0].done()
+    await some.end(1, 2)
+    assert some.under_way == [3, 0]
+    await some.end(0, 3)
+    assert some.tasks[0].exception() is None
+
+
+@pytest.mark.parametrize(("count", "moved_bytes"), [(1, 1), (4, 0)], ids=["crept alone", "stood"])
+async def test_one_that_failed_by_itself_has_failed(gets: Make, count: int, moved_bytes: int) -> None:
+    some = gets(count)
+    await turns()
+    await some.end(0, error=too_slow(moved_bytes))
+    assert isinstance(some.tasks[0].exception(), StoreUnavailableError)
+
+
+async def test_one_that_creeps_in_every_crowd_fails_in_the_end(gets: Make) -> None:
+    some = gets(2)
+    await turns()
+    tries = 0
+    while not some.tasks[0].done():
+        some.congestion.gets_max = 2
+        some.congestion._wake()
+        await turns()
+        await some.end(0, error=too_slow(moved_bytes=1))
+        tries += 1
+    assert tries == CROWDED_MAX + 1
+    assert isinstance(some.tasks[0].exception(), StoreUnavailableError)

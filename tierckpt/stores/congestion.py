@@ -15,10 +15,11 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 
 from ..errors import StoreUnavailableError
 from ..telemetry import logger
+from ..types import Buffer
 
 log = logger("stores.congestion")
 
@@ -27,6 +28,13 @@ GETS_MAX = 1 << 20
 
 AMPLE = 2.0
 """GETs become more where each moves this many times what it must."""
+
+CROWDED_MAX = 8
+"""So many halvings lead from 256 GETs, more than any caller has, to one."""
+
+
+class _Crowded(Exception):
+    """A GET crept because of those beside it."""
 
 
 class Congestion:
@@ -41,19 +49,30 @@ class Congestion:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._reduced_at = -math.inf
 
-    @contextlib.asynccontextmanager
-    async def get(self) -> AsyncIterator[Callable[[int], None]]:
-        """One GET, which calls what it gets with the bytes that came.
+    async def run(self, get: Callable[[], Awaitable[Buffer]]) -> Buffer:
+        """Make one GET and return what came. First come, first served; whoever waits does so for others that end.
 
-        First come, first served; whoever waits does so for others that end, or are broken off.
+        One that crept in a crowd of ours is made again once there are fewer, which is neither its fault nor the
+        store's: that costs no retry, at most ``CROWDED_MAX`` times. What crept alone, or stood, has failed.
         """
+        for _ in range(CROWDED_MAX):
+            with contextlib.suppress(_Crowded):
+                return await self._get(get)
+        return await self._get(get, is_last=True)
+
+    async def _get(self, get: Callable[[], Awaitable[Buffer]], *, is_last: bool = False) -> Buffer:
         await self._begin()
-        begun = time.monotonic()
+        begun, crowd = time.monotonic(), self._running
         try:
-            yield lambda size_bytes: self._went_well(size_bytes, time.monotonic() - begun)
+            data = await get()
+            self._went_well(len(data), time.monotonic() - begun)
+            return data
         except StoreUnavailableError as error:
+            crowd = max(crowd, self._running)
             if error.context.get("too_slow"):
                 self._reduce(begun)
+                if crowd > 1 and error.context.get("moved_bytes") and not is_last:
+                    raise _Crowded from error
             raise
         finally:
             self._end()

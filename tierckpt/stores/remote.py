@@ -295,16 +295,16 @@ class RemoteStore:
             raise NotThisWay("there is a proxy", for_good=True)
         window = self._limit_seconds(0)
         enough = max(1, int(self.settings.throughput_min_bytes_per_second * window))
-        async with self._congestion.get() as moved:
+
+        async def get() -> Buffer:
             await self._ranges.read(Get(f"{self.uri}/{key}", url, byte_range, into, if_match, window, enough))
-            moved(byte_range.size_bytes)
+            return into[: byte_range.size_bytes]
+
+        await self._congestion.run(get)
 
     async def _read(self, bucket: Bucket, key: str, options: GetOptions) -> Buffer:
         """Return the body of one GET. Broken off when a window passes in which too little of it came."""
-        async with self._congestion.get() as moved:
-            data = await self._watch(bucket, key, options)
-            moved(len(data))
-            return data
+        return await self._congestion.run(lambda: self._watch(bucket, key, options))
 
     async def _watch(self, bucket: Bucket, key: str, options: GetOptions) -> Buffer:
         """Receive the body.
