@@ -214,6 +214,35 @@ def test_work_is_bounded_however_often_one_tensor_is_named() -> None:
         read(encode(meta))
 
 
+def sizes_of_one_hash(count: int) -> list[torch.Size]:
+    """Pairs of numbers for which CPython's hash of a tuple (xxHash without a seed) is the same."""
+    one, two, five, mask = 11400714785074694791, 14029467366897019727, 2870177450012600261, (1 << 64) - 1
+
+    def turned(lane: int) -> int:
+        lane &= mask
+        return ((lane << 31 | lane >> 33) * one) & mask
+
+    wanted, found, first = turned(five), [], 0
+    while len(found) < count:
+        second = (wanted - turned(five + first * two)) * pow(two, -1, 1 << 64) & mask
+        if second < 1 << 60:
+            found.append(SIZE([first, second]))
+        first += 1
+    assert len({hash(size) for size in found}) == 1
+    return found
+
+
+@pytest.mark.parametrize("dumps", [pickle.dumps, encode])
+def test_keys_that_were_made_to_share_a_hash_are_refused(dumps: Callable[[Metadata], bytes]) -> None:
+    few, many = (
+        small(storage_data={MetadataIndex("w", size): _StorageInfo("f", 0, 12) for size in sizes_of_one_hash(count)})
+        for count in (metadata.CLASHES_MAX, metadata.CLASHES_MAX + 2)
+    )
+    assert read(dumps(few)) == few
+    with pytest.raises(UnsafeCheckpointError, match="share a hash"):
+        read(dumps(many))
+
+
 def test_many_entries_so_that_the_memo_outgrows_a_byte() -> None:
     entries = {f"m.{i}": dataclasses.replace(small().state_dict_metadata["w"]) for i in range(500)}
     big = small(planner_data={name: tuple(name.split(".")) for name in entries})

@@ -37,6 +37,7 @@ METADATA_BYTES_MAX = 1 << 31
 ELEMENTS_MAX = 1 << 50
 DEPTH_MAX = 100
 LIST_ITEMS_MIN = 1 << 16
+CLASHES_MAX = 100
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
@@ -86,7 +87,7 @@ def refusal(message: str, wanted: str = "", **context: Any) -> UnsafeCheckpointE
 def _parse(data: bytes) -> Any:
     if len(data) > METADATA_BYTES_MAX:
         raise Refused(f"{len(data)} bytes is more than any metadata has")
-    return machine.run(data, GLOBALS, keys=(MetadataIndex,))
+    return machine.run(data, {**GLOBALS, ("torch", "Size"): Function(_Sizes().make)}, keys=(MetadataIndex,))
 
 
 # --- the functions metadata may call: arguments can be anything --------------------------------------------------
@@ -118,6 +119,26 @@ def _size(numbers: Any) -> torch.Size:
     if type(numbers) not in (tuple, list) or (numbers and (set(map(type, numbers)) != {int} or min(numbers) < 0)):
         raise Refused("a size is not made of numbers from 0")
     return torch.Size(numbers)
+
+
+class _Sizes:
+    """The sizes of one file. They are what its keys of dicts are told apart by, here and in DCP.
+
+    The hash of a tuple of numbers has no secret in it: a file of a few MB can have 100,000 that share one, and a dict
+    of those takes hours (S6). By chance two do once in a million files.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[int, torch.Size] = {}
+        self._clashes = 0
+
+    def make(self, numbers: Any) -> torch.Size:
+        size = _size(numbers)
+        if self._first.setdefault(hash(size), size) != size:
+            self._clashes += 1
+            if self._clashes > CLASHES_MAX:
+                raise Refused("its sizes are made to share a hash")
+        return size
 
 
 def _layout(name: Any) -> torch.layout:
