@@ -218,7 +218,8 @@ def test_small_tensors_that_go_elsewhere_than_into_plain_memory(file_uri: str) -
     assert into["t.5"].requires_grad
 
 
-def test_a_planner_of_ones_own_is_asked_for_small_tensors_too(file_uri: str) -> None:
+@pytest.mark.parametrize("by", ["its class", "an attribute"])
+def test_a_planner_of_ones_own_is_asked_for_small_tensors_too(file_uri: str, by: str) -> None:
     """It may put them elsewhere than into the state dict."""
     elsewhere = torch.zeros(3)
 
@@ -226,10 +227,13 @@ def test_a_planner_of_ones_own_is_asked_for_small_tensors_too(file_uri: str) -> 
         def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
             return elsewhere
 
+    planner = Elsewhere() if by == "its class" else DefaultLoadPlanner()
+    if by == "an attribute":
+        planner.lookup_tensor = lambda index: elsewhere  # type: ignore[method-assign]
     state = {"t": torch.tensor([1.0, 2.0, 3.0])}
     save(f"{file_uri}/step-1", state)
     loaded = {"t": torch.zeros(3)}
-    load_into(f"{file_uri}/step-1", loaded, planner=Elsewhere())
+    load_into(f"{file_uri}/step-1", loaded, planner=planner)
     assert loaded["t"].tolist() == [0.0, 0.0, 0.0]
     assert elsewhere.tolist() == [1.0, 2.0, 3.0]
 

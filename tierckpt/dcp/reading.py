@@ -305,6 +305,7 @@ class Small:
             or target.dtype != dtype
             or not item.lengths == size == target.size()
             or any(item.storage_offsets)
+            or target.requires_grad
             or not fits_as_it_is(target)
         ):
             return None
@@ -326,9 +327,9 @@ def _looked_up(planner: LoadPlanner) -> Mapping[str, Any]:
     """What DCP's own planner would look up for an item, without five calls for each of 50,000."""
     kind, stock = type(planner), DefaultLoadPlanner
     names = ("resolve_tensor", "lookup_tensor", "transform_tensor")
-    if isinstance(planner, stock) and all(getattr(kind, name) is getattr(stock, name) for name in names):
-        return planner.state_dict
-    return {}
+    if not isinstance(planner, stock) or any(name in vars(planner) for name in names):
+        return {}
+    return planner.state_dict if all(getattr(kind, name) is getattr(stock, name) for name in names) else {}
 
 
 def fits_as_it_is(target: torch.Tensor) -> bool:
