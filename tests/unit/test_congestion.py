@@ -196,6 +196,16 @@ async def test_one_that_crept_in_a_crowd_is_made_again(gets: Make) -> None:
     assert some.tasks[0].exception() is None
 
 
+async def test_one_that_stood_while_others_arrived_is_made_again(gets: Make) -> None:
+    some = gets(4)
+    await turns()
+    await some.end(1)
+    await some.end(0, error=too_slow(moved_bytes=0))
+    assert not some.tasks[0].done()
+    await some.end(2, 3)
+    assert some.under_way == [0]
+
+
 @pytest.mark.parametrize(("count", "moved_bytes"), [(1, 1), (4, 0)], ids=["crept alone", "stood"])
 async def test_one_that_failed_by_itself_has_failed(gets: Make, count: int, moved_bytes: int) -> None:
     some = gets(count)

@@ -48,12 +48,14 @@ class Congestion:
         self._running = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._reduced_at = -math.inf
+        self._arrived_at = -math.inf
 
     async def run(self, get: Callable[[], Awaitable[Buffer]]) -> Buffer:
         """Make one GET and return what came. First come, first served; whoever waits does so for others that end.
 
-        One that crept in a crowd of ours is made again once there are fewer, which is neither its fault nor the
-        store's: that costs no retry, at most ``CROWDED_MAX`` times. What crept alone, or stood, has failed.
+        One that crept in a crowd of ours, or stood while others arrived, is made again once there are fewer, which is
+        neither its fault nor the store's: that costs no retry, at most ``CROWDED_MAX`` times. What crept alone, or
+        stood while nothing arrived, has failed.
         """
         for _ in range(CROWDED_MAX):
             with contextlib.suppress(_Crowded):
@@ -71,7 +73,8 @@ class Congestion:
             crowd = max(crowd, self._running)
             if error.context.get("too_slow"):
                 self._reduce(begun)
-                if crowd > 1 and error.context.get("moved_bytes") and not is_last:
+                is_alive = error.context.get("moved_bytes") or self._arrived_at > begun
+                if crowd > 1 and is_alive and not is_last:
                     raise _Crowded from error
             raise
         finally:
@@ -100,6 +103,7 @@ class Congestion:
                 turn.set_result(None)
 
     def _went_well(self, size_bytes: int, seconds: float) -> None:
+        self._arrived_at = time.monotonic()
         if size_bytes >= seconds * self._ample_bytes_per_second:
             self.gets_max = min(GETS_MAX, self.gets_max + 1 / self.gets_max)
 
