@@ -70,6 +70,7 @@ class Record:
 
 Globals = Mapping[tuple[str, str], Any]
 
+_KEYS = frozenset({str, int, Record})
 _unpack_double = struct.Struct(">d").unpack_from
 _unpack_int = struct.Struct("<i").unpack_from
 _unpack_unsigned = struct.Struct("<I").unpack_from
@@ -102,7 +103,7 @@ class _Machine:
     def __init__(self, data: bytes, known: Globals, keys: Iterable[type]) -> None:
         self.data = data
         self.known = known
-        self.keys = frozenset({str, int, Record, *keys})
+        self.keys = frozenset(keys)
         self.memo: list[Any] = []
 
     def run(self) -> Any:
@@ -230,7 +231,7 @@ class _Machine:
         keys = items[::2]
         if type(target) is not dict or len(items) % 2:
             _misused("puts items into", target)
-        if not self.keys.issuperset(map(type, keys)):
+        if not _KEYS.issuperset(set(map(type, keys)) - self.keys):
             raise Refused("a key of a dict is neither a string nor an integer nor an index")
         target.update(zip(keys, items[1::2], strict=True))
 
