@@ -198,6 +198,16 @@ def test_calls_are_checked_like_states(change: Callable[[Metadata], Any], match:
         read(stream.getvalue())
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("dumps", [pickle.dumps, encode])
+def test_a_small_chunk_does_not_hide_a_large_one_at_its_place(dumps: Callable[[Metadata], bytes], order: int) -> None:
+    chunks = [ChunkStorageMetadata(SIZE([0]), SIZE([count])) for count in (1 << 40, 1)][::order]
+    entry = TensorStorageMetadata(TensorProperties(), SIZE([1 << 40]), chunks)
+    meta = Metadata({"w": entry}, storage_data={MetadataIndex("w", SIZE([0])): _StorageInfo("f", 0, 12)})
+    with pytest.raises(UnsafeCheckpointError, match="needs 4398046511104 bytes and has 12"):
+        read(dumps(meta))
+
+
 def place(meta: Metadata, **fields: Any) -> None:
     vars(next(iter(meta.storage_data.values()))).update(fields)  # type: ignore[union-attr]
 

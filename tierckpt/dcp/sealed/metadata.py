@@ -422,8 +422,12 @@ def _check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, _Storage
 
 
 def _sizes_bytes(entry: TensorStorageMetadata) -> dict[Any, int]:
-    """What each chunk needs, by its offsets."""
-    return {chunk.offsets: math.prod(chunk.sizes) * entry.properties.dtype.itemsize for chunk in entry.chunks}
+    """What the chunks need, by their offsets; of several at one place the one that needs most."""
+    needed: dict[Any, int] = {}
+    for chunk in entry.chunks:
+        size_bytes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+        needed[chunk.offsets] = max(size_bytes, needed.get(chunk.offsets, 0))
+    return needed
 
 
 def _check_positions(planner_data: Any) -> None:
