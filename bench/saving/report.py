@@ -188,7 +188,7 @@ def _large(medians: _Medians) -> Iterator[Verdict]:
     blocked = medians.best_stock("blocked_seconds", only=lambda row: row.startswith("async_save"))
     yield Verdict("dcp.save to durable, 32 tensors", medians.of(OURS_SAVE, "durable_ratio"), 1.25, "x raw")
     yield Verdict(
-        "dcp.save CPU, 32 tensors", medians.share(OURS_SAVE, "cpu_seconds", cpu), 0.35, "x the best row of others"
+        "dcp.save CPU, 32 tensors", medians.share(OURS_SAVE, "cpu_seconds", cpu), 0.35, "x the best stock row"
     )
     pytorch = medians.best_stock("cpu_seconds", only=lambda row: not row.startswith("safetensors"))
     yield Verdict(

@@ -140,7 +140,7 @@ async def test_it_does_not_grow_by_gets_that_had_hardly_enough(gets: Make) -> No
     await some.end(0, size_bytes=150)  # 1.5 times what it must
     assert congestion.gets_max == 1
     await asyncio.sleep(0.1)
-    await some.end(1, size_bytes=1000)
+    await some.end(1, size_bytes=10**6)
     assert congestion.gets_max == 2
 
 

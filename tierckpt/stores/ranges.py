@@ -13,6 +13,7 @@ the caller asks again through the library, which knows what it means.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import http.client
 import io
@@ -287,10 +288,12 @@ def _receive(answer: http.client.HTTPResponse, get: Get, watermark: Watermark) -
     watermark.expect(1)
 
 
-def _waiting_bytes(sock: socket.socket) -> int:
-    """What has come and was not enough to be handed out."""
+def _waiting_bytes(sock: socket.socket | None) -> int:
+    """What has come and was not enough to be handed out; 0 where the connection is let go of already."""
     found = bytearray(4)
-    fcntl.ioctl(sock.fileno(), termios.FIONREAD, found)
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(sock.fileno(), termios.FIONREAD, found)
     return int.from_bytes(found, sys.byteorder)
 
 
