@@ -118,10 +118,16 @@ def test_memory_is_aligned_zeroed_and_all_there(memory: Memory) -> None:
     assert ctypes.string_at(memory.address + memory.size_bytes - 3, 3) == b"end"
 
 
-def test_later_use_takes_no_page_faults(memory: Memory) -> None:
-    before = minor_faults()
-    ctypes.memset(memory.address, 0xA5, memory.size_bytes)
-    assert minor_faults() - before < 8  # 4096 if the pages were not there
+@pytest.mark.parametrize("kind", [Kind.PRIVATE, *SHARED], ids=str)
+def test_later_use_takes_no_page_faults(kind: Kind) -> None:
+    """Of three: a kernel that moves pages just then, or another thread, has faults counted that are none of ours."""
+    faults = []
+    for _ in range(3):
+        with Memory.allocate(16 * MiB, kind=kind) as memory:
+            before = minor_faults()
+            ctypes.memset(memory.address, 0xA5, memory.size_bytes)
+            faults.append(minor_faults() - before)
+    assert min(faults) < 8, faults  # 8 of huge pages or 4096 of small ones if they were not there
 
 
 def test_sizes_are_rounded_up_to_huge_pages() -> None:
