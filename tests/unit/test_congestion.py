@@ -226,3 +226,16 @@ async def test_one_that_creeps_in_every_crowd_fails_in_the_end(gets: Make) -> No
         tries += 1
     assert tries == CROWDED_MAX + 1
     assert isinstance(some.tasks[0].exception(), StoreUnavailableError)
+
+
+async def test_a_failure_says_how_long_it_waited_for_others_before(gets: Make) -> None:
+    congestion = Congestion("s3://bucket", LEAST)
+    congestion.gets_max = 1
+    some = gets(2, congestion)
+    await asyncio.sleep(0.3)
+    await some.end(0)
+    await asyncio.sleep(0.3)
+    await some.end(1, error=too_slow(moved_bytes=1))
+    error = some.tasks[1].exception()
+    assert isinstance(error, StoreUnavailableError)
+    assert 0.3 <= error.context["crowded_seconds"] < 0.6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
@@ -132,6 +133,22 @@ async def test_the_last_failure_says_how_often_it_was_tried() -> None:
         await policy.run(policy.breaker("s3://b"), unreachable, request)
     assert len(calls) == 3
     assert caught.value.context["attempts"] == 3
+
+
+@pytest.mark.parametrize(("context", "tries"), [({}, 1), ({"crowded_seconds": 0.2}, 2)], ids=["its own", "in a crowd"])
+async def test_time_that_a_get_waited_for_others_is_not_its_own(context: dict[str, float], tries: int) -> None:
+    policy, calls = retries(store_timeout_seconds=0.1), []
+
+    async def request() -> str:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            await asyncio.sleep(0.15)
+            raise failure(too_slow=True, moved_bytes=1, **context)
+        return "done"
+
+    with contextlib.suppress(StoreUnavailableError):
+        await policy.run(policy.breaker("s3://b"), unreachable, request)
+    assert len(calls) == tries
 
 
 @pytest.mark.parametrize("error", [ObjectNotFoundError("no"), IntegrityError("short"), ValueError("a bug")])

@@ -55,14 +55,16 @@ class Congestion:
 
         One that crept in a crowd of ours, or stood while others arrived, is made again once there are fewer, which is
         neither its fault nor the store's: that costs no retry, at most ``CROWDED_MAX`` times. What crept alone, or
-        stood while nothing arrived, has failed.
+        stood while nothing arrived, has failed. Its error says how long it waited for others before
+        (``crowded_seconds``), which is not to be counted against it either.
         """
+        asked_at = time.monotonic()
         for _ in range(CROWDED_MAX):
             with contextlib.suppress(_Crowded):
-                return await self._get(get)
-        return await self._get(get, is_last=True)
+                return await self._get(get, asked_at)
+        return await self._get(get, asked_at, is_last=True)
 
-    async def _get(self, get: Callable[[], Awaitable[Buffer]], *, is_last: bool = False) -> Buffer:
+    async def _get(self, get: Callable[[], Awaitable[Buffer]], asked_at: float, *, is_last: bool = False) -> Buffer:
         await self._begin()
         begun, crowd = time.monotonic(), self._running
         try:
@@ -76,6 +78,7 @@ class Congestion:
                 is_alive = error.context.get("moved_bytes") or self._arrived_at > begun
                 if crowd > 1 and is_alive and not is_last:
                     raise _Crowded from error
+            error.context["crowded_seconds"] = round(begun - asked_at, 1)
             raise
         finally:
             self._end()

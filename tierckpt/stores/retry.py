@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, stop_any, wait_random_exponential
 
 from ..config import Settings
 from ..errors import StoreUnavailableError, TierckptError
@@ -201,7 +201,8 @@ class Retries:
 
         Raises:
             StoreUnavailableError: attempts, time (``store_timeout_seconds``) or budget are spent, or the store is down.
-        Cost: at most ``1 + retry_attempts_max`` requests; none while the store is known to be down.
+        Cost: at most ``1 + retry_attempts_max`` requests (each of GETs in a crowd ``1 + CROWDED_MAX`` times); none while
+            the store is known to be down.
         """
         return await self.again(
             lambda: self.once(breaker, probe, request), timeout_seconds=self.settings.store_timeout_seconds
@@ -233,14 +234,17 @@ class Retries:
     async def again(self, work: Callable[[], Awaitable[T]], *, timeout_seconds: float = math.inf) -> T:
         """Do ``work``, which makes its requests by ``once``, again while it fails in a way that may pass.
 
-        A failure that went through here before, further down, is not tried again: retries do not multiply.
+        A failure that went through here before, further down, is not tried again: retries do not multiply. What a GET
+        waited for others beside it (``crowded_seconds``, congestion.py) is no part of ``timeout_seconds``.
         """
         attempts = 0
         last: StoreUnavailableError | None = None
         deadline = time.monotonic() + timeout_seconds
         retrying = AsyncRetrying(
             retry=retry_if_exception(_may_pass),
-            stop=stop_after_attempt(1 + self.settings.retry_attempts_max) | stop_after_delay(timeout_seconds),
+            stop=stop_any(
+                stop_after_attempt(1 + self.settings.retry_attempts_max), lambda _: time.monotonic() >= deadline
+            ),
             wait=wait_random_exponential(multiplier=BACKOFF_SECONDS_MIN, max=BACKOFF_SECONDS_MAX),
             reraise=True,
         )
@@ -254,6 +258,7 @@ class Retries:
                         return await work()
                     except StoreUnavailableError as error:
                         last = error
+                        deadline += error.context.get("crowded_seconds", 0.0)
                         raise
         except StoreUnavailableError as error:
             error.context.setdefault("attempts", attempts)
