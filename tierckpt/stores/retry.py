@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, stop_any, wait_random_exponential
+from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
 from ..config import Settings
 from ..errors import StoreUnavailableError, TierckptError
@@ -201,8 +201,8 @@ class Retries:
 
         Raises:
             StoreUnavailableError: attempts, time (``store_timeout_seconds``) or budget are spent, or the store is down.
-        Cost: at most ``1 + retry_attempts_max`` requests (each of GETs in a crowd ``1 + CROWDED_MAX`` times); none while
-            the store is known to be down.
+        Cost: at most ``1 + retry_attempts_max`` requests, each made up to ``1 + CROWDED_MAX`` times when it is a GET in
+            a crowd; none while the store is known to be down.
         """
         return await self.again(
             lambda: self.once(breaker, probe, request), timeout_seconds=self.settings.store_timeout_seconds
@@ -242,9 +242,7 @@ class Retries:
         deadline = time.monotonic() + timeout_seconds
         retrying = AsyncRetrying(
             retry=retry_if_exception(_may_pass),
-            stop=stop_any(
-                stop_after_attempt(1 + self.settings.retry_attempts_max), lambda _: time.monotonic() >= deadline
-            ),
+            stop=lambda _: attempts > self.settings.retry_attempts_max or time.monotonic() >= deadline,
             wait=wait_random_exponential(multiplier=BACKOFF_SECONDS_MIN, max=BACKOFF_SECONDS_MAX),
             reraise=True,
         )
