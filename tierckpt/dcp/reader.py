@@ -53,6 +53,7 @@ from .reading import (
     WholeRead,
     by_file,
     frame_of,
+    is_framed,
 )
 from .sealed import Objects, load_metadata, load_tensor
 
@@ -295,7 +296,7 @@ class TierStorageReader(Mount, StorageReader):
         group: GroupRead | None = None
         small = Small(work.planner, self._shapes, chunk_size_bytes)
         for item in items:
-            joined = self._join(group, item, small)
+            joined = small.group(group, item, self._info(item))
             if joined is not group:
                 if group is not None:
                     yield group
@@ -305,16 +306,9 @@ class TierStorageReader(Mount, StorageReader):
         if group is not None:
             yield group
 
-    def _join(self, group: GroupRead | None, item: ReadItem, small: Small) -> GroupRead | None:
-        info = self._info(item)
-        if item.type == LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None):
-            return None
-        return small.group(group, item, info.relative_path, info.offset, info.length)
-
     def _prepare(self, item: ReadItem, work: _Load, files: Mapping[str, Copies]) -> Read:
         info = self._info(item)
-        # Metadata of old DCP versions has no transform_descriptors.
-        if item.type != LoadItemType.BYTE_IO and not getattr(info, "transform_descriptors", None):
+        if is_framed(item, info):
             stored = self._shapes.of(item)
             if stored is not None and (frame := frame_of(*stored, info.length)) is not None:
                 self._check_part(item, stored[1])

@@ -19,8 +19,9 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from ..mover.pull import Piece
 from . import wire
@@ -241,9 +242,9 @@ class GroupRead:
     def count(self) -> int:
         return len(self.members)
 
-    def add(self, item: ReadItem, offset: int, frame: wire.Frame, target: torch.Tensor) -> None:
-        self.members.append((item, offset, frame, target))
-        self.stop = offset + frame.total_bytes
+    def add(self, item: ReadItem, info: _StorageInfo, frame: wire.Frame, target: torch.Tensor) -> None:
+        self.members.append((item, info.offset, frame, target))
+        self.stop = info.offset + info.length
 
     def pieces(self) -> Iterator[Piece]:
         self._data = bytearray(self.stop - self.start)
@@ -252,11 +253,9 @@ class GroupRead:
     def finish(self) -> Iterator[Finished]:
         data, self._data = self._data, bytearray()
         base = _address(data) - self.start
-        heads = memoryview(data)
         for item, offset, frame, target in self.members:
             head = frame.head
-            at = offset - self.start
-            if heads[at : at + len(head)] == head:
+            if data.startswith(head, offset - self.start):
                 ctypes.memmove(target.data_ptr(), base + offset + len(head), frame.size_bytes)
                 yield item, target
             else:
@@ -285,19 +284,22 @@ class Small:
         self._like: tuple[torch.dtype, torch.Size, int] | None = None
         self._frame: wire.Frame | None = None
 
-    def group(self, group: GroupRead | None, item: ReadItem, path: str, offset: int, length: int) -> GroupRead | None:
+    def group(self, group: GroupRead | None, item: ReadItem, info: _StorageInfo) -> GroupRead | None:
         """Return the group that ``item`` is in now: ``group``, or a new one; None: it is not for a group.
 
         Args:
-            path, offset, length: where the item lies.
+            info: where the item lies.
         """
-        target = self._plain.get(item.dest_index.fqn)
-        stored = self._shapes.of(item) if type(target) is torch.Tensor else None
-        if stored is None or target is None or length > 2 * SMALL_BYTES:
+        target, offset, length = self._plain.get(item.dest_index.fqn), info.offset, info.length
+        if type(target) is not torch.Tensor or length > 2 * SMALL_BYTES or not is_framed(item, info):
+            return None
+        stored = self._shapes.of(item)
+        if stored is None:
             return None
         dtype, size = stored
-        if self._like != (dtype, size, length):
-            self._like, self._frame = (dtype, size, length), frame_of(dtype, size, length)
+        like = dtype, size, length
+        if self._like != like:
+            self._like, self._frame = like, frame_of(dtype, size, length)
         frame = self._frame
         if (
             frame is None
@@ -312,15 +314,20 @@ class Small:
         last = (offset + length - 1) // self._group_bytes
         if (
             group is None
-            or group.path != path
+            or group.path != info.relative_path
             or not 0 <= offset - group.stop < PADDING_BYTES
             or group.start // self._group_bytes != last
         ):
             if offset // self._group_bytes != last:
                 return None
-            group = GroupRead(path, offset, offset, [])
-        group.add(item, offset, frame, target)
+            group = GroupRead(info.relative_path, offset, offset, [])
+        group.add(item, info, frame, target)
         return group
+
+
+def is_framed(item: ReadItem, info: _StorageInfo) -> bool:
+    """True for a tensor that lies there as it is. (Metadata of old DCP versions has no ``transform_descriptors``.)"""
+    return item.type != LoadItemType.BYTE_IO and not getattr(info, "transform_descriptors", None)
 
 
 def _looked_up(planner: LoadPlanner) -> Mapping[str, Any]:
