@@ -235,6 +235,21 @@ def test_what_is_in_the_page_cache_is_known(tmp_path: Path) -> None:
         assert not Resident(file.fileno()).has(ByteRange(0, SIZE))
 
 
+def test_the_kernel_is_asked_once_about_many_reads_of_what_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = tmp_path / "file", []
+    path.write_bytes(content())
+    forget(path)
+    real = Resident._pages
+    monkeypatch.setattr(Resident, "_pages", lambda self, *at: (asked.append(at), real(self, *at))[1])
+    with path.open("rb") as file:
+        resident = Resident(file.fileno())
+        for start in range(0, SIZE, CHUNK):
+            assert not resident.has(ByteRange(start, min(SIZE, start + CHUNK)))
+        assert asked == [(0, SIZE)]
+
+
 def test_of_an_empty_file_nothing_is_there(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (tmp_path / "file").open("rb") as file:

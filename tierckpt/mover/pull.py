@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from queue import SimpleQueue
 from statistics import median
 from types import TracebackType
 from typing import NamedTuple, Self, TypeAlias, TypeVar
@@ -333,15 +334,32 @@ class _Worker:
     buffer_bytes: int
 
 
+class _Turns:
+    """How many threads digest and copy at a time. (``threading.Semaphore`` does the same in Python, and is felt.)"""
+
+    def __init__(self, count: int) -> None:
+        self._free: SimpleQueue[None] = SimpleQueue()
+        for _ in range(count):
+            self.give_back()
+
+    def take(self) -> None:
+        """Wait for a turn. Whoever has one does not wait for anything, so it comes."""
+        self._free.get()
+
+    def give_back(self) -> None:
+        self._free.put(None)
+
+
 class _Turn:
     """A thread's turn to digest and copy, from when it is called to its end."""
 
-    def __init__(self, turns: threading.Semaphore) -> None:
+    def __init__(self, turns: _Turns) -> None:
         self._turns, self._is_ours = turns, False
 
     def __call__(self) -> None:
         if not self._is_ours:
-            self._is_ours = self._turns.acquire()
+            self._is_ours = True  # before: an interrupt that comes between them gives a turn too many, not too few
+            self._turns.take()
 
     def __enter__(self) -> Self:
         return self
@@ -350,7 +368,7 @@ class _Turn:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._is_ours:
-            self._turns.release()
+            self._turns.give_back()
 
 
 class _Pull:
@@ -358,7 +376,7 @@ class _Pull:
         self._workers = workers
         self._buffers = buffers
         self._on_error = on_error
-        self._turns = threading.Semaphore(len(os.sched_getaffinity(0)))
+        self._turns = _Turns(len(os.sched_getaffinity(0)))
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 

@@ -10,6 +10,9 @@ from ..types import ByteRange
 
 PAGE_BYTES = mmap.PAGESIZE
 
+WINDOW_BYTES = 64 << 20
+"""Of this much it is remembered that nothing is in the page cache: a load asks for each 2 MiB."""
+
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
 _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
@@ -18,10 +21,12 @@ class Resident:
     """Asks the kernel by ``mincore(2)`` on a mapping of ``file`` that nobody ever touches.
 
     Where it cannot be known (no mapping, or somebody else's file, of which the kernel tells nothing) nothing is there.
+    What is brought in after its window was found empty is not seen: it is read past the page cache, which is right too.
     """
 
     def __init__(self, file: int) -> None:
         self._map: mmap.mmap | None = None
+        self._is_empty: dict[int, bool] = {}
         try:
             self._size_bytes = os.fstat(file).st_size
             # Copy-on-write, so that ctypes may have its address; without a write there is no copy.
@@ -35,8 +40,22 @@ class Resident:
         start = byte_range.start // PAGE_BYTES * PAGE_BYTES
         if self._map is None or not start < byte_range.stop <= self._size_bytes:
             return False
-        pages = -(-(byte_range.stop - start) // PAGE_BYTES)
-        found = ctypes.create_string_buffer(pages)
-        if _mincore(self._address + start, byte_range.stop - start, found):
+        windows = range(start // WINDOW_BYTES, -(-byte_range.stop // WINDOW_BYTES))
+        if all(self._was_empty(window) for window in windows):
             return False
-        return found.raw.count(b"\x01") == pages  # the other bits are reserved, and zero
+        return b"\0" not in self._pages(start, byte_range.stop)
+
+    def _was_empty(self, window: int) -> bool:
+        """True when nothing of it was in the page cache the first time that it was looked at."""
+        if window not in self._is_empty:
+            start = window * WINDOW_BYTES
+            self._is_empty[window] = b"\1" not in self._pages(start, min(start + WINDOW_BYTES, self._size_bytes))
+        return self._is_empty[window]
+
+    def _pages(self, start: int, stop: int) -> bytes:
+        """One byte for each page: 1 where it is in the page cache, 0 where it is not, or the kernel does not tell."""
+        pages = -(-(stop - start) // PAGE_BYTES)
+        found = ctypes.create_string_buffer(pages)
+        if _mincore(self._address + start, stop - start, found):
+            return bytes(pages)
+        return found.raw  # the other bits are reserved, and zero
