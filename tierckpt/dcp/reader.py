@@ -54,6 +54,7 @@ from .reading import (
     by_file,
     frame_of,
     is_framed,
+    looked_up,
 )
 from .sealed import Objects, load_metadata, load_tensor
 
@@ -217,7 +218,7 @@ class TierStorageReader(Mount, StorageReader):
             missing = self._worth_fetching(checkpoint, entries, plan)
             items = reading.order(plan.items, self._place)
         self._fetch(checkpoint, missing, reading)
-        work = _Load(planner, Objects(), reading)
+        work = _Load(planner, looked_up(planner), Objects(), reading)
         with contextlib.ExitStack() as open_files:
             files = {
                 name: open_files.enter_context(contextlib.closing(self._copies(checkpoint, entry)))
@@ -294,7 +295,7 @@ class TierStorageReader(Mount, StorageReader):
     ) -> Iterator[Read]:
         """How each item is read, in their order; small ones together with those beside them."""
         group: GroupRead | None = None
-        small = Small(work.planner, self._shapes, chunk_size_bytes)
+        small = Small(work.plain, self._shapes, chunk_size_bytes)
         for item in items:
             joined = small.group(group, item, self._info(item))
             if joined is not group:
@@ -312,7 +313,7 @@ class TierStorageReader(Mount, StorageReader):
             stored = self._shapes.of(item)
             if stored is not None and (frame := frame_of(*stored, info.length)) is not None:
                 self._check_part(item, stored[1])
-                target = self._target(item, work.planner)
+                target = self._target(item, work)
                 return RawRead(item, info.relative_path, info.offset, frame, *stored, target, work.rows)
 
         def take(item: ReadItem, stream: io.BytesIO) -> None:
@@ -361,12 +362,15 @@ class TierStorageReader(Mount, StorageReader):
         if item.type == LoadItemType.BYTE_IO:
             work.planner.load_bytes(item, io.BytesIO(content))
             return
-        target = self._target(item, work.planner)
+        target = self._target(item, work)
         target.copy_(content)
         work.planner.commit_tensor(item, target)
 
-    def _target(self, item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
-        target = planner.resolve_tensor(item).detach()
+    def _target(self, item: ReadItem, work: _Load) -> torch.Tensor:
+        known = work.plain.get(item.dest_index.fqn)
+        if type(known) is torch.Tensor and known.size() == item.lengths:
+            return known.detach()
+        target = work.planner.resolve_tensor(item).detach()
         if target.size() != torch.Size(item.lengths):
             raise self._unfit(item, f"has shape {tuple(item.lengths)}, {tuple(target.size())} was planned")
         return target
@@ -504,6 +508,8 @@ class _Load:
     """One ``read_data``."""
 
     planner: LoadPlanner
+    plain: Mapping[str, Any]
+    """What the planner would look up, where it is DCP's own."""
     objects: Objects
     reading: Reading
     copies: DeviceCopies = field(default_factory=DeviceCopies)

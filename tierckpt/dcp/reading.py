@@ -134,42 +134,52 @@ class RawRead:
     count: ClassVar = 1
     extra_bytes: int = 0
     _is_direct: bool = False
-    _row_bytes: int = 0
+    _start: int = 0
+    """Of the raw bytes that are read, after the head."""
+    _size_bytes: int = 0
     _row_count: int = 1
     _dim: int = 0
     _head: bytearray = field(default_factory=bytearray)
     _memory: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        size, lengths = self.size, self.item.lengths
-        self._row_bytes = self.dtype.itemsize
-        if size:
+        size, lengths, target = self.size, self.item.lengths, self.target
+        is_same = target.dtype == self.dtype and fits_as_it_is(target)
+        if lengths == size:
+            self._row_count, self._size_bytes = size[0] if size else 1, self.frame.size_bytes
+            self._is_direct = is_same
+        else:
             # Where one index of the first dimensions is wanted, rows are those of the dimension after them.
             while lengths[self._dim] == 1 and self._dim < len(size) - 1:
                 self._dim += 1
-            self._row_bytes *= size[self._dim + 1 :].numel()
             self._row_count = lengths[self._dim]
-        is_same = self.target.dtype == self.dtype and lengths[self._dim + 1 :] == size[self._dim + 1 :]
-        self._is_direct = is_same and fits_as_it_is(self.target)
+            self._size_bytes = self._row_count * self._bytes_of(self._dim)
+            self._start = sum(
+                offset * self._bytes_of(dim) for dim, offset in enumerate(self.item.storage_offsets[: self._dim + 1])
+            )
+            self._is_direct = is_same and lengths[self._dim + 1 :] == size[self._dim + 1 :]
         if not self._is_direct:
-            self.extra_bytes = self._row_bytes * self._row_count
+            self.extra_bytes = self._size_bytes
+
+    def _bytes_of(self, dim: int) -> int:
+        """What one index of ``dim`` takes in the file."""
+        return self.size[dim + 1 :].numel() * self.dtype.itemsize
 
     def pieces(self) -> Iterator[Piece]:
         head = self.frame.head
-        start = self.offset + len(head)
         self._head = bytearray(len(head))
-        yield Piece(self.offset, start, _address(self._head), is_peek=True)
-        into, size_bytes = self.target, self._row_bytes * self._row_count
+        yield Piece(self.offset, self.offset + len(head), _address(self._head), is_peek=True)
+        if not self._size_bytes:
+            return
+        into = self.target
         if not self._is_direct:
             into = self._memory = (
-                torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+                torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=True)
                 if self.target.is_cuda
-                else self.rows.take(size_bytes)
+                else self.rows.take(self._size_bytes)
             )
-        if size_bytes:
-            for dim, offset in enumerate(self.item.storage_offsets[: self._dim + 1]):
-                start += offset * self.size[dim + 1 :].numel() * self.dtype.itemsize
-            yield Piece(start, start + size_bytes, into.data_ptr())
+        start = self.offset + len(head) + self._start
+        yield Piece(start, start + self._size_bytes, into.data_ptr())
 
     def finish(self) -> Iterator[Finished]:
         """A copy to a CUDA device is only begun: torch keeps the pinned rows until it has ended (``DeviceCopies``)."""
@@ -178,7 +188,7 @@ class RawRead:
     def _arrive(self) -> bool:
         if self._memory is not None:
             shape = (self._row_count, *self.size[self._dim + 1 :]) if self.size else ()
-            part = self._memory[: self._row_bytes * self._row_count].view(self.dtype).view(shape)
+            part = self._memory[: self._size_bytes].view(self.dtype).view(shape)
             for dim in range(self._dim + 1, len(self.size)):
                 part = part.narrow(dim - self._dim, self.item.storage_offsets[dim], self.item.lengths[dim])
             self.target.copy_(part, non_blocking=self.target.is_cuda)
@@ -275,10 +285,13 @@ class Small:
 
     Nearly all of 50,000 look like the one before, in a checkpoint of ours and to DCP's own planner: so that is what
     this looks at first, and anything else is for ``RawRead``.
+
+    Args:
+        plain: what ``looked_up`` found.
     """
 
-    def __init__(self, planner: LoadPlanner, shapes: Shapes, chunk_size_bytes: int) -> None:
-        self._plain = _looked_up(planner)
+    def __init__(self, plain: Mapping[str, Any], shapes: Shapes, chunk_size_bytes: int) -> None:
+        self._plain = plain
         self._shapes = shapes
         self._group_bytes = min(GROUP_BYTES, chunk_size_bytes)
         self._like: tuple[torch.dtype, torch.Size, int] | None = None
@@ -330,7 +343,7 @@ def is_framed(item: ReadItem, info: _StorageInfo) -> bool:
     return item.type != LoadItemType.BYTE_IO and not getattr(info, "transform_descriptors", None)
 
 
-def _looked_up(planner: LoadPlanner) -> Mapping[str, Any]:
+def looked_up(planner: LoadPlanner) -> Mapping[str, Any]:
     """What DCP's own planner would look up for an item, without five calls for each of 50,000."""
     kind, stock = type(planner), DefaultLoadPlanner
     names = ("resolve_tensor", "lookup_tensor", "transform_tensor")
