@@ -170,6 +170,20 @@ async def test_retries_do_not_multiply() -> None:
     assert len(calls) == 3
 
 
+async def test_a_budget_that_refuses_each_retry_ends_work_without_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(self: Budget, timeout_seconds: float) -> bool:
+        return False
+
+    monkeypatch.setattr(Budget, "wait", refuse)
+    policy = retries(retry_attempts_max=3)
+    request, calls = failing(99)
+    async with asyncio.timeout(5):
+        with pytest.raises(StoreUnavailableError):
+            await policy.again(lambda: policy.once(policy.breaker("s3://b"), unreachable, request))
+    assert len(calls) == 1
+    assert policy.counts["retries_refused"] == 3
+
+
 async def test_work_in_one_piece_is_tried_again_as_a_whole() -> None:
     policy = retries()
     breaker = policy.breaker("s3://b")

@@ -343,7 +343,7 @@ class _Turns:
             self.give_back()
 
     def take(self) -> None:
-        """Wait for a turn. Whoever has one does not wait for anything, so it comes."""
+        """Wait for a turn. It comes: whoever has one gives it back, after a read of the next copy at most."""
         self._free.get()
 
     def give_back(self) -> None:

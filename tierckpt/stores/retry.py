@@ -242,7 +242,8 @@ class Retries:
         deadline = time.monotonic() + timeout_seconds
         retrying = AsyncRetrying(
             retry=retry_if_exception(_may_pass),
-            stop=lambda _: attempts > self.settings.retry_attempts_max or time.monotonic() >= deadline,
+            # Counted by tenacity: a retry that the budget refuses is one of them, though nothing was asked.
+            stop=lambda state: state.attempt_number > self.settings.retry_attempts_max or time.monotonic() >= deadline,
             wait=wait_random_exponential(multiplier=BACKOFF_SECONDS_MIN, max=BACKOFF_SECONDS_MAX),
             reraise=True,
         )
