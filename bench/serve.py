@@ -2,9 +2,11 @@
 
     python bench/serve.py [--size 1GiB] [--chunk 8MiB] [--connections 4] [--seconds 3] [--rounds 3] [--dir DIR]
 
-Each server is a process of its own, kept to the first processor; who reads is kept to the second, takes no copy and
-checks nothing (the row ``peer client`` receives and verifies as a node does, and is there for its own cost). The file
-is in the page cache. Prints a table, writes bench/out/serve.json. Where there is no nginx it says so.
+Each server is a process of its own, kept to the first processor; who reads is kept to the second, and checks nothing
+(the row ``peer client`` receives and verifies as a node does). Over loopback the server's processor wakes the reader,
+so it matters when it wants to be woken: each server is read by one that waits for as many bytes as a node's client
+does (``stores/watermark.py``), and by one that is woken by each packet, as usual clients are. The file is in the page
+cache. Prints a table, writes bench/out/serve.json. Where there is no nginx it says so.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import resource
 import selectors
 import shutil
@@ -26,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter
@@ -41,6 +45,7 @@ from tierckpt.peer.holdings import Holdings
 from tierckpt.peer.members import Member
 from tierckpt.peer.server import PeerServer
 from tierckpt.peer.wire import chunk_target, encode_head
+from tierckpt.stores.watermark import WAKE_BYTES, Watermark
 from tierckpt.types import Json
 
 OUT = Path(__file__).resolve().parent / "out" / "serve.json"
@@ -149,9 +154,12 @@ def cpu_seconds(pid: int) -> float:
 class Reading:
     """One connection that asks for chunk after chunk, and throws away what comes."""
 
-    def __init__(self, port: int, ask: Callable[[int], bytes], has_head: bool, chunk_bytes: int) -> None:
+    def __init__(
+        self, port: int, ask: Callable[[int], bytes], has_head: bool, chunk_bytes: int, wake_bytes: int
+    ) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setblocking(False)
+        self.watermark = Watermark(self.socket, wake_bytes)
         self.ask, self.has_head, self.chunk_bytes = ask, has_head, chunk_bytes
         self.left, self.head = 0, b""
 
@@ -165,6 +173,7 @@ class Reading:
             if not count:
                 raise EOFError("the server has gone")
             self.left -= count
+            self.watermark.expect(self.left)
             return count
         self.head += self.socket.recv(4096)
         end = self.head.find(b"\r\n\r\n")
@@ -175,6 +184,7 @@ class Reading:
             raise OSError(f"HTTP {status.decode()}")
         have = len(self.head) - end - 4
         self.left = self.chunk_bytes - have
+        self.watermark.expect(self.left)
         return have
 
 
@@ -259,33 +269,38 @@ def measure(args: argparse.Namespace, root: Path) -> list[Json]:
         "nginx": (["nginx", "-p", str(root), "-c", str(root / "nginx.conf")], port, ranged, True),
         "aiohttp": ([*me, "--serve", "aiohttp"], 0, ranged, True),
         "tierckpt": ([*me, "--serve", "tierckpt"], 0, signed, True),
-        "tierckpt, peer client": ([*me, "--serve", "tierckpt"], 0, signed, True),
     }
     if shutil.which("nginx") is None:
         print("no nginx here: its row is left out", file=sys.stderr)
         del servers["nginx"]
+    cases = [(name, reader) for name in servers for reader in ("waits", "each packet")]
+    cases.append(("tierckpt", "peer client"))
     rows: list[Json] = []
     for number in range(args.rounds):
-        for name, (command, at, ask, has_head) in servers.items():
-            print(f"round {number + 1}: {name}", file=sys.stderr)
+        random.shuffle(cases)
+        for name, reader in cases:
+            command, at, ask, has_head = servers[name]
+            print(f"round {number + 1}: {name}, reader: {reader}", file=sys.stderr)
             with running(command, at) as (pid, where):
+                connect = partial(
+                    Reading, where, ask, has_head, args.chunk, 1 if reader == "each packet" else WAKE_BYTES
+                )
                 # The first pass has every chunk verified that is served for the first time: it is not counted.
-                first = [Reading(where, ask, has_head, args.chunk) for _ in range(args.connections)]
-                read_for(min(1.0, args.seconds), first, chunks)
+                read_for(min(1.0, args.seconds), [connect() for _ in range(args.connections)], chunks)
                 before, own = cpu_seconds(pid), resource.getrusage(resource.RUSAGE_SELF)
-                if name.endswith("peer client"):
+                if reader == "peer client":
                     done, took = asyncio.run(peer_client(root, where, frozen, args.connections, args.seconds))
                 else:
-                    readings = [Reading(where, ask, has_head, args.chunk) for _ in range(args.connections)]
-                    done, took = read_for(args.seconds, readings, chunks)
+                    done, took = read_for(args.seconds, [connect() for _ in range(args.connections)], chunks)
                 after = resource.getrusage(resource.RUSAGE_SELF)
-                reader = after.ru_utime + after.ru_stime - own.ru_utime - own.ru_stime
+                used = after.ru_utime + after.ru_stime - own.ru_utime - own.ru_stime
                 rows.append(
                     {
                         "server": name,
+                        "reader": reader,
                         "gb_per_second": done / took / 1e9,
                         "server_cpu_seconds_per_gib": (cpu_seconds(pid) - before) / (done / GiB),
-                        "reader_cpu_seconds_per_gib": reader / (done / GiB),
+                        "reader_cpu_seconds_per_gib": used / (done / GiB),
                     }
                 )
     return rows
@@ -313,11 +328,12 @@ def main() -> None:
         rows = measure(args, Path(folder))
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(json.dumps({"chunk_bytes": args.chunk, "connections": args.connections, "rows": rows}, indent=1))
-    table = Table("server", "GB/s", "CPU-s/GiB, server", "CPU-s/GiB, reader", title=f"chunks of {args.chunk >> 20} MiB")
-    for name in dict.fromkeys(row["server"] for row in rows):
-        mine = [row for row in rows if row["server"] == name]
-        measured = ("gb_per_second", "server_cpu_seconds_per_gib", "reader_cpu_seconds_per_gib")
-        table.add_row(name, *(f"{statistics.median(row[key] for row in mine):.3f}" for key in measured))
+    measured = ("gb_per_second", "server_cpu_seconds_per_gib", "reader_cpu_seconds_per_gib")
+    heads = ("reader", "server", "GB/s", "CPU-s/GiB, server", "CPU-s/GiB, reader")
+    table = Table(*heads, title=f"chunks of {args.chunk >> 20} MiB")
+    for reader, name in sorted({(row["reader"], row["server"]) for row in rows}, reverse=True):
+        mine = [row for row in rows if (row["reader"], row["server"]) == (reader, name)]
+        table.add_row(reader, name, *(f"{statistics.median(row[key] for row in mine):.3f}" for key in measured))
     Console().print(table)
 
 
