@@ -244,6 +244,12 @@ class Memory:
         if _libc.madvise(start, len(part), _MADV_NOHUGEPAGE) != 0:
             log.debug("madvise(%d): %s", _MADV_NOHUGEPAGE, os.strerror(ctypes.get_errno()))
 
+    def fill_in(self, part: memoryview) -> None:
+        """Put the pages of ``part`` of the view in place. What the kernel cannot do here, it does at the first use."""
+        start = ctypes.addressof(ctypes.c_char.from_buffer(part))
+        if code := _populate(start, len(part)):
+            log.debug("madvise(%d): %s", _MADV_POPULATE_WRITE, os.strerror(code))
+
     def discard(self) -> None:
         """Give the pages back, for every process that has them. The memory stays, and reads as zeros."""
         self._advise(_MADV_REMOVE)

@@ -1,10 +1,10 @@
-"""Huge pages or small ones, for memory that is filled once and read into: whichever has come faster lately.
+"""Huge pages or small ones, for memory that is filled once and read into: whichever comes faster lately.
 
 Huge pages are the better ones nearly everywhere: one fault instead of 512, and fewer pieces for the disk. But a virtual
 machine may give free memory back to its host (free page reporting), which takes huge pages only. Each used after that
-comes anew from there, at up to 2 s a GiB, where small pages that the guest has kept cost a tenth. No switch says so and
-it changes with what the machine has done before, so it is measured while the reads go on: all but a few are of the kind
-that is faster.
+comes anew from there, at up to 2 s a GiB, where small pages that the guest has kept cost a quarter. No switch says so
+and it changes with what the machine has done before, so it is measured while memory is filled in: all but a few pages
+are of the kind that is cheaper.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import threading
 
 TRY_EVERY = 32
-"""One read in so many is of the other kind, so that the choice follows the machine."""
-FIRST_TRY = 3
+"""In so many pieces of memory, the first has its price taken, and the second, which is of the other kind: so the choice
+follows the machine."""
 BYTES_MIN = 4 << 20
 WEIGHT = 0.3
 """Of the newest measurement."""
-GAIN_MIN = 0.8
-"""Small pages cost every later use something. They are taken only where they take at most so much of the time."""
+GAIN_MIN = 0.5
+"""Small pages cost the disk something, and every later use. They are taken only where they cost at most so much."""
 
 
 class Paging:
@@ -35,14 +35,15 @@ class Paging:
         huge, small = self._seconds_per_byte.get(True), self._seconds_per_byte.get(False)
         return huge is None or small is None or small > GAIN_MIN * huge
 
-    def next_is_huge(self) -> bool:
-        """Which pages the next read is to have."""
+    def next(self) -> tuple[bool, bool]:
+        """Whether the next piece of memory is to have huge pages, and whether its price is wanted (``learn``)."""
         with self._lock:
             self._count += 1
-            return self.is_huge != (self._count % TRY_EVERY == FIRST_TRY)
+            turn = self._count % TRY_EVERY
+            return self.is_huge != (turn == 2), turn in (1, 2)
 
     def learn(self, size_bytes: int, seconds: float, *, is_huge: bool) -> None:
-        """A read into new pages took that long. One of few bytes says little of pages, and is not counted."""
+        """To fill in pages, and nothing else, took that long. Few bytes say little, and are not counted."""
         if size_bytes < BYTES_MIN:
             return
         with self._lock:

@@ -104,6 +104,13 @@ class _CachedCopy:
         self._view.read_into(self._name, byte_range.start, part)
         return part
 
+    def is_at_hand(self, byte_range: ByteRange, /) -> bool:
+        if not self._view.landed(self._name, byte_range.start, byte_range.stop):
+            return False
+        with contextlib.suppress(TierckptError):
+            return self._landed_file().is_at_hand(byte_range)
+        return False
+
     def _landed_file(self) -> LocalCopy:
         with self._lock:
             if self._file is None:

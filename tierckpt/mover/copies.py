@@ -35,6 +35,9 @@ class Copy(Protocol):
 
     def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Buffer: ...
 
+    def is_at_hand(self, byte_range: ByteRange, /) -> bool:
+        """True when to read the range is to copy it from memory: nobody waits for a disk or a network."""
+
     def quarantine(self) -> None:
         """Put a bad copy out of the way, where that is ours to do."""
 
@@ -99,7 +102,7 @@ class LocalCopy:
     def _read_into(self, into: memoryview, byte_range: ByteRange) -> int:
         """Return how many bytes of the range are in ``into`` now: fewer than asked for where the file is too short."""
         done = 0
-        if not (is_cached := self._is_at_hand(byte_range)):
+        if not (is_cached := self.is_at_hand(byte_range)):
             self.cold_bytes += byte_range.size_bytes
         if self.is_direct and not is_cached and byte_range.start % DISK_BLOCK_BYTES == 0:
             done = self._read_direct(into, byte_range)
@@ -112,8 +115,12 @@ class LocalCopy:
             done += count
         return done
 
-    def _is_at_hand(self, byte_range: ByteRange) -> bool:
+    def is_at_hand(self, byte_range: ByteRange, /) -> bool:
         """True for what is in the page cache, unless the user wants it read in one way whatever is there."""
+        try:
+            self.open()
+        except TierckptError:
+            return False  # who reads it is told why
         return (self.tuner is None or self.tuner.mode == "auto") and self._is_cached(byte_range)
 
     def _is_cached(self, byte_range: ByteRange) -> bool:
@@ -177,6 +184,9 @@ class RemoteCopy:
     def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Buffer:
         return self._get_range(byte_range)
 
+    def is_at_hand(self, byte_range: ByteRange, /) -> bool:
+        return False
+
     def quarantine(self) -> None:
         """The shared tier is not ours to rename in: `tierckpt verify` reports it."""
 
@@ -205,6 +215,9 @@ class PeerCopy:
         data = b"".join(chunks) if len(chunks) > 1 else chunks[0]
         start = byte_range.start - indices[0] * size
         return memoryview(data)[start : start + byte_range.size_bytes]
+
+    def is_at_hand(self, byte_range: ByteRange, /) -> bool:
+        return False
 
     def quarantine(self) -> None:
         self._report()

@@ -1,0 +1,154 @@
+"""Memory gets its pages ahead of the reads that wait for a disk, in order, and whatever ends a load ends all of it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tierckpt
+from tests.states import same
+from tierckpt.arena.paging import Paging
+from tierckpt.config import Settings
+from tierckpt.errors import StoreError
+from tierckpt.loading import fill
+from tierckpt.loading.model import Directory
+from tierckpt.loading.parts import Parts
+from tierckpt.loading.safetensors import _Wanted
+from tierckpt.mover.copies import LocalCopy
+from tierckpt.types import Buffer, ByteRange
+
+MIB = 1 << 20
+JOBS = 24
+DEADLINE_SECONDS = 30.0
+
+_libc = ctypes.CDLL(None)
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+
+
+def pages_in_place(view: memoryview) -> float:
+    """The part of them that is there."""
+    pages = ctypes.create_string_buffer(-(-len(view) // mmap.PAGESIZE))
+    assert _libc.mincore(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view), pages) == 0
+    return pages.raw.count(b"\1") / len(pages)
+
+
+class Watched(LocalCopy):
+    """Says what reads found. Class attributes: the files of a model are opened far from here."""
+
+    at_hand = False
+    found: list[tuple[int, float]]
+    after_each_read = staticmethod(lambda: None)
+
+    def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Buffer:
+        if into is not None and byte_range.start:
+            self.found.append((byte_range.start, pages_in_place(into[: byte_range.size_bytes])))
+        data = super().read(byte_range, into)
+        self.after_each_read()
+        return data
+
+    def is_at_hand(self, byte_range: ByteRange, /) -> bool:
+        return self.at_hand
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
+    class Own(Watched):
+        found: list[tuple[int, float]] = []
+
+    monkeypatch.setattr(Directory, "open", lambda place, name: Own(place._path / name, tuner=place._tuner))
+    monkeypatch.setattr(fill, "paging", Paging())
+    return Own
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_file({"w": torch.arange(JOBS * 2 * MIB, dtype=torch.int32)}, folder / "model.safetensors")
+    return folder
+
+
+def test_what_waits_for_a_disk_is_read_into_pages_that_are_there(model: Path, watched: type[Watched]) -> None:
+    loaded = tierckpt.load_safetensors(model)
+    assert len(watched.found) >= JOBS - 1
+    assert {part for _, part in watched.found} == {1.0}
+    assert same(loaded["w"], torch.arange(JOBS * 2 * MIB, dtype=torch.int32))
+
+
+def test_what_is_in_memory_already_brings_its_pages_but_for_the_two_whose_price_is_taken(
+    model: Path, watched: type[Watched]
+) -> None:
+    watched.at_hand = True
+    loaded = tierckpt.load_safetensors(model)
+    assert sum(part == 1.0 for _, part in watched.found) <= 2
+    assert same(loaded["w"], torch.arange(JOBS * 2 * MIB, dtype=torch.int32))
+
+
+def test_few_pages_are_there_before_their_time(
+    model: Path, watched: type[Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So which pages are the cheaper ones is known of the pieces before."""
+    given: list[int] = []
+    put = fill._put_pages
+    monkeypatch.setattr(fill, "_put_pages", lambda job: (put(job), given.append(job.start)))
+    ahead: list[int] = []
+    watched.after_each_read = staticmethod(lambda: ahead.append(len(given) - len(watched.found)))
+    tierckpt.load_safetensors(model)
+    assert len(given) >= JOBS
+    assert max(ahead) <= fill.AHEAD_MAX + fill.FILLERS_MAX
+
+
+def test_a_read_that_fails_ends_the_load_while_pages_are_still_to_come(model: Path, watched: type[Watched]) -> None:
+    def fail_once_on_the_way() -> None:
+        if len(watched.found) >= 3:
+            raise StoreError("seeded", file="model.safetensors")
+
+    watched.after_each_read = staticmethod(fail_once_on_the_way)
+    with pytest.raises(StoreError, match="seeded") as found:
+        _within_deadline(lambda: tierckpt.load_safetensors(model))
+    assert found.value.context["tensor"] == "w"
+    assert len(watched.found) < JOBS / 2
+
+
+def test_pages_that_cannot_be_had_end_the_load(
+    model: Path, watched: type[Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(job: fill.Job) -> None:
+        if job.start > 8 * fill.READ_BYTES:
+            raise MemoryError("seeded")
+
+    monkeypatch.setattr(fill, "_put_pages", refuse)
+    with pytest.raises(MemoryError, match="seeded"):
+        _within_deadline(lambda: tierckpt.load_safetensors(model))
+
+
+def test_who_wants_no_more_is_not_given_half_of_it(model: Path, watched: type[Watched]) -> None:
+    stop = threading.Event()
+    wanted = _Wanted(model, "cpu", None, "", Parts(), Settings.load())
+
+    def stop_on_the_way() -> None:
+        if len(watched.found) >= 3:
+            stop.set()
+
+    watched.after_each_read = staticmethod(stop_on_the_way)
+    with pytest.raises(fill.Stopped):
+        _within_deadline(lambda: fill.fill(wanted.wants, wanted.device, stop))
+    assert len(watched.found) <= 3 + fill.AHEAD_MAX + fill.FILLERS_MAX + wanted._model.place.threads_max
+
+
+def _within_deadline(load: Callable[[], object]) -> None:
+    """Run ``load``; what it raises is raised here. None of its threads is left."""
+    threads = ThreadPoolExecutor(1)
+    try:
+        threads.submit(load).result(timeout=DEADLINE_SECONDS)
+    finally:
+        threads.shutdown(wait=False)
+        left = [thread.name for thread in threading.enumerate()]
+        assert not {"tierckpt-load", "tierckpt-pages"} & set(left)
