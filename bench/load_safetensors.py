@@ -1,10 +1,16 @@
 """How fast do safetensors become tensors? Beside the raw reads of this disk, and everybody else's loaders.
 
-    python bench/load_safetensors.py [--rounds 5] [--scale 1.0] [--rows "raw/4;ours;..."] [--dir DIR]
+    python bench/load_safetensors.py [--rounds 5] [--scale 1.0] [--rows "raw/4;ours;..."] [--memory new] [--dir DIR]
 
 4 GiB in 4 files of bf16. Each sample is a process of its own that has imported what it needs: the page cache is dropped
 (cold; fincore says whether it is) or filled (warm), one load is timed, with every tensor the caller's own: what is lazy
-is touched or cloned within the time. Then every byte is compared with what was saved. Rounds are interleaved.
+is touched or cloned within the time. Then every byte is compared with what was saved. Rounds are interleaved, their
+rows in random order.
+
+A virtual machine may give free memory back to its host, and then waits for each page again, in a load of whatever
+kind; a machine of its own does not. So unless ``--memory new`` is given, a process fills memory just before each sample
+and ends: what the load takes is memory that the machine has.
+
 Prints a table, writes bench/out/safetensors.json. Needs root to drop the page cache. Progress is on stderr.
 
     pip install --no-deps runai-model-streamer fastsafetensors tensorizer redis hiredis libnacl psutil humanize
@@ -17,6 +23,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -47,6 +54,14 @@ FILES, TENSORS, TENSOR_BYTES = 4, 16, 64 * MiB
 READ_BYTES = 8 * MiB
 SAMPLE_SECONDS = 600.0
 LIMIT = 1.1
+PAUSE_SECONDS = 2.5
+"""Between samples: the disk gives more after a rest, to whoever comes first."""
+USE_MEMORY = """
+import mmap, sys
+memory = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory.madvise(14)  # MADV_HUGEPAGE
+memory.madvise(23)  # MADV_POPULATE_WRITE
+"""
 _PR_SET_THP_DISABLE = 41
 State = dict[str, torch.Tensor]
 Load = Callable[[], State]
@@ -237,7 +252,7 @@ def is_installed(package: str) -> bool:
     return not package or importlib.util.find_spec(package) is not None
 
 
-def sample(folder: Path, row: str, temperature: str) -> dict[str, float]:
+def sample(folder: Path, row: str, temperature: str, memory: str) -> dict[str, float]:
     make, _, ending = ROWS[row]
     load = make(folder)
     torch.ones(8, 8) @ torch.ones(8, 8)
@@ -249,6 +264,9 @@ def sample(folder: Path, row: str, temperature: str) -> dict[str, float]:
             path.read_bytes()
     elif (held := cached_bytes(files)) > MiB:
         raise SystemExit(f"the page cache was not dropped: {held} bytes of {folder} are in it")
+    if memory == "used":  # who reads through the page cache takes twice as much as there is to load
+        size_bytes = 2 * sum(path.stat().st_size for path in files)
+        subprocess.run([sys.executable, "-c", USE_MEMORY, str(size_bytes)], check=True)
     with Meter() as meter:
         begun = time.perf_counter()
         got = load()
@@ -292,12 +310,14 @@ def measured(given: argparse.Namespace, folder: Path, names: list[str]) -> dict[
     _run(["--save", str(folder)], given)
     for number in range(given.rounds):
         this_round: dict[str, dict[str, float]] = {}
-        for name, heat in order if number % 2 == 0 else reversed(order):
+        random.shuffle(order)
+        for name, heat in order:
+            time.sleep(PAUSE_SECONDS)
             label = name if heat == "cold" else f"{name}, warm"
             if "error" in table.get(label, {}):
                 continue
             try:
-                this_round[label] = json.loads(_run(["--sample", str(folder), name, heat], given))
+                this_round[label] = json.loads(_run(["--sample", str(folder), name, heat, given.memory], given))
                 samples[label].append(this_round[label])
             except SystemExit as error:
                 table[label] = {"error": str(error)[-300:]}
@@ -331,11 +351,11 @@ def _run(words: list[str], given: argparse.Namespace) -> str:
 # --- the program ---------------------------------------------------------------------------------------------------
 
 
-def table_of(rows: dict[str, dict[str, Any]], size_bytes: float) -> Table:
-    table = Table(title=f"{size_bytes / GiB:g} GiB of safetensors in {FILES} files to CPU")
+def table_of(rows: dict[str, dict[str, Any]], size_bytes: float, memory: str) -> Table:
+    table = Table(title=f"{size_bytes / GiB:g} GiB of safetensors in {FILES} files to CPU, {memory} memory")
     for column in ("", "s", "x raw", "CPU-s", "extra RSS, MiB", "faults"):
         table.add_column(column, justify="left" if not column else "right")
-    for name, row in rows.items():
+    for name, row in sorted(rows.items(), key=lambda item: item[1].get("seconds", float("inf"))):
         if "seconds" not in row:
             table.add_row(name, row.get("missing") or "failed", *[""] * 4)
             continue
@@ -369,15 +389,16 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--dir", type=Path, default=Path.home() / ".cache" / "tierckpt-bench")
     parser.add_argument("--save", help=argparse.SUPPRESS)
-    parser.add_argument("--sample", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--memory", choices=("used", "new"), default="used", help="see above")
+    parser.add_argument("--sample", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     names = given.rows.split(";")
     if given.save:
         save_all(Path(given.save), given.scale, names)
         return
     if given.sample:
-        folder, row, temperature = given.sample
-        print(json.dumps(sample(Path(folder), row, temperature)))
+        folder, row, temperature, memory = given.sample
+        print(json.dumps(sample(Path(folder), row, temperature, memory)))
         return
     if not drop_page_cache():
         raise SystemExit("the page cache cannot be dropped: run as root")
@@ -388,12 +409,12 @@ def main() -> None:
         size_bytes = float(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    Console(width=100).print(table_of(rows, size_bytes))
+    Console(width=100).print(table_of(rows, size_bytes, given.memory))
     verdicts = figures(rows, size_bytes)
     for what, holds in verdicts.items():
         print(f"{'ok  ' if holds else 'MISS'} {what}")
     OUT.parent.mkdir(exist_ok=True)
-    document = {"rounds": given.rounds, "scale": given.scale, "rows": rows, "figures": verdicts}
+    document = {"rounds": given.rounds, "scale": given.scale, "memory": given.memory, "rows": rows, "figures": verdicts}
     OUT.write_text(json.dumps(document, indent=2) + "\n")
 
 
