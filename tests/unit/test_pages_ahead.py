@@ -129,6 +129,22 @@ def test_pages_that_cannot_be_had_end_the_load(
         _within_deadline(lambda: tierckpt.load_safetensors(model))
 
 
+@pytest.mark.parametrize("refused", ["tierckpt-load", "tierckpt-pages"])
+def test_a_thread_that_cannot_be_had_ends_the_load(
+    refused: str, model: Path, watched: type[Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_others)
+    with pytest.raises(RuntimeError, match="new thread"):
+        _within_deadline(lambda: tierckpt.load_safetensors(model))
+
+
 def test_who_wants_no_more_is_not_given_half_of_it(model: Path, watched: type[Watched]) -> None:
     stop = threading.Event()
     wanted = _Wanted(model, "cpu", None, "", Parts(), Settings.load())

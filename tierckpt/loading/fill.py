@@ -384,11 +384,18 @@ class _Reading:
         threads = [threading.Thread(target=self._work, args=(one,), name="tierckpt-load") for one in buffers[1:]]
         fill = partial(self._fill_in, len(buffers))
         threads += [threading.Thread(target=fill, name="tierckpt-pages") for _ in range(self._fillers)]
-        for thread in threads:
-            thread.start()
+        started = []
+        try:
+            for thread in threads:
+                thread.start()
+                started.append(thread)
+        except RuntimeError as error:  # the system gives no more of them: those that wait for one are told
+            self._fail(error)
+            for _ in buffers:
+                self._ready.put(None)
         if buffers:
             self._work(buffers[0])
-        for thread in threads:
+        for thread in started:
             thread.join()
         if self._error is not None:
             raise self._error
