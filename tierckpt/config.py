@@ -90,11 +90,12 @@ class Settings(BaseSettings):
     """Of one processor, what a background flush may take while the node's processors are busy with other work. 1: all.
     It never waits while they are not."""
 
-    read_mode: Literal["auto", "direct", "buffered"] = "auto"
+    read_mode: Literal["auto", "direct", "straight", "buffered"] = "auto"
     """How files are read from disks. ``auto``: from the page cache what is there, the rest in the way that the first
-    large load finds to be the best of this device. ``direct``: past the page cache. ``buffered``: through it."""
+    large load finds to be the best of this device. ``direct``: past the page cache. ``straight``: the same, and model
+    files without a copy. ``buffered``: through the page cache."""
 
-    read_threads_max: int = Field(default=8, ge=1, le=64)
+    read_threads_max: int = Field(default=12, ge=1, le=64)
     """Most threads that one load reads with. What the disk likes is measured, and ranks of a node share it; this only
     bounds it. Each has 2 MiB."""
 

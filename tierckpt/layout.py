@@ -24,6 +24,7 @@ The local root holds::
     <local_root>/journal/<token>.json                            what a mover still has to drain
     <local_root>/control.json                                    what people ask of this node's movers: rate, pause
     <local_root>/read-ways.json                                  how each device of the node is read best
+    <local_root>/model-read-ways.json                            the same for model files
     <local_root>/flush.mark                                      locked (shared) by whoever writes a checkpoint
     <local_root>/cache/                                          the node cache: models and data files (cache/pool.py)
     <local_root>/leases/                                         flocks of those who read a checkpoint
@@ -195,6 +196,10 @@ def flush_mark(local_root: Path) -> Path:
 
 def read_ways(local_root: Path) -> Path:
     return Path(local_root, "read-ways.json")
+
+
+def model_read_ways(local_root: Path) -> Path:
+    return Path(local_root, "model-read-ways.json")
 
 
 def attempt_metadata(attempt: str) -> str:

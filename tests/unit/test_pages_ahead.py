@@ -49,10 +49,12 @@ class Watched(LocalCopy):
     found: list[tuple[int, float]]
     after_each_read = staticmethod(lambda: None)
 
-    def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Buffer:
+    def read(
+        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+    ) -> Buffer:
         if into is not None and byte_range.start:
             self.found.append((byte_range.start, pages_in_place(into[: byte_range.size_bytes])))
-        data = super().read(byte_range, into)
+        data = super().read(byte_range, into, through)
         self.after_each_read()
         return data
 

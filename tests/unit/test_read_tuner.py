@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import tierckpt
 from tierckpt.arena.slots import Bounce
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
-from tierckpt.layout import read_ways
+from tierckpt.layout import model_read_ways, read_ways
+from tierckpt.loading import fill
 from tierckpt.manifest import FileEntry
-from tierckpt.mover import pull as pulls
-from tierckpt.mover import read_tuner
+from tierckpt.mover import read_tuner, trial
 from tierckpt.mover.copies import Copies, LocalCopy
 from tierckpt.mover.lock import try_lock
 from tierckpt.mover.pull import Piece, pull
-from tierckpt.mover.read_tuner import WAYS, ReadTuner, Way, best, device_of
+from tierckpt.mover.read_tuner import MODEL_WAYS, WAYS, ReadTuner, Way, best, device_of
 from tierckpt.types import ByteRange
 
 KiB = 1024
@@ -29,8 +33,8 @@ CHUNK = 64 * KiB
 SIZE = 4 * 4 * CHUNK
 
 
-def tuner(root: Path, **settings: Any) -> ReadTuner:
-    return ReadTuner(Settings.load(None, local_root=root, **settings))
+def tuner(root: Path, ways: tuple[Way, ...] = WAYS, **settings: Any) -> ReadTuner:
+    return ReadTuner(Settings.load(None, local_root=root, **settings), ways)
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -82,9 +86,11 @@ def test_a_damaged_result_is_no_result(kept: bytes, tmp_path: Path) -> None:
 
 def test_the_user_has_the_last_word(tmp_path: Path) -> None:
     tuner(tmp_path).decide("d", {DIRECT: 9.0, CACHE: 1.0}, "here")
-    for mode, direct in (("direct", True), ("buffered", False)):
+    for mode, way in (("direct", DIRECT), ("straight", DIRECT), ("buffered", CACHE)):
         forced = tuner(tmp_path, read_mode=mode)
-        assert forced.is_known("d") and forced.is_known("anything") and forced.way("d") == Way(direct, 8)
+        assert forced.is_known("d") and forced.is_known("anything") and forced.way("d") == way
+    for way in MODEL_WAYS:
+        assert tuner(tmp_path, MODEL_WAYS, read_mode=way.mode).way("d") == way
     assert tuner(tmp_path, read_threads_max=6).way("d") == Way(True, 6)
     assert tuner(tmp_path, read_threads_max=2).way("e") == Way(True, 2)
     with pytest.raises(ConfigError, match="read_mode"):
@@ -105,15 +111,15 @@ class Noted(LocalCopy):
     def _is_cached(self, byte_range: ByteRange) -> bool:
         return self.cached
 
-    def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Any:
-        data = super().read(byte_range, into)
+    def read(self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /) -> Any:
+        data = super().read(byte_range, into, through)
         self.read_in.append(self.is_direct)
         return data
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulls, "TRIED_BYTES", 2 * CHUNK)
+    monkeypatch.setattr(trial, "TRIED_BYTES", 2 * CHUNK)
 
 
 @pytest.fixture
@@ -174,3 +180,82 @@ def test_what_cannot_be_kept_does_not_stop_the_load(small: None, path: Path) -> 
     root.write_bytes(b"")
     load(Noted(path, tuner(root)), path)
     assert root.is_file()
+
+
+# --- model files: there is one way more ------------------------------------------------------------------------------
+
+MiB = 1 << 20
+STRAIGHT, THROUGH, _ = MODEL_WAYS
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(trial, "TRIED_BYTES", 2 * MiB)
+    monkeypatch.setattr(fill, "READ_BYTES", MiB)
+    monkeypatch.setattr(LocalCopy, "_is_cached", lambda *_: False)
+    (tmp_path / "model").mkdir()
+    save_file(
+        {name: torch.arange(3 * MiB + odd, dtype=torch.int32) for odd, name in enumerate(("a", "b"))},
+        tmp_path / "model" / "model.safetensors",
+    )
+    return tmp_path / "model"
+
+
+def load_model(folder: Path, root: Path, **settings: Any) -> None:
+    loaded = tierckpt.load_safetensors(folder, local_root=root, **settings)
+    for odd, name in enumerate(("a", "b")):
+        assert torch.equal(loaded[name], torch.arange(3 * MiB + odd, dtype=torch.int32))
+
+
+@pytest.fixture
+def ways_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Way]]:
+    """Where each read that is not of a header begins, and how it was made."""
+    taken: list[tuple[int, Way]] = []
+    real = LocalCopy._read_into
+
+    def read_into(copy: LocalCopy, into: memoryview, byte_range: ByteRange, through: memoryview | None) -> int:
+        if byte_range.size_bytes > MiB // 2:
+            mode = "buffered" if not copy.is_direct else "straight" if through is None else "direct"
+            taken.append((byte_range.start, next(way for way in MODEL_WAYS if way.mode == mode)))
+        return real(copy, into, byte_range, through)
+
+    monkeypatch.setattr(LocalCopy, "_read_into", read_into)
+    return taken
+
+
+def test_the_first_large_load_of_model_files_tries_each_way_and_each_gives_the_bytes(
+    model: Path, ways_taken: list[tuple[int, Way]]
+) -> None:
+    root = model.parent
+    load_model(model, root)
+    assert len({start for start, _ in ways_taken}) == len(ways_taken)  # no byte twice
+    assert [way for _, way in ways_taken[:12]] == [way for way in MODEL_WAYS for _ in range(2)] * 2
+    [entry] = json.loads(model_read_ways(root).read_bytes()).values()
+    assert entry["bytes_per_second"].keys() == {str(way) for way in MODEL_WAYS}
+    assert {way for _, way in ways_taken[12:]} == {Way.parse(entry["way"])}
+    assert not read_ways(root).exists()  # of checkpoints nothing was found out
+    ways_taken.clear()
+    read_tuner._tuners.clear()  # another process
+    load_model(model, root)
+    assert {way for _, way in ways_taken} == {Way.parse(entry["way"])}
+
+
+@pytest.mark.parametrize("way", MODEL_WAYS, ids=str)
+def test_a_forced_way_reads_model_files(model: Path, way: Way, ways_taken: list[tuple[int, Way]]) -> None:
+    load_model(model, model.parent, read_mode=way.mode)
+    assert {taken for _, taken in ways_taken} == {way}
+    assert not model_read_ways(model.parent).exists()
+
+
+def test_what_passes_through_a_buffer_goes_no_further_than_the_file(path: Path, tmp_path: Path) -> None:
+    """The last block of a file is read whole or not at all."""
+    (tmp_path / "odd").write_bytes(path.read_bytes()[: 5 * 4096 + 100])
+    copy = LocalCopy(tmp_path / "odd", tuner=tuner(tmp_path, MODEL_WAYS, read_mode="direct"))
+    into, through = memoryview(mmap.mmap(-1, 8 * 4096)), memoryview(mmap.mmap(-1, 2 * 4096))
+    found = copy.read(ByteRange(4096, 5 * 4096 + 100), into, through)
+    is_right = found == path.read_bytes()[4096 : 5 * 4096 + 100]
+    assert is_right and not any(into[5 * 4096 :])
+    short = copy.read(ByteRange(4096, 7 * 4096), into, through)
+    is_right = short == path.read_bytes()[4096 : 5 * 4096 + 100]
+    assert is_right
+    copy.close()

@@ -19,7 +19,7 @@ from ..errors import CheckpointNotFoundError, IntegrityError
 from ..manifest import is_safe_path
 from ..mover.copies import Copy, LocalCopy
 from ..mover.flush import round_up
-from ..mover.read_tuner import WAYS, ReadTuner, device_of
+from ..mover.read_tuner import MODEL_WAYS, ReadTuner, device_of
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .header import HEADER_BYTES_MAX, Entry, Malformed, read_header, strict_json
 
@@ -71,7 +71,7 @@ class Directory:
                 return self._tuner.way(device_of(directory)).threads
             finally:
                 os.close(directory)
-        return WAYS[0].threads
+        return MODEL_WAYS[0].threads
 
     def files(self) -> list[str]:
         return sorted(path.name for path in self._path.iterdir() if path.is_file())

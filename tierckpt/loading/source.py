@@ -13,7 +13,7 @@ from ..errors import CheckpointNotFoundError, TierckptError
 from ..layout import parse_uri
 from ..mover.copies import Copy, LocalCopy
 from ..mover.pull import REQUESTS_MAX
-from ..mover.read_tuner import read_tuner_for
+from ..mover.read_tuner import MODEL_WAYS, read_tuner_for
 from ..stores.schemes import check_location
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .model import SUFFIX, Directory, Model, Place, open_model
@@ -41,7 +41,7 @@ def _place_of(uri_or_dir: str | os.PathLike[str], settings: Settings) -> tuple[P
         is_file = location.name.endswith(SUFFIX)
         view = open_cached(location.uri, kind="object" if is_file else "directory", settings=settings)
         return CachedPlace(location.uri, view, settings), view.only.path if view.only is not None else ""
-    path, tuner = Path(uri_or_dir).absolute(), read_tuner_for(settings)
+    path, tuner = Path(uri_or_dir).absolute(), read_tuner_for(settings, MODEL_WAYS)
     if path.is_dir():
         return Directory(path, tuner), ""
     if not path.is_file():
@@ -91,13 +91,15 @@ class _CachedCopy:
         self._file: LocalCopy | None = None
         self._lock = threading.Lock()
 
-    def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Buffer:
+    def read(
+        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+    ) -> Buffer:
         if into is None:
             return self._view.read(self._name, byte_range.start, byte_range.stop)
         if self._view.landed(self._name, byte_range.start, byte_range.stop):
             # The file may be renamed, or removed by hand, just now: the view knows what to do then.
             with contextlib.suppress(TierckptError):
-                found = self._landed_file().read(byte_range, into)
+                found = self._landed_file().read(byte_range, into, through)
                 if len(found) == byte_range.size_bytes:
                     return found
         part = into[: byte_range.size_bytes]
@@ -114,7 +116,7 @@ class _CachedCopy:
     def _landed_file(self) -> LocalCopy:
         with self._lock:
             if self._file is None:
-                tuner = read_tuner_for(self._settings)
+                tuner = read_tuner_for(self._settings, MODEL_WAYS)
                 self._file = LocalCopy(self._view.path(self._name), Tier.LOCAL, tuner)
             return self._file
 

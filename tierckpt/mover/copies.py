@@ -7,6 +7,7 @@ import io
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from ctypes import addressof, c_char, memmove
 from pathlib import Path
 from typing import Protocol
 
@@ -28,12 +29,15 @@ class Copy(Protocol):
     """One copy of a file. ``read`` returns a range of it or raises one of our errors; any thread may call it.
 
     ``into``: page-aligned memory, whole blocks of it, which the range may be read into instead of new memory.
+    ``through``: a buffer of whole blocks, which may be read into first, if that is faster.
     """
 
     tier: Tier
     where: str
 
-    def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Buffer: ...
+    def read(
+        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+    ) -> Buffer: ...
 
     def is_at_hand(self, byte_range: ByteRange, /) -> bool:
         """True when to read the range is to copy it from memory: nobody waits for a disk or a network."""
@@ -52,6 +56,7 @@ class LocalCopy:
 
     Attributes:
         is_direct: read past the page cache.
+        is_straight: and not through a buffer, even where one is given.
         cold_bytes: what was read and was not in the page cache.
     """
 
@@ -59,7 +64,7 @@ class LocalCopy:
         self.tier = tier
         self.where = str(path)
         self.tuner = tuner
-        self.is_direct = True
+        self.is_direct = self.is_straight = True
         self.cold_bytes = 0
         self._path = path
         self._file = -1
@@ -84,12 +89,18 @@ class LocalCopy:
         """True when there are ways to try, and nobody has."""
         return self.tuner is not None and not self.tuner.is_known(self._device)
 
-    def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Buffer:
+    def take(self, way: Way) -> None:
+        """Read what comes now in this way."""
+        self.is_direct, self.is_straight = way.direct, way.straight
+
+    def read(
+        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+    ) -> Buffer:
         self.open()
         if into is None:
             return pread_all(self._file, byte_range, self._path)
         with typed_errors(self._path):
-            return into[: self._read_into(into, byte_range)]
+            return into[: self._read_into(into, byte_range, None if self.is_straight else through)]
 
     def open(self) -> None:
         """Raises our error when it cannot be had. Once is enough."""
@@ -97,15 +108,15 @@ class LocalCopy:
             if self._file < 0:
                 self._file = open_file(self._path)
                 self._device = device_of(self._file)
-                self.is_direct = self.way.direct
+                self.take(self.way)
 
-    def _read_into(self, into: memoryview, byte_range: ByteRange) -> int:
+    def _read_into(self, into: memoryview, byte_range: ByteRange, through: memoryview | None) -> int:
         """Return how many bytes of the range are in ``into`` now: fewer than asked for where the file is too short."""
         done = 0
         if not (is_cached := self.is_at_hand(byte_range)):
             self.cold_bytes += byte_range.size_bytes
         if self.is_direct and not is_cached and byte_range.start % DISK_BLOCK_BYTES == 0:
-            done = self._read_direct(into, byte_range)
+            done = self._read_direct(into, byte_range, through)
         if not done and not is_cached:  # all of it at once, where the kernel would read ahead in small steps
             os.posix_fadvise(self._file, byte_range.start, byte_range.size_bytes, os.POSIX_FADV_WILLNEED)
         while done < byte_range.size_bytes:
@@ -134,7 +145,7 @@ class LocalCopy:
                 self._resident = Resident(self._file)
         return self._resident.has(byte_range)
 
-    def _read_direct(self, into: memoryview, byte_range: ByteRange) -> int:
+    def _read_direct(self, into: memoryview, byte_range: ByteRange, through: memoryview | None) -> int:
         with self._lock:
             if self._may_direct and self._direct_file < 0:
                 self._open_direct()
@@ -143,7 +154,10 @@ class LocalCopy:
         done, wanted = 0, round_up(byte_range.size_bytes)
         with contextlib.suppress(OSError):  # read again through the page cache, which tells what is wrong
             while done < wanted:
-                count = os.preadv(self._direct_file, [into[done:wanted]], byte_range.start + done)
+                part = into[done:wanted] if through is None else through[: wanted - done]
+                count = os.preadv(self._direct_file, [part], byte_range.start + done)
+                if through is not None:
+                    memmove(_address(into) + done, _address(through), count)  # without the interpreter lock
                 done += count
                 if not count or count % DISK_BLOCK_BYTES:
                     break  # the end of the file
@@ -173,6 +187,10 @@ class LocalCopy:
         self._resident = None
 
 
+def _address(memory: memoryview) -> int:
+    return addressof(c_char.from_buffer(memory))
+
+
 class RemoteCopy:
     """A copy behind a store, read by ranges through ``get_range`` (blocking), into memory of the store's own."""
 
@@ -181,7 +199,9 @@ class RemoteCopy:
         self.where = where
         self._get_range = get_range
 
-    def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Buffer:
+    def read(
+        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+    ) -> Buffer:
         return self._get_range(byte_range)
 
     def is_at_hand(self, byte_range: ByteRange, /) -> bool:
@@ -208,7 +228,9 @@ class PeerCopy:
         self.where = where
         self._chunk_size_bytes, self._get_chunk, self._report = chunk_size_bytes, get_chunk, report
 
-    def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> Buffer:
+    def read(
+        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+    ) -> Buffer:
         size = self._chunk_size_bytes
         indices = range(byte_range.start // size, max(byte_range.start // size + 1, -(-byte_range.stop // size)))
         chunks = [self._get_chunk(index) for index in indices]

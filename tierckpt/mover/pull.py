@@ -16,13 +16,11 @@ import contextlib
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
-from statistics import median
 from types import TracebackType
 from typing import NamedTuple, Self, TypeAlias, TypeVar
 
@@ -33,8 +31,9 @@ from ..telemetry import logger
 from ..types import Buffer, ByteRange
 from .copies import Copies, LocalCopy
 from .flush import round_up
-from .read_tuner import TRIED_BYTES, TRIED_ROUNDS_MAX, WAYS, ReadTuner, Way
+from .read_tuner import WAYS
 from .resident import PAGE_BYTES
+from .trial import tried
 
 log = logger("restore")
 
@@ -63,9 +62,6 @@ processors in 1.05 x the time of raw reads with two threads each, 1.19 with four
 
 THREADS_MIN = 2
 """Of one rank: while one digests, the other reads."""
-
-TELLING_SHARE = 0.9
-"""A trial tells something of a device when it had to give at least this part of the bytes."""
 
 
 class Piece(NamedTuple):
@@ -112,6 +108,10 @@ class _Job:
     @property
     def is_read_whole(self) -> bool:
         return self.is_wanted_whole or bool(self.runs and not self.has_parts)
+
+    @property
+    def disk(self) -> LocalCopy | None:
+        return self.copies.disk
 
     @property
     def wanted_bytes(self) -> int:
@@ -192,8 +192,7 @@ def pull(
         (remote if copies.is_remote else local).extend(_jobs(copies, pieces))
     disk = _disk(local)
     run = partial(_run, buffers=buffers, on_error=on_error)
-    if disk is not None and disk.is_untried and _size_bytes(local) > TRIED_BYTES * len(WAYS):
-        local = _tried(local, disk, run)
+    local = tried(local, disk, run)
     if local or remote:
         run(local, _threads(disk), remote)
 
@@ -239,57 +238,6 @@ def _threads(disk: LocalCopy | None) -> int:
     """As many as the disk likes, or fewer: ranks of a node load at the same time, and have one disk for all."""
     liked = disk.way.threads if disk is not None else WAYS[0].threads
     return min(liked, max(THREADS_MIN, THREADS_A_PROCESSOR * (os.cpu_count() or 1) // ranks_of_node()))
-
-
-def _tried(jobs: list[_Job], disk: LocalCopy, run: Callable[[list[_Job], int], None]) -> list[_Job]:
-    """Read the first of ``jobs`` in each way there is, unless another process does so now. Returns the rest."""
-    if disk.tuner is None:
-        return jobs
-    with disk.tuner.trial() as is_ours:
-        return _try(jobs, disk.tuner, disk, run) if is_ours else jobs
-
-
-def _try(jobs: list[_Job], tuner: ReadTuner, first: LocalCopy, run: Callable[[list[_Job], int], None]) -> list[_Job]:
-    """Return what is left to read. Nothing is learned from bytes that came from memory, or from another device.
-
-    A device is not equally fast at all times, so a load that is large enough tries each way several times, in turn.
-    """
-    rounds = min(TRIED_ROUNDS_MAX, max(1, _size_bytes(jobs) // (2 * TRIED_BYTES * len(tuner.ways))))
-    rates: dict[Way, list[float]] = {way: [] for way in tuner.ways}
-    for way in tuner.ways * rounds:
-        part, jobs = _part(jobs, TRIED_BYTES)
-        disks = {job.copies.disk for job in part}
-        cold_bytes = -sum(disk.cold_bytes for disk in disks if disk)
-        for disk in disks:
-            if disk is not None:
-                disk.is_direct = way.direct
-        begun = time.monotonic()
-        run(part, way.threads)
-        seconds = time.monotonic() - begun
-        cold_bytes += sum(disk.cold_bytes for disk in disks if disk)
-        if cold_bytes < TELLING_SHARE * _size_bytes(part) or any(
-            not disk or disk.device != first.device for disk in disks
-        ):
-            return jobs
-        rates[way].append(cold_bytes / seconds)
-    chosen = tuner.decide(first.device, {way: median(found) for way, found in rates.items()}, first.where)
-    for job in jobs:
-        if job.copies.disk is not None:
-            job.copies.disk.is_direct = chosen.direct
-    return jobs
-
-
-def _part(jobs: list[_Job], size_bytes: int) -> tuple[list[_Job], list[_Job]]:
-    """The first of ``jobs`` that make up ``size_bytes``, and the others."""
-    for count, job in enumerate(jobs, 1):
-        size_bytes -= _size_bytes([job])
-        if size_bytes <= 0:
-            return jobs[:count], jobs[count:]
-    return jobs, []
-
-
-def _size_bytes(jobs: Sequence[_Job]) -> int:
-    return sum(job.wanted_bytes for job in jobs)
 
 
 def _jobs(copies: Copies, pieces: Sequence[Piece]) -> list[_Job]:
