@@ -22,6 +22,7 @@ import argparse
 import ctypes
 import importlib.util
 import json
+import math
 import os
 import random
 import shutil
@@ -45,13 +46,14 @@ from saving.meter import Meter, Timing, drop_page_cache, say
 
 import tierckpt
 from tierckpt.arena.memory import Memory
+from tierckpt.layout import model_read_ways
 from tierckpt.manifest import digest_of
+from tierckpt.mover.read_tuner import recorded
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "out" / "safetensors.json"
 GiB, MiB = 1 << 30, 1 << 20
 FILES, TENSORS, TENSOR_BYTES = 4, 16, 64 * MiB
-READ_BYTES = 8 * MiB
 SAMPLE_SECONDS = 600.0
 LIMIT = 1.1
 PAUSE_SECONDS = 2.5
@@ -71,7 +73,7 @@ _kept: list[Any] = []
 # --- rows: each prepares (imports, opens nothing) and returns what is timed ----------------------------------------
 
 
-def raw(threads_max: int, *, keeps: bool = False) -> Callable[[Path], Load]:
+def raw(threads_max: int, read_bytes: int = 8 * MiB, *, keeps: bool = False) -> Callable[[Path], Load]:
     """The limit: O_DIRECT into a few buffers of huge pages, or into memory that keeps it all and has its pages already.
 
     The first is faster where a hypervisor copies what the disk has: the few buffers stay in the processor's caches.
@@ -79,9 +81,9 @@ def raw(threads_max: int, *, keeps: bool = False) -> Callable[[Path], Load]:
 
     def row(folder: Path) -> Load:
         files = sorted(folder.glob("*.safetensors"))
-        places = [(path, at) for path in files for at in range(0, path.stat().st_size, READ_BYTES)]
+        places = [(path, at) for path in files for at in range(0, path.stat().st_size, read_bytes)]
         descriptors = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in files}
-        memory = Memory.allocate((len(places) if keeps else threads_max) * READ_BYTES)
+        memory = Memory.allocate((len(places) if keeps else threads_max) * read_bytes)
         _kept.append(memory)
         todo, lock = iter(enumerate(places)), threading.Lock()
 
@@ -91,8 +93,8 @@ def raw(threads_max: int, *, keeps: bool = False) -> Callable[[Path], Load]:
                     number, (path, at) = next(todo, (0, (None, 0)))
                 if path is None:
                     return
-                start = (number if keeps else thread) * READ_BYTES
-                os.preadv(descriptors[path], [memory.view[start : start + READ_BYTES]], at)
+                start = (number if keeps else thread) * read_bytes
+                os.preadv(descriptors[path], [memory.view[start : start + read_bytes]], at)
 
         def load() -> State:
             threads = [threading.Thread(target=read, args=(thread,)) for thread in range(threads_max)]
@@ -202,7 +204,7 @@ def torch_load(folder: Path) -> Load:
 
 ROWS: dict[str, tuple[Callable[[Path], Load], str, str]] = {
     "raw/2": (raw(2), "", "safetensors"),
-    "raw/4": (raw(4), "", "safetensors"),
+    "raw/12, 512 KiB": (raw(12, 512 << 10), "", "safetensors"),
     "raw/2, kept": (raw(2, keeps=True), "", "safetensors"),
     "ours": (ours, "", "safetensors"),
     "ours, 4 KiB pages": (ours_in_small_pages, "", "safetensors"),
@@ -299,7 +301,7 @@ def cached_bytes(files: list[Path]) -> int:
 def measured(given: argparse.Namespace, folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     table: dict[str, dict[str, Any]] = {}
     samples: dict[str, list[dict[str, float]]] = defaultdict(list)
-    ratios: dict[str, list[float]] = defaultdict(list)
+    rounds: list[dict[str, float]] = []
     order = [
         (name, heat) for name in names for heat in ("cold", "warm") if heat == "cold" or not name.startswith("raw")
     ]
@@ -308,6 +310,7 @@ def measured(given: argparse.Namespace, folder: Path, names: list[str]) -> dict[
             table[name] = {"missing": "not installed"}
             order = [(other, heat) for other, heat in order if other != name]
     _run(["--save", str(folder)], given)
+    _run(["--sample", str(folder), "ours", "cold", given.memory], given)  # the load that finds out how the disk is read
     for number in range(given.rounds):
         this_round: dict[str, dict[str, float]] = {}
         random.shuffle(order)
@@ -321,14 +324,17 @@ def measured(given: argparse.Namespace, folder: Path, names: list[str]) -> dict[
                 samples[label].append(this_round[label])
             except SystemExit as error:
                 table[label] = {"error": str(error)[-300:]}
-        limits = [one["seconds"] for name, one in this_round.items() if name.startswith("raw")]
-        for label, one in this_round.items():
-            ratios[label].append(one["seconds"] / min(limits) if limits else float("nan"))
+        rounds.append({label: one["seconds"] for label, one in this_round.items()})
         say(f"round {number + 1} of {given.rounds}")
     for label, taken in samples.items():
         if "error" not in table.get(label, {}):
             table[label] = {key: statistics.median(one[key] for one in taken) for key in taken[0]}
-            table[label]["times_raw"] = statistics.median(ratios[label])
+    limits = [name for name in names if name.startswith("raw") and "seconds" in table.get(name, {})]
+    limit = min(limits, key=lambda name: table[name]["seconds"], default="")
+    for label in samples:
+        ratios = [one[label] / one[limit] for one in rounds if label in one and limit in one]
+        if "seconds" in table[label] and ratios:
+            table[label]["times_raw"] = statistics.median(ratios)
     return table
 
 
@@ -342,7 +348,8 @@ def _run(words: list[str], given: argparse.Namespace) -> str:
         given.rows,
         *words,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SAMPLE_SECONDS)
+    environment = {"TIERCKPT_LOCAL_ROOT": str(given.dir / "local")} | os.environ
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SAMPLE_SECONDS, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}: {done.stderr[-2000:]}")
     return done.stdout.strip().rpartition("\n")[2]
@@ -361,7 +368,7 @@ def table_of(rows: dict[str, dict[str, Any]], size_bytes: float, memory: str) ->
             continue
         extra = f"{row['peak_extra_bytes'] / MiB:.0f}"
         cpu, faults = f"{row['cpu_seconds']:.2f}", f"{row['minor_faults']:.0f}"
-        table.add_row(name, f"{row['seconds']:.2f}", f"{row['times_raw']:.2f}", cpu, extra, faults)
+        table.add_row(name, f"{row['seconds']:.2f}", f"{row.get('times_raw', math.nan):.2f}", cpu, extra, faults)
     return table
 
 
@@ -408,13 +415,23 @@ def main() -> None:
         rows = measured(given, folder, names)
         size_bytes = float(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        ways = [entry["way"] for entry in recorded(model_read_ways(given.dir / "local")).values()]
+        for path in (folder, given.dir / "local"):
+            shutil.rmtree(path, ignore_errors=True)
     Console(width=100).print(table_of(rows, size_bytes, given.memory))
+    print("measured by the first load to be the way to read this disk:", *ways or ["nothing"])
     verdicts = figures(rows, size_bytes)
     for what, holds in verdicts.items():
         print(f"{'ok  ' if holds else 'MISS'} {what}")
     OUT.parent.mkdir(exist_ok=True)
-    document = {"rounds": given.rounds, "scale": given.scale, "memory": given.memory, "rows": rows, "figures": verdicts}
+    document = {
+        "rounds": given.rounds,
+        "scale": given.scale,
+        "memory": given.memory,
+        "ways": ways,
+        "rows": rows,
+        "figures": verdicts,
+    }
     OUT.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -22,10 +22,10 @@ from ..arena import memory, pages
 from ..config import GiB, Settings
 from ..engine import Engine
 from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError, TierckptError
-from ..layout import Location, read_ways
+from ..layout import Location
 from ..mover.disk import MEMORY_FILESYSTEMS, filesystem_type
 from ..mover.journal import Journal
-from ..mover.read_tuner import device_of, read_tuner_for, recorded
+from ..mover.read_tuner import MODEL_WAYS, WAYS, Way, device_of, read_tuner_for, recorded
 from ..mover.retention import nearest_existing
 from ..stores.base import Store
 from .output import Report, human_bytes, human_seconds, table
@@ -125,13 +125,14 @@ def _local_root(settings: Settings) -> Iterator[Check]:
     yield Check("free space", WARN if free < FREE_BYTES_WARN else OK, human_bytes(free))
     yield Check("O_DIRECT", OK if direct else WARN, "works" if direct else "refused: shards go through the page cache")
     slow = fsync_seconds > FSYNC_SECONDS_WARN
-    yield _reads(base, settings)
+    yield _reads("reads", base, settings, WAYS)
+    yield _reads("model files", base, settings, MODEL_WAYS)
     yield Check("fsync", WARN if slow else OK, f"{fsync_seconds * 1000:.1f} ms (median of {FSYNC_ROUNDS})")
 
 
-def _reads(base: Path, settings: Settings) -> Check:
-    """How checkpoints there are read: what the first large load has found out, or the user has said."""
-    tuner = read_tuner_for(settings)
+def _reads(name: str, base: Path, settings: Settings, ways: tuple[Way, ...]) -> Check:
+    """How files there are read: what the first large load has found out, or the user has said."""
+    tuner = read_tuner_for(settings, ways)
     file = os.open(base, os.O_RDONLY | os.O_CLOEXEC)
     try:
         device = device_of(file)
@@ -139,10 +140,10 @@ def _reads(base: Path, settings: Settings) -> Check:
         os.close(file)
     way = tuner.way(device)
     if tuner.mode != "auto":
-        return Check("reads", OK, f"{way}, as read_mode says")
-    rates = recorded(read_ways(settings.local_root)).get(device, {}).get("bytes_per_second", {})
+        return Check(name, OK, f"{way}, as read_mode says")
+    rates = recorded(tuner.path).get(device, {}).get("bytes_per_second", {})
     found = ", ".join(f"{tried} {human_bytes(rate)}/s" for tried, rate in rates.items())
-    return Check("reads", OK, f"{way} (measured: {found})" if found else f"{way} until a large load has measured it")
+    return Check(name, OK, f"{way} (measured: {found})" if found else f"{way} until a large load has measured it")
 
 
 def _filesystem(base: Path, settings: Settings) -> Check:
