@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import tierckpt
 from tierckpt.arena.slots import Bounce
 from tierckpt.config import Settings
-from tierckpt.errors import ConfigError
+from tierckpt.errors import ConfigError, StoreError
 from tierckpt.layout import model_read_ways, read_ways
 from tierckpt.loading import fill
 from tierckpt.manifest import FileEntry
@@ -244,6 +244,23 @@ def test_the_first_large_load_of_model_files_tries_each_way_and_each_gives_the_b
 def test_a_forced_way_reads_model_files(model: Path, way: Way, ways_taken: list[tuple[int, Way]]) -> None:
     load_model(model, model.parent, read_mode=way.mode)
     assert {taken for _, taken in ways_taken} == {way}
+    assert not model_read_ways(model.parent).exists()
+
+
+def test_a_read_that_fails_while_ways_are_tried_fails_the_load(
+    model: Path, ways_taken: list[tuple[int, Way]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LocalCopy._read_into
+
+    def fail_in_the_second_way(copy: LocalCopy, *given: Any) -> int:
+        if len(ways_taken) == 3:
+            raise StoreError("seeded")
+        return real(copy, *given)
+
+    monkeypatch.setattr(LocalCopy, "_read_into", fail_in_the_second_way)
+    with pytest.raises(StoreError, match="seeded"):
+        load_model(model, model.parent)
+    assert len(ways_taken) <= 4  # nothing was read again
     assert not model_read_ways(model.parent).exists()
 
 
