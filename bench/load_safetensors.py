@@ -1,6 +1,6 @@
 """How fast do safetensors become tensors? Beside the raw reads of this disk, and everybody else's loaders.
 
-    python bench/load_safetensors.py [--rounds 5] [--scale 1.0] [--rows "raw/4;ours;..."] [--memory new] [--dir DIR]
+    python bench/load_safetensors.py [--rounds 5] [--scale 1.0] [--rows "raw/2;ours;..."] [--memory new] [--dir DIR]
 
 4 GiB in 4 files of bf16. Each sample is a process of its own that has imported what it needs: the page cache is dropped
 (cold; fincore says whether it is) or filled (warm), one load is timed, with every tensor the caller's own: what is lazy

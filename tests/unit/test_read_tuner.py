@@ -185,7 +185,6 @@ def test_what_cannot_be_kept_does_not_stop_the_load(small: None, path: Path) -> 
 # --- model files: there is one way more ------------------------------------------------------------------------------
 
 MiB = 1 << 20
-STRAIGHT, THROUGH, _ = MODEL_WAYS
 
 
 @pytest.fixture

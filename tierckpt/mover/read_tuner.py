@@ -35,8 +35,6 @@ from .lock import try_lock
 
 log = logger("restore")
 
-MiB = 1 << 20
-
 AS_GOOD = 0.95
 """A way as fast as this part of the fastest is as good: the difference is noise, and the cheaper is better."""
 

@@ -49,14 +49,14 @@ def tried(jobs: list[R], first: LocalCopy | None, run: Callable[[list[R], int], 
     """
     if first is None or first.tuner is None or not first.is_untried:
         return jobs
-    if size_bytes(jobs) <= TRIED_BYTES * len(first.tuner.ways):
+    if _size_bytes(jobs) <= TRIED_BYTES * len(first.tuner.ways):
         return jobs
     with first.tuner.trial() as is_ours:
         return _try(jobs, first.tuner, first, run) if is_ours else jobs
 
 
 def _try(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[list[R], int], None]) -> list[R]:
-    rounds = min(TRIED_ROUNDS_MAX, max(1, size_bytes(jobs) // (2 * TRIED_BYTES * len(tuner.ways))))
+    rounds = min(TRIED_ROUNDS_MAX, max(1, _size_bytes(jobs) // (2 * TRIED_BYTES * len(tuner.ways))))
     rates: dict[Way, list[float]] = {way: [] for way in tuner.ways}
     for way in tuner.ways * rounds:
         part, jobs = _part(jobs, TRIED_BYTES)
@@ -69,7 +69,7 @@ def _try(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[list[
         run(part, way.threads)
         seconds = time.monotonic() - begun
         cold_bytes += sum(disk.cold_bytes for disk in disks if disk)
-        if cold_bytes < TELLING_SHARE * size_bytes(part) or any(
+        if cold_bytes < TELLING_SHARE * _size_bytes(part) or any(
             not disk or disk.device != first.device for disk in disks
         ):
             return jobs
@@ -90,5 +90,5 @@ def _part(jobs: list[R], wanted_bytes: int) -> tuple[list[R], list[R]]:
     return jobs, []
 
 
-def size_bytes(jobs: list[R]) -> int:
+def _size_bytes(jobs: list[R]) -> int:
     return sum(job.wanted_bytes for job in jobs)
