@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 import tierckpt
+from tests.open_files import open_files
 from tests.states import load, same, zeros_like
 from tests.states import save as save_at_once
 from tierckpt.arena import slots
@@ -105,14 +106,7 @@ def stock_reads(uri: str, state: dict[str, Any], local_root: Path) -> bool:
 
 def given_up(root: Path) -> bool:
     """No descriptor of a file without a name under ``root`` is left open."""
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            name = os.readlink(fd)  # noqa: PTH115
-        except FileNotFoundError:
-            continue
-        if name.startswith(str(root)) and name.endswith("(deleted)"):
-            return False
-    return True
+    return not any(name.endswith("(deleted)") for name in open_files(root).values())
 
 
 @pytest.mark.parametrize("way", [by_stager, by_writer, by_checkpointer])

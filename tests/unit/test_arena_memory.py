@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.open_files import open_files
 from tests.services import shared_memory_alone
 from tierckpt.arena import capacity, numa, pages, pinning
 from tierckpt.arena import memory as memory_module
@@ -85,7 +86,7 @@ def minor_faults() -> int:
 
 
 def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+    return len(open_files("/memfd:"))
 
 
 def meminfo(field: str) -> int:

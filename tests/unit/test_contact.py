@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.open_files import open_files
 from tierckpt.agent.connection import Connection
 from tierckpt.config import Settings
 from tierckpt.errors import OperationTimeoutError, PermissionDeniedError, TierckptError
@@ -107,11 +108,10 @@ def test_more_descriptors_than_fit_end_the_connection_and_none_is_kept(
 ) -> None:
     ours, connection = pair
     files = _files(contacts.DESCRIPTORS_MAX + 20, tmp_path)
-    before = len(list(Path("/proc/self/fd").iterdir()))
     socket.send_fds(ours, [b"x"], files)
     assert connection.read() is False
     connection.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before - 1  # the connection itself
+    assert sorted(open_files(tmp_path)) == sorted(files)
     for file in files:
         os.close(file)
 

@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.open_files import open_files
 from tests.services import REPOSITORY
 from tests.unit.flush_elsewhere import Frame
 from tierckpt.arena.memory import Memory
@@ -466,13 +467,12 @@ def test_a_write_that_fails_is_the_end_of_it(
     """F3: nothing is written again, no other segment is taken, nothing is fsynced; no descriptor stays open."""
     failed = OSError(errno.EIO, "Input/output error")
     calls.fail = lambda call, count: failed if call == "pwrite" and count == number else None
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with pytest.raises(StoreError, match="Input/output error"):
         run(tmp_path / "shard", records_of(plain_items(20)), slots, shape=IoShape(threads, 4096), durable=True)
     assert calls.fired == 1
     assert calls.count("pwrite") < number + threads, "each other worker ended the write it was in"
     assert not calls.count("fsync")
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert open_files(tmp_path) == {}
 
 
 def test_a_failed_fsync_is_never_tried_again(tmp_path: Path, slots: list[Memory], calls: Calls) -> None:
@@ -539,30 +539,26 @@ def alive() -> list[threading.Thread]:
 def test_waiting_has_a_deadline_and_what_hangs_keeps_its_file(tmp_path: Path, slots: list[Memory]) -> None:
     """P7. A descriptor that is closed under a thread would make its next write go to another file."""
     (item,) = items_of([(0, 448, 100_000, 337, False)])
-    release, before = threading.Event(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    release = threading.Event()
 
     def fetch(target: int, start: int, count: int) -> None:
         if start == 0:
             release.wait(30)
 
     begun = time.monotonic()
-    with pytest.raises(OperationTimeoutError, match="waited for"):
-        record = Record(0, item.head, item.frame, fetch=fetch)
-        run(tmp_path / "shard", [record], slots, nice=1, timeout_seconds=0.3)
-    assert time.monotonic() - begun < 5
-    assert len(os.listdir("/proc/self/fd")) == before + 1  # noqa: PTH208
-    release.set()
-    for thread in alive():
-        thread.join(10)
-    assert not alive()
-    os.close(max(int(name) for name in os.listdir("/proc/self/fd") if _names(name, tmp_path / "shard")))  # noqa: PTH208
-
-
-def _names(fd: str, path: Path) -> bool:
     try:
-        return os.readlink(f"/proc/self/fd/{fd}") == str(path)  # noqa: PTH115
-    except OSError:
-        return False
+        with pytest.raises(OperationTimeoutError, match="waited for"):
+            record = Record(0, item.head, item.frame, fetch=fetch)
+            run(tmp_path / "shard", [record], slots, nice=1, timeout_seconds=0.3)
+        assert time.monotonic() - begun < 5
+        kept = open_files(tmp_path)
+        assert list(kept.values()) == [str(tmp_path / "shard")]
+    finally:
+        release.set()
+        for thread in alive():
+            thread.join(10)
+    assert not alive()
+    os.close(*kept)
 
 
 @pytest.mark.parametrize("nice", [0, 1], ids=["the caller writes", "the caller waits"])
