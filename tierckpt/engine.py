@@ -212,10 +212,13 @@ class Engine:
         """Let go of what was kept on this node and is older than what the shared tier has of its run."""
         await asyncio.to_thread(kept.settle, self.settings.local_root, self.journal, run)
 
-    async def drain_now(self, token: str) -> None:
-        """Commit an entry whose files are all on the shared tier already. Raises when that cannot be done at once."""
-        result = await self._drainer.drain(token, patient=False)
+    async def drain_now(self, token: str) -> bool:
+        """Commit an entry whose files are all on the shared tier already. False: other ranks' are not there yet."""
+        result = await self._drainer.commit_if_complete(token)
+        if result.outcome == "waiting":
+            return False
         self.committed_at[result.uri] = time.monotonic()
+        return True
 
     async def drain_all(self, *, patient: bool) -> tuple[builtins.list[DrainResult], builtins.list[TierckptError]]:
         """Drain everything in the journal, newest first. Returns what was drained and what was not, with the reason."""

@@ -670,9 +670,9 @@ class TierStorageWriter(Mount, StorageWriter):
         try:
             linked = not self.went_straight and self._client.run(lambda engine: engine.send_linked(entry))
             if linked and entry.manifest is not None and not entry.is_fragment:
-                self._client.run(lambda engine: engine.drain_now(entry.token))
-                return
-        except TierckptError as error:
+                if self._client.run(lambda engine: engine.drain_now(entry.token)):
+                    return
+        except (TierckptError, OSError) as error:
             log.warning("%s: the shared tier has to wait: %s", entry.uri, error)
         self._client.submit(entry.token)
 

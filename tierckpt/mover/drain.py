@@ -49,7 +49,8 @@ STORES_MAX = 16
 
 @dataclass
 class DrainResult:
-    """What became of one journal entry: ``committed``, ``superseded`` by a later save, or ``held`` by another mover."""
+    """What became of one journal entry: ``committed``, ``superseded`` by a later save, ``held`` by another mover, or
+    ``waiting`` for the parts of other ranks."""
 
     token: str
     uri: str
@@ -119,12 +120,30 @@ class Drainer:
                 # A server may repeat our credentials in its answer; the journal is read by people.
                 await asyncio.to_thread(self.journal.fail, token, redact(f"{type(error).__name__}: {error}"))
                 raise
-            await asyncio.to_thread(self.journal.remove, token)
-            seconds = time.monotonic() - begun
-            DRAIN_SECONDS.emit(seconds)
-            facts = {"uri": entry.uri, "rank": entry.rank, "size_bytes": entry.size_bytes, "seconds": round(seconds, 3)}
-            log.info("drained %s: %s", entry.uri, outcome, extra={**facts, "outcome": outcome})
-            return DrainResult(token, entry.uri, outcome, entry.size_bytes)
+            return await self._drained(entry, outcome, begun)
+
+    async def commit_if_complete(self, token: str) -> DrainResult:
+        """Commit an entry whose files are on the shared tier already. ``waiting``: other ranks' parts are not, yet.
+
+        That is no error: ranks that are told the outcome of a save send their parts after it. The entry stays ready.
+        """
+        with self.journal.own(token) as owned:
+            entry = await asyncio.to_thread(self.journal.read, token) if owned else None
+            if entry is None or entry.state != READY:
+                return DrainResult(token, entry.uri if entry else "", "waiting")
+            begun = time.monotonic()
+            outcome = await self.try_commit(entry)
+            if outcome is None:
+                return DrainResult(token, entry.uri, "waiting")
+            return await self._drained(entry, outcome, begun)
+
+    async def _drained(self, entry: Entry, outcome: str, begun: float) -> DrainResult:
+        await asyncio.to_thread(self.journal.remove, entry.token)
+        seconds = time.monotonic() - begun
+        DRAIN_SECONDS.emit(seconds)
+        facts = {"uri": entry.uri, "rank": entry.rank, "size_bytes": entry.size_bytes, "seconds": round(seconds, 3)}
+        log.info("drained %s: %s", entry.uri, outcome, extra={**facts, "outcome": outcome})
+        return DrainResult(entry.token, entry.uri, outcome, entry.size_bytes)
 
     async def _with_retries(self, entry: Entry, work: Callable[[], Awaitable[str]], patient: bool) -> str:
         """Try again while the store is unavailable, its own retries spent: when a store that was down is up again, at
