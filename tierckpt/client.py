@@ -28,6 +28,7 @@ from .mover.shelf import Kind, patiently
 from .mover.through import Cached
 from .stores.schemes import check_location
 from .telemetry import Tally, ignore_progress, listen, logger
+from .tracebacks import short_traceback
 from .types import Buffer, ByteRange, ProgressListener, Tier
 
 log = logger("client")
@@ -52,6 +53,7 @@ class Client:
         self._thread = threading.Thread(target=self._loop.run_forever, name="tierckpt", daemon=True)
         self._thread.start()
 
+    @short_traceback
     def run(self, work: Callable[[Engine], Awaitable[T]]) -> T:
         """Run ``work(engine)`` on the loop and return its result. Never call it from the loop itself."""
         if threading.current_thread() is self._thread:
@@ -196,6 +198,7 @@ def get_client(settings: Settings) -> Client:
         return _clients[key]
 
 
+@short_traceback
 def wait(
     uri: str | os.PathLike[str],
     tier: str = "shared",
@@ -219,6 +222,7 @@ def wait(
     client.run(lambda engine: engine.wait(location, wanted, timeout_seconds))
 
 
+@short_traceback
 def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **overrides: Any) -> str | None:
     """Return the URI of the newest usable checkpoint at or under ``uri``, None when there is none.
 
@@ -232,6 +236,7 @@ def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **o
     return checkpoint.location.uri if checkpoint is not None else None
 
 
+@short_traceback
 def prefetch(
     uri: str | os.PathLike[str],
     to: str | os.PathLike[str] | None = None,

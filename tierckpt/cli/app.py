@@ -17,6 +17,7 @@ from ..errors import ConfigError, TierckptError
 from ..redaction import redact, redact_all
 from ..stores.local import translate_os_error
 from ..telemetry import log_to
+from ..tracebacks import TRACEBACK_VARIABLE, keeps_tracebacks
 from ..types import Tier
 from . import (
     agent,
@@ -38,7 +39,6 @@ from . import (
 from .output import Output, Report, hush
 
 INTERRUPTED = 130
-TRACEBACK_VARIABLE = "TIERCKPT_TRACEBACK"
 
 app = typer.Typer(
     help="Checkpoints and models on node-local SSD and shared storage.",
@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:
-        if os.environ.get(TRACEBACK_VARIABLE):
+        if keeps_tracebacks():
             raise
         ours = _as_ours(error)
         output.error(ours)

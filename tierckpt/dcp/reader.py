@@ -36,6 +36,7 @@ from ..mover.pull import Piece, windows
 from ..mover.read_tuner import read_tuner_for
 from ..peer.members import Member
 from ..telemetry import logger
+from ..tracebacks import short_traceback
 from ..types import ByteRange, Tier
 from . import broadcast
 from .collection import no_collection
@@ -110,6 +111,7 @@ class TierStorageReader(Mount, StorageReader):
 
     # --- contract of StorageReader ------------------------------------------------------------------------------
 
+    @short_traceback
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.storage_data = {}
         self._let_go()
@@ -118,6 +120,7 @@ class TierStorageReader(Mount, StorageReader):
             self._point_to(checkpoint_id)
         self.load_id = str(uuid.uuid4())
 
+    @short_traceback
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata, verified.
 
@@ -150,6 +153,7 @@ class TierStorageReader(Mount, StorageReader):
         self._error = None
         return metadata
 
+    @short_traceback
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._error is not None:
             raise self._error
@@ -158,11 +162,13 @@ class TierStorageReader(Mount, StorageReader):
         self.storage_data = metadata.storage_data
         self._shapes = Shapes(metadata)
 
+    @short_traceback
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         if self._is_over_group:
             return replace(plan, storage_data=broadcast.Offer(frozenset(self._names_here(plan))))
         return self._neighbours.offered(plan, self._find(), lambda: self._names_to_fetch(plan))
 
+    @short_traceback
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         if self._is_over_group:
             return broadcast.divide(plans, self._info, dist.get_world_size())
@@ -172,6 +178,7 @@ class TierStorageReader(Mount, StorageReader):
     def _is_over_group(self) -> bool:
         return self.settings.share_reads_over_group and dist.is_initialized() and dist.get_world_size() > 1
 
+    @short_traceback
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
             if isinstance(plan.storage_data, broadcast.Shares):

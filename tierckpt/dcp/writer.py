@@ -67,6 +67,7 @@ from ..mover.flush import Shard
 from ..mover.journal import KEPT, READY, WRITING, WRITTEN, Entry, Journal
 from ..stores.local import make_dirs
 from ..telemetry import COMMITS, logger
+from ..tracebacks import short_traceback
 from ..types import Tier
 from . import records, split, testament
 from . import will as wills
@@ -199,6 +200,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     # --- contract of StorageWriter ------------------------------------------------------------------------------
 
+    @short_traceback
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Get ready for a new save, to ``checkpoint_id`` if one is given.
 
@@ -219,6 +221,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self.is_coordinator = is_coordinator or not self.use_collectives
         self.world_size = _world_size()
 
+    @short_traceback
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         check_local_root(self.settings)
         if self.is_coordinator:
@@ -231,6 +234,7 @@ class TierStorageWriter(Mount, StorageWriter):
             return split.put_aside(plan)
         return plan
 
+    @short_traceback
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans, save = split.share_out(plans), secrets.token_hex(8)
         return [
@@ -240,6 +244,7 @@ class TierStorageWriter(Mount, StorageWriter):
             for rank, plan in enumerate(plans)
         ]
 
+    @short_traceback
     def write_data(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Future[list[WriteResult]]:
         with self._working():
             return self._write_data(plan, planner)
@@ -313,6 +318,7 @@ class TierStorageWriter(Mount, StorageWriter):
         parts = tuple(item.part for item in plan.items if isinstance(item, split.PartItem))
         return LaidOut(token, prefix, shards, results, sources.leases, streamed, parts)
 
+    @short_traceback
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit on the local tier. Raises AlreadyCommittedError when another save took this id meanwhile."""
         with self._working():
@@ -355,6 +361,7 @@ class TierStorageWriter(Mount, StorageWriter):
     def should_synchronize_after_execute(self) -> bool:
         return self._synchronize_after_execute
 
+    @short_traceback
     def stage(self, state_dict: dict[str, Any]) -> Any:
         """Copy ``state_dict`` to the process's arena, as ``TierStager`` does: ``dcp.async_save`` calls this."""
         if self._stager is None:
@@ -669,9 +676,9 @@ class TierStorageWriter(Mount, StorageWriter):
             return
         try:
             linked = not self.went_straight and self._client.run(lambda engine: engine.send_linked(entry))
-            if linked and entry.manifest is not None and not entry.is_fragment:
-                if self._client.run(lambda engine: engine.drain_now(entry.token)):
-                    return
+            is_coordinator = entry.manifest is not None and not entry.is_fragment
+            if linked and is_coordinator and self._client.run(lambda engine: engine.drain_now(entry.token)):
+                return
         except (TierckptError, OSError) as error:
             log.warning("%s: the shared tier has to wait: %s", entry.uri, error)
         self._client.submit(entry.token)

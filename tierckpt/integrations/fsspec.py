@@ -22,6 +22,7 @@ from ..errors import ConfigError, ObjectNotFoundError
 from ..layout import Location, parse_uri
 from ..mover.browse import Thing, root_of
 from ..stores.schemes import check_location
+from ..tracebacks import short_traceback
 from .files import Reader, Writer, open_source, put
 
 SCHEMES = "tierckpt://s3/BUCKET/KEY, tierckpt://az/CONTAINER/KEY, tierckpt://gs/BUCKET/KEY or tierckpt://file/ABS/PATH"
@@ -92,10 +93,12 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     # --- looking ------------------------------------------------------------------------------------------------
 
+    @short_traceback
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         name = self._strip_protocol(path)
         return self._info(name, self._look(name))
 
+    @short_traceback
     def exists(self, path: str, **kwargs: Any) -> bool:
         """False only when it is not there: a store that refuses or does not answer is an error."""
         try:
@@ -104,18 +107,21 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return False
         return True
 
+    @short_traceback
     def isdir(self, path: str) -> bool:
         try:
             return self._look(path).is_dir
         except FileNotFoundError:
             return False
 
+    @short_traceback
     def isfile(self, path: str) -> bool:
         try:
             return not self._look(path).is_dir
         except FileNotFoundError:
             return False
 
+    @short_traceback
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         name = self._strip_protocol(path)
         location = self._location(name)
@@ -128,6 +134,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 raise
         return infos if detail else [info["name"] for info in infos]
 
+    @short_traceback
     def find(
         self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
     ) -> Any:
@@ -149,6 +156,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     # --- reading ------------------------------------------------------------------------------------------------
 
+    @short_traceback
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, autocommit: bool = True, **kwargs: Any) -> Any:
         name = self._strip_protocol(path)
         if mode == "rb":
@@ -179,9 +187,11 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             raise IsADirectoryError(name)
         return thing
 
+    @short_traceback
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         return self._cat(path, [(start, end)])[0]
 
+    @short_traceback
     def cat_ranges(
         self,
         paths: Sequence[str],
@@ -226,9 +236,11 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     # --- writing ------------------------------------------------------------------------------------------------
 
+    @short_traceback
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         self._put(path, io.BytesIO(value), len(value), if_absent=mode == "create")
 
+    @short_traceback
     def put_file(self, lpath: str, rpath: str, callback: Any = None, mode: str = "overwrite", **kwargs: Any) -> None:
         source = Path(lpath)
         if source.is_dir():
@@ -237,6 +249,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         with source.open("rb") as stream:
             self._put(rpath, stream, source.stat().st_size, if_absent=mode == "create")
 
+    @short_traceback
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
         thing = self._look(path1)
         if thing.is_dir:
@@ -250,6 +263,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             raise FileExistsError(path)
         put(self.settings, Thing(self._location(path)), stream, size_bytes, if_absent=if_absent)
 
+    @short_traceback
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
         """Make a directory where a store has any; in names there is nothing to make."""
         location = self._location(path)
@@ -266,6 +280,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if location.scheme == "file":
             Path(location.path).rmdir()
 
+    @short_traceback
     def rm_file(self, path: str) -> None:
         location = self._file(self._strip_protocol(path)).location
         root, key = root_of(location)
@@ -274,6 +289,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     _rm = rm_file
 
+    @short_traceback
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
         """Remove files, and directories with ``recursive``. Checkpoints of tierckpt are left to ``tierckpt prune``."""
         for name in self.expand_path(path):

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..config import GiB, Settings
 from ..errors import ConfigError, StateMismatchError
 from ..mover.pull import windows
+from ..tracebacks import short_traceback
 from .fill import Want, fill
 from .model import Model, in_file_order
 from .parts import Parts, Plan, Shard
@@ -52,6 +53,7 @@ def load_safetensors(
     settings: Settings | None = None,
     **overrides: object,
 ) -> LazyTensors: ...
+@short_traceback
 def load_safetensors(
     uri_or_dir: str | os.PathLike[str],
     device: str | torch.device = "cpu",
@@ -106,6 +108,7 @@ def load_safetensors(
     return {name: tensors[name] for name in wanted.names}
 
 
+@short_traceback
 def stream_safetensors(
     uri_or_dir: str | os.PathLike[str],
     device: str | torch.device = "cpu",

@@ -46,6 +46,7 @@ from ..planning.interval import OVERHEAD_MAX
 from ..planning.tuning import Goal
 from ..stores.schemes import check_location
 from ..telemetry import BLOCKED_SECONDS, logger
+from ..tracebacks import short_traceback
 from ..types import Tier
 from . import peers, preemption
 from . import state as states
@@ -146,6 +147,7 @@ class Checkpointer:
 
     # --- saving -------------------------------------------------------------------------------------------------
 
+    @short_traceback
     def step(self, step: int, state: Mapping[str, Any]) -> Future[None] | None:
         """Say that training step ``step`` has ended. Saves ``state`` when it is time to, as ``interval`` has it.
 
@@ -198,6 +200,7 @@ class Checkpointer:
             self._note_commits()
         return "draining" if self.settings.drain else "plain"
 
+    @short_traceback
     def save(self, step: int, state: Mapping[str, Any]) -> Future[None]:
         """Save ``state`` as ``step``. Returns when it is copied; the future is done when it is committed locally.
 
@@ -379,6 +382,7 @@ class Checkpointer:
         self._ledger.durable(record.step, record.local_commit_seconds, record.size_bytes)
         self._prune()
 
+    @short_traceback
     def wait(self, tier: str = "shared", timeout_seconds: float | None = None) -> None:
         """Return when every save of this object that retention keeps, and that goes there, is committed on ``tier``.
 
@@ -498,6 +502,7 @@ class Checkpointer:
 
     # --- restoring ----------------------------------------------------------------------------------------------
 
+    @short_traceback
     def restore(
         self, state: dict[str, Any], step: int | None = None, *, only: str | Collection[str] | None = None
     ) -> int | None:
@@ -528,6 +533,7 @@ class Checkpointer:
         log.info("restored %s in %.2f s", uri, self.restore_seconds)
         return step_of(uri)
 
+    @short_traceback
     def latest_step(self) -> int | None:
         """Return the newest step that every rank can load, None when there is none. Collective under torchrun."""
         uri = agreed_latest(self._client, self.location)
@@ -535,6 +541,7 @@ class Checkpointer:
 
     # --- life ---------------------------------------------------------------------------------------------------
 
+    @short_traceback
     def close(self) -> None:
         """Wait until all saves are committed on the shared tier (or locally with ``drain=False``). Idempotent."""
         if self._closed:

@@ -20,6 +20,7 @@ from ..dcp.reader import TierStorageReader
 from ..errors import IntegrityError, ObjectNotFoundError, StateMismatchError, TierckptError
 from ..layout import Location, step_name, step_of
 from ..telemetry import logger
+from ..tracebacks import short_traceback
 from . import state as states
 from .exchange import all_gather, is_distributed, same_outcome
 
@@ -93,6 +94,7 @@ def agreed_latest(client: Client, location: Location, step_max: int | None = Non
         step_max = min(steps) if len(steps) > 1 else min(steps) - 1
 
 
+@short_traceback
 def load_model(
     uri: str | os.PathLike[str],
     module: torch.nn.Module | None = None,

@@ -1,0 +1,38 @@
+"""What a traceback of ours shows: the caller's lines and the message. Set TIERCKPT_TRACEBACK=1 for all of it.
+
+A ``TierckptError`` says itself what went wrong, where and what to do, so the frames inside tierckpt and the errors it
+was made from are of use to nobody but its developers. Other exceptions are bugs and keep everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from .errors import TierckptError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+TRACEBACK_VARIABLE = "TIERCKPT_TRACEBACK"
+
+
+def keeps_tracebacks() -> bool:
+    return bool(os.environ.get(TRACEBACK_VARIABLE))
+
+
+def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate an entry of the public surface: an error of ours leaves it without our frames and causes."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except TierckptError as error:
+            if keeps_tracebacks():
+                raise
+            raise error.with_traceback(None) from None
+
+    return call
