@@ -228,6 +228,13 @@ def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **o
 
     Usable means committed, and every file has a copy of its size on this node, a peer or the shared tier. Newest is the
     highest step number at the end of the name. What trainers of this node had staged when they ended is waited for.
+
+    None means that shared storage was listed, and has none. While it does not answer it is waited for,
+    ``store_wait_seconds``, unless the newest step on this node was saved here and has not been drained: that is
+    returned, with a warning.
+
+    Raises:
+        StoreUnavailableError, PermissionDeniedError: shared storage could not be asked.
     """
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))

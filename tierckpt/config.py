@@ -237,6 +237,10 @@ class Settings(BaseSettings):
     store_timeout_seconds: float = Field(default=60.0, gt=0)
     """Time one request to a store may take, its retries included."""
 
+    store_wait_seconds: float = Field(default=60.0, ge=0)
+    """How long a restore, or a look for the newest checkpoint, waits for a store that does not answer. Then it raises
+    ``StoreUnavailableError``: it never takes a store that it could not ask for an empty one."""
+
     retry_attempts_max: int = Field(default=5, ge=0)
     """Retries of one request inside the store client, with jittered backoff."""
 

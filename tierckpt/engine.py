@@ -22,9 +22,8 @@ from .errors import (
     OperationTimeoutError,
     StoreUnavailableError,
     TierckptError,
-    UncommittedCheckpointError,
 )
-from .layout import MANIFEST, Location, local_dir, step_of
+from .layout import MANIFEST, Location, local_dir
 from .manifest import FileEntry, Manifest
 from .mover import bringing, catalog, commit, kept, leases
 from .mover.bringing import Nearest
@@ -40,6 +39,7 @@ from .mover.prune import Pruner, PruneResult, finish_local
 from .mover.recovery import take_up
 from .mover.restore import RestoreResult, restore
 from .mover.retention import Policy, Rule
+from .mover.select import Selector
 from .mover.sharing import Sharing
 from .mover.shelf import Check, Held, Kind, Shelf, refuse_pin
 from .mover.through import Cached
@@ -78,6 +78,8 @@ class Engine:
         self.shelf = Shelf(settings, self.store, listener, self.sharing)
         self.cluster = cluster_of(settings, live)
         """The other nodes, where there are ``peers``."""
+        self.selector = Selector(settings, self.store, self.directory, self.cluster)
+        """The newest checkpoint of a run, and the waiting for a store that does not answer."""
         self.browser = Browser(self.store, self.find, self.directory)
         self._drains: dict[str, asyncio.Task[DrainResult]] = {}
         self._failures: dict[str, tuple[str, TierckptError]] = {}
@@ -341,7 +343,7 @@ class Engine:
     # --- finding -----------------------------------------------------------------------------------------------
 
     async def find(self, location: Location) -> Checkpoint:
-        return await catalog.find(location, self.directory(location), self.store(location), self.cluster)
+        return await self.selector.find(location)
 
     async def list(self, location: Location) -> builtins.list[Row]:
         """Return the checkpoints at or directly under ``location``, by step, uncommitted ones included.
@@ -351,7 +353,9 @@ class Engine:
         own = await catalog.describe(location, self.directory(location), self.store(location))
         if own is not None:
             return [own]
-        rows = await asyncio.gather(*(self._describe(location.child(name)) for name in await self._children(location)))
+        rows = await asyncio.gather(
+            *(self._describe(location.child(name)) for name in await self.selector.names(location))
+        )
         found = [row for row in rows if row is not None]
         if not found:
             raise CheckpointNotFoundError(
@@ -362,70 +366,9 @@ class Engine:
     async def _describe(self, location: Location) -> Row | None:
         return await catalog.describe(location, self.directory(location), self.store(location))
 
-    async def _children(self, location: Location) -> builtins.list[str]:
-        near = await self._near_children(location)
-        try:
-            shared = await self.store(location).list_dirs()
-        except StoreUnavailableError as error:
-            if not near:
-                raise
-            log.warning("%s: listing this node and its peers only (%s)", location.uri, error)
-            shared = []
-        return sorted({name for name in near + shared if not name.startswith(".")})
-
-    async def _near_children(self, location: Location) -> builtins.list[str]:
-        """Names below ``location`` on this node and, of checkpoints committed there, on its peers."""
-        local = await asyncio.to_thread(self._local_children, location)
-        return local + list(await self.cluster.committed(location) if self.cluster is not None else ())
-
     async def latest(self, location: Location, step_max: int | None = None) -> Checkpoint | None:
-        """Return the newest usable checkpoint at or under ``location``: committed, every file with a copy of its size.
-
-        Newest is the highest step number in the name, not above ``step_max``; uncommitted and incomplete ones are
-        passed over with a log line.
-        """
-        try:
-            return await self.find(location)
-        except (CheckpointNotFoundError, UncommittedCheckpointError):
-            find = self.find
-        except StoreUnavailableError as error:
-            log.warning("%s: looking on this node and its peers only (%s)", location.uri, error)
-            find = self._find_near
-        names = sorted(
-            set(await (self._children(location) if find == self.find else self._near_children(location))),
-            key=lambda name: (step_of(name) is not None, step_of(name) or 0, name),
-        )
-        for name in reversed(names):
-            if step_max is not None and (step_of(name) is None or step_of(name) > step_max):  # type: ignore[operator]
-                continue
-            try:
-                checkpoint = await find(location.child(name))
-            except TierckptError as error:
-                log.info("latest: passing over %s: %s", name, error)
-                continue
-            if await catalog.is_complete(checkpoint):
-                return checkpoint
-            log.warning("latest: passing over %s: some files have no copy", name)
-        return None
-
-    async def _find_near(self, location: Location) -> Checkpoint:
-        """Find a checkpoint while the shared tier is away: one that this node and its peers have whole."""
-        directory, store = self.directory(location), self.store(location)
-        manifest = await asyncio.to_thread(commit.read_local_manifest, directory)
-        found = await self.cluster.at(location, (manifest,)) if self.cluster is not None else {}
-        attempts = {attempt: elsewhere.manifest for attempt, elsewhere in found.items()}
-        attempts |= {manifest.attempt: manifest} if manifest is not None else {}
-        for known in sorted(attempts.values(), key=lambda known: known.created_unix_seconds, reverse=True):
-            is_local = manifest is not None and known.attempt == manifest.attempt
-            tiers = {Tier.LOCAL} if is_local else {Tier.PEER}
-            checkpoint = Checkpoint(location, known, directory, store, frozenset(tiers), found.get(known.attempt))
-            if not await catalog.lacking_near(checkpoint):
-                return checkpoint
-        raise CheckpointNotFoundError(f"neither this node nor its peers have {location.uri} whole")
-
-    def _local_children(self, location: Location) -> builtins.list[str]:
-        directory = self.directory(location)
-        return [path.name for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
+        """Return the newest usable checkpoint at or under ``location``, as ``Selector.newest`` does (N1 to N3)."""
+        return (await self.selector.newest(location, step_max)).checkpoint
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -642,7 +585,7 @@ class Engine:
 
         Never the newest of a tier, nor what is not on a lower tier yet, nor what is in use (mover/retention.py).
         """
-        children = [location.child(name) for name in await self._children(location)]
+        children = [location.child(name) for name in await self.selector.names(location)]
         result = await Pruner(self.settings, self.journal, self.store).prune(children, policy, dry_run=dry_run)
         if not dry_run:
             finished = await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)

@@ -83,6 +83,7 @@ class TierStorageReader(Mount, StorageReader):
 
     Raises (inside DCP's CheckpointException, by rank):
         CheckpointNotFoundError, UncommittedCheckpointError, IntegrityError (names tensor, file and tiers), StoreError.
+        StoreUnavailableError after ``store_wait_seconds``, when files are neither on this node nor its peers.
         UnsafeCheckpointError: metadata or an object asks for code, or metadata says what cannot be.
     """
 
@@ -433,7 +434,7 @@ class TierStorageReader(Mount, StorageReader):
         for _ in range(FINDS_MAX):
             if self._checkpoint is not None:
                 break
-            found = self._client.run(lambda engine: engine.find(self.location))
+            found = self._client.run(lambda engine: engine.selector.found(self.location))
             self._lease.enter_context(leases.reading(self.settings.local_root, found.directory))
             self._checkpoint = found
             self._table = _Table.of(found.manifest) if found.manifest is not None else None

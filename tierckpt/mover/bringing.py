@@ -73,6 +73,10 @@ class Nearest:
     async def available(self) -> bool:
         return await available(self._store)
 
+    def hasten(self) -> None:
+        if isinstance(self._store, Recoverable):
+            self._store.hasten()
+
     async def _from_peers(self, key: str, byte_range: ByteRange) -> Buffer | None:
         elsewhere, entry = self._elsewhere, self._entries.get(key)
         if elsewhere is None or entry is None or not entry.digests:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 log = logger("catalog")
 
 STOCK = "stock"
+ASK_SECONDS = 10.0
+"""How long the shared tier is asked about a checkpoint that lies on this node as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Checkpoint:
     tiers: frozenset[Tier] = field(default_factory=frozenset)
     elsewhere: Elsewhere | None = None
     """The copies that other nodes have of it."""
+    unseen: StoreError | None = None
+    """Why the shared tier could not be asked: another attempt may stand there."""
 
     @property
     def step(self) -> int | None:
@@ -103,23 +107,29 @@ async def find(location: Location, directory: Path, store: Store, cluster: Clust
         StoreError: nothing local, and the shared tier cannot be asked.
     """
     local, local_error = await _attempt(lambda: asyncio.to_thread(commit.read_local_manifest, directory))
-    shared, shared_error = await _attempt(lambda: commit.read_shared_manifest(store))
+    here = Checkpoint(location, local, directory, store)
+    is_here = local is not None and not await asyncio.to_thread(here.missing_locally)
+    shared, shared_error = await _attempt(lambda: _read_shared(store, ASK_SECONDS if is_here else None))
+    unseen = shared_error if isinstance(shared_error, StoreError) else None
     manifest = _newer(local, shared, await asyncio.to_thread(_is_drained, directory, local))
     found = await cluster.at(location, (local, shared)) if cluster is not None else {}
 
     def checkpoint(manifest: Manifest) -> Checkpoint:
         attempts = {Tier.LOCAL: local, Tier.SHARED: shared, Tier.PEER: found.get(manifest.attempt)}
         tiers = (tier for tier, copy in attempts.items() if copy is not None and copy.attempt == manifest.attempt)
-        return Checkpoint(location, manifest, directory, store, frozenset(tiers), found.get(manifest.attempt))
+        return Checkpoint(location, manifest, directory, store, frozenset(tiers), found.get(manifest.attempt), unseen)
 
+    if found or manifest is not None:
+        for error in filter(None, (local_error, shared_error)):
+            log.warning("%s: going by another copy of its manifest: %s", location.uri, error)
     if found:
         return await _newest_complete(manifest, [elsewhere.manifest for elsewhere in found.values()], checkpoint)
     if manifest is not None:
         return checkpoint(manifest)
-    if isinstance(local_error, ManifestError):
-        raise local_error
-    if shared_error is not None:
-        raise shared_error
+    # A damaged copy here says nothing about the shared tier: that nobody could ask it comes first.
+    for problem in (unseen, local_error if isinstance(local_error, ManifestError) else None, shared_error):
+        if problem is not None:
+            raise problem
     if await is_stock(store):
         return Checkpoint(location, None, directory, store, frozenset({Tier.SHARED}))
     if await _has_leftovers(directory, store):
@@ -132,6 +142,18 @@ async def find(location: Location, directory: Path, store: Store, cluster: Clust
         hint="Check the URI; `tierckpt ls` on its parent lists what is there",
         local_copy=directory,
     )
+
+
+async def _read_shared(store: Store, timeout_seconds: float | None) -> Manifest | None:
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            return await commit.read_shared_manifest(store)
+    except TimeoutError as error:
+        if isinstance(error, TierckptError):
+            raise
+        raise StoreUnavailableError(
+            f"{store.uri} has not answered for {timeout_seconds:g} s", tier=Tier.SHARED
+        ) from None
 
 
 async def _newest_complete(
@@ -152,7 +174,7 @@ async def _newest_complete(
     replaced = {attempt for manifest in attempts.values() for attempt in manifest.replaces}
     chosen.sort(key=lambda one: (one.attempt not in replaced, one.created_unix_seconds), reverse=True)
     for one in chosen:
-        if await is_complete(one):
+        if await _is_known_complete(one):
             log.warning(
                 "%s: nodes have committed %d different saves under it; the newest that is whole is attempt %s",
                 one.location.uri,
@@ -167,7 +189,6 @@ async def _attempt(read: Callable[[], Any]) -> tuple[Manifest | None, TierckptEr
     try:
         return await read(), None
     except (ManifestError, StoreError) as error:
-        log.warning("%s", error)
         return None, error
 
 
@@ -295,18 +316,25 @@ async def _looks_like_checkpoint(directory: Path, store: Store) -> bool:
     return bool(await store.list_dirs(PRIVATE_DIR))
 
 
+async def _is_known_complete(checkpoint: Checkpoint) -> bool:
+    try:
+        return await is_complete(checkpoint)
+    except StoreError as error:
+        log.warning("%s", error)
+        return False
+
+
 async def is_complete(checkpoint: Checkpoint) -> bool:
-    """True when every file has a copy of its size on some tier. Reads no data."""
+    """True when every file has a copy of its size on some tier. Reads no data.
+
+    Raises StoreError when the shared tier does not say what it has: then nobody knows.
+    """
     if checkpoint.manifest is None:
         return True
     missing = {entry.key: entry.size_bytes for entry in await lacking_near(checkpoint)}
     if not missing:
         return True
-    try:
-        sizes = {info.key: info.size_bytes async for info in checkpoint.store.list()}
-    except StoreError as error:
-        log.warning("%s", error)
-        return False
+    sizes = {info.key: info.size_bytes async for info in checkpoint.store.list()}
     return all(sizes.get(key) == size for key, size in missing.items())
 
 

@@ -11,7 +11,7 @@ from ctypes import addressof, c_char, memmove
 from pathlib import Path
 from typing import Protocol
 
-from ..errors import IntegrityError, TierckptError
+from ..errors import IntegrityError, PermissionDeniedError, StoreUnavailableError, TierckptError
 from ..manifest import BLOCK_BYTES, BLOCK_DIGEST_BYTES, FileEntry, blocks_of, has_digest
 from ..telemetry import BYTES, QUARANTINES, logger
 from ..types import Buffer, ByteRange, Tier
@@ -278,6 +278,7 @@ class Copies:
         self._blocks = blocks
         self._given_up: list[Copy] = []
         self._problems: list[TierckptError] = []
+        self._kind_of_loss: type[TierckptError] = IntegrityError
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -356,6 +357,8 @@ class Copies:
 
         Raises:
             IntegrityError: no copy has a good version of it; names each copy and what was wrong.
+            StoreUnavailableError, PermissionDeniedError: the shared tier could not be asked for its copy, and no other
+                is good: that one may be.
         """
         while (copy := next(iter(self._copies), None)) is not None:
             try:
@@ -403,14 +406,20 @@ class Copies:
             self._copies.remove(copy)
             self._given_up.append(copy)  # others may be reading it: it is closed with the rest
             self._problems.append(problem)
+            if copy.tier is Tier.SHARED and isinstance(problem, StoreUnavailableError | PermissionDeniedError):
+                is_denied = isinstance(problem, PermissionDeniedError)
+                self._kind_of_loss = PermissionDeniedError if is_denied else StoreUnavailableError
         if isinstance(problem, IntegrityError):
             copy.quarantine()
         log.warning("%s: the %s copy is bad, trying the next: %s", self.entry.path, copy.tier, problem)
 
-    def _loss(self, byte_range: ByteRange) -> IntegrityError:
-        return IntegrityError(
+    def _loss(self, byte_range: ByteRange) -> TierckptError:
+        hint = "Restore an older step; `tierckpt verify --read-data` shows which files are bad on which tier"
+        if self._kind_of_loss is not IntegrityError:
+            hint = "The copy on the shared tier may be good: run it again when the store can be asked"
+        return self._kind_of_loss(
             f"no good copy of {self.entry.path} (bytes {byte_range.start}-{byte_range.stop})",
-            hint="Restore an older step; `tierckpt verify --read-data` shows which files are bad on which tier",
+            hint=hint,
             file=self.entry.path,
             tier="+".join(str(problem.context.get("tier", "?")) for problem in self._problems) or "none",
             problems="; ".join(str(problem) for problem in self._problems) or "no tier has this file",

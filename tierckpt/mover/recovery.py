@@ -48,8 +48,9 @@ async def _take_up_written(entry: Entry, drainer: Drainer) -> bool:
     named = local is not None and entry.token in local.tokens
     if not named and drainer.settings.drain:
         try:
-            named = await drainer.is_named(entry)
-        except TierckptError as error:
+            async with asyncio.timeout(LOOK_SECONDS_MAX):
+                named = await drainer.is_named(entry)
+        except (TierckptError, TimeoutError) as error:
             log.warning("%s: whether it was committed cannot be known yet (%s)", entry.uri, error)
             return False
     if not named:

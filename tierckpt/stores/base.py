@@ -107,3 +107,6 @@ class Recoverable(Protocol):
 
     async def available(self) -> bool:
         """Wait until the store is up. False, at once, when it was not down."""
+
+    def hasten(self) -> None:
+        """Somebody waits for this store: the next request asks at once whether a store that was down is up again."""

@@ -234,6 +234,9 @@ class RemoteStore:
         await self._breaker.passed(self._probe, patient=True)
         return True
 
+    def hasten(self) -> None:
+        self._breaker.hasten()
+
     # --- verbs ---------------------------------------------------------------------------------------------------
 
     async def head(self, key: str) -> ObjectInfo:

@@ -123,6 +123,10 @@ class Breaker:
                 log.warning("%s is down, probing it from now on: %s", self.name, error.message)
             self._plan_probe()
 
+    def hasten(self) -> None:
+        """Let the next caller send a probe at once, for one who waits and asks about once a second (R2)."""
+        self._next_probe_at = 0.0
+
     def _plan_probe(self) -> None:
         self._next_probe_at = time.monotonic() + self._pause_seconds * random.uniform(0.5, 1.0)
         self._pause_seconds = min(2 * self._pause_seconds, self._pause_seconds_max)

@@ -202,6 +202,9 @@ class FaultyStore:
     async def available(self) -> bool:
         return False
 
+    def hasten(self) -> None:
+        self.fired["hasten"] += 1
+
     async def close(self) -> None:
         await self.inner.close()
 

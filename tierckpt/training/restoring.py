@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +15,23 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ..client import Client, latest
+from ..client import Client, get_client
 from ..config import Settings
 from ..dcp.reader import TierStorageReader
-from ..errors import IntegrityError, ObjectNotFoundError, StateMismatchError, TierckptError
-from ..layout import Location, step_name, step_of
+from ..errors import (
+    CheckpointNotFoundError,
+    IntegrityError,
+    ObjectNotFoundError,
+    StateMismatchError,
+    TierckptError,
+)
+from ..layout import Location, parse_uri, step_name, step_of
+from ..mover.catalog import Checkpoint
+from ..stores.schemes import check_location
 from ..telemetry import logger
 from ..tracebacks import short_traceback
 from . import state as states
-from .exchange import all_gather, is_distributed, same_outcome
+from .exchange import all_gather, is_distributed, portable, same_outcome
 
 log = logger("checkpointer")
 
@@ -50,7 +59,8 @@ def restore_newest(
 ) -> str | None:
     """Restore ``step``, else the newest checkpoint of the run that has a good copy of every file. Returns its URI.
 
-    None when there is none. Raises what keeps the newest from being restored, when no older one can be either.
+    None when there is none. Raises what keeps the newest from being restored, when no older one can be either, and what
+    ``agreed_latest`` raises: "none" is never said for a shared tier that nobody could ask.
     """
     passed_over: list[tuple[str, BaseException]] = []
     while True:
@@ -75,23 +85,99 @@ def restore_newest(
 def _newest_below(client: Client, location: Location, passed_over: Sequence[tuple[str, BaseException]]) -> str | None:
     steps = [step_of(uri) for uri, _ in passed_over]
     below = min((found for found in steps if found is not None), default=None)
-    return agreed_latest(client, location, below - 1 if below is not None else None)
+    if passed_over and below is None:
+        return None  # it has no step: nothing is older than it
+    try:
+        return agreed_latest(client, location, below - 1 if below is not None else None)
+    except CheckpointNotFoundError:
+        if passed_over:
+            return None  # what is wrong with the newest says more
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """What one rank sees as the newest."""
+
+    step: int | None = None
+    attempt: str | None = None
+    """None: there is none."""
+    is_blind: bool = False
+    """It could not ask the shared tier, and goes by what its node has saved."""
+    error: BaseException | None = None
 
 
 def agreed_latest(client: Client, location: Location, step_max: int | None = None) -> str | None:
-    """Lower everybody's newest step to the lowest, until all can load it: never a mix of steps."""
+    """Lower everybody's newest step to the lowest, until all can load it: never a mix of steps.
+
+    None when no rank sees any, and all could look. A rank that could not look neither resets nor sets back the job: as
+    long as others could, it waits for the shared tier; its error is raised on all ranks, and names it.
+
+    Raises:
+        StoreUnavailableError, PermissionDeniedError: a rank could not look.
+        CheckpointNotFoundError: ranks see checkpoints, and there is none that all of them do.
+    """
+    limit, newest = step_max, ""
     while True:
-        limit = step_max
-        found = client.run(lambda engine: engine.latest(location, limit))  # noqa: B023
-        attempt = found.manifest.attempt if found is not None and found.manifest is not None else ""
-        seen = all_gather((found.step, attempt) if found is not None else None)
-        if any(item is None for item in seen):
+        mine, found = _look(client, location, limit)
+        seen = _agree(mine)
+        if len({sight.is_blind for sight in seen}) > 1:  # what others see may be newer than what is on this node
+            if mine.is_blind:
+                mine, found = _look(client, location, limit, may_be_own=False)
+            seen = _agree(mine)
+        if all(sight.attempt is None for sight in seen):
+            if newest:
+                raise _nothing_common(location, newest)
             return None
-        if len(set(seen)) == 1:
+        newest = newest or _told_of(seen)
+        if any(sight.attempt is None for sight in seen):
+            raise _nothing_common(location, newest)
+        steps = {sight.step for sight in seen if sight.step is not None}
+        if len({(sight.step, sight.attempt) for sight in seen}) == 1:
             return found.location.uri if found is not None else None
-        steps = {step for step, _ in seen}
+        if len(steps) == 0:
+            raise _nothing_common(location, newest)
         # Ranks that see different saves under one step must not mix them: look below it.
-        step_max = min(steps) if len(steps) > 1 else min(steps) - 1
+        limit = min(steps) if len(steps) > 1 else min(steps) - 1
+
+
+def _look(
+    client: Client, location: Location, step_max: int | None, *, may_be_own: bool = True
+) -> tuple[_Sight, Checkpoint | None]:
+    try:
+        newest = client.run(lambda engine: engine.selector.newest(location, step_max, may_be_own=may_be_own))
+    except Exception as error:
+        return _Sight(error=portable(error)), None
+    found = newest.checkpoint
+    attempt, step = (found.attempt, found.step) if found is not None else (None, None)
+    return _Sight(step, attempt, newest.unseen is not None), found
+
+
+def _agree(mine: _Sight) -> list[_Sight]:
+    """What all ranks see. The first rank's error is raised on all of them."""
+    seen: list[_Sight] = all_gather(mine)
+    for rank, sight in enumerate(seen):
+        if sight.error is None:
+            continue
+        if isinstance(sight.error, TierckptError) and len(seen) > 1:
+            sight.error.context.setdefault("rank", rank)
+        raise sight.error
+    return seen
+
+
+def _told_of(seen: Sequence[_Sight]) -> str:
+    return "; ".join(
+        f"rank {rank} sees {'none' if sight.attempt is None else 'step ' + str(sight.step)}"
+        for rank, sight in enumerate(seen)
+    )
+
+
+def _nothing_common(location: Location, seen: str) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        f"no checkpoint of {location.uri} is seen by every rank: {seen}",
+        hint="What only some nodes have was not drained, or the ranks read different places. Run `tierckpt drain "
+        "--wait` on the nodes that have it, or start on those nodes; to begin anew, give the run another URI",
+    )
 
 
 @short_traceback
@@ -118,6 +204,7 @@ def load_model(
 
     Raises:
         StateMismatchError: nothing lies below ``prefix`` (names what does), or ``module`` is of other shapes.
+        StoreUnavailableError, PermissionDeniedError: which checkpoints there are could not be asked.
         CheckpointNotFoundError, UncommittedCheckpointError, IntegrityError, StoreError: from the reader.
     Cost: the bytes of the model are read once, a seventh of an Adam checkpoint in mixed precision.
     """
@@ -147,12 +234,10 @@ def load_model(
 
 def _newest(uri: str | os.PathLike[str], settings: Settings) -> str | os.PathLike[str]:
     """The newest checkpoint at or under ``uri`` that every rank has; ``uri`` itself, for the error of its reader, when
-    some rank has none."""
-    found = same_outcome(lambda: latest(uri, settings=settings))
-    everywhere = all_gather(found)
-    if any(one is None for one in everywhere):
-        return uri
-    return str(min(everywhere, key=lambda one: (step_of(one) or 0, one)))
+    there is none."""
+    client, location = get_client(settings), check_location(parse_uri(uri))
+    client.settle()
+    return agreed_latest(client, location) or uri
 
 
 def _load(reader: TierStorageReader, target: dict[str, Any]) -> None:

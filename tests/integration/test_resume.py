@@ -1,0 +1,415 @@
+"""What a job resumes from while the shared tier cannot be asked (N1 to N3 of mover/select.py).
+
+"There is none" is an answer of the store, and of nobody else: a store that refuses, fails, hangs, denies or breaks off
+a listing is waited for and then is an error, on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import tierckpt
+from tests.compat.worker import launch
+from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
+from tests.services import S3Server, free_port
+from tierckpt import Checkpointer
+from tierckpt.client import close_all, get_client
+from tierckpt.config import Settings
+from tierckpt.errors import (
+    AlreadyCommittedError,
+    CheckpointNotFoundError,
+    IntegrityError,
+    PermissionDeniedError,
+    StoreError,
+    StoreUnavailableError,
+)
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.loading.export import export_safetensors
+from tierckpt.mover import select
+from tierckpt.mover.drain import Drainer
+
+pytestmark = pytest.mark.server
+
+STEPS = (1, 2, 3)
+Breaks = Callable[[FaultProxy, str, pytest.MonkeyPatch], None]
+
+
+@pytest.fixture
+def proxy(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    proxy = FaultProxy(moto.endpoint)
+    with proxy.running() as endpoint:
+        for name, value in {**moto.environment(), "AWS_ENDPOINT_URL": endpoint}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("TIERCKPT_RETRY_ATTEMPTS_MAX", "1")
+        monkeypatch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "10")
+        monkeypatch.setenv("TIERCKPT_STORE_WAIT_SECONDS", "1")
+        monkeypatch.setattr(select, "DENIED_SECONDS", 0.5)
+        monkeypatch.setattr(select, "LOOK_SECONDS_MIN", 2.0)
+        yield proxy
+        proxy.answer = None
+        proxy.plans.clear()
+        close_all()
+
+
+@pytest.fixture
+def run(moto: S3Server, proxy: FaultProxy) -> Iterator[str]:
+    """A run whose steps are all on the shared tier, and on this node."""
+    with moto.bucket() as bucket:
+        uri = f"s3://{bucket}/run"
+        with Checkpointer(uri) as checkpointer:
+            for step in STEPS:
+                checkpointer.save(step, {"value": step})
+        close_all()
+        yield uri
+        proxy.answer = None
+        proxy.plans.clear()
+        close_all()
+
+
+def _answer(proxy: FaultProxy, uri: str, status: str, code: str, only: Callable[[str, str], bool]) -> None:
+    proxy.answer = lambda verb, path, _: scripted(status, code, verb) if only(verb, path) else None
+
+
+def refused(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+
+
+def unknown_host(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("AWS_ENDPOINT_URL", "http://no-such-host.invalid:9000")
+
+
+def unavailable(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
+    _answer(proxy, uri, "503 Service Unavailable", "SlowDown", lambda *_: True)
+
+
+def denied(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
+    _answer(proxy, uri, "403 Forbidden", "AccessDenied", lambda *_: True)
+
+
+def hanging(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
+    proxy.plans[parse_uri(uri).authority] = Plan(Kind.HANG, share=1.0)
+
+
+def listing_fails(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
+    _answer(proxy, uri, "500 Oops", "InternalError", lambda _, path: "list-type=2" in path and "delimiter" in path)
+
+
+def half_listed(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
+    """The first page names one old step and says that there is more; the second page never comes."""
+    run = parse_uri(uri)
+    page = (
+        f"<ListBucketResult><Name>{run.authority}</Name><Prefix>{run.path}/</Prefix><KeyCount>1</KeyCount>"
+        f"<MaxKeys>1000</MaxKeys><IsTruncated>true</IsTruncated><NextContinuationToken>more</NextContinuationToken>"
+        f"<CommonPrefixes><Prefix>{run.path}/step-1/</Prefix></CommonPrefixes></ListBucketResult>"
+    ).encode()
+
+    def answer(verb: str, path: str, _: bytes) -> bytes | None:
+        if "list-type=2" not in path or "delimiter" not in path:
+            return None
+        if "continuation-token" in path:
+            return scripted("503 Service Unavailable", "SlowDown", verb)
+        return b"HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n%s" % (len(page), page)
+
+    proxy.answer = answer
+
+
+def newest_fails(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
+    _answer(proxy, uri, "503 Service Unavailable", "SlowDown", lambda _, path: "/step-3/" in path)
+
+
+def newest_denied(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
+    _answer(proxy, uri, "403 Forbidden", "AccessDenied", lambda _, path: "/step-3/" in path)
+
+
+BLIND = [refused, unknown_host, unavailable, denied, hanging, listing_fails, half_listed, newest_fails, newest_denied]
+
+
+def is_denial(breaks: Breaks) -> bool:
+    return breaks in (denied, newest_denied)
+
+
+@pytest.mark.parametrize("breaks", BLIND)
+def test_nobody_could_look_is_an_error_and_never_none(
+    breaks: Breaks, run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a fresh node, for every verb that looks for the newest."""
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
+    breaks(proxy, run, monkeypatch)
+    state = {"value": 0}
+    checkpointer = Checkpointer(run)
+    kind = PermissionDeniedError if is_denial(breaks) else StoreUnavailableError
+    begun = time.monotonic()
+    with pytest.raises(kind) as caught:
+        checkpointer.restore(state)
+    assert time.monotonic() - begun < 30
+    assert state == {"value": 0}
+    told = str(caught.value)
+    assert run in told and "http://" in told and "AWS_ENDPOINT_URL" in told
+    assert "does not mean that there are none" in told
+    with pytest.raises(kind):
+        tierckpt.latest(run)
+
+
+def test_every_verb_says_so(run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
+    listing_fails(proxy, run, monkeypatch)
+    client = get_client(Settings.load())
+    location = parse_uri(run)
+    verbs: dict[str, Callable[[], Any]] = {
+        "latest_step": Checkpointer(run).latest_step,
+        "load_model": lambda: tierckpt.load_model(run),
+        "export": lambda: export_safetensors(run, tmp_path / "out"),
+        "restore": lambda: client.run(lambda engine: engine.restore(location, tmp_path / "out")),
+        "drill": lambda: client.run(lambda engine: engine.drill(location, seed=1, scratch=None)),
+        "ls": lambda: client.run(lambda engine: engine.list(location)),
+    }
+    for name, verb in verbs.items():
+        with pytest.raises(StoreUnavailableError):
+            pytest.fail(f"{name} returned {verb()}")
+
+
+@pytest.mark.parametrize("breaks", [refused, unavailable, denied, half_listed, newest_fails])
+def test_a_drained_step_on_the_ssd_is_not_taken_for_the_newest(
+    breaks: Breaks, run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node has gone on from it. Asked for by number it is restored, without the store."""
+    with Checkpointer(run, local_root=tmp_path / "other") as other:
+        other.save(4, {"value": 4})
+    close_all()
+    if breaks is newest_fails:
+        proxy.answer = lambda verb, path, _: scripted("503 X", "SlowDown", verb) if "/step-4/" in path else None
+    else:
+        breaks(proxy, run, monkeypatch)
+    checkpointer, state = Checkpointer(run), {"value": 0}
+    with pytest.raises(StoreError) as caught:
+        checkpointer.restore(state)
+    assert state == {"value": 0}
+    if breaks is not newest_fails:
+        assert "restore(state, step=3)" in str(caught.value) and f"{run}/step-3" in str(caught.value)
+    with pytest.raises(StoreError):
+        tierckpt.latest(run)
+    assert checkpointer.restore(state, step=3) == 3
+    assert state == {"value": 3}
+    assert tierckpt.latest(f"{run}/step-3") == f"{run}/step-3"
+
+
+@pytest.mark.parametrize("breaks", [refused, unavailable, denied, hanging])
+def test_a_step_that_is_still_to_be_drained_is_taken_with_a_warning(
+    breaks: Breaks, run: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    breaks(proxy, run, monkeypatch)
+    monkeypatch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "0")
+    if is_denial(breaks):
+        monkeypatch.setattr(Drainer, "drain", _never)
+        proxy.answer = None
+    checkpointer, state = Checkpointer(run), {"value": 0}
+    checkpointer.save(5, {"value": 5}).result(timeout=60)
+    breaks(proxy, run, monkeypatch)
+    close_all()
+    with caplog.at_level(logging.WARNING):
+        assert Checkpointer(run).restore(state) == 5
+    assert state == {"value": 5}
+    assert any("step-5" in line and "could not be looked at" in line for line in caplog.messages)
+    assert tierckpt.latest(run) == f"{run}/step-5"
+
+
+async def _never(self: Drainer, token: str, *, patient: bool = True) -> None:
+    raise PermissionDeniedError("seeded")
+
+
+def test_what_is_never_drained_is_this_nodes_own(
+    moto: S3Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with moto.bucket() as bucket:
+        uri = f"s3://{bucket}/run"
+        with Checkpointer(uri, drain=False) as checkpointer:
+            checkpointer.save(7, {"value": 7})
+        refused(proxy, uri, monkeypatch)
+        close_all()
+        assert Checkpointer(uri, drain=False).restore({"value": 0}) == 7
+        close_all()
+
+
+def test_a_newer_drained_step_hides_an_older_pending_one(
+    run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 2 is pending again, step 3 was drained and is damaged here: going back to 2 would lose 3."""
+    directory = local_dir(tmp_path / "local", parse_uri(run))
+    (directory / "step-2" / ".tierckpt" / "drained.json").unlink()
+    next((directory / "step-3").glob("*.distcp")).unlink()
+    refused(proxy, run, monkeypatch)
+    with pytest.raises(StoreUnavailableError):
+        tierckpt.latest(run)
+
+
+def test_a_store_that_comes_back_within_the_wait_is_believed(
+    run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
+    monkeypatch.setenv("TIERCKPT_STORE_WAIT_SECONDS", "60")
+    unavailable(proxy, run, monkeypatch)
+    threading.Timer(4.0, lambda: setattr(proxy, "answer", None)).start()
+    state, begun = {"value": 0}, time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        assert Checkpointer(run).restore(state) == 3
+    assert state == {"value": 3} and time.monotonic() - begun < 40
+    told = [line for line in caplog.messages if "waiting for" in line]
+    assert told and run in told[0] and "of 60 s" in told[0] and "Ctrl-C" in told[0]
+
+
+def test_a_passing_denial_is_no_error(
+    run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
+    monkeypatch.setenv("TIERCKPT_STORE_WAIT_SECONDS", "60")
+    monkeypatch.setattr(select, "DENIED_SECONDS", 20.0)
+    left = [2]
+
+    def answer(verb: str, *_: object) -> bytes | None:
+        left[0] -= 1
+        return scripted("403 Forbidden", "AccessDenied", verb) if left[0] >= 0 else None
+
+    proxy.answer = answer
+    assert tierckpt.latest(run) == f"{run}/step-3"
+
+
+def test_a_store_that_was_listed_and_has_nothing_is_none(moto: S3Server, proxy: FaultProxy) -> None:
+    with moto.bucket() as bucket:
+        assert Checkpointer(f"s3://{bucket}/run").restore({"value": 0}) is None
+        assert tierckpt.latest(f"s3://{bucket}/run") is None
+        close_all()
+
+
+def test_a_file_whose_shared_copy_could_not_be_asked_for_is_not_lost(
+    run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy here is damaged, the other one is away: no reason to go back to an older step."""
+    directory = local_dir(tmp_path / "local", parse_uri(run)) / "step-3"
+    shard = next(directory.glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    _answer(proxy, run, "503 Service Unavailable", "SlowDown", lambda _, path: path.endswith(".distcp"))
+    state = {"value": 0}
+    with pytest.raises(StoreUnavailableError, match="no good copy"):
+        Checkpointer(run).restore(state)
+    assert state == {"value": 0}
+    close_all()
+    proxy.answer = lambda verb, path, _: scripted("404 Not Found", "NoSuchKey", verb) if ".distcp" in path else None
+    shutil.rmtree(directory)
+    with pytest.raises((IntegrityError, StoreUnavailableError)):
+        Checkpointer(run).restore(state, step=3)
+
+
+def test_what_could_not_be_looked_at_is_not_replaced(
+    run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that catches the error and begins anew must not save over the steps of the old run."""
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
+    unavailable(proxy, run, monkeypatch)
+    checkpointer = Checkpointer(run, exit_timeout_seconds=0)
+    with pytest.raises(StoreUnavailableError):
+        checkpointer.restore({"value": 0})
+    proxy.answer = None
+    time.sleep(1.0)
+    with pytest.raises(AlreadyCommittedError):
+        checkpointer.save(3, {"value": -3})
+    checkpointer.save(9, {"value": 9}).result(timeout=60)
+    checkpointer.save(9, {"value": 10}).result(timeout=60)  # its own it may replace
+    state = {"value": 0}
+    assert checkpointer.restore(state, step=3) == 3
+    assert state == {"value": 3}
+    checkpointer.save(3, {"value": 33}).result(timeout=60)  # now it has seen what it replaces
+
+
+# --- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def resume(uri: str, roots: list[str], endpoints: list[str]) -> dict[str, Any]:
+    """Each rank is a node, with a local root and an endpoint of its own."""
+    import os
+
+    rank = dist.get_rank()
+    os.environ["AWS_ENDPOINT_URL"] = endpoints[rank]
+    begun, state = time.monotonic(), {"value": 0}
+    checkpointer = Checkpointer(uri, local_root=roots[rank], exit_timeout_seconds=0)
+    outcome: dict[str, Any] = {}
+    try:
+        outcome["step"] = checkpointer.restore(state)
+    except Exception as error:
+        outcome |= {"error": type(error).__name__, "told": str(error)}
+    outcome |= {"value": state["value"], "seconds": time.monotonic() - begun}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, outcome)
+    return {"ranks": gathered}
+
+
+def _resumed(uri: str, roots: list[Path], endpoints: list[str], **settings: str) -> list[dict[str, Any]]:
+    env = {"TIERCKPT_STORE_WAIT_SECONDS": "1", "TIERCKPT_RETRY_ATTEMPTS_MAX": "0", **settings}
+    scenario = "tests.integration.test_resume:resume"
+    done = launch(scenario, len(roots), env=env, uri=uri, roots=[str(root) for root in roots], endpoints=endpoints)
+    ranks: list[dict[str, Any]] = done["ranks"]
+    return ranks
+
+
+@pytest.mark.parametrize("has_old_steps", [False, True])
+def test_one_blind_rank_of_four_does_not_decide_for_all(
+    has_old_steps: bool, run: str, proxy: FaultProxy, moto: S3Server, tmp_path: Path
+) -> None:
+    roots = [tmp_path / f"node-{rank}" for rank in range(4)]
+    if has_old_steps:
+        shutil.copytree(tmp_path / "local", roots[2], symlinks=True)
+        with Checkpointer(run, local_root=tmp_path / "other") as other:
+            other.save(4, {"value": 4})
+        close_all()
+    endpoints = [moto.endpoint] * 4
+    endpoints[2] = f"http://127.0.0.1:{free_port()}"
+    ranks = _resumed(run, roots, endpoints)
+    assert [rank.get("error") for rank in ranks] == ["StoreUnavailableError"] * 4
+    assert all("rank=2" in rank["told"] and rank["value"] == 0 for rank in ranks)
+
+
+def test_a_pending_step_of_a_blind_rank_does_not_set_back_the_others(
+    run: str, proxy: FaultProxy, moto: S3Server, tmp_path: Path
+) -> None:
+    """Rank 1 has an undrained step 2 of before; the others see step 3 on the shared tier."""
+    roots = [tmp_path / f"node-{rank}" for rank in range(2)]
+    with Checkpointer(run, local_root=roots[1], drain=False) as old:
+        old.save(2, {"value": -2})
+    close_all()
+    ranks = _resumed(run, roots, [moto.endpoint, f"http://127.0.0.1:{free_port()}"])
+    assert [rank.get("error") for rank in ranks] == ["StoreUnavailableError"] * 2
+    assert all("rank=1" in rank["told"] for rank in ranks)
+
+
+def test_ranks_of_one_node_go_on_from_its_pending_step(
+    moto: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with moto.bucket() as bucket:
+        uri = f"s3://{bucket}/run"
+        with Checkpointer(uri, local_root=tmp_path / "node", drain=False) as checkpointer:
+            checkpointer.save(6, {"value": 6})
+        close_all()
+        ranks = _resumed(uri, [tmp_path / "node"] * 2, [f"http://127.0.0.1:{free_port()}"] * 2)
+        assert [(rank.get("step"), rank["value"]) for rank in ranks] == [(6, 6)] * 2
+
+
+def test_a_step_that_only_some_ranks_see_is_no_fresh_start(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
+    with moto.bucket() as bucket:
+        uri = f"s3://{bucket}/run"
+        roots = [tmp_path / f"node-{rank}" for rank in range(2)]
+        with Checkpointer(uri, local_root=roots[0], drain=False) as checkpointer:
+            checkpointer.save(8, {"value": 8})
+        close_all()
+        ranks = _resumed(uri, roots, [moto.endpoint] * 2)
+        assert [rank.get("error") for rank in ranks] == [CheckpointNotFoundError.__name__] * 2
+        assert all("rank 0 sees step 8; rank 1 sees none" in rank["told"] for rank in ranks)
