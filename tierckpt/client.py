@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import concurrent.futures.thread  # imported first, so that its own exit hook runs after ours
+import contextlib
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,9 +21,9 @@ from typing import Any, TypeVar
 from .arena.slots import close_arenas
 from .config import Settings
 from .engine import Engine
-from .errors import ConfigError, TierckptError
-from .layout import parse_uri
-from .mover.contact import Contact, NoAgentError, close_contacts, contact_for, has_socket
+from .errors import ConfigError, OperationTimeoutError, TierckptError
+from .layout import Location, parse_uri
+from .mover.contact import NoAgentError, close_contacts, contact_for, has_socket, is_known, own_contact
 from .mover.journal import Entry
 from .mover.prefetch import PrefetchResult, Wanted
 from .mover.shelf import Kind, patiently
@@ -38,6 +40,11 @@ T = TypeVar("T")
 CLOSE_TIMEOUT_SECONDS = 10.0
 SETTLE_SECONDS = 300.0
 """How long a process waits for the agent to bring what its predecessor had staged to the local tier."""
+STALLED_SECONDS = 5.0
+"""How long it waits for one that answers, but of whose work nothing comes."""
+TOLD_AFTER_SECONDS = 1.0
+ASK_SECONDS = 1.0
+"""Between two looks at the agent while it is waited for what it drains."""
 
 
 class Client:
@@ -91,7 +98,8 @@ class Client:
         try:
             await asyncio.to_thread(contact_for(self.settings).ask, message)
         except (TierckptError, OSError) as error:
-            log.warning("the agent is not told how fast it may drain: %s", error)
+            if not is_known(error):
+                log.warning("the agent is not told how fast it may drain: %s", error)
 
     def _give_to_agent(self, token: str) -> None:
         self._telling_agent(self._tell_agent(token))
@@ -108,7 +116,8 @@ class Client:
             if rows := _tally.take():
                 await asyncio.to_thread(contact.ask, {"op": "metrics", "rows": rows})
         except (TierckptError, OSError) as error:
-            log.warning("no agent to drain with, so this process does it: %s", error)
+            if not is_known(error):
+                log.warning("no agent to drain with, so this process does it: %s", error)
             self.engine.submit(token)
 
     def recover(self) -> None:
@@ -119,34 +128,63 @@ class Client:
             self._recovered = True
 
     def _recover(self) -> None:
-        if self.settings.mover == "agent":
-            if not any(self.engine.journal.entries()):
-                self.settle()  # a save that was only staged has no entry yet
-                return
-            try:
-                self._ask_to_settle(start=True)
-                return
-            except (TierckptError, OSError) as error:
+        if self.settings.mover != "agent":
+            self.run(lambda engine: engine.recover())
+            return
+        self.settle()  # a save that was only staged has no journal entry yet
+        if any(self.engine.journal.entries()):
+            self._loop.call_soon_threadsafe(self._telling_agent, self._have_recovered())
+
+    async def _have_recovered(self) -> None:
+        """An agent that starts recovers. Nobody waits for that: no save depends on what of others is drained."""
+        try:
+            await asyncio.to_thread(contact_for(self.settings).ask, {"op": "here"})
+        except (TierckptError, OSError) as error:
+            if not is_known(error):
                 log.warning("no agent to recover with, so this process does it: %s", error)
-        self.run(lambda engine: engine.recover())
+            try:
+                await self.engine.recover()
+            except (TierckptError, OSError) as failure:
+                log.error("what earlier processes left cannot be taken up now: %s", failure)
 
     def settle(self) -> None:
-        """Return when the agent, if there is one, has brought to the local tier what ended trainers had staged."""
+        """Return when the agent, if there is one, has brought to the local tier what ended trainers had staged.
+
+        An agent that works on it is waited for, up to ``SETTLE_SECONDS``; one that does not answer, or of whose work
+        nothing comes, is not.
+        """
         if self.settings.mover != "agent" or not has_socket(self.settings.local_root):
             return
+        contact = own_contact(self.settings)  # of its own: this may take long, and others have to ask meanwhile
         try:
-            self._ask_to_settle(start=False)
+            message = {"op": "settle"}
+            contact.ask(message, start=False, timeout_seconds=SETTLE_SECONDS, on_busy=_Watch())
         except NoAgentError:
-            pass  # it has left nothing to wait for
+            pass  # it has left nothing to wait for, or the log has said that it does not answer
         except (TierckptError, OSError) as error:
             log.warning("what ended trainers had staged may not be there yet: %s", error)
-
-    def _ask_to_settle(self, *, start: bool) -> None:
-        contact = Contact(self.settings)  # of its own: this may take long, and others have to ask meanwhile
-        try:
-            contact.ask({"op": "settle"}, start=start, timeout_seconds=SETTLE_SECONDS)
         finally:
             contact.close()
+
+    def wait(self, location: Location, tier: Tier, timeout_seconds: float) -> None:
+        """``Engine.wait``; an agent that has stopped answering meanwhile is found, and what it owned is drained."""
+        is_agents = self.settings.mover == "agent" and tier is Tier.SHARED
+
+        async def watched(engine: Engine) -> None:
+            asking = asyncio.create_task(self._keep_asking()) if is_agents else None
+            try:
+                await engine.wait(location, tier, timeout_seconds)
+            finally:
+                if asking is not None:
+                    asking.cancel()
+
+        self.run(watched)
+
+    async def _keep_asking(self) -> None:
+        while True:
+            await asyncio.sleep(ASK_SECONDS)
+            with contextlib.suppress(TierckptError, OSError):
+                await asyncio.to_thread(contact_for(self.settings).ask, {"op": "here"}, start=False)
 
     def close(self) -> None:
         """Stop the drains (the journal keeps them) and the thread. Idempotent."""
@@ -179,6 +217,32 @@ class Client:
         if self._telling:
             await asyncio.wait(set(self._telling), timeout=timeout_seconds)
         return await engine.idle(timeout_seconds)
+
+
+class _Watch:
+    """Sees to it that something comes of what an agent says it works on, and says what is waited for."""
+
+    def __init__(self) -> None:
+        self._begun = self._moved_at = time.monotonic()
+        self._work: Any = None
+        self._has_told = False
+
+    def __call__(self, progress: Any) -> None:
+        """Raises OperationTimeoutError when nothing has come of it for ``STALLED_SECONDS``."""
+        now, told = time.monotonic(), progress if isinstance(progress, dict) else {}
+        if told.get("work") != self._work:
+            self._work, self._moved_at = told.get("work"), now
+        if not self._has_told and now - self._begun > TOLD_AFTER_SECONDS:
+            self._has_told = True
+            log.warning(
+                "waiting for the agent to write what ended trainers had staged (%s saves, %s bytes): %g s at most",
+                told.get("saves"),
+                told.get("size_bytes"),
+                SETTLE_SECONDS,
+            )
+        if now - self._moved_at > STALLED_SECONDS:
+            waited = now - self._begun
+            raise OperationTimeoutError("the agent works on it and nothing comes of that", waited_seconds=waited)
 
 
 _tally = Tally()
@@ -219,7 +283,7 @@ def wait(
         raise ConfigError(f"tier is {tier!r}", hint="It is 'local' or 'shared'") from None
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
-    client.run(lambda engine: engine.wait(location, wanted, timeout_seconds))
+    client.wait(location, wanted, timeout_seconds)
 
 
 @short_traceback

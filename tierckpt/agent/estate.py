@@ -19,6 +19,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..mover.contact import LOCK_NAME
 from ..telemetry import logger
@@ -102,6 +104,7 @@ class Estate:
         self._ended: deque[str] = deque(maxlen=ENDED_MAX)
         self._settling: set[Save] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._executing: set[int] = set()
         self.executed = 0
         self.given_up = 0
 
@@ -118,6 +121,14 @@ class Estate:
         """Memory that the wills keep, each piece counted once."""
         kept = [os.fstat(fd) for save in self.saves for will in save.wills.values() for fd in will.descriptors.values()]
         return sum({(status.st_dev, status.st_ino): status.st_size for status in kept}.values())
+
+    def progress(self) -> Json:
+        """What is being executed, and a number that changes as long as something comes of it."""
+        return {
+            "saves": len(self._settling),
+            "size_bytes": self.size_bytes,
+            "work": sum(_work_of(pid) for pid in self._executing),
+        }
 
     def has_will_of(self, owner: Owner) -> bool:
         return any(will.owner is owner for save in self._saves.values() for will in save.wills.values())
@@ -197,7 +208,7 @@ class Estate:
 
     async def _settle_now(self, save: Save) -> None:
         if save.is_complete or not save.is_of_this_node:
-            await _execute(save)
+            await self._execute(save)
             self.executed += 1
             return
         self.given_up += 1
@@ -207,22 +218,35 @@ class Estate:
             save.world_size,
         )
 
+    async def _execute(self, save: Save) -> None:
+        """Flush and commit in a process of its own: it needs torch, and the agent stays small and alive all the same.
 
-async def _execute(save: Save) -> None:
-    """Flush and commit in a process of its own: it needs torch, and the agent stays small and alive all the same.
+        Should the agent be told to end meanwhile, it goes on: it has all that it needs.
+        """
+        process = _start_executor(save)
+        self._executing.add(process.pid)
+        deadline = time.monotonic() + EXECUTION_SECONDS_MAX
+        try:
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    process.kill()
+                    await asyncio.to_thread(process.wait)
+                    raise RuntimeError(f"the process that executes it had not ended after {EXECUTION_SECONDS_MAX:g} s")
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            self._executing.discard(process.pid)
+        if process.returncode != 0:
+            raise RuntimeError(f"the process that executes it ended with code {process.returncode}")
 
-    Should the agent be told to end meanwhile, it goes on: it has all that it needs.
-    """
-    process = _start_executor(save)
-    deadline = time.monotonic() + EXECUTION_SECONDS_MAX
-    while process.poll() is None:
-        if time.monotonic() > deadline:
-            process.kill()
-            await asyncio.to_thread(process.wait)
-            raise RuntimeError(f"the process that executes it had not ended after {EXECUTION_SECONDS_MAX:g} s")
-        await asyncio.sleep(POLL_SECONDS)
-    if process.returncode != 0:
-        raise RuntimeError(f"the process that executes it ended with code {process.returncode}")
+
+def _work_of(pid: int) -> int:
+    """What a process has done so far: nanoseconds on processors, and bytes written."""
+    done = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        done = int(Path(f"/proc/{pid}/io").read_text().split()[3])  # wchar
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            done += int((task / "schedstat").read_text().split()[0])
+    return done
 
 
 def _start_executor(save: Save) -> subprocess.Popen[bytes]:

@@ -22,8 +22,10 @@ from ..config import Settings
 from ..engine import Engine
 from ..errors import ConfigError, TierckptError
 from ..mover import priority
+from ..mover.breaker import LOCK
 from ..mover.cluster import Live, live_of
 from ..mover.contact import (
+    BUSY_SECONDS,
     SOCKET,
     encode,
     peer_of,
@@ -42,7 +44,6 @@ from .peers import Peers
 
 log = logger("agent")
 
-LOCK = "agent.lock"
 RESCAN_SECONDS = 1.0
 RETRY_SECONDS_MIN = 5.0
 RETRY_SECONDS_MAX = 300.0
@@ -67,6 +68,8 @@ def run(settings: Settings, *, stay: bool = False) -> int:
         if not held:
             log.info("an agent runs already for %s", settings.local_root)
             return 0
+        os.truncate(held.descriptor, 0)
+        os.pwrite(held.descriptor, f"{os.getpid()}\n".encode(), 0)
         _allow_descriptors()
         priority.lower_this_thread(settings.flush_nice)  # the threads it will start inherit that
         # Whatever this process drains, it drains itself.
@@ -260,7 +263,7 @@ class Agent:
         """The journal, newest first."""
         try:
             return await asyncio.to_thread(self.engine.journal.entries)
-        except OSError as error:
+        except (OSError, TierckptError) as error:
             log.error("the journal cannot be read: %s", error)
             return []
 
@@ -387,8 +390,12 @@ class Agent:
             self._answer(connection, {"ok": answer})
 
     async def _answer_later(self, connection: Connection, work: Coroutine[Any, Any, Any]) -> None:
+        """Answer when the work is done, and say meanwhile that it is being done: silence means that this one is ill."""
+        task = asyncio.ensure_future(work)
+        while not (await asyncio.wait([task], timeout=BUSY_SECONDS))[0]:
+            self._answer(connection, {"busy": self.estate.progress()})
         try:
-            answer: Json = {"ok": await work}
+            answer: Json = {"ok": await task}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         self._answer(connection, answer)

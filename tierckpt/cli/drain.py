@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from ..engine import Engine
 from ..errors import ConfigError, OperationTimeoutError, PartialTransferError, TierckptError
 from ..layout import control_file
 from ..mover.budget import UNCHANGED, Unchanged, change_control
+from ..mover.contact import contact_for
 from ..mover.journal import KEPT, READY, Entry
 from ..types import Json
 from .output import Report, facts, human_bytes, progress_bar, table
@@ -174,6 +176,8 @@ async def _drain(engine: Engine, work: _Work, wait: bool) -> None:
         if not wait and len(work.left) == before:
             return
         if wait and work.left:
+            with contextlib.suppress(TierckptError, OSError):  # an agent that owns them and hangs is ended
+                await asyncio.to_thread(contact_for(engine.settings).ask, {"op": "here"}, start=False)
             await asyncio.sleep(POLL_SECONDS)
 
 

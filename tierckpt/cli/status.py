@@ -20,7 +20,7 @@ from ..layout import MANIFEST, Location, agent_dir
 from ..mover import commit
 from ..mover.budget import UNCHANGED, read_control
 from ..mover.catalog import file_size
-from ..mover.contact import SOCKET, Contact
+from ..mover.contact import SOCKET, Contact, NoneRunsError
 from ..mover.journal import READY, Entry, Journal
 from ..mover.prefetch import RECEIPT
 from ..mover.retention import local_checkpoints, nearest_existing
@@ -28,6 +28,8 @@ from ..types import Json
 from . import peers as peers_view
 from .output import Report, facts, human_bytes, human_seconds, table
 from .session import JsonOption, LocalRootOption, load_settings
+
+ANSWER_SECONDS = 2.0
 
 Watch = Annotated[bool, typer.Option("--watch", help="Draw it again and again until Ctrl-C.")]
 Interval = Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Between two pictures.")]
@@ -87,6 +89,7 @@ def _document(settings: Settings) -> Json:
     journal = [_entry(entry) for entry in Journal(root).entries()]
     local = sorted([*_checkpoints(root), *_prefetched(root), *_cached(settings)], key=lambda item: item["uri"])
     disk = shutil.disk_usage(nearest_existing(root))
+    agent, problem = _agent(settings)
     waiting = [item for item in journal if item["state"] == READY]
     return {
         "local_root": str(root),
@@ -94,7 +97,8 @@ def _document(settings: Settings) -> Json:
         "journal_bytes": sum(item["size_bytes"] for item in journal),
         "lag_seconds": max((item["age_seconds"] for item in waiting), default=0.0),
         "budget": _budget(settings),
-        "agent": _agent(settings),
+        "agent": agent,
+        "agent_problem": problem,
         "local": local,
         "local_bytes": sum(item["size_bytes"] for item in local),
         "free_bytes": disk.free,
@@ -102,18 +106,20 @@ def _document(settings: Settings) -> Json:
     }
 
 
-def _agent(settings: Settings) -> Json | None:
-    """What the agent says of itself; None when none runs."""
+def _agent(settings: Settings) -> tuple[Json | None, str | None]:
+    """What the agent says of itself, None when none runs; and why it says nothing, when one may run all the same."""
     if not (agent_dir(settings.local_root) / SOCKET).exists():
-        return None
+        return None, None
     contact = Contact(settings)
     try:
-        answer: Json = contact.ask({"op": "status"}, start=False)
-    except TierckptError:
-        return None
+        answer: Json = contact.ask({"op": "status"}, start=False, timeout_seconds=ANSWER_SECONDS)
+    except NoneRunsError:
+        return None, None
+    except TierckptError as error:
+        return None, error.message
     finally:
         contact.close()
-    return answer
+    return answer, None
 
 
 def _budget(settings: Settings) -> Json:
@@ -191,7 +197,9 @@ def _location(root: Path, directory: Path) -> Location:
     return Location(scheme, "" if authority == "_" else authority, leading + "/".join(path))
 
 
-def _agent_line(agent: Json | None) -> str:
+def _agent_line(agent: Json | None, problem: str | None) -> str:
+    if problem is not None:
+        return f"does not answer: {problem}"
     if agent is None:
         return "none runs (one is started when there is something to drain)"
     rate = f", {human_bytes(int(agent['bytes_per_second']))}/s" if "bytes_per_second" in agent else ""
@@ -229,7 +237,7 @@ def _view(document: Json) -> list[RenderableType]:
         f"the oldest {human_seconds(document['lag_seconds'])} old",
         "local tier": f"{human_bytes(document['local_bytes'])} in {len(document['local'])} directories",
         "drains": _budget_line(document["budget"]),
-        "agent": _agent_line(document["agent"]),
+        "agent": _agent_line(document["agent"], document["agent_problem"]),
     }
     if copies := (document["agent"] or {}).get("replicas"):
         summary["copies"] = _copies_line(copies)

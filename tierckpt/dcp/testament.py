@@ -12,9 +12,9 @@ from ..arena import memory
 from ..arena.memory import Memory
 from ..arena.slots import Lease
 from ..config import Settings, ranks_of_node
-from ..errors import OperationTimeoutError, TierckptError
+from ..errors import TierckptError
 from ..manifest import FileEntry
-from ..mover.contact import WILL_NAME, Contact, NoAgentError, contact_for
+from ..mover.contact import WILL_NAME, Contact, contact_for, is_known
 from ..telemetry import logger
 from . import will as wills
 from .will import Will
@@ -63,12 +63,7 @@ class Testament:
         That holds even when the agent cannot be told: it keeps a will that counts for nothing until this process ends.
         """
         self._revoke()
-        try:
-            self._contact.ask({"op": "take_back", "save": self._save}, start=False)
-        except NoAgentError:
-            pass  # it has lost the will with its process
-        except (TierckptError, OSError) as error:
-            log.warning("the agent could not be told that %s has ended: %s", self._save, error)
+        self._contact.tell({"op": "take_back", "save": self._save})
         return True
 
     def hand_in(self, memories: Mapping[str, Memory]) -> None:
@@ -95,7 +90,8 @@ class Testament:
         try:
             self._contact.ask(message, [lock], start=False)
         except (TierckptError, OSError) as error:
-            log.warning("%s: the agent does not have the will of it any more: %s", self._will.uri, error)
+            if not is_known(error):
+                log.warning("%s: the agent does not have the will of it any more: %s", self._will.uri, error)
             self.take_back()
             return False
         return True
@@ -109,7 +105,8 @@ class Testament:
         try:
             self.hand_in({})
         except (TierckptError, OSError) as error:
-            log.warning("%s: the agent could not be told that it is durable: %s", self._will.uri, error)
+            if not is_known(error):
+                log.warning("%s: the agent could not be told that it is durable: %s", self._will.uri, error)
             return False
         leave_open(self)
         return True
@@ -142,10 +139,9 @@ def hand_in(
         lease.ask_before_drop(lambda: False)  # while it is handed in
     try:
         testament.hand_in(memories)
-    except OperationTimeoutError as error:
-        log.warning("%s: the agent may not have the will of it: %s", will.uri, error)
     except Exception as error:
-        log.warning("%s is lost if this process ends before it is on the local tier: %s", will.uri, error)
+        if not is_known(error):
+            log.warning("%s is lost if this process ends before it is on the local tier: %s", will.uri, error)
         testament.take_back()
         return None
     finally:

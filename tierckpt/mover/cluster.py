@@ -24,7 +24,7 @@ from ..peer.members import Member, member_of
 from ..peer.replicas import Fresh, fresh_of
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Json, Tier
-from .contact import Contact
+from .contact import own_contact
 from .prefetch import from_manifest
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ class ByContact:
     """Who is there, as this node's agent says; it is started when there is none."""
 
     def __init__(self, settings: Settings) -> None:
-        self._contact = Contact(settings)
+        self._contact = own_contact(settings)
 
     async def __call__(self) -> Live:
         message: Json = {"op": "peers", "version": None, "directory": None}

@@ -20,7 +20,7 @@ from ..peer.members import Member, member_of
 from ..stores.common import settled
 from ..telemetry import logger
 from ..types import Json
-from .contact import Contact
+from .contact import own_contact
 
 if TYPE_CHECKING:
     from ..peer.swarm import Swarm, View
@@ -91,7 +91,7 @@ class _Agent:
     """This node's agent, on a connection of its own: while it lasts, what lands is served."""
 
     def __init__(self, settings: Settings, frozen: Frozen, directory: str) -> None:
-        self._contact = Contact(settings)
+        self._contact = own_contact(settings)
         self._version, self._directory = frozen.version, directory
 
     async def view(self, is_filling: bool) -> View:

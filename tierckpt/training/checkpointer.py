@@ -405,7 +405,7 @@ class Checkpointer:
 
     def _wait_shared(self, record: SaveRecord, timeout_seconds: float) -> None:
         location = parse_uri(record.uri)
-        self._client.run(lambda engine: engine.wait(location, Tier.SHARED, timeout_seconds))
+        self._client.wait(location, Tier.SHARED, timeout_seconds)
         seen = self._client.engine.committed_at.get(record.uri, time.monotonic())
         record.shared_commit_seconds = seen - self._started[record.uri]
 
