@@ -52,7 +52,12 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TIERCKPT_", toml_file="tierckpt.toml", extra="forbid", frozen=True)
 
     local_root: Path = Field(default_factory=_default_local_root)
-    """Directory on node-local SSD that holds the local tier and the journal."""
+    """Directory on node-local SSD that holds the local tier and the journal. This user's own: one that somebody else
+    owns, can write to, or has linked to is refused."""
+
+    local_readable_by: Literal["user", "group", "all"] = "user"
+    """Who besides this user may read the checkpoints and the node cache below ``local_root``, as far as the umask lets
+    them. Nobody else may ever write there."""
 
     drain: bool = True
     """Drain each committed checkpoint to its URI in the background. False keeps it on the local tier only."""

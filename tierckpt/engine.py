@@ -31,6 +31,7 @@ from .mover.browse import Browser
 from .mover.budget import Budget
 from .mover.catalog import Checkpoint, Row
 from .mover.cluster import Live, cluster_of
+from .mover.disk import use_local_root
 from .mover.drain import Drainer, DrainResult
 from .mover.drill import DrillReport, choose, drill
 from .mover.journal import READY, Entry, Journal
@@ -69,7 +70,11 @@ class Engine:
         *,
         live: Callable[[], Awaitable[Live]] | None = None,
     ) -> None:
-        """``live``: who the other nodes are; None: this node's agent is asked, where there are ``peers``."""
+        """``live``: who the other nodes are; None: this node's agent is asked, where there are ``peers``.
+
+        Raises PermissionDeniedError: ``local_root`` is not safe to use.
+        """
+        use_local_root(settings)
         self.settings = settings
         self._listener = listener
         self._drainer = Drainer(settings, listener)

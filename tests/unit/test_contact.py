@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -309,9 +311,12 @@ def test_a_directory_that_is_a_link_is_not_used(contact: Contact, local_root: Pa
 
 
 def test_where_the_disk_does_not_let_an_agent_be_started_there_is_said_to_be_none(
-    contact: Contact, local_root: Path
+    contact: Contact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (private_directory(local_root) / contacts.STARTING).mkdir()  # nothing can be written there, as on a full disk
+    def full(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(contacts, "try_lock", full)
     with pytest.raises(NoAgentError, match="could not be started"):
         contact.ask({"op": "status"})
 

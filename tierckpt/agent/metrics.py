@@ -36,6 +36,7 @@ from ..mover import commit
 from ..mover.budget import Budget
 from ..mover.journal import KEPT, READY, Journal
 from ..mover.retention import nearest_existing
+from ..stores.local import read_whole
 from ..telemetry import Labels, Metric, logger
 from ..types import Tier
 
@@ -216,7 +217,7 @@ class NodeState:
                 stamp = (status.st_mtime_ns, status.st_ino)
                 before = self._known.get(path)
                 if before is None or before[0] != stamp:
-                    found = manifests.decode(path.read_bytes(), where=str(path))
+                    found = manifests.decode(read_whole(path, manifests.MANIFEST_BYTES_MAX), where=str(path))
                     before = (stamp, _Commit(path.parent.parent, found.attempt, found.created_unix_seconds))
             except (OSError, TierckptError) as error:
                 log.debug("%s", error)  # being removed, or damaged: `tierckpt verify` says which

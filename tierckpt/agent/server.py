@@ -33,9 +33,11 @@ from ..mover.contact import (
     socket_path,
     take_message,
 )
+from ..mover.disk import use_local_root
 from ..mover.journal import READY, Entry
 from ..mover.lock import try_lock
 from ..mover.replicate import Replicator
+from ..stores.quarantine import set_aside
 from ..telemetry import emit_rows, logger
 from ..types import Json, Progress
 from .connection import Connection, close_all
@@ -63,6 +65,7 @@ def run(settings: Settings, *, stay: bool = False) -> int:
 
     Returns 0 at once when an agent runs already.
     """
+    use_local_root(settings)
     directory = private_directory(settings.local_root)
     with try_lock(directory / LOCK) as held:
         if not held:
@@ -154,7 +157,9 @@ class Agent:
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        (self._directory / SOCKET).unlink(missing_ok=True)  # we hold the lock: nobody listens there any more
+        socket_file = self._directory / SOCKET
+        if not (socket_file.is_dir() and set_aside(socket_file)):
+            socket_file.unlink(missing_ok=True)  # we hold the lock: nobody listens there any more
         with socket_path(self._directory) as path:
             listener.bind(path)
         (self._directory / SOCKET).chmod(0o600)

@@ -25,6 +25,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import threading
 from pathlib import Path
 
@@ -32,10 +33,11 @@ from ..errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreEr
 from ..layout import PRIVATE_DIR
 from ..manifest import MANIFEST_BYTES_MAX, digest_of, has_digest
 from ..stores.local import fsync_dir, make_dirs, read_whole
+from ..stores.quarantine import open_regular
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Tier
 from .frozen import Frozen, Receipt, decode
-from .owner import Claims, Presence, is_live
+from .owner import TRIES, Claims, Presence, is_live
 from .writing import allocate, translated, write_at
 
 log = logger("cache")
@@ -67,8 +69,8 @@ def landed_in(directory: Path, version: str) -> dict[str, int]:
     if frozen is None or frozen.version != version:
         return {}
     lines = Lines(frozen)
-    with contextlib.suppress(OSError):
-        lines.take(lines.path(incoming).read_bytes())
+    with contextlib.suppress(OSError, TierckptError), os.fdopen(open_regular(lines.path(incoming)), "rb") as file:
+        lines.take(file.read())
     return {item.path: lines.bytes_of(index) for index, item in enumerate(frozen.files)}
 
 
@@ -188,12 +190,12 @@ class Filling:
         self._prepared: set[int] = set()
         base = self.incoming / FILLING
         with translated(self.incoming):
-            (base / "claims").mkdir(parents=True, exist_ok=True)  # durable when it is published, not before (G3)
-            (base / SHARED).mkdir(exist_ok=True)
+            for folder in (base / "claims", base / SHARED):  # durable when it is published, not before (G3)
+                make_dirs(folder, is_durable=False)
             self.frozen = self._agree(frozen)
             self._lines = Lines(self.frozen)
             self._progress = self._lines.path(self.incoming)
-            self._log = os.open(self._progress, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._log = open_regular(self._progress, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             self.presence = Presence(base / "owners")
             with translated(self.incoming):
@@ -212,7 +214,7 @@ class Filling:
         count as damaged, and what has landed since would go with it.
         """
         path = self.incoming / ENTRY
-        while True:
+        for _ in range(TRIES):
             try:
                 known = _entry_of(self.incoming)
                 if known.version == frozen.version:
@@ -231,6 +233,7 @@ class Filling:
             except OSError:  # no hard links here
                 temporary.replace(path)
             temporary.unlink(missing_ok=True)
+        raise StoreError(f"{path} is never what was written to it", path=path, tier=Tier.LOCAL)
 
     def _forget(self, entry: Path) -> None:
         log.warning("%s is damaged: beginning again", entry)
@@ -328,7 +331,7 @@ class Filling:
         if not (self.incoming / ENTRY).exists():
             raise ObjectNotFoundError(f"{self.incoming} has gone: published, or removed", tier=Tier.LOCAL)
         with translated(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_dirs(path.parent, is_durable=False)
             self.refresh()
             had = bool(self._lines.landed.get(index))
             try:
@@ -337,7 +340,7 @@ class Filling:
                     log.warning("%s has gone: fetching it again", path)
                     self._append(f"!{index}.")
             except FileExistsError:
-                file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                file = open_regular(path, os.O_RDWR)
             try:
                 status = os.fstat(file)
                 if self.preallocate and item.size_bytes > status.st_blocks * 512:
@@ -518,9 +521,10 @@ def remove_abandoned(directory: Path, keep: Path) -> None:
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        status = path.stat()
     except OSError:
         return -1
+    return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
 
 def _boot_id() -> str:

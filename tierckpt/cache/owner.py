@@ -23,7 +23,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from ..errors import StoreError
+from ..stores.local import make_dirs
+from ..stores.quarantine import kind_of, open_regular, set_aside
 from ..telemetry import logger
+from ..types import Tier
 
 log = logger("cache")
 
@@ -100,11 +104,11 @@ class Presence:
         return self.owner.name
 
     def begin(self) -> None:
-        """Raises OSError when the directory cannot be written."""
+        """Raises OSError or StoreError when the directory cannot be written."""
         for left in reversed(range(TRIES)):
             try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                make_dirs(self._path.parent, is_durable=False)
+                self._file = open_regular(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
                 break
             except FileNotFoundError:  # somebody has tidied the empty directory away meanwhile
                 if not left:
@@ -131,9 +135,14 @@ class Claims:
         """Claims of dead or silent holders that this one has taken."""
 
     def take(self, name: str) -> bool:
-        """Claim ``name``; False when a live holder has it."""
+        """Claim ``name``; False when a live holder has it.
+
+        Raises:
+            OSError: no claim can be made there. FileNotFoundError: the folder has gone.
+            StoreError: what lies there is no claim, and cannot be moved away.
+        """
         path = self.folder / name
-        while True:
+        for _ in range(TRIES):
             try:
                 path.symlink_to(self._holder)
                 return True
@@ -141,19 +150,28 @@ class Claims:
                 holder = self.holder(name)
                 if holder is not None and is_live(holder, self._beats):
                     return False
-                if holder is not None and not self._clear(path, holder):
+                if not self._clear(path, holder):
                     return False
+        return False  # others come and go faster than we look: they do the work
 
-    def _clear(self, path: Path, dead: str) -> bool:
-        """Remove the claim of ``dead``; False when another holder is just doing such a thing, and goes first."""
+    def _clear(self, path: Path, dead: str | None) -> bool:
+        """Remove the claim of ``dead``, or what is no claim; False when another is just doing such a thing, and goes
+        first."""
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             if not _lock(folder):
                 return False
-            if _link(path) == dead:
+            if dead is not None and _link(path) == dead:
                 path.unlink(missing_ok=True)
                 self.taken_over += 1
                 log.info("taking over %s from %s, which has ended or says nothing any more", path.name, dead)
+            elif dead is None and kind_of(path) not in ("a link", "nothing") and not set_aside(path):
+                raise StoreError(
+                    f"{path} is {kind_of(path)} and no claim",
+                    hint="A copy of the directory made without its links? Remove it",
+                    path=path,
+                    tier=Tier.LOCAL,
+                )
             return True
         finally:
             _unlock(folder)  # a child that was forked meanwhile has this descriptor too

@@ -28,9 +28,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..config import Settings
-from ..errors import CapacityError, OperationTimeoutError
+from ..errors import CapacityError, OperationTimeoutError, TierckptError
 from ..layout import PRIVATE_DIR
-from ..stores.local import make_dirs
+from ..stores.local import make_dirs, read_whole, replace_file
 from ..telemetry import logger
 from ..types import Tier
 from .filling import SUFFIX, read_entry, read_receipt, remove_dir
@@ -48,6 +48,7 @@ MARGIN_BYTES_MAX = 64 << 20
 ADMISSION_SECONDS = 120.0
 EVICTION_SECONDS = 60.0
 POLL_SECONDS = 0.005
+RESERVED_BYTES_MAX = 64
 
 _INCOMING = re.compile(rf"^\.(?P<name>.+)\.[0-9a-f]{{8}}{re.escape(SUFFIX)}$")
 
@@ -182,8 +183,8 @@ class Pool:
 
     def _reserved(self, name: str) -> int:
         try:
-            return int((self.book(name) / "reserved").read_text())
-        except (OSError, ValueError):
+            return int(read_whole(self.book(name) / "reserved", RESERVED_BYTES_MAX))
+        except (TierckptError, ValueError):
             return 0
 
     def _used_ns(self, name: str) -> int:
@@ -197,8 +198,8 @@ class Pool:
     def used(self, name: str) -> None:
         """Note that an entry is being used. Best effort."""
         now, path = time.time_ns(), self.book(name) / "used"
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError, TierckptError):
+            make_dirs(path.parent, is_durable=False)
             path.touch()
             os.utime(path, ns=(now, now))
         self.index.touch(name, now)
@@ -279,7 +280,7 @@ class Pool:
                 path = self.book(frozen.name) / "reserved"
                 temporary = path.with_name(f"reserved.{presence.name}")
                 temporary.write_text(str(reserved_bytes))
-                temporary.replace(path)
+                replace_file(temporary, path)
                 self._note_reserved(frozen, reserved_bytes)
                 return room
 

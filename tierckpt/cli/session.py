@@ -12,6 +12,7 @@ import typer
 from ..client import Client, close_all
 from ..config import Settings
 from ..layout import Location, parse_uri
+from ..mover.disk import use_local_root
 from ..stores.schemes import check_location
 from ..telemetry import ignore_progress
 from ..types import ProgressListener
@@ -34,10 +35,12 @@ LocalRootOption = Annotated[
 
 
 def load_settings(local_root: Path | None, **overrides: Any) -> Settings:
-    """Return the settings of this command line. Raises ConfigError."""
+    """Return the settings of this command line. Raises ConfigError; PermissionDeniedError: an unsafe local root."""
     if local_root is not None:
         overrides["local_root"] = local_root
-    return Settings.load(**overrides)
+    settings = Settings.load(**overrides)
+    use_local_root(settings)
+    return settings
 
 
 def location_of(uri: str) -> Location:

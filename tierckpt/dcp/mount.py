@@ -8,6 +8,7 @@ from ..client import Client, get_client
 from ..config import Settings
 from ..errors import ConfigError
 from ..layout import Location, parse_uri
+from ..mover.disk import use_local_root
 from ..stores.schemes import check_location
 
 
@@ -22,6 +23,7 @@ class Mount:
     def _point_to(self, uri: str | os.PathLike[str] | None) -> None:
         if uri is None:
             raise ConfigError("no URI", hint=f"{type(self).__name__}('s3://bucket/run/step-100')")
+        use_local_root(self.settings)
         self.location = check_location(parse_uri(uri))
         self.path = self.location.uri
 

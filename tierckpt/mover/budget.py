@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import ConfigError
+from ..errors import ConfigError, PermissionDeniedError, TierckptError
 from ..layout import control_file
-from ..stores.local import durable_write, make_dirs
+from ..stores.local import durable_write, make_dirs, read_whole
 from ..telemetry import logger
 from ..types import Json
 from .lock import lock
@@ -52,6 +52,7 @@ FLUSH_LOOK_SECONDS = 0.02
 THREADS_MAX = 8
 CONTROL_LOCK_SECONDS = 10.0
 CONCURRENCY_MAX = 256
+CONTROL_BYTES_MAX = 1 << 16
 
 
 class Unchanged(enum.Enum):
@@ -421,10 +422,12 @@ def change_control(
 
 def _read_control(path: Path) -> Control:
     try:
-        body = json.loads(path.read_bytes())
+        body = json.loads(read_whole(path, CONTROL_BYTES_MAX))
     except FileNotFoundError:
         return Control()
-    except (OSError, ValueError) as error:
+    except PermissionDeniedError:
+        raise
+    except (TierckptError, ValueError) as error:
         raise _not_a_control_file(path, str(error)) from None
     fields = {"bytes_per_second", "concurrency", "paused"}
     if not isinstance(body, dict) or body.keys() - fields or not isinstance(body.get("paused", False), bool):

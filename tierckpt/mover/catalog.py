@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,10 +89,12 @@ class Checkpoint:
 
 
 def file_size(path: Path) -> int:
+    """Of a regular file; -1 where there is none."""
     try:
-        return path.stat().st_size
+        status = path.stat()
     except OSError:
         return -1
+    return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
 
 async def find(location: Location, directory: Path, store: Store, cluster: Cluster | None = None) -> Checkpoint:

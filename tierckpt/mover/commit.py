@@ -87,10 +87,13 @@ def read_local_manifest(directory: Path) -> Manifest | None:
     Raises ManifestError when there is one and it is damaged, StoreError when it cannot be read.
     """
     try:
-        data = read_whole(directory / MANIFEST, manifests.MANIFEST_BYTES_MAX)
+        return _read_manifest(directory / MANIFEST)
     except ObjectNotFoundError:
         return None
-    return manifests.decode(data, where=str(directory / MANIFEST))
+
+
+def _read_manifest(path: Path) -> Manifest:
+    return manifests.decode(read_whole(path, manifests.MANIFEST_BYTES_MAX), where=str(path))
 
 
 async def read_shared_manifest(store: Store) -> Manifest | None:
@@ -185,7 +188,7 @@ def commit_local_fragment(
         parts = sorted((directory / PARTS_DIR).glob(f"{fragment.attempt}-*.json"))
         if len(parts) < fragment.world_size:
             return None
-        whole = manifests.merge([manifests.decode(path.read_bytes(), where=str(path)) for path in parts])
+        whole = manifests.merge([_read_manifest(path) for path in parts])
         _publish(directory, location, whole, {entry.path: _kept(directory, entry, whole) for entry in whole.metadata})
         for path in parts:
             with suppress(OSError):  # it is committed; what stays here goes with the checkpoint
@@ -460,7 +463,7 @@ def _finish_removal(directory: Path) -> bool:
     notes = sorted((directory / REMOVED_DIR).glob("*.json"))
     for note in notes:
         try:
-            gone = manifests.decode(read_whole(note, manifests.MANIFEST_BYTES_MAX), where=str(note))
+            gone = _read_manifest(note)
         except ManifestError as error:
             log.warning("%s; what it names stays on the disk", error)
             continue

@@ -29,9 +29,11 @@ from ..config import Settings
 from ..errors import OperationTimeoutError, PermissionDeniedError, TierckptError
 from ..layout import agent_dir
 from ..stores.local import make_dirs
+from ..stores.quarantine import open_regular
 from ..telemetry import logger
 from ..types import Json, Tier
 from .breaker import PATIENCE_SECONDS, STARVED_SECONDS, Answer, CircuitBreaker, Starvation
+from .disk import use_local_root
 from .lock import try_lock
 
 log = logger("agent")
@@ -116,8 +118,7 @@ def private_directory(local_root: Path) -> Path:
     Raises PermissionDeniedError when it belongs to somebody else: whoever owns it could answer in the agent's name.
     """
     directory = agent_dir(local_root)
-    make_dirs(directory.parent)
-    directory.mkdir(mode=0o700, exist_ok=True)
+    make_dirs(directory)
     status = directory.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionDeniedError(
@@ -162,6 +163,7 @@ class Contact:
     """
 
     def __init__(self, settings: Settings, breaker: CircuitBreaker | None = None) -> None:
+        use_local_root(settings)
         self.settings = settings
         self._breaker = breaker
         self._socket: socket.socket | None = None
@@ -459,7 +461,7 @@ def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
     with contextlib.suppress(FileNotFoundError):  # none yet, or another starter was faster
         if log_file.stat().st_size > LOG_BYTES_MAX:
             log_file.replace(directory / f"{LOG}.1")
-    with log_file.open("ab") as output:
+    with open(open_regular(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:  # noqa: PTH123
         process = subprocess.Popen(
             [sys.executable, "-m", "tierckpt.agent"],
             stdin=subprocess.PIPE,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..config import Settings
 from ..errors import ConfigError, ObjectNotFoundError, TierckptError
+from ..ownership import open_root
 from ..stores.common import is_temporary
 from ..stores.local import make_dirs, translate_os_error
 from ..telemetry import logger
@@ -26,14 +27,28 @@ LEFTOVER_SECONDS = 3600.0
 _checked: set[Path] = set()
 
 
+_MODES = {"user": 0o700, "group": 0o750, "all": 0o755}
+
+
+def use_local_root(settings: Settings) -> None:
+    """Say that this process uses ``local_root``: it is checked, and from then on all that is used below it. Makes
+    nothing.
+
+    Raises:
+        PermissionDeniedError: another user owns it, can write to it, or controls a link on the way to it.
+    """
+    open_root(settings.local_root, _MODES[settings.local_readable_by])
+
+
 def check_local_root(settings: Settings) -> None:
     """Make ``local_root``; once per process, warn when it is memory and not a disk, and clear it of leftovers.
 
     Raises:
-        PermissionDeniedError: not writable, or on a read-only mount.
+        PermissionDeniedError: not safe to use, not writable, or on a read-only mount.
         ConfigError: it cannot be a directory.
     """
     root = settings.local_root
+    use_local_root(settings)
     try:
         make_dirs(root)
     except TierckptError as error:

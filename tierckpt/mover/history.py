@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..errors import ObjectNotFoundError, StoreError
+from ..errors import ManifestError, ObjectNotFoundError, StoreError
 from ..layout import HISTORY_DIR
 from ..stores.base import Store
+from ..stores.local import read_whole
 from ..telemetry import logger
 
 log = logger("history")
@@ -59,9 +60,8 @@ def _local(directory: Path) -> dict[str, bytes]:
     found = {}
     for path in sorted((directory / HISTORY_DIR).glob("*.jsonl"))[-FILES_MAX:]:
         try:
-            if path.stat().st_size <= FILE_BYTES_MAX:
-                found[path.name] = path.read_bytes()
-        except OSError as error:
+            found[path.name] = read_whole(path, FILE_BYTES_MAX)
+        except (ManifestError, StoreError) as error:
             log.warning("%s is left out: %s", path, error)
     return found
 

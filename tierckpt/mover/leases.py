@@ -23,6 +23,7 @@ from pathlib import Path
 from ..errors import TierckptError
 from ..manifest import digest_of
 from ..stores.local import make_dirs
+from ..stores.quarantine import open_regular
 from ..telemetry import logger
 from .lock import POLL_SECONDS, _is_file, try_lock
 
@@ -99,7 +100,7 @@ def _try_lease(local_root: Path, directory: Path) -> int:
     path = lease_path(local_root, directory)
     try:
         make_dirs(path.parent)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = open_regular(path, os.O_RDWR | os.O_CREAT)
     except (OSError, TierckptError) as error:
         log.debug("no lease on %s: %s", directory, error)
         return _NONE

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import OperationTimeoutError
+from ..stores.quarantine import open_regular
 from ..types import Tier
 
 POLL_SECONDS = 0.02
@@ -45,7 +46,7 @@ def try_lock(path: Path, *, remove: bool = False, inherited: int | None = None) 
 
     Its directory must exist. ``inherited``: the descriptor of a holder that may have ended (K4); closed at the end.
     """
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) if inherited is None else inherited
+    file = open_regular(path, os.O_RDWR | os.O_CREAT) if inherited is None else inherited
     held = False
     try:
         try:
@@ -102,6 +103,6 @@ def _check_deadline(deadline: float, timeout_seconds: float, what: str) -> None:
 
 def _is_file(file: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
+        return os.path.samestat(os.fstat(file), path.lstat())
+    except OSError:
         return False

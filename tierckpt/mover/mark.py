@@ -17,7 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..errors import TierckptError
 from ..layout import flush_mark
+from ..stores.quarantine import open_regular
 from ..telemetry import BYTES, FLUSH_SECONDS, STEPPED_BACK_SECONDS, logger
 from ..types import Tier
 
@@ -53,10 +55,10 @@ def flushing(local_root: Path, size_bytes: int = 0) -> Iterator[None]:
 def _mark(local_root: Path) -> int:
     file = -1
     try:
-        file = os.open(flush_mark(local_root), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = open_regular(flush_mark(local_root), os.O_RDWR | os.O_CREAT)
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, 0, 0, 0, 0))
         return file
-    except OSError as error:
+    except (OSError, TierckptError) as error:
         log.debug("drains do not see this flush: %s", error)
         if file >= 0:
             os.close(file)
@@ -74,10 +76,10 @@ class FlushMark:
         """True while some process of this node flushes; False where locks do not work."""
         try:
             if self._file < 0:
-                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._file = open_regular(self._path, os.O_RDWR | os.O_CREAT)
             asked = struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0)
             answer = struct.unpack(_FLOCK, fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, asked))
-        except OSError:
+        except (OSError, TierckptError):
             return False
         return bool(answer[0] != fcntl.F_UNLCK)
 

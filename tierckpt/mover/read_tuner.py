@@ -28,9 +28,10 @@ from typing import Any
 from ..config import Settings
 from ..errors import TierckptError
 from ..layout import model_read_ways, read_ways
-from ..stores.local import make_dirs
+from ..stores.local import make_dirs, read_whole, replace_file
 from ..telemetry import logger
 from ..types import Json
+from .disk import use_local_root
 from .lock import try_lock
 
 log = logger("restore")
@@ -87,6 +88,7 @@ class ReadTuner:
     """
 
     def __init__(self, settings: Settings, ways: tuple[Way, ...] = WAYS) -> None:
+        use_local_root(settings)
         self.mode = settings.read_mode
         """What the user has said: ``auto`` leaves it to us, and bytes that are in memory are taken from there."""
         self.threads_max = settings.read_threads_max
@@ -157,8 +159,8 @@ class ReadTuner:
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
         try:
             temporary.write_text(json.dumps({**kept, device: entry}, indent=1))
-            temporary.replace(self.path)
-        except OSError as error:
+            replace_file(temporary, self.path)
+        except (OSError, TierckptError) as error:
             log.debug("%s: %s", self.path, error)
 
 
@@ -169,11 +171,14 @@ def best(rates: Mapping[Way, float]) -> Way:
     return next(way for way, rate in worth.items() if rate >= AS_GOOD * fastest)
 
 
+RECORD_BYTES_MAX = 1 << 20
+
+
 def recorded(path: Path) -> dict[str, Any]:
     """What is kept at ``path``, by device; nothing when it is not there or is not ours."""
     try:
-        found: Json = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        found: Json = json.loads(read_whole(path, RECORD_BYTES_MAX))
+    except (TierckptError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

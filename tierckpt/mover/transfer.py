@@ -20,6 +20,7 @@ from ..manifest import FileEntry, has_digest
 from ..stores.base import Store
 from ..stores.common import settled
 from ..stores.local import fsync_dir, make_dirs, translate_os_error
+from ..stores.quarantine import open_regular
 from ..telemetry import BYTES, FILE_SECONDS, FILES
 from ..types import Buffer, ByteRange, Tier
 from .budget import Share
@@ -209,7 +210,7 @@ def _flatten(error: BaseException) -> list[BaseException]:
 
 def open_file(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
     except OSError as error:
         raise translate_os_error(error, path, Tier.LOCAL) from error
 

@@ -30,8 +30,10 @@ from ..errors import (
     StoreUnavailableError,
     TierckptError,
 )
+from ..ownership import check, mode_of
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, is_temporary, settled, short_answer
+from .quarantine import open_regular, set_aside
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -101,17 +103,36 @@ def fsync_dir(path: Path) -> None:
         os.close(file)
 
 
-def make_dirs(path: Path, *, tier: Tier = Tier.LOCAL) -> None:
-    """Make directory ``path`` and its parents, each one durable. Cost: one fsync for each directory made."""
+def make_dirs(path: Path, *, tier: Tier = Tier.LOCAL, is_durable: bool = True) -> None:
+    """Make directory ``path`` and its parents, each one durable. Cost: one fsync for each directory made.
+
+    Below a local root nobody else can write to what is made, whatever the umask; what lies there and is no directory is
+    set aside (``quarantine``).
+
+    Raises:
+        PermissionDeniedError: a directory below a local root is not safe to use (``ownership``).
+    """
     with _translated(path, tier):
         missing = []
+        check(path)
         while not path.is_dir():
             missing.append(path)
             path = path.parent
         for directory in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # another process made it, or it is a file: the next step tells
-                directory.mkdir()
-            fsync_dir(directory.parent)
+            _make_dir(directory)
+            if is_durable:
+                fsync_dir(directory.parent)
+
+
+def _make_dir(directory: Path) -> None:
+    mode = mode_of(directory)
+    try:
+        directory.mkdir(mode)
+    except FileExistsError:  # another process made it, or it is no directory
+        if not directory.is_dir():
+            if not set_aside(directory):
+                raise
+            directory.mkdir(mode, exist_ok=True)
 
 
 def read_whole(path: Path, size_bytes_max: int, *, tier: Tier = Tier.LOCAL) -> bytes:
@@ -121,11 +142,11 @@ def read_whole(path: Path, size_bytes_max: int, *, tier: Tier = Tier.LOCAL) -> b
         ManifestError: it is larger than ``size_bytes_max``, found before any memory is taken for it.
         ObjectNotFoundError, PermissionDeniedError, StoreError: as the file system says.
     """
-    with _translated(path, tier):
-        size_bytes = path.stat().st_size
+    with _translated(path, tier), os.fdopen(open_regular(path), "rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes > size_bytes_max:
             raise ManifestError(f"{path}: {size_bytes} bytes is larger than any that tierckpt writes", tier=tier)
-        return path.read_bytes()
+        return file.read(size_bytes)
 
 
 def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:
@@ -134,9 +155,19 @@ def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:
     The directory must exist. Cost: two fsyncs.
     """
     with _translated(path, tier), _temporary(path) as temporary:
-        _write_new(temporary, data)
-        temporary.replace(path)
+        _write_new(temporary, data, 0o644 if check(path.parent) else 0o666)
+        replace_file(temporary, path)
         fsync_dir(path.parent)
+
+
+def replace_file(new: Path, path: Path) -> None:
+    """Rename ``new`` over ``path``; a directory of that name below a local root is set aside. Raises OSError."""
+    try:
+        new.replace(path)
+    except IsADirectoryError:
+        if not set_aside(path):
+            raise
+        new.replace(path)
 
 
 def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool:
@@ -172,12 +203,12 @@ def _temporary(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
-def _create(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+def _create(path: Path, mode: int = 0o666) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
 
-def _write_new(path: Path, data: Buffer) -> None:
-    file = _create(path)
+def _write_new(path: Path, data: Buffer, mode: int = 0o666) -> None:
+    file = _create(path, mode)
     try:
         _write_all(file, data)
         os.fsync(file)

@@ -26,6 +26,7 @@ from ..config import Settings
 from ..engine import Engine
 from ..layout import HISTORY_DIR, Location, local_dir
 from ..stores.local import make_dirs
+from ..stores.quarantine import open_regular
 from ..telemetry import logger
 
 log = logger("ledger")
@@ -174,7 +175,7 @@ class Ledger:
                 self._thin()
             elif self._file is None:
                 make_dirs(self._path.parent)
-                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                self._file = open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 os.write(self._file, "".join(self._lines).encode())
             else:
                 os.write(self._file, text.encode())

@@ -1,0 +1,263 @@
+"""A shared machine: what another user has made, can write to or has linked is refused, whoever the victim is.
+
+The users are real: each part runs in a child with a uid of its own. Needs root, as the CI has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tierckpt import TierStorageWriter, latest, ownership
+from tierckpt.client import close_all
+from tierckpt.config import Settings
+from tierckpt.errors import PermissionDeniedError
+from tierckpt.mover.disk import use_local_root
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be several users")
+
+ATTACKER, VICTIM, ROOT = 12345, 12346, 0
+VICTIMS = pytest.mark.parametrize("victim", [VICTIM, ROOT], ids=["user", "root"])
+CHILD_SECONDS = 120
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Path]:
+    """A directory that every user can reach, like ``/tmp``: sticky, and writable by all."""
+    path = Path("/tmp") / f"tierckpt-machine-{os.getpid()}-{tmp_path.parent.name}-{tmp_path.name[-20:]}"
+    path.mkdir()
+    path.chmod(0o1777)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def warm(tmp_path: Path) -> None:
+    """All modules that a save needs are imported: the users of these tests may not read ours."""
+    run = str(tmp_path / "warm")
+    _save(run, tmp_path / "warm-root")
+    assert latest(run, local_root=tmp_path / "warm-root")
+    close_all()
+
+
+def as_user(uid: int, work: Callable[[], object]) -> str:
+    """Run ``work`` in a child with the user ``uid`` and no group of root's. Returns '' or the error that it raised."""
+    out, into = os.pipe()
+    child = os.fork()
+    if not child:
+        said = "nothing"
+        try:
+            os.close(out)
+            os.setgroups([])
+            os.setgid(uid)
+            os.setuid(uid)
+            os.umask(0o022)
+            work()
+            said = ""
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(into, said.encode()[:4000])
+            os._exit(0)
+    os.close(into)
+    with os.fdopen(out, "rb") as stream:
+        said = stream.read().decode()
+    os.waitpid(child, 0)
+    return said
+
+
+def use(root: Path) -> Callable[[], None]:
+    def work() -> None:
+        ownership._roots.clear()
+        use_local_root(Settings(local_root=root))
+
+    return work
+
+
+def make(path: Path, mode: int = 0o755) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(mode)
+    return path
+
+
+@VICTIMS
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o777, 0o1777])
+def test_a_local_root_that_another_user_made_is_refused(machine: Path, victim: int, mode: int) -> None:
+    root = machine / "root"
+    assert not as_user(ATTACKER, lambda: make(root, mode))
+    said = as_user(victim, use(root))
+    assert said.startswith("PermissionDeniedError: local_root")
+    assert f"belongs to user {ATTACKER}" in said and "TIERCKPT_LOCAL_ROOT" in said
+
+
+@VICTIMS
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o775, 0o702])
+def test_a_local_root_that_others_can_write_to_is_refused(machine: Path, victim: int, mode: int) -> None:
+    root = machine / "root"
+    assert not as_user(victim, lambda: make(root, mode))
+    assert "can be written by other users" in as_user(victim, use(root))
+
+
+@VICTIMS
+@pytest.mark.parametrize("below", ["cache", "checkpoints", "cache/.book/x"])
+def test_a_directory_below_the_local_root_that_another_user_made_is_refused(
+    machine: Path, victim: int, below: str
+) -> None:
+    root = machine / "root"
+    assert not as_user(victim, lambda: make(root, 0o777))
+    for parent in reversed([Path(below), *Path(below).parents][:-1]):
+        assert not as_user(ATTACKER, lambda parent=parent: make(root / parent, 0o777))  # type: ignore[misc]
+    assert not as_user(victim, lambda: root.chmod(0o700))
+
+    def work() -> None:
+        use(root)()
+        ownership.check(root / below)
+
+    assert f"belongs to user {ATTACKER}" in as_user(victim, work)
+
+
+@VICTIMS
+def test_a_directory_below_the_local_root_that_others_can_write_to_is_refused(machine: Path, victim: int) -> None:
+    root = machine / "root"
+
+    def work() -> None:
+        make(root, 0o700)
+        make(root / "checkpoints" / "s3", 0o777)
+        use(root)()
+        ownership.check(root / "checkpoints" / "s3" / "bucket")
+
+    assert "can be written by other users" in as_user(victim, work)
+
+
+@VICTIMS
+@pytest.mark.parametrize("where", ["root", "above", "below"])
+def test_a_link_of_another_user_is_refused_and_one_of_our_own_is_followed(
+    machine: Path, victim: int, where: str
+) -> None:
+    home = machine / "home"
+    assert not as_user(victim, lambda: (make(home, 0o755), make(home / "own", 0o700), make(home / "own" / "x", 0o700)))
+    link, root = {
+        "root": (machine / "link", machine / "link"),
+        "above": (machine / "link", machine / "link" / "own"),
+        "below": (home / "own" / "cache", home / "own"),
+    }[where]
+    target = {"root": home / "own", "above": home, "below": home / "own" / "x"}[where]
+
+    link.symlink_to(target)
+    os.lchown(link, ATTACKER, ATTACKER)
+    assert "which another user controls" in as_user(victim, use(root))
+    link.unlink()
+    assert not as_user(victim, lambda: link.symlink_to(target))
+    assert not as_user(victim, use(root))
+
+
+def test_a_link_of_our_own_where_others_can_replace_it_is_refused(machine: Path) -> None:
+    machine.chmod(0o777)  # not sticky
+
+    def work() -> None:
+        make(machine / "own", 0o700)
+        (machine / "link").symlink_to(machine / "own")
+        use(machine / "link")()
+
+    assert "which another user controls" in as_user(VICTIM, work)
+
+
+def test_a_root_that_is_put_in_the_place_of_ours_while_we_run_is_refused(machine: Path) -> None:
+    root = machine / "root"
+
+    def work() -> None:
+        make(root, 0o700)
+        use(root)()
+        ownership.check(root)
+        root.chmod(0o777)  # as another's directory might be, at the worst with the inode of the one that was checked
+        ownership.check(root)
+
+    assert "can be written by other users" in as_user(VICTIM, work)
+
+
+@VICTIMS
+def test_what_is_made_is_for_its_user_alone_whatever_the_umask(machine: Path, warm: None, victim: int) -> None:
+    root = machine / "deep" / "root"
+
+    def work() -> None:
+        os.umask(0)
+        _save(str(machine / "shared" / "run"), root)
+
+    assert not as_user(victim, work)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (root, *root.rglob("*")) if path.is_dir()}
+    assert not {path: oct(mode) for path, mode in modes.items() if mode & 0o022}
+    assert modes[root] == 0o700 and modes[root / "checkpoints"] == 0o700
+    shard = next(root.rglob("*.distcp"))
+    assert "PermissionError" in as_user(ATTACKER, shard.read_bytes)
+    assert not as_user(victim, lambda: _save(str(machine / "shared" / "run"), root, step=2))
+
+
+def test_checkpoints_in_an_older_root_that_others_read_are_closed_and_a_setting_opens_them(
+    machine: Path, warm: None
+) -> None:
+    root = machine / "root"
+
+    def older() -> None:
+        make(root, 0o755)
+        make(root / "checkpoints", 0o755)
+
+    assert not as_user(VICTIM, older)
+    assert not as_user(VICTIM, lambda: _save(str(machine / "shared" / "run"), root))
+    assert stat.S_IMODE(root.stat().st_mode) == 0o755, "a root of before is left"
+    shard = next(root.rglob("*.distcp"))
+    assert "PermissionError" in as_user(ATTACKER, shard.read_bytes)
+    assert not as_user(VICTIM, lambda: _save(str(machine / "shared" / "run"), root, step=2, local_readable_by="all"))
+    assert not as_user(ATTACKER, shard.read_bytes)
+    assert "PermissionError" in as_user(ATTACKER, (root / "planted").mkdir)
+
+
+@VICTIMS
+def test_a_planted_checkpoint_and_a_planted_cache_are_not_believed(machine: Path, warm: None, victim: int) -> None:
+    """The attacker guesses the local root, makes it first, and saves a newer step of the victim's run."""
+    root, run = machine / "guess", str(make(machine / "shared" / "run", 0o1777))
+    assert not as_user(victim, lambda: _save(run, machine / "victims-own", step=1))
+
+    def plant() -> None:
+        _save(run, root, step=999)
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o777)
+
+    assert not as_user(ATTACKER, plant)
+
+    def look() -> None:
+        raise AssertionError(f"believed {latest(run, local_root=root)}")
+
+    assert as_user(victim, look).startswith("PermissionDeniedError: local_root")
+    assert as_user(victim, lambda: _save(run, root, step=2)).startswith("PermissionDeniedError: local_root")
+
+
+def test_the_command_line_says_it_and_ends_with_its_code(machine: Path) -> None:
+    root = machine / "root"
+    assert not as_user(ATTACKER, lambda: make(root, 0o777))
+    for verb in (["status"], ["drain", "--pause"], ["ls", "/tmp/none"], ["agent"]):
+        ended = subprocess.run(
+            [sys.executable, "-m", "tierckpt.cli", *verb, "--json", "--local-root", str(root)],
+            capture_output=True,
+            text=True,
+            timeout=CHILD_SECONDS,
+        )
+        assert ended.returncode == PermissionDeniedError.exit_code, (verb, ended.stderr)
+        assert json.loads(ended.stderr)["error"] == "PermissionDeniedError"
+    assert not list(root.iterdir())
+
+
+def _save(run: str, root: Path, step: int = 1, **settings: object) -> None:
+    ownership._roots.clear()
+    writer = TierStorageWriter(f"{run}/step-{step}", local_root=root, mover="inline", drain=False, **settings)
+    dcp.save({"x": torch.arange(4.0)}, storage_writer=writer, no_dist=True)
+    close_all()

@@ -1,0 +1,213 @@
+"""Whose a path is: what another user made, can change, or has linked is neither believed nor written through.
+
+Invariants:
+    O1  At and below a local root only directories are used that belong to this user or to root, that nobody else can
+        write to, and that are reached through no link of another's. So this user, or root, put there what lies there.
+    O2  A link is ours when this user or root made it where nobody else can put another in its place: in a directory
+        that others cannot write to, or in a sticky one of ours or root's (``/tmp``).
+    O3  The way to a directory is checked once per process, by device and inode; its owner and mode at every use. One
+        that was put in its place meanwhile is another inode, and is checked again.
+    O4  Root is trusted, nobody else is: as root, too, a directory of another user's is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from .errors import PermissionDeniedError, TierckptError
+from .telemetry import logger
+from .types import Tier
+
+log = logger("disk")
+
+LINKS_MAX = 40
+"""As many as the kernel follows (path_resolution(7))."""
+KNOWN_MAX = 1 << 16
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+_DATA = ("checkpoints", "cache")
+"""Below a local root: what ``local_readable_by`` is about. Everything else there is for this user alone."""
+
+_roots: dict[Path, int] = {}
+"""The local roots of this process, and the mode of their data."""
+_known: set[tuple[int, int, int]] = set()
+
+
+def open_root(root: Path, mode: int = 0o700) -> None:
+    """Check the local root ``root``, if it is there, and from now on everything used below it (O1).
+
+    Args:
+        mode: who may read its checkpoints and its cache: 0o700, 0o750 or 0o755. Files are readable as the umask says.
+
+    Raises:
+        PermissionDeniedError: it, or its data, is another user's, can be written by one, or is behind a link of one.
+    """
+    is_new = root not in _roots
+    _roots[root] = mode
+    try:
+        check(root)
+        for name in _DATA:
+            check(root / name)
+    except BaseException:
+        if is_new:
+            del _roots[root]
+        raise
+    if is_new:
+        _set_modes(root, mode)
+        _warn_of_exposed(root)
+
+
+def check(directory: Path) -> bool:
+    """True when ``directory`` lies at or below a local root, and is safe to use there (O1); what is missing is.
+
+    Cost: one stat, when the way to it has been checked before.
+
+    Raises:
+        PermissionDeniedError: it, or a directory between it and the root, is not ours alone to write.
+    """
+    try:
+        status = os.stat(directory)  # noqa: PTH116
+    except OSError:  # missing, or no directory: what is made in its place is made in its parent
+        root = root_of(directory)
+        return root is not None and (check(directory.parent) if directory != root else bool(resolve(root)))
+    key = (os.geteuid(), status.st_dev, status.st_ino)
+    if key not in _known:
+        root = root_of(directory)
+        if root is None:
+            return False
+        if directory != root:
+            check(directory.parent)
+        resolve(directory)
+    if stat.S_ISDIR(status.st_mode) and (fault := _fault(status)):
+        raise _refused(directory, fault)
+    if len(_known) >= KNOWN_MAX:
+        _known.clear()
+    _known.add(key)
+    return True
+
+
+def mode_of(directory: Path) -> int:
+    """The mode with which to make ``directory``: nobody else can write at, below, or on the way to a local root."""
+    root = root_of(directory)
+    if root is None:
+        return 0o755 if any(one.is_relative_to(directory) for one in _roots) else 0o777
+    if directory == root or (directory.parent == root and directory.name in _DATA):
+        return _roots[root]
+    return 0o700 if directory.parent == root else 0o755
+
+
+def root_of(path: Path) -> Path | None:
+    """The local root of this process at or above ``path``."""
+    return next((root for root in _roots if path.is_relative_to(root)), None)
+
+
+def resolve(path: Path) -> Path:
+    """Return the absolute ``path`` with its links resolved, as far as it exists.
+
+    Raises:
+        PermissionDeniedError: a link on the way is another user's, or can be replaced by one (O2).
+    """
+    current, waiting = Path("/"), [*path.absolute().parts[1:]]
+    parent, links = current.lstat(), 0
+    while waiting:
+        name = waiting.pop(0)
+        if name == "..":
+            current = current.parent
+            parent = current.lstat()
+            continue
+        try:
+            status = (current / name).lstat()
+        except OSError:
+            return current.joinpath(name, *waiting)
+        if not stat.S_ISLNK(status.st_mode):
+            current, parent = current / name, status
+            continue
+        links += 1
+        if not _is_trusted(status.st_uid) or _can_be_replaced(parent):
+            raise _refused(path, f"is reached through the link {current / name}, which another user controls")
+        if links > LINKS_MAX:
+            raise _refused(path, f"is reached through links that never end, {current / name} among them")
+        target = (current / name).readlink()
+        if target.is_absolute():
+            current = Path("/")
+            parent = current.lstat()
+        waiting = [part for part in target.parts if part != "/"] + waiting
+    return current
+
+
+def distrust(path: Path) -> str:
+    """Why the file ``path``, which exists, is not to be believed: others may have written it. '' when it is."""
+    try:
+        found = resolve(path)
+        folder, status = found.parent.lstat(), found.lstat()
+    except TierckptError as error:
+        return error.message
+    except OSError as error:
+        return f"it cannot be looked at: {error.strerror}"
+    if fault := _fault(status):
+        return f"it {fault}"
+    if fault := _fault(folder):
+        return f"its directory {found.parent} {fault}"
+    return ""
+
+
+def _is_trusted(uid: int) -> bool:
+    return uid in (os.geteuid(), 0)
+
+
+def _fault(status: os.stat_result) -> str:
+    if not _is_trusted(status.st_uid):
+        return f"belongs to user {status.st_uid}, not to user {os.geteuid()}"
+    if status.st_mode & OTHERS_WRITE:
+        return f"can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
+    return ""
+
+
+def _can_be_replaced(folder: os.stat_result) -> bool:
+    """True when another user can put another entry in the place of one of ours in ``folder``."""
+    if not _is_trusted(folder.st_uid):
+        return True
+    return bool(folder.st_mode & OTHERS_WRITE) and not folder.st_mode & stat.S_ISVTX
+
+
+def _refused(path: Path, fault: str) -> PermissionDeniedError:
+    root = root_of(path)
+    what = f"local_root {path}" if root == path else f"{path}, below local_root," if root else str(path)
+    return PermissionDeniedError(
+        f"{what} {fault}",
+        hint="Set TIERCKPT_LOCAL_ROOT (or local_root=) to a directory of your own that nobody else can write to. If "
+        "this one is yours and you know all that is in it: `chmod -R go-w` it",
+        path=path,
+        tier=Tier.LOCAL,
+    )
+
+
+def _set_modes(root: Path, mode: int) -> None:
+    """Data of before is for those that ``mode`` says; a root that more can read is left, one that fewer can is not."""
+    wider = [root] if mode != 0o700 else []
+    for directory in (*wider, *(root / name for name in _DATA)):
+        try:
+            status = directory.stat()
+            now = stat.S_IMODE(status.st_mode)
+            wanted = mode if directory != root else now | mode
+            if status.st_uid != os.geteuid() or now == wanted:
+                continue
+            directory.chmod(wanted)
+        except OSError:  # not made yet, or on a read-only mount
+            continue
+        if now & 0o055 & ~wanted:
+            log.warning(
+                "%s could be read by other users and is now this user's alone; local_readable_by opens it", directory
+            )
+
+
+def _warn_of_exposed(root: Path) -> None:
+    for parent in resolve(root).parents:
+        with contextlib.suppress(OSError):
+            mode = parent.stat().st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                log.warning("local_root %s lies in %s, where any user can rename it: `chmod +t` that", root, parent)
+                return

@@ -1,0 +1,94 @@
+"""Small files and directories of state below a local root: what is not what it should be is set aside, and reported.
+
+    <local_root>/quarantine/<hex>.<name>    what lay where something of another kind belongs
+
+A local root that was copied without its links, unpacked from an archive, or repaired by a file system check may hold a
+file for a directory, a directory for a file, a link, a FIFO. None of them is read, waited for, or followed: it goes out
+of the way by one rename, nothing is deleted, and the work goes on as if nothing had been there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from ..errors import StoreError
+from ..ownership import check, root_of
+from ..telemetry import QUARANTINES, logger
+from ..types import Tier
+
+log = logger("disk")
+
+QUARANTINE = "quarantine"
+_OTHER_KIND = {errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV}
+"""What open() answers about a link, a directory, a socket, a FIFO without a reader, a device without a driver."""
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+    """``os.open`` of a regular file, which never waits; below a local root it follows no link either.
+
+    What else lies there, below a local root, is set aside: then the file is missing, or with O_CREAT made.
+
+    Raises:
+        OSError: as ``os.open``.
+        StoreError: something else lies there and cannot be set aside.
+        PermissionDeniedError: its directory is not safe to use (``ownership``).
+    """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if check(path.parent) else 0)
+    for _ in range(2):
+        try:
+            file = os.open(path, flags, mode)
+        except OSError as error:
+            if error.errno not in _OTHER_KIND:
+                raise
+        else:
+            if stat.S_ISREG(os.fstat(file).st_mode):
+                return file
+            os.close(file)
+        if not set_aside(path):
+            break
+    raise StoreError(f"{path} is {kind_of(path)} and not a file", hint="Move it away", path=path, tier=Tier.LOCAL)
+
+
+def set_aside(path: Path) -> bool:
+    """Rename what lies at ``path``, and does not belong there, into the quarantine of its local root; say and count it.
+
+    False when it is below no local root, or cannot be moved. True when it has gone already.
+    """
+    root = root_of(path)
+    if root is None:
+        return False
+    kind = kind_of(path)
+    place = root / QUARANTINE
+    target = place / f"{secrets.token_hex(4)}.{path.name}"
+    try:
+        if place.is_symlink() or (place.exists() and not place.is_dir()):
+            place.rename(place.with_name(f"{QUARANTINE}.{secrets.token_hex(4)}"))
+        place.mkdir(0o700, exist_ok=True)
+        check(place)
+        path.rename(target)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        log.warning("%s is %s, does not belong there, and cannot be moved away: %s", path, kind, error.strerror)
+        return False
+    QUARANTINES.emit(1, tier=Tier.LOCAL)
+    log.warning("%s was %s, which does not belong there: it is now %s", path, kind, target)
+    return True
+
+
+def kind_of(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return _KINDS.get(stat.S_IFMT(path.lstat().st_mode), "a device")
+    return "nothing"
