@@ -53,7 +53,16 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        value = getattr(import_module(_HOME[name], __name__), name)
+        try:
+            value = getattr(import_module(_HOME[name], __name__), name)
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package in ("", "tierckpt"):
+                raise
+            raise errors.MissingExtraError(
+                f"tierckpt.{name} needs the package {package}, which is not installed",
+                hint="pip install 'tierckpt[torch]' brings it (in a clone: pip install '.[torch]')",
+            ) from None
         globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,9 +5,12 @@ Sizes are written like ``"200GiB"``. Every field ends in its unit.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
+import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -377,9 +380,21 @@ class Settings(BaseSettings):
                 return settings
             return cls(**{**settings.model_dump(), **overrides})
         except ValidationError as error:
-            lines = "; ".join(
-                ": ".join(filter(None, (".".join(map(str, item["loc"])), item["msg"]))) for item in error.errors()
-            )
+            # The caller's own arguments too: what its **overrides hold may be one of those, misspelt.
+            caller = sys._getframe(1).f_code
+            arguments = caller.co_varnames[: caller.co_argcount + caller.co_kwonlyargcount]
+            names = {*cls.model_fields, *(name for name in arguments if name not in ("self", "cls"))}
+            problems = [_problem(item, names) for item in error.errors()]
             raise ConfigError(
-                f"invalid settings: {lines}", hint=f"Settings are {', '.join(cls.model_fields)}"
+                f"invalid settings: {'; '.join(problems)}",
+                hint="`tierckpt.Settings` documents each setting, and the README lists them",
             ) from None
+
+
+def _problem(item: Any, names: Collection[str]) -> str:
+    """What is wrong with one setting, in one line."""
+    name = ".".join(map(str, item["loc"]))
+    if item["type"] != "extra_forbidden":
+        return ": ".join(filter(None, (name, item["msg"].removeprefix("Value error, "))))
+    near = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.7)
+    return f"there is no {name!r}" + (f" (did you mean {' or '.join(near)}?)" if near else "")

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .quantities import human_bytes
 from .redaction import redact, redact_all
 
 
@@ -50,7 +51,7 @@ class TierckptError(Exception):
         super().__init__(self.message)
 
     def __str__(self) -> str:
-        facts = ", ".join(f"{key}={value}" for key, value in self.context.items())
+        facts = ", ".join(f"{key}={_shown(key, value)}" for key, value in self.context.items())
         text = f"{self.message} [{facts}]" if facts else self.message
         return f"{text}. {self.hint}" if self.hint else text
 
@@ -62,6 +63,10 @@ class TierckptError(Exception):
         plain = (int, float, dict, list)
         facts = {key: value if isinstance(value, plain) else str(value) for key, value in self.context.items()}
         return {"error": type(self).__name__, "message": self.message, "hint": self.hint, **facts}
+
+
+def _shown(key: str, value: Any) -> object:
+    return human_bytes(value) if key.endswith("_bytes") and isinstance(value, int) and value >= 1024 else value
 
 
 def _rebuild(kind: type[TierckptError], message: str, hint: str, context: dict[str, Any]) -> TierckptError:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +44,138 @@ def test_two_ranks_on_a_shared_file_system_save_without_a_warning(mover: str, fi
     warnings, is_committed = launch(f"{SELF}:save_three_steps", 2, uri=file_uri, env={"TIERCKPT_MOVER": mover})
     assert warnings == [[], []]
     assert is_committed
+
+
+SETUP = """
+import json, sys, traceback
+import torch, tierckpt, fsspec
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from tierckpt import Checkpointer, TierStorageReader, TierStorageWriter, load_model, load_safetensors, prefetch
+
+torch.save({"w": torch.ones(3)}, "model.pt")
+open("text.safetensors", "w").write("These are notes and no tensors, but they have the name.")
+save_file({"w": torch.ones(3)}, "good.safetensors")
+state = {"model": torch.nn.Linear(4, 4)}
+with Checkpointer("run") as checkpointer:
+    checkpointer.save(1, state)
+dcp.save({"w": torch.ones(3)}, storage_writer=TierStorageWriter("dcp/step-1"))
+here = Checkpointer("run", overwrite=False)
+"""
+MISTAKES = {
+    "unknown scheme": ("Checkpointer('s4://bucket/run')", "unknown scheme 's4'"),
+    "misspelt": ("Checkpointer('run', keep_lst=3, local_rot='/x')", "(did you mean keep_last?)|mean local_root?)"),
+    "misspelt verb": ("tierckpt.latest('run', store_timeout=3)", "did you mean store_timeout_seconds"),
+    "no such step": ("here.restore(state, step=77)", "no checkpoint at"),
+    "other shapes": ("here.restore({'model': torch.nn.Linear(8, 8)})", "model.weight is (8, 8) here and (4, 4)"),
+    "it exists": ("here.save(1, state)", "Checkpoint already exists: |overwrite=True"),
+    "no bucket": ("Checkpointer('s3://no-such-bucket/run').save(1, state)", "s3://no-such-bucket does not exist"),
+    "no permission": ("Checkpointer('run', local_root='/proc/tierckpt').save(1, state)", "local_root /proc/tierckpt"),
+    "no such model": ("load_safetensors('nothing')", "does not exist"),
+    "torch.save": ("load_safetensors('model.pt')", "torch.save|torch.load"),
+    "text": ("load_safetensors('text.safetensors')", "it is text and begins with 'These are notes and "),
+    "no CUDA": ("load_safetensors('good.safetensors', 'cuda')", "there is no device 'cuda'"),
+    "no ninth": ("load_safetensors('good.safetensors', device='cuda:9')", "there is no device 'cuda:9'"),
+    "no device": ("load_model('run', device='gpu')", "no device 'gpu'|'cuda'"),
+    "no model": ("load_model('nothing')", "no checkpoint at"),
+    "no prefix": ("load_model('run', prefix='net')", "model"),
+    "nothing there": ("prefetch('s3://no-such-bucket/model')", "s3://no-such-bucket does not exist"),
+    "no file": ("fsspec.open('tierckpt://s3/no-such-bucket/x').open()", "no-such-bucket"),
+    "wait for what": ("tierckpt.wait('run/step-1', tier='remote')", "'local' or 'shared'"),
+}
+OF_DCP = {
+    "dcp it exists": (
+        "dcp.save({'w': torch.ones(3)}, storage_writer=TierStorageWriter('dcp/step-1', overwrite=False))",
+        "Checkpoint already exists: ",
+    ),
+    "dcp none": ("dcp.load({'w': torch.ones(3)}, storage_reader=TierStorageReader('dcp/step-2'))", "no checkpoint at"),
+    "dcp root": (
+        "dcp.save({'w': torch.ones(3)}, storage_writer=TierStorageWriter('dcp/step-1', local_root='/proc/tierckpt'))",
+        "local_root /proc/tierckpt",
+    ),
+}
+TRY = """
+told = {}
+for name, mistake in json.load(sys.stdin).items():
+    try:
+        exec(compile(mistake, "train.py", "exec"))
+        told[name] = "nothing was raised"
+    except BaseException:
+        told[name] = traceback.format_exc()
+print("TOLD" + json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(moto: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each mistake prints, tried in one process."""
+    work = tmp_path_factory.mktemp("work")
+    environment = os.environ | moto.environment() | {"TIERCKPT_MOVER": "inline", "TIERCKPT_ALLOW_TMPFS": "true"}
+    environment |= {"TIERCKPT_LOCAL_ROOT": str(work / "ssd"), "PYTHONPATH": str(Path.cwd())}
+    mistakes = json.dumps({name: code for name, (code, _) in (MISTAKES | OF_DCP).items()})
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP + TRY],
+        input=mistakes,
+        capture_output=True,
+        text=True,
+        cwd=work,
+        env=environment,
+        timeout=300,
+    )
+    assert "TOLD" in done.stdout, done.stderr
+    result: dict[str, str] = json.loads(done.stdout.partition("TOLD")[2])
+    return result
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_in_a_few_lines(name: str, told: dict[str, str]) -> None:
+    text = told[name]
+    assert all(part in text.splitlines()[-1] for part in MISTAKES[name][1].split("|")), text
+    assert len(text.splitlines()) < 20, text
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("name", OF_DCP)
+def test_through_dcp_what_is_long_is_not_ours(name: str, told: dict[str, str]) -> None:
+    """DCP prints its own frames twice; of ours there are as many as there are tracebacks."""
+    text = told[name]
+    assert OF_DCP[name][1] in text
+    assert text.count("/tierckpt/") - text.count("/proc/tierckpt") <= 3 and len(text.splitlines()) < 45, text
+    assert "direct cause" not in text and "another exception" not in text
+
+
+def test_all_of_it_is_shown_to_who_asks() -> None:
+    code = "import tierckpt; tierckpt.load_safetensors('/nothing/at/all')"
+    environment = os.environ | {"TIERCKPT_TRACEBACK": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert "find_model" in done.stderr
+
+
+def test_without_torch_the_error_says_what_to_install() -> None:
+    code = "import sys; sys.modules['torch'] = None; import tierckpt; tierckpt.Checkpointer"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("tierckpt.errors.MissingExtraError: tierckpt.Checkpointer needs the package torch"), last
+    assert "pip install 'tierckpt[torch]'" in last
+    assert len(done.stderr.splitlines()) < 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("info", "/nothing/here"), "no checkpoint at"),
+        (("ls", "s4://bucket"), "unknown scheme"),
+        (("prefetch", "s3://bucket/model"), "Is AWS_ENDPOINT_URL=http://127.0.0.1:9 right"),
+        (("restore", "/nothing"), "--to"),
+    ],
+)
+def test_the_command_prints_an_error_and_a_hint(arguments: tuple[str, ...], words: str) -> None:
+    aws = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    environment = os.environ | aws | {"TIERCKPT_STORE_TIMEOUT_SECONDS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tierckpt", *arguments], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode not in (0, 1)
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 4

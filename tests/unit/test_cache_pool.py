@@ -22,6 +22,7 @@ from tierckpt.cache.pool import Pool
 from tierckpt.config import Settings
 from tierckpt.errors import CapacityError, StoreError
 from tierckpt.mover.space import make_room
+from tierckpt.quantities import human_bytes
 
 KIB = 1024
 SIZE = 64 * KIB
@@ -71,6 +72,7 @@ def there(pool: Pool) -> set[str]:
 HOLD = """
 import sys, time
 from pathlib import Path
+from tierckpt.quantities import human_bytes
 from tierckpt.cache.pool import Pool
 from tierckpt.config import Settings
 pool = Pool(Settings.load(local_root=Path(sys.argv[1])))
@@ -160,7 +162,7 @@ def test_what_was_refused_can_be_had_once_it_is_unpinned(pool: Pool) -> None:
 
 def test_more_than_the_quota_is_refused_at_once(pool: Pool) -> None:
     fill(pool, model("a"))
-    with pytest.raises(CapacityError, match=f"{QUOTA + 1} bytes are needed"):
+    with pytest.raises(CapacityError, match=f"{human_bytes(QUOTA + 1)} are needed"):
         pool.reserve(model("huge", QUOTA + 1), QUOTA + 1)
     assert there(pool) == {"a"}
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from ..config import Settings
 from ..errors import CapacityError, OperationTimeoutError, TierckptError
 from ..layout import PRIVATE_DIR
+from ..quantities import human_bytes
 from ..stores.local import make_dirs, read_whole, replace_file
 from ..telemetry import logger
 from ..types import Tier
@@ -358,10 +359,11 @@ class Pool:
 
     def _full(self, frozen: Frozen, room: Room) -> CapacityError:
         def said(rows: list[Row]) -> str | None:
-            return ", ".join(f"{row.uri} ({row.reserved_bytes})" for row in rows) or None
+            return ", ".join(f"{row.uri} ({human_bytes(row.reserved_bytes)})" for row in rows) or None
 
         return CapacityError(
-            f"the cache has no room for {frozen.uri}: {room.needed_bytes} bytes are needed, {room.free_bytes} are free",
+            f"the cache has no room for {frozen.uri}: {human_bytes(room.needed_bytes)} are needed, "
+            f"{human_bytes(room.free_bytes)} are free",
             hint="Unpin or stop using something (`tierckpt prefetch --check` lists the cache), raise cache_bytes_max, "
             "or give local_root a larger disk. Nothing was fetched, nothing was evicted",
             tier=Tier.LOCAL,

@@ -20,6 +20,7 @@ from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMis
 from ..layout import local_dir, parse_uri
 from ..mover import leases
 from ..mover.lock import try_lock
+from ..quantities import human_bytes
 from ..stores.local import durable_write, fsync_dir, make_dirs, translate_os_error
 from ..stores.schemes import check_location
 from ..telemetry import ignore_progress
@@ -265,7 +266,7 @@ def _check_room(parent: Path, size_bytes: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < size_bytes + _SPARE_BYTES:
         raise CapacityError(
-            f"the export has {size_bytes} bytes, {free} are free for {parent}",
+            f"the export has {human_bytes(size_bytes)}, {human_bytes(free)} are free for {parent}",
             hint="Free some space or give another directory; nothing was written",
             needed_bytes=size_bytes,
             free_bytes=free,

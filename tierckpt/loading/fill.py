@@ -35,6 +35,7 @@ from ..mover.copies import Copy, LocalCopy
 from ..mover.flush import BLOCK_BYTES, round_up
 from ..mover.pull import BUFFER_SECONDS
 from ..mover.trial import tried
+from ..quantities import human_bytes
 from ..telemetry import BYTES
 from ..types import ByteRange
 from .dtypes import of_entry
@@ -373,7 +374,7 @@ def _check_room(size_bytes: int) -> None:
         capacity.require(size_bytes, asked_bytes=size_bytes)
     except CapacityError as error:
         raise CapacityError(
-            f"tensors of {size_bytes} bytes do not fit in memory: {error.message}",
+            f"tensors of {human_bytes(size_bytes)} do not fit in memory: {error.message}",
             hint="Load a part of them (names=, shard=), or one after the other (lazy=True, stream_safetensors)",
             **error.context,
         ) from error

@@ -29,6 +29,20 @@ HEADER_BYTES_MAX = 100_000_000
 DIMENSIONS_MAX = 64
 _ELEMENTS_MAX = 1 << 62
 _SHOWN = 80
+_BEGIN_BYTES = 64
+_TORCH_SAVE = (
+    "it is a file of torch.save (a zip file or a pickle: .pt, .pth, .bin)",
+    "Load it with torch.load(path, weights_only=True), and write it with safetensors.torch.save_file",
+)
+_KINDS = (
+    (b"PK\x03\x04", *_TORCH_SAVE),
+    *((b"\x80" + bytes([protocol]), *_TORCH_SAVE) for protocol in range(2, 6)),
+    (b"version https://git-lfs", "it is a Git LFS pointer", "`git lfs pull` fetches the file that it stands for"),
+    (b"GGUF", "it is a GGUF file", "llama.cpp and the package gguf read it"),
+    (b"\x89HDF\r\n", "it is an HDF5 file", "h5py reads it"),
+    (b"<", "it is a page of HTML or XML", "A fetch that was refused leaves such a file: fetch it again"),
+)
+_TEXT = frozenset(b"\t\n\r" + bytes(range(32, 127)))
 
 DTYPE_BITS = {
     "BOOL": 8,
@@ -101,12 +115,29 @@ def read_header(where: str | os.PathLike[str], size_bytes: int, read: Callable[[
     try:
         return parse_header(_text(size_bytes, read), size_bytes)
     except Malformed as wrong:
+        kind, hint = _other_kind(size_bytes, read)
         raise IntegrityError(
-            f"{os.fspath(where)} is not a whole safetensors file: {wrong}",
-            hint="Fetch it again",
+            f"{os.fspath(where)} is not a whole safetensors file: {kind or wrong}",
+            hint=hint,
             file=os.fspath(where).rpartition("/")[2],
             tensor=wrong.tensor,
         ) from wrong.__cause__
+
+
+def _other_kind(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> tuple[str, str]:
+    """What a file is that is no safetensors file, by how it begins, and what to do; '' where that is unknown.
+
+    The length of a header that may be read fits four bytes of eight, so in a damaged safetensors file the others are 0.
+    """
+    begin = bytes(read(ByteRange(0, min(size_bytes, _BEGIN_BYTES))))
+    if not any(begin[4:LENGTH_BYTES]):
+        return "", "Fetch it again"
+    for magic, kind, hint in _KINDS:
+        if begin.lstrip().startswith(magic):
+            return kind, hint
+    if all(byte in _TEXT for byte in begin):
+        return f"it is text and begins with {begin[:20].decode()!r}", "Give a .safetensors file, or its directory"
+    return "", "Fetch it again"
 
 
 def _text(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> bytes:
@@ -114,7 +145,7 @@ def _text(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> bytes:
         raise Malformed(f"it has {size_bytes} bytes")
     length = int.from_bytes(read(ByteRange(0, LENGTH_BYTES)), "little")  # of fewer bytes, should it be shorter now
     if length > HEADER_BYTES_MAX:
-        raise Malformed(f"its header should have {length} bytes, at most {HEADER_BYTES_MAX} are read")
+        raise Malformed(f"its first {LENGTH_BYTES} bytes are no length of a header")
     if LENGTH_BYTES + length > size_bytes:
         raise Malformed(f"its header should end at byte {LENGTH_BYTES + length} of {size_bytes}")
     text = bytes(read(ByteRange(LENGTH_BYTES, LENGTH_BYTES + length)))

@@ -17,6 +17,7 @@ from ..config import GiB, Settings
 from ..errors import ConfigError, StateMismatchError
 from ..mover.pull import windows
 from ..tracebacks import short_traceback
+from .devices import check_device
 from .fill import Want, fill
 from .model import Model, in_file_order
 from .parts import Parts, Plan, Shard
@@ -214,10 +215,7 @@ class _Wanted:
 
 
 def _device(device: str | torch.device) -> torch.device:
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"torch knows no device {device!r}", hint='Use "cpu" or "cuda:0"') from error
+    found = check_device(device)
     if found.type == "cuda" and found.index is None:  # the current device is another in every thread
         return torch.device("cuda", torch.cuda.current_device())
     return found

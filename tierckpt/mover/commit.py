@@ -640,9 +640,9 @@ async def _claim(store: Store, location: Location, manifest: Manifest) -> None:
 
 def already_committed(location: Location, winner: str, tier: Tier) -> AlreadyCommittedError:
     return AlreadyCommittedError(
-        f"{location.uri} belongs to another save (attempt {winner})",
-        hint="Two saves ran for one id and this one lost, or the id was taken with overwrite=False; nothing of the "
-        "other save was touched. Save to another id, or start the save again to replace it",
+        f"Checkpoint already exists: {location.uri} belongs to another save (attempt {winner})",
+        hint="Nothing of it was touched. Two saves ran for one id and this one lost, or overwrite=False "
+        "refuses to replace it. Save to another id, or again with overwrite=True (the default) to replace it",
         tier=tier,
         winner=winner,
     )

@@ -21,6 +21,7 @@ from pathlib import Path
 from ..errors import CapacityError, IntegrityError, ObjectNotFoundError, TierckptError
 from ..layout import Location
 from ..manifest import FileEntry, Manifest
+from ..quantities import human_bytes
 from ..stores.base import Store
 from ..stores.local import make_dirs, translate_os_error
 from ..telemetry import logger
@@ -168,7 +169,7 @@ def _scratch(parent: Path, needed_bytes: int) -> Iterator[Path]:
         free = shutil.disk_usage(parent).free
         if free < needed_bytes:
             raise CapacityError(
-                f"the checkpoint has {needed_bytes} bytes, {free} are free under {parent}",
+                f"the checkpoint has {human_bytes(needed_bytes)}, {human_bytes(free)} are free under {parent}",
                 hint="Give a --scratch directory with more room; nothing was fetched",
                 needed_bytes=needed_bytes,
                 free_bytes=free,

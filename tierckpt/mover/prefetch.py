@@ -28,6 +28,7 @@ from ..cache.pool import allocated_bytes
 from ..errors import CapacityError, ConfigError, ObjectNotFoundError
 from ..layout import PRIVATE_DIR
 from ..manifest import is_safe_path
+from ..quantities import human_bytes
 from ..stores.base import Store
 from ..telemetry import logger
 from ..types import Json, ProgressListener, Tier
@@ -199,7 +200,7 @@ def _check_room(frozen: Frozen, directory: Path) -> None:
     free = shutil.disk_usage(nearest_existing(incoming)).free
     if free < frozen.size_bytes - (allocated_bytes(incoming) if incoming.exists() else 0):
         raise CapacityError(
-            f"{frozen.uri} has {frozen.size_bytes} bytes, {free} are free for {directory.parent}",
+            f"{frozen.uri} has {human_bytes(frozen.size_bytes)}, {human_bytes(free)} are free for {directory.parent}",
             hint="Free some space or give another directory; nothing was fetched",
             tier=Tier.LOCAL,
             needed_bytes=frozen.size_bytes,

@@ -23,6 +23,7 @@ from ..config import Settings
 from ..errors import CapacityError, TierckptError
 from ..layout import PRIVATE_DIR, local_dir, step_of
 from ..manifest import Manifest
+from ..quantities import human_bytes
 from ..telemetry import logger
 from ..types import Tier
 from . import commit, leases
@@ -158,7 +159,7 @@ def _cache_gives_way(settings: Settings, needed_bytes: int, directory: Path, res
         log.warning("the node cache cannot give way: %s", error)
         return False
     if freed:
-        log.warning("evicted %d bytes of the node cache: a save needs %d bytes", freed, needed_bytes)
+        log.warning("evicted %s of the node cache: a save needs %s", human_bytes(freed), human_bytes(needed_bytes))
     return freed > 0
 
 
@@ -179,7 +180,7 @@ def _evict(settings: Settings, needed_bytes: int, directory: Path, reserved_byte
         if not _remove(settings.local_root, old, manifest):
             waits.add(f"the reader of {old.name}", size_bytes)
             continue
-        log.warning("evicted %s from the local tier: a save needs %d bytes", old, needed_bytes)
+        log.warning("evicted %s from the local tier: a save needs %s", old, human_bytes(needed_bytes))
         lack = _lack(settings, needed_bytes, directory, reserved_bytes, exact=True)
         if lack.is_none:
             break
@@ -250,7 +251,8 @@ def _own_bytes(directory: Path, manifest: Manifest) -> int:
 
 def _full(settings: Settings, needed_bytes: int, lack: Lack, waits: _Waits, waited_seconds: float) -> CapacityError:
     return CapacityError(
-        f"the local tier has no room for this save: {needed_bytes} bytes are needed, {lack.free_bytes} are free",
+        f"the local tier has no room for this save: {human_bytes(needed_bytes)} are needed, "
+        f"{human_bytes(lack.free_bytes)} are free",
         hint="Drain and remove older checkpoints, or give local_root a larger disk: it needs room for two checkpoints, "
         "the newest one stays until the next is committed. Nothing was written and older checkpoints are whole",
         tier=Tier.LOCAL,

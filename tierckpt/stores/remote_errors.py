@@ -24,6 +24,8 @@ from ..layout import Location
 from ..redaction import redact
 from ..types import Tier
 
+ENDPOINT_VARIABLES = {"s3": "AWS_ENDPOINT_URL", "az": "AZURE_STORAGE_ENDPOINT", "gs": "GOOGLE_BASE_URL"}
+
 EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 """What S3 says, with status 400, of credentials whose time is over."""
 _DENIED_TYPES = obstore_errors.PermissionDeniedError | obstore_errors.UnauthenticatedError
@@ -59,8 +61,14 @@ def translate(error: Exception, location: Location, key: str | None, endpoint: s
         return StoreError(f"{target}: HTTP {status}: {first_line(error)}", status=status, **context)
     reason = f"HTTP {status}" if status else first_line(error) or type(error).__name__
     return StoreUnavailableError(
-        f"{target} cannot be reached: {reason}", hint="Retries are spent; try again later", **context
+        f"{target} cannot be reached: {reason}", hint=f"{_where_set(location, endpoint)}Try again later", **context
     )
+
+
+def _where_set(location: Location, endpoint: str) -> str:
+    """Which variable names the endpoint that does not answer: more often it is wrong than the store is down."""
+    variable = ENDPOINT_VARIABLES.get(location.scheme)
+    return f"Is {variable}={endpoint} right, and does it answer from this node? " if variable and endpoint else ""
 
 
 def refused(location: Location, key: str | None, endpoint: str, code: str) -> PermissionDeniedError:

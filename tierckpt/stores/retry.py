@@ -100,7 +100,7 @@ class Breaker:
         self._failures = 0
         self._down_since = 0.0
         self._next_probe_at = 0.0
-        self._last_error = ""
+        self._last_error = self._last_hint = ""
         self._turn = asyncio.Lock()
 
     def succeeded(self) -> None:
@@ -114,7 +114,7 @@ class Breaker:
 
     def failed(self, error: TierckptError) -> None:
         """A request was not answered, or by a server that cannot serve."""
-        self._last_error = error.message
+        self._last_error, self._last_hint = error.message, error.hint
         self._failures += 1
         if not self.is_open and self._failures >= FAILURES_TO_OPEN:
             self.is_open = True
@@ -173,7 +173,7 @@ class Breaker:
     def _unavailable(self) -> StoreUnavailableError:
         return StoreUnavailableError(
             f"{self.name} is down: {self._last_error}",
-            hint="It is probed until it answers; what waits for it goes on then",
+            hint=f"{self._last_hint or 'Try again later'}. It is probed until it answers",
             tier=Tier.SHARED,
             down_seconds=round(time.monotonic() - self._down_since, 1),
         )

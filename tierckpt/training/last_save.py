@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..quantities import human_bytes
 from ..telemetry import logger
 from .exchange import is_distributed, own_store
 from .record import SaveRecord
@@ -193,7 +194,7 @@ def judge(step: int, cost: Cost, seconds: float) -> tuple[bool, str]:
     if cost.local_seconds is None:
         return seconds > 0, f"step {step} is saved: nothing was measured yet that speaks against it"
     rate = cost.size_bytes / max(cost.local_seconds, 1e-9)
-    takes = f"{cost.size_bytes} bytes at {rate:.3g} bytes/s take {cost.local_seconds:.3g} s to the SSD"
+    takes = f"{human_bytes(cost.size_bytes)} at {human_bytes(rate)}/s take {cost.local_seconds:.3g} s to the SSD"
     if cost.local_seconds >= seconds:
         return False, f"step {step} is not saved: {takes}, and {max(0.0, seconds):.3g} s are left"
     if cost.shared_seconds is None:

@@ -26,6 +26,7 @@ from ..errors import (
     TierckptError,
 )
 from ..layout import Location, parse_uri, step_name, step_of
+from ..loading.devices import check_device
 from ..mover.catalog import Checkpoint
 from ..stores.schemes import check_location
 from ..telemetry import logger
@@ -203,12 +204,14 @@ def load_model(
         settings: a ``Settings``; ``overrides`` are single fields of it.
 
     Raises:
+        ConfigError: this machine has no such ``device``, or a setting that cannot work.
         StateMismatchError: nothing lies below ``prefix`` (names what does), or ``module`` is of other shapes.
         StoreUnavailableError, PermissionDeniedError: which checkpoints there are could not be asked.
         CheckpointNotFoundError, UncommittedCheckpointError, IntegrityError, StoreError: from the reader.
     Cost: the bytes of the model are read once, a seventh of an Adam checkpoint in mixed precision.
     """
     settings = Settings.load(settings, **overrides)
+    device = check_device(device)
     reader = TierStorageReader(_newest(uri, settings), settings=settings)
 
     def read_target() -> dict[str, Any]:

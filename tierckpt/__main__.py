@@ -1,0 +1,5 @@
+"""``python -m tierckpt``: the same command."""
+
+from .cli import main
+
+main()
