@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,37 @@ def test_a_number_of_steps_saves_at_its_multiples_and_the_future_tells(file_uri:
     with Checkpointer(file_uri, interval=5) as checkpointer:
         futures = [checkpointer.step(step, {"w": torch.zeros(10)}) for step in range(1, 12)]
         assert [step for step, future in enumerate(futures, 1) if future is not None] == [5, 10]
-    assert committed(local_root, file_uri) == [5, 10]
+    assert committed(local_root, file_uri) == [5, 10, 11]
+
+
+def test_an_error_saves_no_last_step_and_lets_go_of_the_state(file_uri: str, local_root: Path) -> None:
+    with pytest.raises(KeyError), Checkpointer(file_uri, interval=5) as checkpointer:
+        state = train(checkpointer, 7)
+        raise KeyError("data")
+    assert committed(local_root, file_uri) == [5]
+    assert sys.getrefcount(state) == 2  # this name, and the argument
+
+
+def test_a_last_step_that_was_saved_is_not_saved_again(file_uri: str) -> None:
+    with Checkpointer(file_uri, interval=5) as checkpointer:
+        train(checkpointer, 5)
+        checkpointer.save(6, {"w": torch.zeros(10)})
+    assert [record.step for record in checkpointer.stats] == [5, 6]
+
+
+def last_step_of_two_ranks(uri: str) -> list[int]:
+    with Checkpointer(uri, interval=4) as checkpointer:
+        train(checkpointer, 6)
+    return [record.step for record in checkpointer.stats]
+
+
+@pytest.mark.distributed
+def test_all_ranks_save_the_last_step(file_uri: str) -> None:
+    assert launch(f"{HERE}:last_step_of_two_ranks", 2, uri=file_uri) == [4, 6]
+    state = {"w": torch.zeros(1000)}
+    with Checkpointer(file_uri) as checkpointer:
+        assert checkpointer.restore(state) == 6
+    assert state["w"].unique().tolist() == [6.0]
 
 
 def slow_storage(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -91,7 +122,8 @@ def test_two_levels_every_nth_goes_to_shared_storage_and_the_last_one_does(
         assert sum(sent) < len(sent) / 2, sent
         kept = [entry for entry in Journal(local_root).entries() if entry.state == KEPT]
         assert len(kept) <= 2, "what stands behind two newer ones is no longer in the journal"
-        newest = checkpointer.stats[-1].step
+    newest = checkpointer.stats[-1].step
+    assert newest == 200
     assert not Journal(local_root).entries()
     shutil.rmtree(local_root)  # the node is lost after the job has ended
     state = {"w": torch.zeros(1000)}

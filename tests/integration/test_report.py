@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 import xml.etree.ElementTree as tree
 from collections.abc import Iterator
@@ -89,7 +91,7 @@ def test_a_killed_run_tells_where_its_time_went(
 def people_get_a_timeline_and_a_picture(capsys: pytest.CaptureFixture[str], uri: str, picture: Path) -> None:
     assert run(["report", uri, "--plot", str(picture)]) == 0
     shown = capsys.readouterr().out
-    for words in ("ETTR", "lost by a failure", "training, lost and done again", "where the time went"):
+    for words in ("ETTR", "lost by a failure", "training, lost by a failure", "where the time went"):
         assert words in shown
     bar = next(line for line in shown.splitlines() if line.startswith(("█", "·", "▸", "◦")))
     assert len(bar.rstrip()) <= 80
@@ -149,10 +151,55 @@ def test_a_torn_line_and_a_full_disk_cost_nothing_but_their_news(
             def no_room(*_: Any) -> int:
                 raise OSError(28, "No space left on device")
 
-            full.setattr(os, "write", no_room)
+            full.setattr(os, "pwrite", no_room)
             checkpointer._ledger.saved(20)
         checkpointer.save(21, {"w": torch.zeros(3)}).result(60)  # training has not noticed
     for path in [*local_dir(local_root, parse_uri(file_uri)).rglob("*.jsonl"), *Path(file_uri).rglob("*.jsonl")]:
         with path.open("a") as stream:
             stream.write('{"what": "step", "at": 179')
     assert report(capsys, file_uri)["kept_steps"] == 20
+
+
+KILLED = """
+import os, sys, torch
+from tierckpt import Checkpointer
+state = {"w": torch.zeros(10)}
+checkpointer = Checkpointer(sys.argv[1])
+start = checkpointer.restore(state) or 0
+for step in range(start + 1, start + 16):
+    checkpointer.step(step, state)
+    if step == 5:
+        checkpointer.save(step, state).result()
+if start == 0:
+    os.kill(os.getpid(), 9)
+checkpointer.close()
+"""
+
+
+def test_the_steps_of_the_last_second_before_a_kill_are_known(
+    file_uri: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten steps of microseconds after the save, then kill -9: ten are lost, though no line of progress was due."""
+    for code in (-9, 0):
+        done = subprocess.run([sys.executable, "-c", KILLED, file_uri], timeout=120, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+    found = report(capsys, file_uri)
+    [failure] = found["failures"]
+    assert (failure["last_step"], failure["restored_step"], failure["lost_steps"]) == (15, 5, 10)
+
+
+def test_work_after_the_last_save_of_a_run_that_ended_well_is_not_lost(
+    file_uri: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"w": torch.zeros(10)}
+    with Checkpointer(file_uri) as checkpointer:
+        for step in range(1, 21):
+            time.sleep(0.005)
+            checkpointer.step(step, state)
+            if step == 10:
+                checkpointer.save(step, state)
+    found = report(capsys, file_uri)
+    assert found["spent"]["lost"] == pytest.approx(0, abs=1e-3)
+    assert found["kept_steps"] == 20
+    assert run(["report", file_uri]) == 0
+    assert "done again" not in capsys.readouterr().out

@@ -33,7 +33,7 @@ PARTS = {
 
 STRETCHES = {
     "kept": ("kept", "#1f9e6e"),
-    "lost": ("lost, trained again", "#c23b3b"),
+    "lost": ("lost by a failure", "#c23b3b"),
     "down": ("no process", "#ffffff"),
     "starting": ("starting", "#9c9c9c"),
     "loading": ("loading", "#2b7bba"),

@@ -23,7 +23,7 @@ WIDTH = 80
 STARTS_SHOWN = 12
 LOOKS: Mapping[What, tuple[str, str, str]] = {
     "kept": ("█", "green", "training, kept"),
-    "lost": ("▒", "red", "training, lost and done again"),
+    "lost": ("▒", "red", "training, lost by a failure"),
     "blocked": ("▪", "yellow", "blocked by saves"),
     "down": (" ", "default", "no process"),
     "starting": ("·", "bright_black", "starting"),

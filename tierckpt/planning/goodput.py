@@ -110,20 +110,20 @@ def read_start(lines: Iterable[Line]) -> Start | None:
     saves, size_bytes, end = 0, 0, ""
     durable: list[float] = []
     for row in rows:
+        if row["what"] == "end":
+            end = str(row.get("reason", ""))
         for name in TOTALS:
             totals[name] = max(totals[name], float(row.get(f"{name}_seconds", 0.0)))
         saves = max(saves, int(row.get("saves", 0)))
         if row["what"] == "restored" and not work:
             restored = int(row["step"])
-        elif row["what"] in ("step", "save") and row.get("step") is not None:
+        elif row["what"] in ("step", "save", "end") and row.get("step") is not None:
             if work and int(row["step"]) < work[-1][0]:
                 continue  # somebody went back within one life; the next line that is further on counts
             work.append((int(row["step"]), float(row.get("productive_seconds", 0.0))))
         elif row["what"] == "durable":
             durable.append(float(row["durable_seconds"]))
             size_bytes = int(row.get("size_bytes", size_bytes))
-        elif row["what"] == "end":
-            end = str(row.get("reason", ""))
     first_step = first.get("step")
     if first_step is None and work:
         first_step = work[0][0]

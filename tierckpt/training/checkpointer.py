@@ -90,6 +90,7 @@ class Checkpointer:
             state overlap the next forward and backward pass; ``step`` of an optimizer in ``state`` waits for them.
             Nothing else may change these tensors before that step.
         interval: when ``step`` saves: every so many steps, or "auto": as often as pays, from what is measured here.
+            Leaving the ``with`` block without an error saves the last step too.
         overhead_max: with "auto", the share of training time that checkpoints may cost.
         mtbf_seconds: with "auto", the mean time between failures of the job, where it is known; or two of them:
             ``{"local": ..., "shared": ...}``, between failures that an SSD survives, and those that it does not.
@@ -140,6 +141,8 @@ class Checkpointer:
         self.grace_seconds = self.settings.grace_seconds
         self._last = LastSave(self._job, lambda: cost_of(self.stats[-LATEST:], len(self._unfinished())))
         self._steps_seen = 0
+        self._unsaved: tuple[int, Mapping[str, Any]] | None = None
+        """With an interval: the last step and its state, while no save has begun of them."""
         self._is_throttled = False
         self._notices = Notices(self.settings, self._on_notice)
         preemption.watch(self, self.settings.preempt_signals)
@@ -152,6 +155,8 @@ class Checkpointer:
         """Say that training step ``step`` has ended. Saves ``state`` when it is time to, as ``interval`` has it.
 
         Call it once after each step, on every rank. Returns the future of ``save``, None where nothing is saved.
+        With an ``interval``, leaving the ``with`` block without an error saves the last step if that was not saved; so
+        ``state`` is referenced until then, or until a save.
 
         Raises what ``save`` raises. Cost: microseconds, where nothing is saved.
         """
@@ -159,6 +164,8 @@ class Checkpointer:
         begun = time.monotonic()
         self._pacer.stepped(self._phase(begun), begun)
         self._ledger.stepped(step)
+        if self._pacer.interval is not None:
+            self._unsaved = (step, state)
         try:
             is_last = self._last.look(step)
             future = self._save(step, state, is_asked=is_last) if is_last or self._pacer.is_due(step) else None
@@ -235,6 +242,7 @@ class Checkpointer:
         with unwrapped():
             plan, planner, metadata = self._plan(states.collect(state), writer)
         staged, failure = self._stage(plan, planner, state)
+        self._unsaved = None
         self.stats.append(record)
         self._ledger.saved(step)
         self._started[record.uri] = begun
@@ -574,7 +582,10 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.close()
+            try:
+                self._save_last()
+            finally:
+                self.close()
             return
         # The loop failed: let a save that is under way reach the SSD, but do not hide the loop's own error.
         try:
@@ -584,6 +595,15 @@ class Checkpointer:
         self._ledger.ended("failed")
         self._closed = True
         self._let_go()
+
+    def _save_last(self) -> None:
+        """Save the last step, if an interval has left it out. All ranks alike: each has counted the same steps.
+
+        Not after an error, which other ranks may not have: a save is collective. Nor when the job was told to go:
+        what still fitted is decided.
+        """
+        if self._unsaved is not None and not self._closed and not self._last.is_done:
+            self.save(*self._unsaved)
 
     def bring_to_safety(self, deadline: float) -> list[str]:
         """After SIGTERM: wait, until ``deadline``, for what is under way. Returns what is not safe, in words.
@@ -602,6 +622,7 @@ class Checkpointer:
 
     def _let_go(self) -> None:
         preemption.forget(self)
+        self._unsaved = None
         self._notices.close()
         self._last.close()
         self._ledger.close()
