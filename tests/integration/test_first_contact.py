@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
 import tierckpt
 from tests.compat.worker import launch
+from tierckpt.cli.app import run
 
 SELF = "tests.integration.test_first_contact"
 
@@ -179,3 +183,69 @@ def test_the_command_prints_an_error_and_a_hint(arguments: tuple[str, ...], word
     assert done.returncode not in (0, 1)
     assert words in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 4
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    capsys.readouterr()
+    code = run(arguments)
+    return code, capsys.readouterr().out
+
+
+def test_verify_takes_a_run_and_means_its_newest_step(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with tierckpt.Checkpointer(file_uri) as checkpointer:
+        for step in (9, 10):
+            checkpointer.save(step, {"weights": torch.ones(1000)})
+    code, text = command(capsys, "verify", file_uri, "--read-data")
+    assert (code, "step-10" in text) == (0, True)
+    [shard] = Path(file_uri, "step-10").glob("*.distcp")
+    with shard.open("r+b") as stream:  # one file behind both names: damaged on both tiers
+        stream.seek(8000)
+        stream.write(b"damage")
+    assert command(capsys, "verify", file_uri, "--read-data")[0] == 5
+
+
+def test_restore_export_and_verify_name_themselves_and_move(
+    file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tierckpt.Checkpointer(file_uri, chunk_size_bytes=65536) as checkpointer:
+        checkpointer.save(1, {"weights": torch.ones(100_000)})
+    seen: dict[str, list[int]] = {}
+
+    @contextlib.contextmanager
+    def collect(**_: object) -> Iterator[Any]:
+        yield lambda progress: seen.setdefault(progress.what, []).append(progress.done_bytes)
+
+    for verb, more in (("restore", "--to=copy"), ("export", "--to=model"), ("verify", "--read-data")):
+        monkeypatch.setattr(f"tierckpt.cli.{verb}.progress_bar", collect)
+        monkeypatch.chdir(tmp_path)
+        assert run([verb, file_uri, more]) == 0
+        moves = seen.pop(f"{verb} {file_uri}/step-1")
+        assert len(set(moves)) >= (3 if verb != "export" else 2) and moves == sorted(moves), (verb, moves)
+    assert not seen
+
+
+def test_a_simulation_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: dict[str, set[int]] = {}
+
+    @contextlib.contextmanager
+    def collect(**_: object) -> Iterator[Any]:
+        yield lambda progress: seen.setdefault(progress.what, set()).add(progress.done_bytes)
+
+    monkeypatch.setattr("tierckpt.cli.simulate.progress_bar", collect)
+    assert run(["simulate", "--params", "7e9", "--dp", "8", "--days", "2"]) == 0
+    assert len(seen) > 2 and all(len(moves) == 100 for moves in seen.values()), seen.keys()
+
+
+def test_a_hundred_shards_of_a_data_set_are_one_line_of_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for number in range(100):
+        (data / f"{number:06d}.tar").write_bytes(b"x" * 1000)
+        with fsspec.open(f"tierckpt://file{data}/{number:06d}.tar") as stream:
+            stream.read()
+    code, text = command(capsys, "status")
+    assert code == 0
+    assert f"{data}/ (100 objects)" in text
+    assert len(text.splitlines()) < 20

@@ -421,7 +421,7 @@ def test_a_rollout_is_watched_until_it_is_whole_everywhere(nodes: Callable[..., 
     frozen, data = model()
     fillings = [Filling(node.root / "cache" / frozen.name, frozen, preallocate=False) for node in cluster]
     land(fillings[0], data, [0, 1, 2])
-    watching = fleet.start(["prefetch", frozen.uri, "--watch"], one.environment())
+    watching = fleet.start(["prefetch", "--watch"], one.environment())
     counting = fleet.start(["prefetch", "--watch", "--json"], other.environment())
     until(lambda: "25 % on 2 nodes" in watching.log(), "a line that tells how far it is")
     for filling, chunks in zip(fillings, ([3, 4, 5], range(6)), strict=True):
@@ -435,6 +435,32 @@ def test_a_rollout_is_watched_until_it_is_whole_everywhere(nodes: Callable[..., 
     assert ended is not None
     assert ended.code == 0
     assert "100 % on 2 nodes" in watching.out.read_text()
+
+
+def test_watch_on_every_node_fetches_and_ends_when_all_nodes_have_it(
+    nodes: Callable[..., list[Node]], fleet: Fleet, tmp_path: Path
+) -> None:
+    """The lines of the README: the same command on each node."""
+    cluster = [node.start() for node in nodes(2)]
+    until(lambda: agree(cluster), "two that know each other")
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / "model.safetensors").write_bytes(bytes(range(256)) * 4096)
+    commands = [
+        fleet.start(["prefetch", f"file://{store}", "--watch", "--json"], node.environment()) for node in cluster
+    ]
+    for command in commands:
+        document = said(command)
+        assert document["done"] is True
+        fetched = Path(document["fetched"]["directory"])
+        assert (fetched / "model.safetensors").read_bytes() == (store / "model.safetensors").read_bytes()
+
+
+def test_watch_ends_with_the_error_of_the_fetch(nodes: Callable[..., list[Node]], fleet: Fleet, tmp_path: Path) -> None:
+    (node,) = [node.start() for node in nodes(1)]
+    ended = fleet.start(["prefetch", f"file://{tmp_path}/none", "--watch"], node.environment()).wait(PATIENCE_SECONDS)
+    assert ended is not None
+    assert ended.code == 4
 
 
 def test_a_node_keeps_its_name(nodes: Callable[..., list[Node]]) -> None:

@@ -135,7 +135,7 @@ def test_what_is_pinned_or_leased_by_a_live_process_never_goes_and_the_error_say
     assert (facts["needed_bytes"], facts["free_bytes"], facts["evictable_bytes"]) == (2 * SIZE, 0, SIZE)
     assert (facts["pinned_bytes"], facts["leased_bytes"]) == (SIZE, SIZE)
     assert facts["pinned"] == f"s3://bucket/pinned ({human_bytes(SIZE)})"
-    assert facts["leased"] == f"s3://bucket/leased ({SIZE})"
+    assert facts["leased"] == f"s3://bucket/leased ({human_bytes(SIZE)})"
     assert there(pool) == {"leased", "pinned", "fourth"}, "a refusal evicts nothing"
 
     process.send_signal(signal.SIGSTOP)  # it does nothing for long: it still has its files open

@@ -14,11 +14,19 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -111,16 +119,18 @@ class _Warnings(logging.Handler):
 
 
 @contextmanager
-def progress_bar(*, as_json: bool) -> Iterator[types.ProgressListener]:
-    """Yield a listener that draws a bar on stderr while a person looks at it, and does nothing otherwise."""
+def progress_bar(*, as_json: bool, of: Literal["bytes", "time"] = "bytes") -> Iterator[types.ProgressListener]:
+    """Yield a listener that draws a bar on stderr while a person looks at it, and does nothing otherwise.
+
+    ``of="time"``: what is done is no bytes, and only its share is shown.
+    """
     if as_json or not sys.stderr.isatty():
         yield ignore_progress
         return
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        *((DownloadColumn(binary_units=True), TransferSpeedColumn()) if of == "bytes" else (TaskProgressColumn(),)),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", markup=False),
     )

@@ -57,22 +57,34 @@ def plot_sizing(path: Path, sizing: Sizing) -> None:
 
 
 def plot_runs(path: Path, runs: Sequence[Run]) -> None:
-    """Draw where the time of each simulated configuration went, and what the formula had expected."""
+    """Draw where the time of each simulated configuration went, and what the formula had expected.
+
+    The axis begins where the worst configuration has lost more than it kept back: what all have in common says nothing.
+    """
     with _figure(path, 1) as axes:
         axis = axes[0]
         names = [run.name for run in runs]
+        shares = {field: [100 * getattr(run, field) / run.wall_seconds for run in runs] for field in PARTS}
+        kept = shares["kept_seconds"]
+        begin = max(0.0, min(kept) - (100 - min(kept)) / 3)
         left = [0.0] * len(runs)
         for field, (label, colour) in PARTS.items():
-            widths = [100 * getattr(run, field) / run.wall_seconds for run in runs]
-            if max(widths) > 0.05:
-                axis.barh(names, widths, left=left, color=colour, label=label)
-            left = [before + width for before, width in zip(left, widths, strict=True)]
-        expected = [100 * (run.expected_ettr or 0) for run in runs]
-        axis.plot(expected, names, "|", color="black", markersize=22, label="kept, by formula")
+            if max(shares[field]) > (100 - begin) / 1000:
+                bars = axis.barh(names, shares[field], left=left, color=colour, label=label)
+                if field != "kept_seconds":
+                    wide = [f"{share:.2g}" if share > (100 - begin) / 25 else "" for share in shares[field]]
+                    axis.bar_label(bars, wide, label_type="center", fontsize=7, color="white")
+            left = [before + width for before, width in zip(left, shares[field], strict=True)]
+        for name, share in zip(names, kept, strict=True):
+            axis.annotate(
+                f"{share:.2f} %", (begin, name), (4, 0), textcoords="offset points", va="center", color="white"
+            )
+        expected = [(100 * run.expected_ettr, run.name) for run in runs if run.expected_ettr is not None]
+        axis.plot(*zip(*expected, strict=True), "|", color="black", markersize=22, label="kept, by formula")
         axis.invert_yaxis()
-        axis.set_xlim(0, 100)
-        axis.set_xlabel("share of the wall clock, %")
-        axis.set_title(f"{runs[0].wall_seconds / 86400:g} simulated days")
+        axis.set_xlim(begin, 100)
+        axis.set_xlabel(f"share of the wall clock, % (from {begin:.3g})")
+        axis.set_title(f"{runs[0].wall_seconds / 86400:g} simulated days: training kept, and where the rest went")
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, fontsize=8, frameon=False)
 
 

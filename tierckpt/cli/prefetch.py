@@ -45,7 +45,8 @@ Evict = Annotated[bool, typer.Option("--evict", help="Remove it from the cache, 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched and evicted. Changes nothing.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait for what is not committed, or not there, yet.")]
 Watch = Annotated[
-    bool, typer.Option("--watch", help="Show it filling all nodes (peers), live. Fetches nothing. URI: what to watch.")
+    bool,
+    typer.Option("--watch", help="Show all nodes (peers) fill, until all have it. Without a URI: only show."),
 ]
 Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0, help="With --wait: at most so long.")]
 
@@ -73,9 +74,10 @@ def prefetch(
     stopped, and processes that want the same share the work. Exit code 3 when anything is missing, with the list.
     """
     if watch:
-        if len(uris or ()) > 1 or any((check, evict, unpin, dry_run, pin, to, include, exclude)):
-            raise ConfigError("--watch takes a URI or none, and no other option", hint="It only shows what goes on")
-        return watch_rollout(location_of(uris[0]) if uris else None, load_settings(local_root), as_json=as_json)
+        if len(uris or ()) > 1 or any((check, evict, unpin, dry_run)):
+            raise ConfigError("--watch shows a fetch of one URI", hint="Without a URI it shows what other nodes fetch")
+        if not uris:
+            return watch_rollout(None, load_settings(local_root), as_json=as_json)
     if sum((check, evict, unpin, dry_run)) > 1 or (pin and (unpin or evict or check)):
         raise ConfigError("give one of --check, --evict, --unpin, --dry-run", hint="--pin goes with a fetch")
     if not uris and not check:
@@ -86,6 +88,8 @@ def prefetch(
     job = _Job(
         to.absolute() if to else None, tuple(include or ()), tuple(exclude or ()), pin, timeout if wait else None
     )
+    if watch and load_settings(local_root).peers is not None:
+        return _watched(locations[0], job, local_root, as_json=as_json)
     if not locations:
         return _cache_report(Pool(load_settings(local_root)))
     if evict or unpin:
@@ -177,6 +181,15 @@ class _Job:
 
     async def _patiently(self, location: Location, work: Callable[[], Awaitable[Any]]) -> Any:
         return await work() if self.wait_seconds is None else await patiently(work, self.wait_seconds, location.uri)
+
+
+def _watched(location: Location, job: _Job, local_root: Path | None, *, as_json: bool) -> Report:
+    """Fetch to this node, and show all nodes until each has it."""
+    with open_client(local_root) as client:
+        fetching = client.start(lambda engine: job.fetch(engine, location))
+        seen = watch_rollout(location, load_settings(local_root), as_json=as_json, fetching=fetching)
+        fetched = fetching.result()
+    return Report({**seen.document, "fetched": fetched.document}, [*seen.view, *fetched.view], fetched.exit_code)
 
 
 def _fetch_all(locations: Sequence[Location], fetch: Callable[[Location], Report]) -> Report:

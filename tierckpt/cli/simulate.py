@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..planning.quantities import parse_seconds, positive, whole
 from ..planning.scenario import Cluster, configurations_of, failures_of
 from ..types import Json
-from .output import Report, facts, human_seconds, table
+from .output import Report, facts, human_seconds, progress_bar, table
 from .planning_options import PlanningOptions, taking_options
 from .session import JsonOption
 from .size import PlotOption, decimal, short
@@ -76,7 +76,8 @@ def simulate(
         if not chosen:
             raise ConfigError(f"--only is {', '.join(only)}: configurations are {', '.join(map(repr, known))}")
     begun = time.process_time()
-    runs = [run(cluster, one, days=days, seed=seed) for one in chosen]
+    with progress_bar(as_json=as_json, of="time") as listener:
+        runs = [run(cluster, one, days=days, seed=seed, listener=listener) for one in chosen]
     seconds = time.process_time() - begun
     if plot is not None:
         from .plots import plot_runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +30,8 @@ from .output import Report, facts, human_bytes, human_seconds, table
 from .session import JsonOption, LocalRootOption, load_settings
 
 ANSWER_SECONDS = 2.0
+GROUPED_MIN = 4
+"""Cached objects of one place from which on they are one line."""
 
 Watch = Annotated[bool, typer.Option("--watch", help="Draw it again and again until Ctrl-C.")]
 Interval = Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Between two pictures.")]
@@ -229,6 +231,23 @@ def _budget_line(budget: Json) -> str:
     return f"{'paused; ' if budget['paused'] else ''}{allowed}, {budget['concurrency']} files at a time"
 
 
+def _grouped(local: Sequence[Json]) -> Iterator[Json]:
+    """Cached objects of one place are one line: shards of a data set are read by the hundred."""
+    below: dict[tuple[str, str], list[Json]] = {}
+    for item in local:
+        where = item["uri"].rpartition("/")[0] if "leases" in item else item["uri"]
+        below.setdefault((where, item["kind"]), []).append(item)
+    for (where, _), items in below.items():
+        if len(items) < GROUPED_MIN:
+            yield from items
+            continue
+        yield items[0] | {
+            "uri": f"{where}/ ({len(items)} objects)",
+            "files": sum(item["files"] for item in items),
+            "size_bytes": sum(item["size_bytes"] for item in items),
+        }
+
+
 def _view(document: Json) -> list[RenderableType]:
     summary = {
         "local root": document["local_root"],
@@ -254,7 +273,7 @@ def _view(document: Json) -> list[RenderableType]:
     ]
     here = [
         (item["uri"], item["kind"], item["files"], human_bytes(item["size_bytes"]), "yes" if item["drained"] else "no")
-        for item in document["local"]
+        for item in _grouped(document["local"])
     ]
     view: list[RenderableType] = [facts(summary)]
     moving = (document["agent"] or {}).get("moving", [])

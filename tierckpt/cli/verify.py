@@ -9,7 +9,7 @@ import typer
 from rich.console import RenderableType
 
 from ..engine import Engine
-from ..errors import CheckpointError, IntegrityError, ManifestError
+from ..errors import CheckpointError, CheckpointNotFoundError, IntegrityError, ManifestError
 from ..layout import MANIFEST, Location
 from ..mover import commit
 from ..mover.catalog import Checkpoint
@@ -27,11 +27,14 @@ def verify(
 ) -> Report:
     """Check every file on each tier that has a copy. Exit 5 when any copy is damaged.
 
+    URI may be a run: then its newest checkpoint, committed on whichever tier; a damaged one is not passed over.
+
     A file that only lacks a copy on this node, while the shared tier has a good one, is no damage: every node keeps
     the shards of its own ranks.
     """
-    location = location_of(uri)
+    wanted = location_of(uri)
     with progress_bar(as_json=as_json) as listener, open_client(local_root, listener) as client:
+        location = client.run(lambda engine: _checkpoint_at(engine, wanted))
         checkpoint, report, damaged = client.run(lambda engine: _verify(engine, location, read_data))
         absent = _absent(checkpoint, report)
     problems = {**damaged, **{key: text for key, text in report.problems.items() if key not in absent}}
@@ -45,6 +48,16 @@ def verify(
         "absent_on_this_node": sorted(path for _, path in absent),
     }
     return Report(document, _view(document), IntegrityError.exit_code if rows else 0)
+
+
+async def _checkpoint_at(engine: Engine, location: Location) -> Location:
+    """``location``, or of a run its newest step that was committed."""
+    try:
+        rows = await engine.list(location)
+    except CheckpointNotFoundError:
+        return location  # what looks at it says what is wrong
+    committed = [row for row in rows if {row.local, row.shared} & {"committed", "stock"}]
+    return (committed or rows)[-1].location
 
 
 async def _verify(

@@ -1,4 +1,4 @@
-"""``tierckpt prefetch --watch``: a rollout over all nodes, live. Fetches nothing; asks each agent twice a second."""
+"""``tierckpt prefetch --watch``: a rollout over all nodes, live. Asks each agent twice a second."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 from rich.console import Console
@@ -38,11 +39,14 @@ BEGIN_SECONDS = 60.0
 SETTLED_TICKS = 2
 
 
-def watch(location: Location | None, settings: Settings, *, as_json: bool) -> Report:
+def watch(
+    location: Location | None, settings: Settings, *, as_json: bool, fetching: Future[Report] | None = None
+) -> Report:
     """Watch one version fill all nodes that want it, until it is whole on all of them, or Ctrl-C.
 
     Args:
         location: whose; None: what most nodes are filling.
+        fetching: what this node fetches meanwhile; when it fails there is nothing more to watch.
 
     Raises:
         ConfigError: there are no ``peers``.
@@ -50,8 +54,8 @@ def watch(location: Location | None, settings: Settings, *, as_json: bool) -> Re
     """
     if settings.peers is None:
         raise ConfigError("no peers are set, so there is one node to watch", hint="Set peers (TIERCKPT_PEERS)")
-    watcher = _Watcher(location.uri if location is not None else None, settings, as_json=as_json)
-    with contextlib.suppress(KeyboardInterrupt):
+    watcher = _Watcher(location.uri if location is not None else None, settings, as_json=as_json, fetching=fetching)
+    with contextlib.suppress(*(() if fetching is not None else (KeyboardInterrupt,))):
         asyncio.run(watcher.run())
     rollout = watcher.rollout
     if rollout is None:
@@ -60,8 +64,10 @@ def watch(location: Location | None, settings: Settings, *, as_json: bool) -> Re
 
 
 class _Watcher:
-    def __init__(self, uri: str | None, settings: Settings, *, as_json: bool) -> None:
-        self.uri, self.settings = uri, settings
+    def __init__(
+        self, uri: str | None, settings: Settings, *, as_json: bool, fetching: Future[Report] | None = None
+    ) -> None:
+        self.uri, self.settings, self.fetching = uri, settings, fetching
         self.rollout: Rollout | None = None
         self._screen = _Screen(as_json=as_json)
         self._gate = asyncio.Semaphore(ASKED_AT_A_TIME)
@@ -90,7 +96,11 @@ class _Watcher:
                 if self.rollout is not None:
                     self.rollout.remember(before)
                 before = statuses
-            if self.rollout is None and time.monotonic() - begun > BEGIN_SECONDS:
+            if self.fetching is not None and self.fetching.done():
+                if self.fetching.exception() is not None:
+                    return
+                settled += self.rollout is None  # a checkpoint, which no node tells of as something it fills
+            elif self.rollout is None and self.fetching is None and time.monotonic() - begun > BEGIN_SECONDS:
                 raise ObjectNotFoundError(
                     f"no node is filling {self.uri or 'anything'}", hint="`tierckpt prefetch URI` on each node fills it"
                 )

@@ -114,6 +114,7 @@ def export_safetensors(
         done_bytes += count
         listener(Progress(f"export {reader.path}", done_bytes, size_bytes))
 
+    on_bytes(0)
     reader.set_up_storage_reader(metadata, True)
     with _appearing(target, size_bytes) as directory, _held(reader):
         names = _names(len(shards))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -16,7 +16,7 @@ from ..layout import Location
 from ..manifest import FileEntry, Manifest
 from ..stores.base import Store
 from ..telemetry import logger
-from ..types import Buffer, ByteRange, Json, ProgressListener, Tier
+from ..types import Buffer, ByteRange, Json, Progress, ProgressListener, Tier
 from .bringing import Nearest
 from .catalog import Checkpoint
 from .prefetch import from_listing, from_manifest, prefetch
@@ -70,9 +70,13 @@ async def restore(
     store = cast(Store, source) if source is not None else checkpoint.store  # prefetch asks its source for ranges only
     wanted = from_manifest(manifest) if manifest is not None else await from_listing(checkpoint.store)
     chunk = manifest.chunk_size_bytes if manifest is not None else chunk_size_bytes
+
+    def restoring(progress: Progress, /) -> None:
+        listener(replace(progress, what=f"restore {checkpoint.location.uri}"))
+
     try:
         done = await prefetch(
-            store, wanted, directory, chunk_size_bytes=chunk, concurrency=concurrency, listener=listener
+            store, wanted, directory, chunk_size_bytes=chunk, concurrency=concurrency, listener=restoring
         )
     except TierckptError as error:
         if source is None or not source.lost:

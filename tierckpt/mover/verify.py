@@ -7,7 +7,7 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import IntegrityError, ObjectNotFoundError, StoreError, TierckptError
 from ..layout import CLAIM, DRAINED, MANIFEST
@@ -19,6 +19,9 @@ from ..types import ByteRange, Json, Progress, ProgressListener, Tier
 from . import commit
 from .catalog import Checkpoint
 from .transfer import check, open_file, pread_all
+
+Told: TypeAlias = Callable[[int], None]
+"""Is told of bytes that were read and checked. None: only presence and sizes are looked at."""
 
 
 @dataclass
@@ -61,20 +64,33 @@ async def verify(
     total = checkpoint.manifest.size_bytes * len(checkpoint.tiers)  # the stock copy of the metadata is small change
     chunk_size = checkpoint.manifest.chunk_size_bytes
 
+    done = 0
+
+    def told(count: int) -> None:
+        nonlocal done
+        done += count
+        listener(Progress(f"verify {checkpoint.location.uri}", done, total))
+
+    told(0)
+    on_bytes = told if read_data else None
+
     async def one(tier: Tier, entry: FileEntry) -> None:
         async with gate:
             try:
                 if tier is Tier.LOCAL:
-                    await _verify_local(checkpoint.directory / entry.key, entry, chunk_size, read_data)
+                    await _verify_local(
+                        checkpoint.directory / entry.key, entry, chunk_size, told if read_data else None
+                    )
                 else:
-                    await _verify_shared(checkpoint.store, entry, chunk_size, read_data)
+                    await _verify_shared(checkpoint.store, entry, chunk_size, on_bytes)
             except TierckptError as error:
                 if error.retryable:
                     raise  # a store that is away says nothing about the files
                 report.problems[(tier, entry.path)] = str(error)
         report.checked_files += 1
         report.checked_bytes += entry.size_bytes
-        listener(Progress(f"verify {checkpoint.location.uri}", report.checked_bytes, total))
+        if not read_data:
+            told(entry.size_bytes)
 
     # Stock PyTorch reads the metadata under its own name, tierckpt the attempt's copy: both count.
     stock = tuple(replace(entry, source="") for entry in checkpoint.manifest.metadata if entry.source)
@@ -122,15 +138,16 @@ async def _check_claim(store: Store, manifest: Manifest, *, committed: bool) -> 
         raise IntegrityError(f"{store.uri}/{CLAIM} names {claim or 'nobody'}; committed is {manifest.attempt}")
 
 
-async def _verify_local(path: Path, entry: FileEntry, chunk_size_bytes: int, read_data: bool) -> None:
+async def _verify_local(path: Path, entry: FileEntry, chunk_size_bytes: int, told: Told | None) -> None:
     _expect_size(await asyncio.to_thread(_size_of, path), entry, str(path))
-    if not read_data:
+    if told is None:
         return
     file = await asyncio.to_thread(open_file, path)
     try:
         for byte_range, digest in entry.chunks(chunk_size_bytes):
             data = await settled(asyncio.to_thread(pread_all, file, byte_range, path))
             await check(data, digest, entry, byte_range, Tier.LOCAL, str(path))
+            told(byte_range.size_bytes)
     finally:
         os.close(file)
 
@@ -144,13 +161,14 @@ def _size_of(path: Path) -> int:
         raise translate_os_error(error, path, Tier.LOCAL) from error
 
 
-async def _verify_shared(store: Store, entry: FileEntry, chunk_size_bytes: int, read_data: bool) -> None:
+async def _verify_shared(store: Store, entry: FileEntry, chunk_size_bytes: int, told: Told | None) -> None:
     _expect_size((await store.head(entry.key)).size_bytes, entry, f"{store.uri}/{entry.key}")
-    if not read_data:
+    if told is None:
         return
     for byte_range, digest in entry.chunks(chunk_size_bytes):
         data = await store.get_range(entry.key, ByteRange(byte_range.start, byte_range.stop))
         await check(data, digest, entry, byte_range, Tier.SHARED, store.uri)
+        told(byte_range.size_bytes)
 
 
 def _expect_size(size_bytes: int, entry: FileEntry, where: str) -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError, MissingExtraError
+from ..telemetry import ignore_progress
+from ..types import Progress, ProgressListener
 from . import placement, policy
 from .policy import Decision, Situation
 from .quantities import positive
@@ -32,6 +34,8 @@ except ModuleNotFoundError as error:
 from .pipe import Flow, Pipe
 
 DAY_SECONDS = 86400.0
+PARTS = 100
+"""How often a run is told of."""
 
 Steps = Generator[simpy.Event, Any, None]
 
@@ -70,11 +74,12 @@ def simulate(
     days: float,
     seed: int = 0,
     records: list[list[dict[str, Any]]] | None = None,
+    listener: ProgressListener = ignore_progress,
 ) -> Run:
     """Run ``configuration`` on ``cluster`` for ``days``. The same arguments give the same result.
 
     ``records`` takes what the first job would have recorded of itself, as ``goodput.read_start`` reads it: a list of
-    lines for each start. A step is a millisecond of work.
+    lines for each start. A step is a millisecond of work. ``listener`` is told of simulated seconds.
 
     Raises:
         ConfigError: days of zero or less; more replicas than a job has nodes.
@@ -84,7 +89,9 @@ def simulate(
     world = _World(cluster, configuration, random.Random(seed))
     if records is not None:
         world.jobs[0].witness = _Witness(world.jobs[0], records)
-    world.env.run(until=seconds)
+    for part in range(1, PARTS + 1):
+        world.env.run(until=seconds * part / PARTS)
+        listener(Progress(f"simulate {configuration.name}", round(seconds * part / PARTS), round(seconds)))
     return world.result(seconds)
 
 
