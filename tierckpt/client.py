@@ -18,11 +18,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .announce import announced
 from .arena.slots import close_arenas
 from .config import Settings
 from .engine import Engine
 from .errors import ConfigError, OperationTimeoutError, TierckptError
 from .layout import Location, parse_uri
+from .mover import begun
 from .mover.contact import NoAgentError, close_contacts, contact_for, has_socket, is_known, own_contact
 from .mover.journal import Entry
 from .mover.prefetch import PrefetchResult, Wanted
@@ -38,6 +40,7 @@ log = logger("client")
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_SECONDS = 10.0
+CLOSE_SECONDS_MIN = 1.0
 SETTLE_SECONDS = 300.0
 """How long a process waits for the agent to bring what its predecessor had staged to the local tier."""
 STALLED_SECONDS = 5.0
@@ -202,21 +205,32 @@ class Client:
         for task in left:
             task.cancel()
         if left:
-            await asyncio.wait(left, timeout=CLOSE_TIMEOUT_SECONDS)
+            patience = max(CLOSE_SECONDS_MIN, self.settings.exit_timeout_seconds)
+            await asyncio.wait(left, timeout=min(CLOSE_TIMEOUT_SECONDS, patience))
         await engine.close()
 
     def finish(self) -> None:
         """Wait for the drains in this process, at most ``exit_timeout_seconds``; say what is left; close."""
         timeout = self.settings.exit_timeout_seconds
-        left = self.run(lambda engine: self._idle(engine, timeout))
+        deadline = time.monotonic() + timeout
+
+        def describe() -> str:
+            return (
+                f"this process ends when its drains have ended: {len(self.engine.draining)} are under way, "
+                f"{max(0.0, deadline - time.monotonic()):.0f} of {timeout:g} s left (exit_timeout_seconds). "
+                "Ctrl-C stops: what is left stays on this node, `tierckpt drain --wait` finishes it"
+            )
+
+        with announced(log, describe):
+            left = self.run(lambda engine: self._idle(engine, deadline))
         for entry in left:
             log.warning("%s is not on the shared tier yet; `tierckpt drain --wait` on this node finishes it", entry.uri)
         self.close()
 
-    async def _idle(self, engine: Engine, timeout_seconds: float) -> list[Entry]:
+    async def _idle(self, engine: Engine, deadline: float) -> list[Entry]:
         if self._telling:
-            await asyncio.wait(set(self._telling), timeout=timeout_seconds)
-        return await engine.idle(timeout_seconds)
+            await asyncio.wait(set(self._telling), timeout=max(0.0, deadline - time.monotonic()))
+        return await engine.idle(max(0.0, deadline - time.monotonic()))
 
 
 class _Watch:
@@ -273,9 +287,12 @@ def wait(
 ) -> None:
     """Return when the newest save to ``uri`` is committed on ``tier`` (``"local"`` or ``"shared"``).
 
+    Saves that this process has begun, and that still are in the hands of another thread, count.
+
     Raises:
         OperationTimeoutError: not within ``timeout_seconds``.
-        TierckptError: its drain failed for a reason that waiting does not mend (permission, damage, a rival save).
+        TierckptError: a save that another thread of this process began failed; or its drain failed for a reason that
+            waiting does not mend (permission, damage, a rival save).
     """
     try:
         wanted = Tier(tier)
@@ -283,7 +300,9 @@ def wait(
         raise ConfigError(f"tier is {tier!r}", hint="It is 'local' or 'shared'") from None
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
-    client.wait(location, wanted, timeout_seconds)
+    deadline = time.monotonic() + timeout_seconds
+    begun.wait(client.settings.local_root, location.uri, timeout_seconds)
+    client.wait(location, wanted, max(0.0, deadline - time.monotonic()))
 
 
 @short_traceback

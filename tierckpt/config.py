@@ -240,7 +240,8 @@ class Settings(BaseSettings):
     """How long a mover waits for the other ranks' parts before it calls the checkpoint abandoned."""
 
     exit_timeout_seconds: float = Field(default=300.0, ge=0)
-    """How long the process waits at exit for drains still running. What is left stays in the journal."""
+    """How long a process waits at its end, or a Checkpointer when it is closed, for drains still running: once, and not
+    twice. What is left stays on this node and in the journal."""
 
     store_timeout_seconds: float = Field(default=60.0, gt=0)
     """Time one request to a store may take, its retries included."""

@@ -20,10 +20,11 @@ from .errors import (
     IntegrityError,
     ObjectNotFoundError,
     OperationTimeoutError,
+    StoreError,
     StoreUnavailableError,
     TierckptError,
 )
-from .layout import MANIFEST, Location, local_dir
+from .layout import MANIFEST, Location, local_dir, parse_uri
 from .manifest import FileEntry, Manifest
 from .mover import bringing, catalog, commit, kept, leases
 from .mover.bringing import Nearest
@@ -40,7 +41,7 @@ from .mover.prune import Pruner, PruneResult, finish_local
 from .mover.recovery import take_up
 from .mover.restore import RestoreResult, restore
 from .mover.retention import Policy, Rule
-from .mover.select import Selector
+from .mover.select import Selector, place_of
 from .mover.sharing import Sharing
 from .mover.shelf import Check, Held, Kind, Shelf, refuse_pin
 from .mover.through import Cached
@@ -53,6 +54,8 @@ log = logger("engine")
 
 PROBE_TIMEOUT_SECONDS = 10.0
 OTHER_RANKS_SECONDS = 10.0
+ANSWER_SECONDS_MIN = 0.5
+"""What a store may take at least to say what it has, when the time to wait for it is nearly up."""
 POLL_SECONDS_MIN = 0.02
 POLL_SECONDS_MAX = 1.0
 
@@ -88,6 +91,10 @@ class Engine:
         self.browser = Browser(self.store, self.find, self.directory)
         self._drains: dict[str, asyncio.Task[DrainResult]] = {}
         self._failures: dict[str, tuple[str, TierckptError]] = {}
+        self._drained_to: set[tuple[str, str]] = set()
+        """The stores (``place_of``) to which this process has drained something."""
+        self._not_waited_for: set[str] = set()
+        """Tokens of drains that somebody has waited for as long as a process waits at its end."""
         self.committed_at: dict[str, float] = {}
         """When (monotonic seconds) this process saw each URI committed on the shared tier."""
 
@@ -120,11 +127,13 @@ class Engine:
         """Return the attempts that stand under ``location`` now: a new save is told to replace exactly these.
 
         A shared tier that does not answer in time is passed over, because a save must not wait for it; should an
-        attempt stand there, the drain will find it.
+        attempt stand there, the drain will find it. So is one that refuses us, once it has been reached in this
+        process: credentials may have expired, and the save is safe on this node until there are others.
 
         Raises:
             AlreadyCommittedError: something stands there and ``overwrite`` is False.
-            StoreError: the shared tier refuses us (missing bucket, credentials): better said at the first save.
+            StoreError: the shared tier refuses us (missing bucket, credentials) before it was ever reached: better said
+                at the first save.
         """
         directory = self.directory(location)
         local = await asyncio.to_thread(commit.read_local_manifest, directory)
@@ -137,11 +146,18 @@ class Engine:
                     store = self.store(location)
                     claim = await commit.read_claim(store)
                     stock = not overwrite and claim is None and await catalog.is_stock(store)
+                self.selector.reached.add(place_of(location))
                 standing |= {claim} if claim else set()
                 if stock:
                     raise commit.already_committed(location, "of stock DCP", Tier.SHARED)
             except (StoreUnavailableError, TimeoutError) as error:
                 log.warning("%s: the shared tier does not answer, saving locally (%s)", location.uri, error)
+            except StoreError as error:
+                if place_of(location) not in self.selector.reached:
+                    raise
+                log.warning(
+                    "%s: the shared tier refuses us, saving locally; what is drained later is: %s", location.uri, error
+                )
         if standing and not overwrite:
             raise commit.already_committed(location, ", ".join(sorted(standing)), Tier.LOCAL if local else Tier.SHARED)
         return tuple(sorted(standing))
@@ -203,6 +219,7 @@ class Engine:
             result = await self._drainer.drain(token)
             if result.outcome == "committed":
                 self.committed_at[uri] = time.monotonic()
+                self._drained_to.add(place_of(parse_uri(uri)))
             return result
         except TierckptError as error:
             log.error("drain of %s failed: %s", uri, error)
@@ -254,13 +271,18 @@ class Engine:
         """
         deadline = time.monotonic() + timeout_seconds
         patience = time.monotonic() + min(timeout_seconds, OTHER_RANKS_SECONDS)
-        while self._drains and time.monotonic() < deadline and not self._drainer.budget.paused:
-            sending = self._drains.keys() - self._drainer.awaiting
-            if not sending and time.monotonic() > patience:
+        while time.monotonic() < deadline and not self._drainer.budget.paused:
+            awaited = {token: drain for token, drain in self._drains.items() if token not in self._not_waited_for}
+            sending = awaited.keys() - self._drainer.awaiting
+            if not awaited or (not sending and time.monotonic() > patience):
                 break
-            await asyncio.wait(list(self._drains.values()), timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(awaited.values(), timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
         entries = await asyncio.to_thread(self.journal.entries)
         return [entry for entry in entries if entry.token in self._drains]
+
+    async def stop_waiting(self) -> None:
+        """Have ``idle`` wait no longer for the drains that run now: a process waits once at its end, not twice."""
+        self._not_waited_for = {*self._drains}
 
     # --- waiting -----------------------------------------------------------------------------------------------
 
@@ -273,6 +295,7 @@ class Engine:
         """
         deadline = time.monotonic() + timeout_seconds
         pause, idle_rounds = POLL_SECONDS_MIN, 0
+        self._forget_passing(location)  # it is tried once more, and its outcome is what is raised
         while True:
             entries = await asyncio.to_thread(self._unsettled, location)
             local = await asyncio.to_thread(commit.read_local_manifest, self.directory(location))
@@ -281,7 +304,7 @@ class Engine:
                     return
             else:
                 self._raise_failure(location)
-                if not entries and await self._is_committed(location, local):
+                if not entries and await self._is_committed(location, local, deadline - time.monotonic()):
                     return
                 idle_rounds = idle_rounds + 1 if local is not None and not entries else 0
                 if idle_rounds > 2:
@@ -322,13 +345,14 @@ class Engine:
             entry.manifest is not None and entry.manifest.attempt == manifest.attempt
         )
 
-    async def _is_committed(self, location: Location, local: Manifest | None) -> bool:
+    async def _is_committed(self, location: Location, local: Manifest | None, timeout_seconds: float) -> bool:
         """True when the shared tier has our local attempt, or any attempt where this node has none."""
         if local is not None and await asyncio.to_thread(commit.is_drained, self.directory(location), local.attempt):
             return True
         try:
-            shared = await commit.read_shared_manifest(self.store(location))
-        except StoreUnavailableError:
+            async with asyncio.timeout(max(ANSWER_SECONDS_MIN, timeout_seconds)):
+                shared = await commit.read_shared_manifest(self.store(location))
+        except (StoreUnavailableError, TimeoutError):
             return False
         return shared is not None and (local is None or local.attempt == shared.attempt)
 
@@ -338,12 +362,23 @@ class Engine:
                 del self._failures[token]
                 raise error
 
-    def take_failures(self, uris: set[str]) -> builtins.list[TierckptError]:
-        """Return the errors of drains to ``uris`` since the last call, and forget those."""
-        taken = {token: error for token, (uri, error) in self._failures.items() if uri in uris}
+    def _forget_passing(self, location: Location) -> None:
+        for token, (uri, error) in list(self._failures.items()):
+            if uri == location.uri and self.may_pass(location, error):
+                del self._failures[token]
+
+    def take_failures(self, uris: set[str]) -> dict[str, tuple[str, TierckptError]]:
+        """Return the errors of drains to ``uris`` since the last call, with the URI, by token; and forget those."""
+        taken = {token: failure for token, failure in self._failures.items() if failure[0] in uris}
         for token in taken:
             del self._failures[token]
-        return list(taken.values())
+        return taken
+
+    def may_pass(self, location: Location, error: TierckptError) -> bool:
+        """True for an error of a store to which this process has drained before: credentials that have expired, say.
+        What was saved is safe on this node, and the drain is to be tried again."""
+        is_local = error.context.get("tier") == Tier.LOCAL
+        return isinstance(error, StoreError) and not is_local and place_of(location) in self._drained_to
 
     # --- finding -----------------------------------------------------------------------------------------------
 

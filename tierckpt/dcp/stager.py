@@ -26,7 +26,7 @@ from ..arena.pinning import pin
 from ..arena.slots import Lease, arena_for
 from ..config import Settings
 from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError
-from ..mover import ahead
+from ..mover import ahead, begun
 from ..mover.flush import round_up
 from . import image, split, testament, wire
 from .collection import no_collection
@@ -93,6 +93,7 @@ class TierStager:
         self.synchronize_staging()
         staged, copies = self._stage(state_dict)
         ready = self._copy(copies)
+        begun.staged(self.settings.local_root, ready)
         if self.mode == "eager":
             return staged
         future: Future[Any] = Future()

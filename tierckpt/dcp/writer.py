@@ -60,7 +60,7 @@ from ..layout import (
     shard_name,
 )
 from ..manifest import FileEntry, Manifest, digests_of
-from ..mover import commit, kept, leases
+from ..mover import begun, commit, kept, leases
 from ..mover.catalog import file_size
 from ..mover.disk import check_local_root
 from ..mover.flush import Shard
@@ -85,7 +85,7 @@ log = logger("save")
 DCP_VERSION = "1.0.0"
 ATTEMPT_TIMEOUT_SECONDS = 120.0
 
-_OF_THIS_PROCESS = {"_save", "_delivery", "_begun", "_busy", "_stager"}
+_OF_THIS_PROCESS = {"_save", "_delivery", "_begun", "_busy", "_stager", "_outcome"}
 _saves_without_collectives: dict[str, int] = {}
 
 
@@ -105,12 +105,26 @@ class _Turn(_StoragePrefix):
     save: str = ""
     """What all ranks call this save, and no other has been called."""
     world_size: int = 1
+    uri: str = ""
+    """Where the coordinator saves to."""
+    is_checked: bool = False
     is_taken: bool = False
     """This process has seen it. A planner that keeps plans (``enable_plan_caching`` of torch) shows old ones again."""
 
     def take(self) -> bool:
         self.is_taken, was_taken = True, self.is_taken
         return not was_taken
+
+    def check(self, uri: str, rank: int) -> None:
+        """Raise ConfigError unless this rank saves to where the coordinator does: half a checkpoint in each of two
+        places is none. What a planner shows again says where an earlier save went."""
+        is_new, self.is_checked = not self.is_checked, True
+        if is_new and self.uri != uri:
+            raise ConfigError(
+                f"the ranks of this save have different URIs: rank {rank} has {uri}, the coordinator has {self.uri}",
+                hint="Give every rank the same one. A relative path is another place in another working directory",
+                rank=rank,
+            )
 
 
 @dataclass
@@ -196,6 +210,8 @@ class TierStorageWriter(Mount, StorageWriter):
         self._route: Route = "local"
         self._busy = threading.Lock()
         self._stager: TierStager | None = None
+        self._outcome: begun.Begun | None = None
+        """This save, as those see it who wait for it in this process."""
         self._point_to(uri if uri is not None else path)
 
     # --- contract of StorageWriter ------------------------------------------------------------------------------
@@ -208,6 +224,7 @@ class TierStorageWriter(Mount, StorageWriter):
         """
         with self._working():
             self._abort()
+        self._abandon()
         if checkpoint_id is not None:
             self._point_to(checkpoint_id)
         self.save_id = str(uuid.uuid4())
@@ -220,14 +237,18 @@ class TierStorageWriter(Mount, StorageWriter):
         self.use_collectives = kwargs.get("use_collectives", True)
         self.is_coordinator = is_coordinator or not self.use_collectives
         self.world_size = _world_size()
+        self._abandon()
+        root = self.settings.local_root
+        self._outcome = begun.begin(root, self.path, self, is_of_thread=not self._holds_back)
 
     @short_traceback
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        check_local_root(self.settings)
-        if self.is_coordinator:
-            self._client.recover()  # what is about to be committed here must be known
-            location, overwrite = self.location, self.overwrite
-            self._replaces = self._client.run(lambda e: e.attempts_to_replace(location, overwrite=overwrite))
+        with self._telling():
+            check_local_root(self.settings)
+            if self.is_coordinator:
+                self._client.recover()  # what is about to be committed here must be known
+                location, overwrite = self.location, self.overwrite
+                self._replaces = self._client.run(lambda e: e.attempts_to_replace(location, overwrite=overwrite))
         if not self.use_collectives:
             return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
         if self.settings.split_replicated and _world_size() > 1:
@@ -238,7 +259,7 @@ class TierStorageWriter(Mount, StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans, save = split.share_out(plans), secrets.token_hex(8)
         return [
-            dataclasses.replace(plan, storage_data=_Turn(f"__{rank}_", save, len(plans)))
+            dataclasses.replace(plan, storage_data=_Turn(f"__{rank}_", save, len(plans), self.path))
             if plan.storage_data is None
             else plan
             for rank, plan in enumerate(plans)
@@ -246,11 +267,16 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @short_traceback
     def write_data(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Future[list[WriteResult]]:
-        with self._working():
-            return self._write_data(plan, planner)
+        with self._telling(), self._working():
+            written = self._write_data(plan, planner)
+        if not (self.is_coordinator or self._holds_back):
+            self.settle()  # its part is done, and nobody tells this rank how the save ends
+        return written
 
     def _write_data(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
+        if isinstance(plan.storage_data, _Turn):
+            plan.storage_data.check(self.path, self.rank)
         if not plan.items and not self.is_coordinator:
             left = self._leave_plain_will(None, plan, planner)
             if left is not None:
@@ -321,8 +347,9 @@ class TierStorageWriter(Mount, StorageWriter):
     @short_traceback
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit on the local tier. Raises AlreadyCommittedError when another save took this id meanwhile."""
-        with self._working():
+        with self._telling(), self._working():
             self._finish(metadata, results)
+        self.settle()
 
     def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         save = self._save
@@ -352,6 +379,26 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """Tell who waits for this save that it is on the local tier, or that it failed with ``error``."""
+        if self._outcome is not None:
+            self._outcome.ended(error)
+        self._outcome = None
+
+    def _abandon(self) -> None:
+        if self._outcome is not None:
+            self._outcome.abandon()
+        self._outcome = None
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell who waits for this save that it failed here."""
+        try:
+            yield
+        except BaseException as error:
+            self.settle(error)
+            raise
 
     # --- staging ------------------------------------------------------------------------------------------------
 
@@ -632,6 +679,7 @@ class TierStorageWriter(Mount, StorageWriter):
         """Give the shards held back to the mover: the coordinator has committed."""
         if self._save is not None:
             self._hand_over(self._save)
+        self.settle()
 
     def let_go(self) -> bool:
         """End a save whose outcome is not known here: what a commit may name stays, and all else is put away.
@@ -764,7 +812,9 @@ class TierStorageWriter(Mount, StorageWriter):
         return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _save=None, _delivery=None, _begun=None, _busy=threading.Lock(), _stager=None)
+        self.__dict__.update(
+            state, _save=None, _delivery=None, _begun=None, _busy=threading.Lock(), _stager=None, _outcome=None
+        )
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:

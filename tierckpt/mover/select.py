@@ -84,6 +84,8 @@ class Selector:
         cluster: Cluster | None,
     ) -> None:
         self._settings, self._store_at, self._directory_of, self._cluster = settings, store_at, directory_of, cluster
+        self.reached: set[tuple[str, str]] = set()
+        """The stores (``place_of``) that have answered in this process as they should."""
 
     async def find(self, location: Location) -> Checkpoint:
         return await catalog.find(location, self._directory_of(location), self._store_at(location), self._cluster)
@@ -124,7 +126,10 @@ class Selector:
             return Newest(near.chosen, error)
 
         async def look() -> Newest:
-            return Newest(await self._look(location, step_max))
+            newest = await self._look(location, step_max)
+            if newest is None or newest.unseen is None:
+                self.reached.add(place_of(location))
+            return Newest(newest, newest.unseen if newest is not None else None)
 
         return await wait.until_seen(look, own)
 
@@ -234,6 +239,11 @@ class Selector:
             (directory / own_file(token)).exists() for token in manifest.tokens
         )
         return not is_copy and not commit.is_drained(directory, manifest.attempt)
+
+
+def place_of(location: Location) -> tuple[str, str]:
+    """The store behind ``location``: what has been reached there, or refuses us, is all of it."""
+    return location.scheme, location.authority
 
 
 class _Wait:

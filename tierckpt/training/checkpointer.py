@@ -14,9 +14,10 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from ..announce import announced
 from ..client import Client, get_client
 from ..config import Settings
 from ..dcp.planner import TierSavePlanner
@@ -38,6 +40,8 @@ from ..errors import (
     CheckpointError,
     CheckpointSkippedError,
     OperationTimeoutError,
+    PermissionDeniedError,
+    StoreUnavailableError,
     TierckptError,
 )
 from ..layout import DRAINED, Location, local_dir, parse_uri, step_name, step_of
@@ -50,6 +54,7 @@ from ..tracebacks import short_traceback
 from ..types import Tier
 from . import peers, preemption
 from . import state as states
+from .closing import describe_wait, until
 from .exchange import Exchange, agree_on_name, all_gather, is_distributed
 from .interval import Interval, Pacer, Phase
 from .job import Job
@@ -133,9 +138,11 @@ class Checkpointer:
         self._running: deque[tuple[SaveRecord, Future[None]]] = deque()
         self._reported: set[str] = set()
         self._started: dict[str, float] = {}
-        self._job = agree_on_name()
+        self._job = agree_on_name(self.location.uri)
         self._saves = 0
         self._closed = False
+        self._is_blind = False
+        """The last look for checkpoints failed: what stands there is not known, and not replaced."""
         self._ledger = Ledger(self.location, self.settings, is_on=not is_distributed() or dist.get_rank() == 0)
         self._looked_at = 0.0
         self.grace_seconds = self.settings.grace_seconds
@@ -234,7 +241,8 @@ class Checkpointer:
         self._note_commits()
         order = self._pacer.before_save(step, self.stats[-LATEST:], is_asked=is_asked)
         record.is_sent, record.is_straight = order.is_sent, order.is_straight
-        writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=self._overwrite)
+        overwrite = self._overwrite and not (self._is_blind and record.uri not in self._started)
+        writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=overwrite)
         writer.hold_back()
         if self._pacer.keeps_some:
             writer.keep(not record.is_sent)
@@ -345,6 +353,7 @@ class Checkpointer:
             plan = ranks.reduce_scatter("plan", local_step, global_step)
         except CheckpointException as error:
             self._note_reported(error)
+            writer.settle(error)
             raise
         return planner.finish_plan(plan), planner, metadata
 
@@ -380,6 +389,7 @@ class Checkpointer:
             record.error = f"{type(error).__name__}: {error}"
             if isinstance(error, TierckptError):
                 error.context.setdefault("checkpoint", record.uri)
+            job.writer.settle(error)
             is_settled = job.give_up()
             raise
         finally:
@@ -398,12 +408,17 @@ class Checkpointer:
         """
         self._finish_running()
         self._note_commits()
-        if tier == Tier.SHARED.value and self.settings.drain:
-            deadline = time.monotonic() + (self.timeout_seconds if timeout_seconds is None else timeout_seconds)
+        if tier == Tier.SHARED.value:
+            self._wait_for_drains(
+                time.monotonic() + (self.timeout_seconds if timeout_seconds is None else timeout_seconds)
+            )
+
+    def _wait_for_drains(self, deadline: float) -> None:
+        if self.settings.drain:
             for record in self._kept_records():
                 if record.shared_commit_seconds is None:
                     self._wait_shared(record, max(0.0, deadline - time.monotonic()))
-            self._prune()
+            self._prune(deadline)
 
     def _kept_records(self) -> list[SaveRecord]:
         """The newest save of each step, without those that retention has removed or is about to."""
@@ -436,13 +451,16 @@ class Checkpointer:
             return None
         return noted - time.time() + time.monotonic() - started
 
-    def _finish_running(self) -> None:
-        """Wait for every save that is under way. Raises the first error among them; the others are logged."""
+    def _finish_running(self, deadline: float | None = None) -> None:
+        """Wait for every save that is under way. Raises the first error among them; the others are logged.
+
+        After ``deadline`` it waits only for what is not on the local tier yet: nothing else would be lost.
+        """
         first: BaseException | None = None
         while self._running:
             unfinished = len(self._running)
             try:
-                self._finish_oldest()
+                self._finish_oldest(deadline)
             except BaseException as error:
                 if first is not None:
                     log.error("another save failed too: %s", error)
@@ -452,10 +470,14 @@ class Checkpointer:
         if first is not None:
             raise first
 
-    def _finish_oldest(self) -> None:
+    def _finish_oldest(self, deadline: float | None = None) -> None:
         record, running = self._running[0]
+        self._await_running(record, running, deadline)
+        if not running.done() and record.local_commit_seconds is not None:
+            self._running.popleft()  # it is on the SSD: what goes on is retention
+            return
         try:
-            running.result(timeout=self.timeout_seconds + EXTRA_SECONDS)
+            running.result(timeout=0)
         except CheckpointSkippedError as error:
             log.warning("%s", error)  # the declared policy, not a failure
         except TimeoutError as error:
@@ -468,6 +490,15 @@ class Checkpointer:
         finally:
             if running.done():
                 self._running.popleft()
+
+    def _await_running(self, record: SaveRecord, running: Future[None], deadline: float | None) -> None:
+        """Wait until a save has ended; after ``deadline`` only while it is nowhere but on its way to the SSD."""
+        end = time.monotonic() + self.timeout_seconds + EXTRA_SECONDS
+        while not running.done() and time.monotonic() < end:
+            is_late = deadline is not None and time.monotonic() > deadline
+            if is_late and (record.local_commit_seconds is not None or record.is_straight):
+                break
+            futures.wait([running], LOOK_SECONDS if deadline is not None else end - time.monotonic())
 
     def _not_ended(self, record: SaveRecord) -> OperationTimeoutError:
         return OperationTimeoutError(
@@ -488,15 +519,18 @@ class Checkpointer:
         while self._running and self._running[0][1].done():
             self._finish_oldest()
         uris = {record.uri for record in self.stats}
-        for failure in self._client.engine.take_failures(uris):
-            raise failure
+        for token, (uri, failure) in self._client.engine.take_failures(uris).items():
+            if not self._client.engine.may_pass(self.location, failure):
+                raise failure
+            log.warning("%s stays on this node for now, and its drain is tried again: %s", uri, failure)
+            self._client.submit(token)
 
     def _note_reported(self, error: CheckpointException) -> None:
         """Remember which saves in flight here an error of any rank was about: it is raised once on each rank."""
         told = {getattr(cause, "context", {}).get("checkpoint") for cause, _ in error.failures.values()}
         self._reported |= {record.uri for record, _ in self._running} & told
 
-    def _prune(self) -> None:
+    def _prune(self, deadline: float | None = None) -> None:
         """Retention, on the coordinator (shared tier) and one rank of each node (local tier). Never fails a save."""
         policy = self._keep
         if dist.is_initialized() and dist.get_rank() != 0:
@@ -504,8 +538,8 @@ class Checkpointer:
         if not policy or int(os.environ.get("LOCAL_RANK", 0)) != 0:
             return
         try:
-            self._client.run(lambda engine: engine.prune(self.location, policy))
-        except TierckptError as error:
+            self._client.run(lambda engine: until(deadline, engine.prune(self.location, policy)))
+        except (TierckptError, TimeoutError) as error:
             log.warning("retention under %s did not finish: %s", self.location.uri, error)
 
     # --- restoring ----------------------------------------------------------------------------------------------
@@ -522,7 +556,15 @@ class Checkpointer:
         a bad one is set aside and the next one tried. Without ``step``, a checkpoint with a file that has no good copy
         left is passed over for the one before it, on all ranks, and the log says so.
 
+        None means that shared storage was listed and has no checkpoint. While it does not answer it is waited for,
+        ``store_wait_seconds``, on all ranks, unless every rank's node has saved the newest step there and not drained
+        it: that is restored, with a warning. With ``step``, what lies on this node as a whole needs no store.
+
         Raises:
+            StoreUnavailableError, PermissionDeniedError: which checkpoints there are could not be asked; names the rank
+                that could not, and what may be done. Nothing was changed. Until a restore succeeds, saves of this
+                object replace only what it has saved itself.
+            CheckpointNotFoundError: some ranks see checkpoints, and no step is seen by all.
             StateMismatchError: the state does not fit; names what. Nothing was changed.
             IntegrityError: no good copy of some file, and no older step to go back to; names tensor, file and tiers.
                 ``state`` may then hold part of what could be read.
@@ -532,7 +574,8 @@ class Checkpointer:
         self._finish_running()
         self._client.recover()
         begun = time.monotonic()
-        uri = restore_newest(self._client, self.location, state, names, step)
+        with self._looking():
+            uri = restore_newest(self._client, self.location, state, names, step)
         if uri is None:
             return None
         self.restore_seconds = time.monotonic() - begun
@@ -543,28 +586,59 @@ class Checkpointer:
 
     @short_traceback
     def latest_step(self) -> int | None:
-        """Return the newest step that every rank can load, None when there is none. Collective under torchrun."""
-        uri = agreed_latest(self._client, self.location)
+        """Return the newest step that every rank can load, None when there is none. Collective under torchrun.
+
+        Raises what ``restore`` raises when nobody can know that.
+        """
+        with self._looking():
+            uri = agreed_latest(self._client, self.location)
         return step_of(uri) if uri is not None else None
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """What is not known to stand there is not replaced, should the caller go on all the same."""
+        try:
+            yield
+        except (StoreUnavailableError, PermissionDeniedError):
+            self._is_blind = True
+            raise
+        self._is_blind = False
 
     # --- life ---------------------------------------------------------------------------------------------------
 
     @short_traceback
     def close(self) -> None:
-        """Wait until all saves are committed on the shared tier (or locally with ``drain=False``). Idempotent."""
+        """Wait until all saves are committed on the shared tier (or locally with ``drain=False``). Idempotent.
+
+        For drains it waits ``exit_timeout_seconds``, says so, and then raises OperationTimeoutError: what is left is on
+        this node, and in the journal.
+        """
         if self._closed:
             return
+        deadline = time.monotonic() + self.settings.exit_timeout_seconds
         try:
-            self._finish_running()
-            self._send_newest()
-            self.wait()
+            with announced(
+                log, lambda: self._describe_wait(deadline), min(1.0, self.settings.exit_timeout_seconds / 4)
+            ):
+                self._finish_running(deadline)
+                self._send_newest()
+                self._note_commits()
+                self._wait_for_drains(deadline)
             if self._pacer.keeps_some:
                 self._client.run(lambda engine: engine.settle(self.location))
+        except (OperationTimeoutError, KeyboardInterrupt):
+            self._client.run(lambda engine: engine.stop_waiting())
+            raise
         finally:
-            self._ledger.ended("preempted" if preemption.is_ending() else "closed", wait=True)
+            reason = "preempted" if preemption.is_ending() else "closed"
+            self._ledger.ended(reason, wait_seconds=max(0.1, deadline - time.monotonic()))
             self._closed = True
             self._let_go()
             preemption.await_end(self.grace_seconds)
+
+    def _describe_wait(self, deadline: float) -> str:
+        saving = sum(record.local_commit_seconds is None for record, _ in self._unfinished())
+        return describe_wait(self.location, self.settings, saving, tuple(self.stats), deadline)
 
     def _send_newest(self) -> None:
         """The newest save goes to shared storage, if it was to stay on the SSD: nothing newer comes behind it."""
@@ -589,7 +663,7 @@ class Checkpointer:
             return
         # The loop failed: let a save that is under way reach the SSD, but do not hide the loop's own error.
         try:
-            self.wait(Tier.LOCAL.value)
+            self._finish_running(time.monotonic() + self.settings.exit_timeout_seconds)
         except TierckptError as failure:
             log.error("the last save failed too: %s", failure)
         self._ledger.ended("failed")
@@ -617,7 +691,7 @@ class Checkpointer:
         left = [f"{record.uri} did not reach the local tier in time" for record, _ in self._unfinished()]
         entries = self._client.run(lambda engine: engine.idle(max(0.0, deadline - time.monotonic())))
         left += [f"{entry.uri} is on the local tier only; `tierckpt drain --wait` finishes it" for entry in entries]
-        self._ledger.ended("preempted", wait=time.monotonic() < deadline)
+        self._ledger.ended("preempted", wait_seconds=deadline - time.monotonic())
         return left
 
     def _let_go(self) -> None:

@@ -14,9 +14,17 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from ..errors import CheckpointSkippedError, CommitAbandonedError, OperationTimeoutError, TierckptError
+from ..errors import (
+    CheckpointSkippedError,
+    CommitAbandonedError,
+    ConfigError,
+    OperationTimeoutError,
+    TierckptError,
+)
 
 T = TypeVar("T")
+
+RANKS_SHOWN = 4
 
 VERDICT_SECONDS = 10.0
 """How much longer the other ranks wait than rank 0, so that they hear from it what it waited for in vain."""
@@ -124,11 +132,21 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def agree_on_name() -> str:
-    names = [uuid.uuid4().hex]
-    if is_distributed():
-        dist.broadcast_object_list(names, src=0)
-    return names[0]
+def agree_on_name(uri: str) -> str:
+    """Return a name for the job, the same on every rank.
+
+    Raises ConfigError, on all ranks, when they are not to save to one ``uri``: each would wait for the others' part.
+    """
+    told = all_gather((uuid.uuid4().hex, uri))
+    first = told[0][1]
+    others = [f"rank {rank} has {other}" for rank, (_, other) in enumerate(told) if other != first]
+    if others:
+        more = f" and {len(others) - RANKS_SHOWN} more" if len(others) > RANKS_SHOWN else ""
+        raise ConfigError(
+            f"the ranks of this job have different URIs: rank 0 has {first}, {', '.join(others[:RANKS_SHOWN])}{more}",
+            hint="Give every rank the same one. A relative path is another place in another working directory",
+        )
+    return str(told[0][0])
 
 
 def same_outcome(work: Callable[[], T]) -> T:

@@ -122,18 +122,18 @@ class Ledger:
             _make_durable(self._path)  # here, where no step waits for it
         self.send()
 
-    def ended(self, reason: str, *, wait: bool = False) -> None:
+    def ended(self, reason: str, *, wait_seconds: float = 0.0) -> None:
         """The job closes its Checkpointer (``closed``), or ends for another reason."""
         with self._lock:
             if not self._trains:
                 return
             self._mark = None  # since then the job has waited for its drains, or failed: no step has ended
             self._write("end", reason=reason)
-        if wait:
+        if wait_seconds > 0:
             self.send(at_once=True)
             if self._sending is not None:
                 with contextlib.suppress(Exception):
-                    self._sending.result(LAST_SEND_SECONDS)
+                    self._sending.result(min(LAST_SEND_SECONDS, wait_seconds))
 
     # --- keeping it --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,144 @@
+"""Saves that this process has begun and whose outcome is not known yet: what ``tierckpt.wait`` must not overlook.
+
+A save leaves its first trace on the disk a moment after it was asked for: ``dcp.async_save`` returns when the state is
+staged, and another thread starts to save it. Until then the disk shows the checkpoint that stood there before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, OperationTimeoutError
+
+ORPHAN_SECONDS = 10.0
+"""What was staged is taken up by a save within moments, or is for a writer that is not ours."""
+FAILURES_MAX = 64
+POLL_SECONDS = 0.005
+
+
+class Begun:
+    """One save. ``uri`` is None while it is staged and nobody has said where it goes."""
+
+    def __init__(self, local_root: Path, ready: Future[Any] | None = None) -> None:
+        self.local_root = local_root
+        self.uri: str | None = None
+        self.error: BaseException | None = None
+        self.is_over = False
+        self._thread: threading.Thread | None = None
+        self._writer: weakref.ref[object] | None = None
+        self._ready_at: float | None = None
+        if ready is not None:
+            ready.add_done_callback(self._staged)
+
+    def _staged(self, _: Future[Any]) -> None:
+        self._ready_at = time.monotonic()
+
+    def ended(self, error: BaseException | None = None) -> None:
+        """It is committed on the local tier, as far as this rank has a part in it; or it failed. The first word counts.
+
+        Not told to who waits in the thread that saved: its caller has had the error.
+        """
+        with _lock:
+            if self.is_over:
+                return
+            self.error, self.is_over = error, True
+            _open.discard(self)
+            if error is not None and self.uri is not None:
+                _failed.pop((self.local_root, self.uri), None)
+                _failed[self.local_root, self.uri] = self
+                while len(_failed) > FAILURES_MAX:
+                    del _failed[next(iter(_failed))]
+
+    def is_of_this_thread(self) -> bool:
+        return self._thread is threading.current_thread()
+
+    def check(self) -> None:
+        """End it when nobody is left who could: its thread or its writer has gone, or no save has taken it up."""
+        if self.uri is None:
+            if self._ready_at is not None and time.monotonic() > self._ready_at + ORPHAN_SECONDS:
+                self.ended()
+            return
+        is_left = self._thread is not None and (self.is_of_this_thread() or not self._thread.is_alive())
+        if is_left or (self._writer is not None and self._writer() is None):
+            self.abandon()
+
+    def abandon(self) -> None:
+        self.ended(
+            CheckpointError(
+                f"a save to {self.uri} that this process began has failed",
+                hint="The error is in the future that async_save returned; what was committed before stands",
+            )
+        )
+
+
+_lock = threading.RLock()
+_open: set[Begun] = set()
+_staged: list[Begun] = []
+_failed: dict[tuple[Path, str], Begun] = {}
+
+
+def staged(local_root: Path, ready: Future[Any]) -> None:
+    """A state is staged, or will be when ``ready`` is done, for a save that begins in another thread."""
+    begun = Begun(local_root, ready)
+    with _lock:
+        _staged[:] = [one for one in _staged if not one.is_over]
+        _staged.append(begun)
+        _open.add(begun)
+
+
+def begin(local_root: Path, uri: str, writer: object, *, is_of_thread: bool) -> Begun:
+    """A save to ``uri`` begins. Say ``ended`` of what is returned.
+
+    Args:
+        writer: when it is collected, the save has ended.
+        is_of_thread: the thread that calls does all of it, so that the save has ended when that has.
+    """
+    with _lock:
+        mine = next((one for one in _staged if one.local_root == local_root and not one.is_over), None)
+        if mine is None:
+            mine = Begun(local_root)
+            _open.add(mine)
+        else:
+            _staged.remove(mine)
+        mine._thread = threading.current_thread() if is_of_thread else None
+        mine.uri = uri
+        mine._writer = weakref.ref(writer)
+        _failed.pop((local_root, uri), None)
+    return mine
+
+
+def wait(local_root: Path, uri: str, timeout_seconds: float) -> None:
+    """Return when every save to ``uri`` that this process has begun is on the local tier.
+
+    Raises what the newest of them failed with, if another thread made it; OperationTimeoutError.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while under_way := [one for one in tuple(_open) if one.local_root == local_root and one.uri in (None, uri)]:
+        for one in under_way:
+            one.check()
+        if time.monotonic() > deadline:
+            raise OperationTimeoutError(
+                f"a save to {uri} that this process began has not ended after {timeout_seconds:g} s",
+                hint="Its future tells how it ends",
+            )
+        time.sleep(POLL_SECONDS)
+    failed = _failed.get((local_root, uri))
+    if failed is not None and failed.error is not None and not failed.is_of_this_thread():
+        raise failed.error
+
+
+def _forget_after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()
+    _open.clear()
+    _staged.clear()
+    _failed.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
