@@ -11,9 +11,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch.distributed as dist
 
@@ -60,19 +62,43 @@ def proxy(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProx
         close_all()
 
 
+@dataclass
+class Made:
+    """Two runs whose steps 1 to 3 are on the shared tier and on this node; of the second, another has made step 4."""
+
+    run: str
+    advanced: str
+    root: Path
+
+
+@pytest.fixture(scope="module")
+def made(moto: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    root = tmp_path_factory.mktemp("node")
+    options: dict[str, Any] = {"mover": "inline", "allow_tmpfs": True}
+    with pytest.MonkeyPatch.context() as patch, moto.bucket() as bucket:
+        for name, value in moto.environment().items():
+            patch.setenv(name, value)
+        made = Made(f"s3://{bucket}/run", f"s3://{bucket}/advanced", root / "local")
+        for uri in (made.run, made.advanced):
+            with Checkpointer(uri, local_root=made.root, **options) as checkpointer:
+                for step in STEPS:
+                    checkpointer.save(step, {"value": step})
+        with Checkpointer(made.advanced, local_root=root / "other", **options) as other:
+            other.save(4, {"value": 4})
+        close_all()
+        yield made
+        close_all()
+
+
 @pytest.fixture
-def run(moto: S3Server, proxy: FaultProxy) -> Iterator[str]:
-    """A run whose steps are all on the shared tier, and on this node."""
-    with moto.bucket() as bucket:
-        uri = f"s3://{bucket}/run"
-        with Checkpointer(uri) as checkpointer:
-            for step in STEPS:
-                checkpointer.save(step, {"value": step})
-        close_all()
-        yield uri
-        proxy.answer = None
-        proxy.plans.clear()
-        close_all()
+def run(made: Made, proxy: FaultProxy, tmp_path: Path) -> str:
+    shutil.copytree(made.root, tmp_path / "local", symlinks=True)
+    return made.run
+
+
+@pytest.fixture
+def advanced(made: Made, run: str) -> str:
+    return made.advanced
 
 
 def _answer(proxy: FaultProxy, uri: str, status: str, code: str, only: Callable[[str, str], bool]) -> None:
@@ -179,12 +205,10 @@ def test_every_verb_says_so(run: str, proxy: FaultProxy, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("breaks", [refused, unavailable, denied, half_listed, newest_fails])
 def test_a_drained_step_on_the_ssd_is_not_taken_for_the_newest(
-    breaks: Breaks, run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    breaks: Breaks, advanced: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another node has gone on from it. Asked for by number it is restored, without the store."""
-    with Checkpointer(run, local_root=tmp_path / "other") as other:
-        other.save(4, {"value": 4})
-    close_all()
+    run = advanced
     if breaks is newest_fails:
         proxy.answer = lambda verb, path, _: scripted("503 X", "SlowDown", verb) if "/step-4/" in path else None
     else:
@@ -311,9 +335,17 @@ def test_a_file_whose_shared_copy_could_not_be_asked_for_is_not_lost(
 
 
 def test_what_could_not_be_looked_at_is_not_replaced(
-    run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proxy: FaultProxy, moto: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop that catches the error and begins anew must not save over the steps of the old run."""
+    with moto.bucket() as bucket:
+        _begin_anew(f"s3://{bucket}/run", proxy, tmp_path, monkeypatch)
+        close_all()
+
+
+def _begin_anew(run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(run) as old:
+        old.save(3, {"value": 3})
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
     unavailable(proxy, run, monkeypatch)
     checkpointer = Checkpointer(run, exit_timeout_seconds=0)
@@ -329,6 +361,27 @@ def test_what_could_not_be_looked_at_is_not_replaced(
     assert checkpointer.restore(state, step=3) == 3
     assert state == {"value": 3}
     checkpointer.save(3, {"value": 33}).result(timeout=60)  # now it has seen what it replaces
+
+
+def _steps(entries: list[dict[str, Any]]) -> int:
+    return sum("/step-" in entry["name"] for entry in entries)
+
+
+def test_a_listing_shows_no_old_step_as_the_newest(
+    run: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, local_root: Path
+) -> None:
+    """Frameworks list the directory of a run through fsspec and take the newest."""
+    url = run.replace("s3://", "tierckpt://s3/")
+    filesystem = fsspec.filesystem("tierckpt", skip_instance_cache=True)
+    assert _steps(filesystem.ls(url)) == 3
+    close_all()
+    refused(proxy, run, monkeypatch)
+    for look in (filesystem.ls, filesystem.find):
+        with pytest.raises(StoreUnavailableError):
+            look(url)
+    assert filesystem.ls(f"{url}/step-3")
+    (local_dir(local_root, parse_uri(run)) / "step-3" / ".tierckpt" / "drained.json").unlink()
+    assert _steps(filesystem.ls(url)) == 3
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------
@@ -363,17 +416,14 @@ def _resumed(uri: str, roots: list[Path], endpoints: list[str], **settings: str)
 
 @pytest.mark.parametrize("has_old_steps", [False, True])
 def test_one_blind_rank_of_four_does_not_decide_for_all(
-    has_old_steps: bool, run: str, proxy: FaultProxy, moto: S3Server, tmp_path: Path
+    has_old_steps: bool, advanced: str, proxy: FaultProxy, moto: S3Server, tmp_path: Path
 ) -> None:
     roots = [tmp_path / f"node-{rank}" for rank in range(4)]
     if has_old_steps:
         shutil.copytree(tmp_path / "local", roots[2], symlinks=True)
-        with Checkpointer(run, local_root=tmp_path / "other") as other:
-            other.save(4, {"value": 4})
-        close_all()
     endpoints = [moto.endpoint] * 4
     endpoints[2] = f"http://127.0.0.1:{free_port()}"
-    ranks = _resumed(run, roots, endpoints)
+    ranks = _resumed(advanced, roots, endpoints)
     assert [rank.get("error") for rank in ranks] == ["StoreUnavailableError"] * 4
     assert all("rank=2" in rank["told"] and rank["value"] == 0 for rank in ranks)
 

@@ -21,7 +21,9 @@ from pathlib import Path
 from ..errors import (
     CheckpointNotFoundError,
     ConfigError,
+    ManifestError,
     ObjectNotFoundError,
+    StoreError,
     StoreUnavailableError,
     UncommittedCheckpointError,
 )
@@ -31,6 +33,7 @@ from ..stores.base import Browsable, Store
 from ..stores.common import is_temporary
 from ..telemetry import logger
 from ..types import ObjectInfo
+from . import commit, select
 from .catalog import Checkpoint
 
 log = logger("catalog")
@@ -164,7 +167,8 @@ class Browser:
             async with self._gate:
                 return await store.list_level(key)
         except (StoreUnavailableError, ObjectNotFoundError) as error:
-            if not has_local:
+            is_away = isinstance(error, StoreUnavailableError)
+            if not has_local or (is_away and not await asyncio.to_thread(_suffices, self._directory_of(location))):
                 raise
             log.warning("%s: listing the local tier only (%s)", location.uri, error)
             return None
@@ -227,7 +231,8 @@ class Browser:
             async for info in self._store_at(root).list(key):
                 directories.setdefault(info.key[skip:].rpartition("/")[0], []).append(info)
         except (StoreUnavailableError, ObjectNotFoundError) as error:
-            if not await asyncio.to_thread(lambda: _has_commit(self._directory_of(location))):
+            directory, is_away = self._directory_of(location), isinstance(error, StoreUnavailableError)
+            if not await asyncio.to_thread(_suffices if is_away else _has_commit, directory):
                 raise
             log.warning("%s: listing the local tier only (%s)", location.uri, error)
         return directories
@@ -298,6 +303,19 @@ def _commits(directory: Path) -> Iterator[str]:
 
 def _has_commit(directory: Path) -> bool:
     return next(_commits(directory), None) is not None
+
+
+def _suffices(directory: Path) -> bool:
+    """True when a directory of the local tier may be shown alone while the shared tier does not answer: it is a
+    checkpoint, or the newest below it is this node's own (N3). Who takes the newest of a listing must not go back."""
+    if (directory / MANIFEST).exists():
+        return True
+    newest = max(_with_commits(directory), key=lambda name: (step_of(name) is not None, step_of(name) or 0), default="")
+    try:
+        manifest = commit.read_local_manifest(directory / newest) if newest else None
+    except (ManifestError, StoreError):
+        return False
+    return manifest is not None and select.is_own(directory / newest, manifest)
 
 
 def _with_commits(directory: Path) -> set[str]:

@@ -233,12 +233,15 @@ class Selector:
     def _is_own(self, checkpoint: Checkpoint) -> bool:
         """True when a rank of this node saved ``checkpoint`` and the shared tier is not known to have it (N3)."""
         manifest, directory = checkpoint.manifest, checkpoint.directory
-        if manifest is None or Tier.LOCAL not in checkpoint.tiers:
-            return False
-        is_copy = (directory / REPLICA).exists() and not any(
-            (directory / own_file(token)).exists() for token in manifest.tokens
-        )
-        return not is_copy and not commit.is_drained(directory, manifest.attempt)
+        return manifest is not None and Tier.LOCAL in checkpoint.tiers and is_own(directory, manifest)
+
+
+def is_own(directory: Path, manifest: Manifest) -> bool:
+    """True when a rank of this node saved what stands in ``directory``, and it is not known to be drained (N3)."""
+    is_copy = (directory / REPLICA).exists() and not any(
+        (directory / own_file(token)).exists() for token in manifest.tokens
+    )
+    return not is_copy and not commit.is_drained(directory, manifest.attempt)
 
 
 def place_of(location: Location) -> tuple[str, str]:

@@ -73,6 +73,8 @@ PROMPT_SECONDS = 0.02
 LATEST = 64
 """Saves that are looked at again: what is decided is decided by the latest ones."""
 LOOK_SECONDS = 0.1
+RETENTION_SECONDS = 2.0
+"""How long a save that is committed waits for retention, so that what it makes superfluous is gone when it is done."""
 EXTRA_SECONDS = 60.0
 """What a save may take beyond its own deadline for the other ranks."""
 
@@ -135,6 +137,9 @@ class Checkpointer:
         self._stager = TierStager(mode=staging, settings=self.settings)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-save")
         self._wills = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-will") if is_wanted(self.settings) else None
+        self._retention = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-retention")
+        self._pruning: Future[None] = Future()
+        self._pruning.set_result(None)
         self._running: deque[tuple[SaveRecord, Future[None]]] = deque()
         self._reported: set[str] = set()
         self._started: dict[str, float] = {}
@@ -398,7 +403,10 @@ class Checkpointer:
             job.let_go()
         record.local_commit_seconds = time.monotonic() - job.begun
         self._ledger.durable(record.step, record.local_commit_seconds, record.size_bytes)
-        self._prune()
+        # A store that hangs must hold up neither this save's future nor the saves behind it.
+        if self._pruning.done() or self._pruning.running():  # else one that sees this save is to come
+            self._pruning = self._retention.submit(self._prune)
+        futures.wait([self._pruning], RETENTION_SECONDS)
 
     @short_traceback
     def wait(self, tier: str = "shared", timeout_seconds: float | None = None) -> None:
@@ -418,6 +426,8 @@ class Checkpointer:
             for record in self._kept_records():
                 if record.shared_commit_seconds is None:
                     self._wait_shared(record, max(0.0, deadline - time.monotonic()))
+        futures.wait([self._pruning], max(0.0, deadline - time.monotonic()))
+        if self.settings.drain:
             self._prune(deadline)
 
     def _kept_records(self) -> list[SaveRecord]:
@@ -473,9 +483,6 @@ class Checkpointer:
     def _finish_oldest(self, deadline: float | None = None) -> None:
         record, running = self._running[0]
         self._await_running(record, running, deadline)
-        if not running.done() and record.local_commit_seconds is not None:
-            self._running.popleft()  # it is on the SSD: what goes on is retention
-            return
         try:
             running.result(timeout=0)
         except CheckpointSkippedError as error:
@@ -492,13 +499,11 @@ class Checkpointer:
                 self._running.popleft()
 
     def _await_running(self, record: SaveRecord, running: Future[None], deadline: float | None) -> None:
-        """Wait until a save has ended; after ``deadline`` only while it is nowhere but on its way to the SSD."""
-        end = time.monotonic() + self.timeout_seconds + EXTRA_SECONDS
-        while not running.done() and time.monotonic() < end:
-            is_late = deadline is not None and time.monotonic() > deadline
-            if is_late and (record.local_commit_seconds is not None or record.is_straight):
-                break
-            futures.wait([running], LOOK_SECONDS if deadline is not None else end - time.monotonic())
+        """Wait until a save has ended; one that goes to shared storage past the SSD only until ``deadline``."""
+        seconds = self.timeout_seconds + EXTRA_SECONDS
+        if deadline is not None and record.is_straight:
+            seconds = min(seconds, max(0.0, deadline - time.monotonic()))
+        futures.wait([running], seconds)
 
     def _not_ended(self, record: SaveRecord) -> OperationTimeoutError:
         return OperationTimeoutError(
@@ -701,6 +706,7 @@ class Checkpointer:
         self._last.close()
         self._ledger.close()
         self._pool.shutdown(wait=False)
+        self._retention.shutdown(wait=False)
         if self._wills is not None:
             self._wills.shutdown(wait=False)
         self._stager.close()

@@ -1,0 +1,232 @@
+"""A store that refuses: at first contact a save says so, in the middle of a run it goes on to the SSD and drains later.
+
+Closing while the store is away ends when ``exit_timeout_seconds`` says; ranks with different URIs are told.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import tierckpt
+from tests.compat.worker import launch
+from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
+from tests.services import S3Server, free_port
+from tierckpt import Checkpointer, TierStorageWriter
+from tierckpt.client import close_all
+from tierckpt.errors import ConfigError, OperationTimeoutError, StoreError
+from tierckpt.mover.journal import Journal
+from tierckpt.training.interval import Pacer
+from tierckpt.training.sending import Order
+
+pytestmark = pytest.mark.server
+
+REFUSALS = {
+    "403": ("403 Forbidden", "AccessDenied"),
+    "404": ("404 Not Found", "NoSuchBucket"),
+    "412": ("412 Precondition Failed", "PreconditionFailed"),
+}
+
+
+@pytest.fixture
+def proxy(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    proxy = FaultProxy(moto.endpoint)
+    with proxy.running() as endpoint:
+        for name, value in {**moto.environment(), "AWS_ENDPOINT_URL": endpoint}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("TIERCKPT_RETRY_ATTEMPTS_MAX", "1")
+        monkeypatch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "20")
+        yield proxy
+        proxy.answer = None
+        proxy.plans.clear()
+        close_all()
+
+
+@pytest.fixture
+def run(moto: S3Server, proxy: FaultProxy) -> Iterator[str]:
+    with moto.bucket() as bucket:
+        yield f"s3://{bucket}/run"
+        proxy.answer = None
+        proxy.plans.clear()
+        close_all()
+
+
+def refuse(proxy: FaultProxy, how: str) -> None:
+    proxy.answer = lambda verb, path, _: scripted(*REFUSALS[how], verb)
+
+
+# --- in the middle of a run ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["403", "404"])
+def test_at_first_contact_a_refusal_is_said_at_the_first_save(how: str, run: str, proxy: FaultProxy) -> None:
+    refuse(proxy, how)
+    with pytest.raises(StoreError):
+        Checkpointer(run, exit_timeout_seconds=0).save(1, {"value": 1})
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_credentials_that_expire_in_the_middle_of_a_run_cost_no_save(
+    how: str, run: str, proxy: FaultProxy, local_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each save reaches the SSD; when the store takes us again, all of it is drained."""
+    checkpointer = Checkpointer(run)
+    checkpointer.save(1, {"value": 1}).result(timeout=60)
+    checkpointer.wait()
+    refuse(proxy, how)
+    with caplog.at_level(logging.WARNING):
+        for step in (2, 3, 4):
+            checkpointer.save(step, {"value": step}).result(timeout=60)
+            time.sleep(0.3)  # its drain fails meanwhile
+    assert any("refuses us, saving locally" in line for line in caplog.messages)
+    assert len(Journal(local_root).entries()) == 3
+    proxy.answer = None
+    checkpointer.close()
+    close_all()
+    assert Checkpointer(run, local_root=tmp_path / "fresh").restore({"value": 0}) == 4
+
+
+def test_plain_dcp_saves_go_on_too(run: str, proxy: FaultProxy, tmp_path: Path) -> None:
+    for step in (1, 2):
+        if step == 2:
+            refuse(proxy, "403")
+        dcp.save({"w": torch.full((10,), step)}, storage_writer=TierStorageWriter(f"{run}/step-{step}"), no_dist=True)
+        if step == 1:
+            tierckpt.wait(f"{run}/step-1", timeout_seconds=60)
+    proxy.answer = None
+    tierckpt.wait(f"{run}/step-2", timeout_seconds=60)
+    assert tierckpt.latest(run, local_root=tmp_path / "fresh") == f"{run}/step-2"
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_one_passing_refusal_at_the_start_of_a_save(how: str, run: str, proxy: FaultProxy, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(run)
+    checkpointer.save(1, {"value": 1}).result(timeout=60)
+    left = [1]
+
+    def once(verb: str, path: str, _: bytes) -> bytes | None:
+        if not path.endswith("/step-2/.tierckpt/claim.json") or verb != "GET":
+            return None
+        left[0] -= 1
+        return scripted(*REFUSALS[how], verb) if left[0] >= 0 else None
+
+    proxy.answer = once
+    checkpointer.save(2, {"value": 2}).result(timeout=60)
+    assert left[0] <= 0, "it was refused once"
+    checkpointer.close()
+    close_all()
+    assert Checkpointer(run, local_root=tmp_path / "fresh").restore({"value": 0}) == 2
+
+
+def test_adaptive_saves_that_were_to_go_straight_stay_here(
+    run: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(run, interval=1, drain_policy="adaptive", exit_timeout_seconds=0)
+    checkpointer.save(1, {"value": 1}).result(timeout=60)
+    checkpointer.wait()
+    straight = Order(is_sent=True, is_straight=True)
+    monkeypatch.setattr(Pacer, "before_save", lambda *_, **__: straight)
+    refuse(proxy, "403")
+    checkpointer.save(2, {"value": torch.ones(5000)}).result(timeout=60)
+    proxy.answer = None
+    checkpointer.wait(timeout_seconds=60)
+
+
+# --- closing -------------------------------------------------------------------------------------------------------
+
+
+CLOSING = """
+import sys, time
+import tierckpt
+with tierckpt.Checkpointer(sys.argv[1], keep_last=2) as checkpointer:
+    for step in (1, 2, 3):
+        checkpointer.save(step, {"value": step}).result(timeout=60)
+    print("leaving", flush=True)
+"""
+
+
+@pytest.mark.parametrize("mover", ["inline", "agent"])
+@pytest.mark.parametrize("kind", ["refused", "hanging"])
+def test_leaving_while_the_store_is_away_ends_when_it_was_said(
+    kind: str, mover: str, run: str, proxy: FaultProxy, local_root: Path, tmp_path: Path
+) -> None:
+    """One timeout for all of it: the saves, the drains, retention, the records, and the end of the process."""
+    endpoint = os.environ["AWS_ENDPOINT_URL"] if kind == "hanging" else f"http://127.0.0.1:{free_port()}"
+    env = {**os.environ, "AWS_ENDPOINT_URL": endpoint, "TIERCKPT_EXIT_TIMEOUT_SECONDS": "2", "TIERCKPT_MOVER": mover}
+    env |= {"TIERCKPT_LOCAL_ROOT": str(tmp_path / "l"), "TIERCKPT_AGENT_IDLE_SECONDS": "1"}
+    if kind == "hanging":
+        proxy.plans[run.split("/")[2]] = Plan(Kind.HANG, share=1.0)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLOSING, run], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "leaving\n"
+        begun = time.monotonic()
+        _, told = process.communicate(timeout=120)
+        seconds = time.monotonic() - begun
+    finally:
+        process.kill()
+    assert process.returncode == 1 and "OperationTimeoutError" in told, told
+    assert "closing: waiting for" in told and "of 2 s left" in told and "Ctrl-C" in told, told
+    assert seconds < 12, f"{seconds:.1f} s\n{told}"
+    assert len(Journal(tmp_path / "l").entries()) == 3, "what was saved is still to be drained"
+    for entry in Journal(tmp_path / "l").entries():  # so that its agent leaves
+        Journal(tmp_path / "l").remove(entry.token)
+
+
+def test_a_close_that_has_nothing_to_wait_for_says_nothing(run: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), Checkpointer(run) as checkpointer:
+        checkpointer.save(1, {"value": 1}).result(timeout=60)
+        checkpointer.wait()
+    assert not [line for line in caplog.messages if "closing" in line]
+
+
+def test_the_end_of_the_process_does_not_wait_again(run: str, proxy: FaultProxy) -> None:
+    proxy.plans[run.split("/")[2]] = Plan(Kind.SLOW_DOWN, share=1.0)
+    checkpointer = Checkpointer(run, exit_timeout_seconds=3)
+    checkpointer.save(1, {"value": 1}).result(timeout=60)
+    with pytest.raises(OperationTimeoutError):
+        checkpointer.close()
+    client, begun = checkpointer._client, time.monotonic()
+    client.finish()
+    assert time.monotonic() - begun < 2.5
+
+
+# --- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def differ(uris: list[str]) -> dict[str, Any]:
+    """Every rank has its own URI: what a Checkpointer and a plain ``dcp.save`` say."""
+    rank = dist.get_rank()
+    mine: dict[str, str] = {}
+    try:
+        Checkpointer(uris[rank]).close()
+    except ConfigError as error:
+        mine["checkpointer"] = error.message
+    try:
+        dcp.save({"w": torch.ones(10), f"own-{rank}": torch.ones(5)}, storage_writer=TierStorageWriter(uris[rank]))
+    except BaseException as error:
+        mine["save"] = str(error)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return {"told": told}
+
+
+def test_ranks_with_different_uris_are_told(file_uri: str) -> None:
+    uris = [f"{file_uri}/a", f"{file_uri}/a", f"{file_uri}/b"]
+    told = launch("tests.integration.test_refusals:differ", 3, timeout_seconds=90, uris=uris)["told"]
+    for rank in told:
+        assert f"rank 2 has {uris[2]}" in rank["checkpointer"] and f"rank 0 has {uris[0]}" in rank["checkpointer"]
+        assert f"rank 2 has {uris[2]}" in rank["save"]
