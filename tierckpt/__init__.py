@@ -5,6 +5,18 @@ The public surface. Importing this module imports neither torch nor any cloud li
 
 from __future__ import annotations
 
+import sys
+
+if sys.argv[:1] == ["-m"] and any(
+    option.startswith("-") and option.endswith("m") and module.partition(".")[0] == "tierckpt"
+    for option, module in zip(sys.orig_argv[1:], sys.orig_argv[2:], strict=False)
+):
+    # Python runs a module of ours, and would look for others in the working directory first: whoever may write there
+    # would run code as this user. (`python -P -m` shuts that out for the modules that come before this one, too.)
+    import os
+
+    sys.path[:] = [entry for entry in sys.path if entry not in ("", os.getcwd())]  # noqa: PTH109  # pathlib comes later
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,5 +1,6 @@
-"""``python -m tierckpt``: the same command."""
+"""``python -m tierckpt``: the same as the command ``tierckpt``."""
 
 from .cli import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -324,6 +325,6 @@ def test_where_the_disk_does_not_let_an_agent_be_started_there_is_said_to_be_non
 def test_an_agent_that_cannot_be_started_is_said_to_be_none(
     contact: Contact, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contacts.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(NoAgentError, match="exit code 1"):
         contact.ask({"op": "status"})

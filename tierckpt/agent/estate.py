@@ -23,7 +23,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -31,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..mover.child import start_python
 from ..mover.contact import LOCK_NAME
 from ..telemetry import logger
 from ..types import Json
@@ -256,8 +256,5 @@ def _start_executor(save: Save) -> subprocess.Popen[bytes]:
     with tempfile.TemporaryFile() as file:  # not a pipe: nothing here waits for the reader
         file.write(json.dumps(order).encode())
         file.seek(0)
-        return subprocess.Popen(
-            [sys.executable, "-m", "tierckpt.dcp.executor"],
-            stdin=file,
-            pass_fds=tuple(fd for will in save.wills.values() for fd in will.descriptors.values()),
-        )
+        descriptors = tuple(fd for will in save.wills.values() for fd in will.descriptors.values())
+        return start_python("tierckpt.dcp.executor", stdin=file, pass_fds=descriptors)

@@ -18,7 +18,6 @@ import queue
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from ..stores.quarantine import open_regular
 from ..telemetry import logger
 from ..types import Json, Tier
 from .breaker import PATIENCE_SECONDS, STARVED_SECONDS, Answer, CircuitBreaker, Starvation
+from .child import start_python
 from .disk import use_local_root
 from .lock import try_lock
 
@@ -462,13 +462,8 @@ def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
         if log_file.stat().st_size > LOG_BYTES_MAX:
             log_file.replace(directory / f"{LOG}.1")
     with open(open_regular(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:  # noqa: PTH123
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tierckpt.agent"],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            cwd="/",
-            start_new_session=True,
+        process = start_python(
+            "tierckpt.agent", stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
         )
     _children.append(process)
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # type: ignore[union-attr]

@@ -268,7 +268,8 @@ def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
             "peers is slurm, and SLURM_JOB_NODELIST is not set: this process belongs to no Slurm job",
             hint="Start the agent in the job (its prolog does not have the list), or list the hosts: peers=node[01-08]",
         )
-    if scontrol := shutil.which("scontrol"):
+    scontrol = shutil.which("scontrol")
+    if scontrol and Path(scontrol).is_absolute():  # else it lies in the working directory: who put it there?
         try:
             answer = subprocess.run(
                 [scontrol, "show", "hostnames", text],

@@ -1,0 +1,113 @@
+"""What is planted where a process of ours is started does not run: in the working directory, or on a relative path."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tierckpt.agent import estate
+from tierckpt.agent.estate import Owner, Save, Will
+from tierckpt.config import Settings
+from tierckpt.layout import agent_dir
+from tierckpt.mover.breaker import LOCK
+from tierckpt.mover.child import clean_environment, start_python
+from tierckpt.mover.contact import Contact
+
+PLANTED = ("torch", "json", "socket", "asyncio", "pydantic", "obstore", "typer", "numpy", "sitecustomize", "tierckpt")
+SETTINGS = {"mover": "agent", "agent_idle_seconds": 0.5}
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory: each module that is imported from it leaves a mark. Yields where the marks are."""
+    marks, folder = tmp_path / "marks", tmp_path / "cwd"
+    marks.mkdir()
+    folder.mkdir(mode=0o777)
+    for name in PLANTED:
+        (folder / f"{name}.py").write_text(f"import os\nos.close(os.open({str(marks / name)!r}, os.O_CREAT))\n")
+    folder.chmod(0o777)
+    monkeypatch.chdir(folder)
+    yield marks
+
+
+def marks_of(marks: Path) -> list[str]:
+    return sorted(path.name for path in marks.iterdir())
+
+
+def runs(marks: Path, *command: str, **environment: str) -> list[str]:
+    subprocess.run([sys.executable, *command], env=os.environ | environment, timeout=120, check=False)
+    return marks_of(marks)
+
+
+def test_the_trap_works(hostile: Path) -> None:
+    assert "torch" in runs(hostile, "-c", "import torch")
+    assert "sitecustomize" in runs(hostile, "-c", "", PYTHONPATH=":/nowhere")  # an empty entry is the working directory
+
+
+@pytest.mark.parametrize("path", ["", ".:", "cwd"])
+def test_the_agent_and_what_it_starts_run_no_planted_code(
+    path: str, hostile: Path, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = str(Path.cwd()) if path == "cwd" else path
+    monkeypatch.setenv("PYTHONPATH", told)
+    monkeypatch.setenv("PYTHONSTARTUP", str(Path.cwd() / "torch.py"))
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore::torch.Warning")
+    with contextlib.closing(Contact(Settings.load(local_root=local_root, **SETTINGS))) as contact:
+        pid = contact.ask({"op": "status"})["pid"]
+        try:
+            assert Path(f"/proc/{pid}/cwd").readlink() == Path("/")
+        finally:
+            contact.ask({"op": "stop"})
+    assert marks_of(hostile) == []
+
+
+def test_what_finishes_a_staged_save_runs_no_planted_code(hostile: Path) -> None:
+    """Started by an agent that a person has started there. It imports torch, and ends at the first descriptor."""
+    save = Save("none", 1, True, {0: Will(Owner(1), {"will": os.open(os.devnull, os.O_RDONLY)})})
+    process = estate._start_executor(save)
+    save.close()
+    process.wait(120)
+    assert marks_of(hostile) == []
+
+
+@pytest.mark.parametrize("options", [("-m",), ("-P", "-m")])
+def test_the_command_line_runs_no_planted_code(options: tuple[str, ...], hostile: Path, local_root: Path) -> None:
+    (Path.cwd() / "tierckpt.py").unlink()  # nobody can help who names the module that is planted
+    assert runs(hostile, *options, "tierckpt.cli", "status", "--local-root", str(local_root)) == []
+    command = [sys.executable, *options, "tierckpt.cli", "agent", "--leave-when-idle", "--local-root", str(local_root)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (agent_dir(local_root) / LOCK).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    assert marks_of(hostile) == []
+
+
+def test_of_the_search_path_only_what_is_absolute_and_not_open_to_all_goes_on(tmp_path: Path) -> None:
+    own, open_to_all = tmp_path / "own", tmp_path / "open"
+    own.mkdir(mode=0o755)
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    told = f"{own}:relative:.::{open_to_all}:{tmp_path / 'missing'}"
+    cleaned = clean_environment({"PYTHONPATH": told, "PYTHONINSPECT": "1", "LD_PRELOAD": "/lib/x.so", "HOME": "/h"})
+    home = str(Path(estate.__file__).parents[2])
+    assert cleaned.pop("PYTHONPATH").split(":") in ([str(own), home], [str(own)])
+    assert cleaned == {"PYTHONSAFEPATH": "1", "LD_PRELOAD": "/lib/x.so", "HOME": "/h"}
+
+
+def test_an_executable_that_is_not_absolute_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "python")
+    with pytest.raises(FileNotFoundError):
+        start_python("tierckpt.agent")

@@ -1,0 +1,53 @@
+"""Starts Python processes of ours (the agent, the process that finishes a staged save) so that they run our code only.
+
+Python looks for modules in the working directory, and where relative or empty entries of PYTHONPATH point; whoever may
+write there runs code as this user. So a child gets an absolute executable, ``-P``, a directory of root's to be in, and
+of the environment no directory that is relative or that everybody may write to. Where tierckpt itself lies it is told.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+DIRECTORY = "/"
+DROPPED = frozenset({"PYTHONPATH", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT", "PYTHONWARNINGS"})
+"""What makes Python import modules, or wait at a prompt. LD_PRELOAD and its kin stay: torch may not run without them,
+and what is relative in them is looked for in ``DIRECTORY``."""
+
+
+def start_python(module: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Start ``python -m module``; ``options`` are those of ``Popen``. Raises OSError."""
+    if not Path(sys.executable or "").is_absolute():
+        raise FileNotFoundError(f"sys.executable is {sys.executable!r}, which does not say where Python is")
+    command = [sys.executable, "-P", "-m", module]
+    return subprocess.Popen(command, cwd=DIRECTORY, env=clean_environment(os.environ), **options)
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` without what lets somebody else's code into a Python process that it is given to."""
+    kept = {name: value for name, value in environment.items() if name not in DROPPED}
+    path = [*_search_path(environment.get("PYTHONPATH", ""))]
+    return kept | {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
+
+
+def _search_path(told: str) -> Iterator[str]:
+    home = str(Path(__file__).resolve().parent.parent.parent)
+    for entry in told.split(os.pathsep):
+        if entry != home and Path(entry).is_absolute() and not _is_open_to_all(Path(entry)):
+            yield entry
+    if home not in {*site.getsitepackages(), site.getusersitepackages()}:  # else it is found, after Python's own
+        yield home
+
+
+def _is_open_to_all(directory: Path) -> bool:
+    """True also where it is not there: somebody could make it. Whoever owns it is trusted: it was named in full."""
+    try:
+        return bool(directory.stat().st_mode & 0o002)
+    except OSError:
+        return True
