@@ -23,8 +23,8 @@ from .arena.slots import close_arenas
 from .config import Settings
 from .engine import Engine
 from .errors import ConfigError, OperationTimeoutError, TierckptError
-from .layout import Location, parse_uri
-from .mover import begun
+from .layout import Location, parse_uri, step_of
+from .mover import begun, epochs
 from .mover.contact import NoAgentError, close_contacts, contact_for, has_socket, is_known, own_contact
 from .mover.journal import Entry
 from .mover.prefetch import PrefetchResult, Wanted
@@ -150,6 +150,17 @@ class Client:
             except (TierckptError, OSError) as failure:
                 log.error("what earlier processes left cannot be taken up now: %s", failure)
 
+    def enter(self, run: Location, *, trains: bool) -> None:
+        """Come to a run: wait for what its dead trainers had staged, and let nothing of theirs be committed later.
+
+        ``trains``: this process saves to it. Else it looks for what there is.
+        """
+        if trains:
+            self.recover()
+        else:
+            self.settle()
+        epochs.enter(self.settings.local_root, run, trains=trains and self.settings.mover == "agent")
+
     def settle(self) -> None:
         """Return when the agent, if there is one, has brought to the local tier what ended trainers had staged.
 
@@ -263,17 +274,16 @@ _tally = Tally()
 """What this process has measured since the agent, which serves the metrics of the node, was last told."""
 listen(_tally)
 
-_clients: dict[str, Client] = {}
+_clients: dict[Settings, Client] = {}
 _lock = threading.Lock()
 
 
 def get_client(settings: Settings) -> Client:
     """Return this process's client for ``settings``, made on first use."""
-    key = settings.model_dump_json()
     with _lock:
-        if key not in _clients:
-            _clients[key] = Client(settings)
-        return _clients[key]
+        if settings not in _clients:
+            _clients[settings] = Client(settings)
+        return _clients[settings]
 
 
 @short_traceback
@@ -321,7 +331,7 @@ def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **o
     """
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
-    client.settle()
+    client.enter(location if step_of(location.name) is None else location.parent, trains=False)
     checkpoint = client.run(lambda engine: engine.latest(location))
     return checkpoint.location.uri if checkpoint is not None else None
 

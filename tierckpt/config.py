@@ -342,7 +342,8 @@ class Settings(BaseSettings):
         return self
 
     def to_private_json(self) -> str:
-        """The settings with the secret in plain: for a pipe to a process of our own, never for a file or a log."""
+        """The settings with the secret in plain: for a pipe to a process of our own, or memory that it
+        alone is handed, never for a file or a log. ``model_dump_json`` has a mask in its place, which is no setting."""
         document = self.model_dump(mode="json")
         for name, value in self:
             if isinstance(value, SecretStr):

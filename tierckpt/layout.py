@@ -28,11 +28,13 @@ The local root holds::
     <local_root>/flush.mark                                      locked (shared) by whoever writes a checkpoint
     <local_root>/cache/                                          the node cache: models and data files (cache/pool.py)
     <local_root>/leases/                                         flocks of those who read a checkpoint
+    <local_root>/epochs/                                         of each run, which start of its job may commit
     <local_root>/agent/                                          the agent's socket, lock and log; wills of staged saves
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,6 +186,10 @@ def journal_dir(local_root: Path) -> Path:
 
 def agent_dir(local_root: Path) -> Path:
     return Path(local_root, "agent")
+
+
+def epoch_file(local_root: Path, run: Location) -> Path:
+    return Path(local_root, "epochs", hashlib.sha256(run.uri.encode()).hexdigest()[:32])
 
 
 def control_file(local_root: Path) -> Path:

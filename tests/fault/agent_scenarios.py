@@ -451,6 +451,31 @@ def restarts(uri: str, folder: str, world_size: int = 1, **settings: Any) -> Non
     checkpointer.close()
 
 
+def restarts_and_saves(
+    uri: str, folder: str, step: int, as_step: int, way: str = "Checkpointer", **settings: Any
+) -> None:
+    """Start again and save, as ``step``, the state of ``as_step``: what the job was about to save is another one."""
+    points = Points(folder)
+    if way == "Checkpointer":
+        checkpointer = _checkpointer(uri, **settings)
+        found = {
+            key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+            for key, value in whole_state(0, 1).items()
+        }
+        (points.folder / "restored").write_text(str(checkpointer.restore(found)))
+        checkpointer.save(step, state_of(0, as_step))
+        checkpointer.wait("local")
+        points.reach("saved")
+        checkpointer.close()
+        return
+    (points.folder / "restored").write_text(str(tierckpt.latest(uri, **settings)))
+    job = _job(way, uri, **settings)
+    job.save(step, state_of(0, as_step))
+    job.wait("local")
+    points.reach("saved")
+    tierckpt.wait(f"{uri}/step-{step}", **settings)
+
+
 def restarts_plainly(uri: str, folder: str, **settings: Any) -> None:
     """What a job of ``dcp.async_save`` does when it is started again: look for the newest, and save that once more."""
     points, job = Points(folder), _job("async_save", uri, **settings)

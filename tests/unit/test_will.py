@@ -29,6 +29,7 @@ WILL = Will(
     settings="{}",
     save_id="id",
     replaces=(),
+    epoch="",
     shards=(),
     results=Results.of(RESULTS),
     parts=(),

@@ -104,7 +104,8 @@ class Estate:
         self._ended: deque[str] = deque(maxlen=ENDED_MAX)
         self._settling: set[Save] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._executing: set[int] = set()
+        self._executing: dict[int, int] = {}
+        """Processes that execute wills, and the pipe at whose end each ends."""
         self.executed = 0
         self.given_up = 0
 
@@ -184,6 +185,12 @@ class Estate:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def leave(self) -> None:
+        """The agent ends in order: let what is being executed go on."""
+        for life in self._executing.values():
+            with contextlib.suppress(OSError):
+                os.write(life, b".")
+
     async def settled(self) -> None:
         """Return when nothing is being executed."""
         while self._tasks:
@@ -221,10 +228,11 @@ class Estate:
     async def _execute(self, save: Save) -> None:
         """Flush and commit in a process of its own: it needs torch, and the agent stays small and alive all the same.
 
-        Should the agent be told to end meanwhile, it goes on: it has all that it needs.
+        Should the agent be told to end meanwhile, it goes on (``leave``): it has all that it needs. Should the agent be
+        killed, it ends: the job that is started again would not wait for it.
         """
-        process = _start_executor(save)
-        self._executing.add(process.pid)
+        process, life = _start_executor(save)
+        self._executing[process.pid] = life
         deadline = time.monotonic() + EXECUTION_SECONDS_MAX
         try:
             while process.poll() is None:
@@ -234,7 +242,7 @@ class Estate:
                     raise RuntimeError(f"the process that executes it had not ended after {EXECUTION_SECONDS_MAX:g} s")
                 await asyncio.sleep(POLL_SECONDS)
         finally:
-            self._executing.discard(process.pid)
+            os.close(self._executing.pop(process.pid))
         if process.returncode != 0:
             raise RuntimeError(f"the process that executes it ended with code {process.returncode}")
 
@@ -249,12 +257,18 @@ def _work_of(pid: int) -> int:
     return done
 
 
-def _start_executor(save: Save) -> subprocess.Popen[bytes]:
+def _start_executor(save: Save) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, and our end of the pipe that its life hangs on."""
     left = [save.wills[rank] for rank in sorted(save.wills)]
     told = [{"descriptors": will.descriptors, "has_begun": will.has_begun} for will in left]
-    order: Json = {"save": save.name, "wills": told}
-    with tempfile.TemporaryFile() as file:  # not a pipe: nothing here waits for the reader
+    theirs, ours = os.pipe()
+    order: Json = {"save": save.name, "wills": told, "life": theirs}
+    with os.fdopen(theirs), tempfile.TemporaryFile() as file:  # not a pipe: nothing here waits for the reader
         file.write(json.dumps(order).encode())
         file.seek(0)
         descriptors = tuple(fd for will in save.wills.values() for fd in will.descriptors.values())
-        return start_python("tierckpt.dcp.executor", stdin=file, pass_fds=descriptors)
+        try:
+            return start_python("tierckpt.dcp.executor", stdin=file, pass_fds=(theirs, *descriptors)), ours
+        except BaseException:
+            os.close(ours)
+            raise

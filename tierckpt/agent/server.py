@@ -133,6 +133,7 @@ class Agent:
                 loop.remove_reader(listener)
                 with contextlib.suppress(FileNotFoundError):
                     (self._directory / SOCKET).unlink()
+        self.estate.leave()
         if copying is not None:
             copying.cancel()
             await asyncio.wait([copying])

@@ -2,8 +2,9 @@
 
 Started by the agent, with all that the ranks left as inherited descriptors and its order as JSON on stdin:
 ``{"save": its name, "wills": [{"descriptors": {name: descriptor}, "has_begun": whether there is a journal entry}, one
-of each rank of this node]}``. Writes the shards that are not on the SSD yet, then commits as the coordinator would
-have, or tells its node (``meeting.py``). What it writes stays in the page cache: the trainer that restarts reads it at
+of each rank of this node], "life": a pipe with whose other end it ends}``. Writes the shards that are not on the SSD
+yet, then commits as the coordinator would have, or tells its node (``meeting.py``); not when the job has been started
+again meanwhile (``mover/epochs.py``). What it writes stays in the page cache: the trainer that restarts reads it at
 memory speed.
 
 Exit code 0: the checkpoint is committed on the local tier, or was settled before. Anything else: it is not, and what
@@ -13,7 +14,10 @@ was written of it is removed.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
 
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -21,8 +25,8 @@ from ..arena.memory import Memory
 from ..client import get_client
 from ..config import Settings
 from ..errors import OperationTimeoutError
-from ..layout import local_dir
-from ..mover import commit
+from ..layout import local_dir, parse_uri
+from ..mover import commit, epochs
 from ..mover.contact import LOCK_NAME, WILL_NAME
 from ..mover.journal import Entry, Journal
 from ..telemetry import log_to, logger
@@ -43,7 +47,10 @@ def execute(order: Json) -> bool:
     found = [will for descriptors in left if (will := wills.read(descriptors.pop(WILL_NAME))) is not None]
     if len(found) < len(left):
         return False  # a rank has seen the end of it, and could not say so
+    os.environ.update(found[0].environment)
     settings = Settings.model_validate_json(found[0].settings)
+    if _is_fenced_off(settings, found[0]):
+        return False
     writers = [TierStorageWriter(will.uri, settings=settings) for will in found]
     coordinator = next((will for will in found if will.is_coordinator), None)
     directory = local_dir(settings.local_root, writers[0].location)
@@ -75,6 +82,33 @@ def execute(order: Json) -> bool:
             memory.close()
     log.info("%s: staged by a trainer that has ended, committed now", found[0].uri)
     return True
+
+
+def _is_fenced_off(settings: Settings, will: Will) -> bool:
+    """Whether the job was started again since, and went on without this. Asked again at the commit."""
+    if epochs.current(settings.local_root, parse_uri(will.uri).parent) == will.epoch:
+        return False
+    log.warning("%s: staged before its job was started again, which went on without it: it is given up", will.uri)
+    return True
+
+
+def _end_with(life: int) -> None:
+    """End when the agent does without having said that this may go on: nobody waits for it any more.
+
+    ``life``: a pipe of which the agent has the other end. A kill loses nothing that was acknowledged, and what is
+    written here goes when the next process recovers.
+    """
+
+    def watch() -> None:
+        if not os.read(life, 1):
+            log.warning("the agent that started this has ended: so does this")
+            _end()
+
+    threading.Thread(target=watch, name="tierckpt-life", daemon=True).start()
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _meeting(save: str, writer: TierStorageWriter) -> Meeting:
@@ -130,7 +164,9 @@ def _mapped(found: list[Will], left: list[dict[str, int]]) -> dict[str, Memory]:
 
 def main() -> None:
     log_to(sys.stderr, "text", "info")
-    execute(json.loads(sys.stdin.read()))
+    order = json.loads(sys.stdin.read())
+    _end_with(order["life"])
+    execute(order)
 
 
 if __name__ == "__main__":

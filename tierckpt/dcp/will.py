@@ -11,7 +11,7 @@ import dataclasses
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..arena.memory import Kind, Memory
 from ..manifest import FileEntry
 from ..mover.flush import Image, Record, Shard
+from ..stores.credentials import cloud_environment
 from . import split, wire
 
 _VALID, _REVOKED = b"\1", b"\0"
@@ -106,8 +107,9 @@ class Results:
 class Will:
     """One rank's, of ``world_size``.
 
-    ``settings`` are the trainer's, as JSON; ``kinds`` says what each held memory is backed by. ``files`` are those of a
-    rank whose shards are durable and with the mover: nothing of it is to be written any more.
+    ``settings`` are the trainer's, as JSON, and ``environment`` what it knew of clouds, secrets among both: the agent
+    may have been started by a process that knew others. ``kinds`` says what each held memory is backed by. ``files``
+    are those of a rank whose shards are durable and with the mover: nothing of it is to be written any more.
     """
 
     rank: int
@@ -116,15 +118,18 @@ class Will:
     use_collectives: bool
     token: str
     uri: str
-    settings: str
+    settings: str = field(repr=False)
     save_id: str
     replaces: tuple[str, ...]
+    epoch: str
+    """Of the run on this node (``mover/epochs.py``): in another one it is not committed."""
     shards: tuple[ShardToBe, ...]
     results: Results
     parts: tuple[split.Part, ...]
     metadata: Metadata | None
     kinds: Mapping[str, Kind]
     files: tuple[FileEntry, ...] | None = None
+    environment: Mapping[str, str] = field(default_factory=cloud_environment, repr=False)
 
     def durable(self, files: tuple[FileEntry, ...]) -> Will:
         """The will of this rank once ``files`` are durable."""

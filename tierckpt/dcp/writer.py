@@ -60,7 +60,7 @@ from ..layout import (
     shard_name,
 )
 from ..manifest import FileEntry, Manifest, digests_of
-from ..mover import begun, commit, kept, leases
+from ..mover import begun, commit, epochs, kept, leases
 from ..mover.catalog import file_size
 from ..mover.disk import check_local_root
 from ..mover.flush import Shard
@@ -207,6 +207,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self._holds_back = False
         self._is_kept: bool | None = None
         self._stands_in = False
+        self._epoch: str | None = None
         self._route: Route = "local"
         self._busy = threading.Lock()
         self._stager: TierStager | None = None
@@ -245,8 +246,8 @@ class TierStorageWriter(Mount, StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         with self._telling():
             check_local_root(self.settings)
+            self._client.enter(self.location.parent, trains=True)  # what is about to be committed here must be known
             if self.is_coordinator:
-                self._client.recover()  # what is about to be committed here must be known
                 location, overwrite = self.location, self.overwrite
                 self._replaces = self._client.run(lambda e: e.attempts_to_replace(location, overwrite=overwrite))
         if not self.use_collectives:
@@ -366,16 +367,23 @@ class TierStorageWriter(Mount, StorageWriter):
             # Before the commit, so that a crash after it still finds the drain to do; a crash between the two leaves an
             # entry that the local manifest does not name, which the mover forgets.
             self._journal.write(save.entry)
-            if save.entry.is_fragment:
-                commit.commit_local_fragment(save.directory, self.location, manifest, metadata_bytes)
-            else:
-                commit.commit_local(save.directory, self.location, manifest, metadata_bytes)
+            with self._fence():
+                if save.entry.is_fragment:
+                    commit.commit_local_fragment(save.directory, self.location, manifest, metadata_bytes)
+                else:
+                    commit.commit_local(save.directory, self.location, manifest, metadata_bytes)
         except BaseException:
             self._abort()
             raise
         COMMITS.emit(1, tier=Tier.LOCAL)
         log.info("committed %s on the local tier (%d bytes)", self.path, manifest.size_bytes)
         self._hand_over(save)
+
+    def _fence(self) -> contextlib.AbstractContextManager[None]:
+        """What is finished for others is committed only while their job has not been started again."""
+        if self._epoch is None:
+            return contextlib.nullcontext()
+        return epochs.committing(self.settings.local_root, self.location.parent, self._epoch)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
@@ -558,6 +566,11 @@ class TierStorageWriter(Mount, StorageWriter):
             log.info("%s: the agent cannot hold all of it while it is staged", self.path)
             return None
         shards, memories = described
+        try:
+            epoch = epochs.current(self.settings.local_root, self.location.parent)
+        except OSError as error:
+            log.warning("%s is lost if this process ends before it is on the local tier: %s", self.path, error)
+            return None
         if metadata is not None:
             share(metadata)
         will = Will(
@@ -567,9 +580,10 @@ class TierStorageWriter(Mount, StorageWriter):
             use_collectives=self.use_collectives,
             token=laid_out.token if laid_out is not None else "",
             uri=self.path,
-            settings=self.settings.model_dump_json(),
+            settings=self.settings.to_private_json(),
             save_id=self.save_id,
             replaces=self._replaces,
+            epoch=epoch,
             shards=shards,
             results=Results.of(laid_out.results if laid_out is not None else ()),
             parts=laid_out.parts if laid_out is not None else (),
@@ -593,7 +607,7 @@ class TierStorageWriter(Mount, StorageWriter):
         """
         self.rank, self.is_coordinator = will.rank, will.is_coordinator
         self.world_size, self.use_collectives = will.world_size, will.use_collectives
-        self._replaces, self.save_id = will.replaces, will.save_id
+        self._replaces, self.save_id, self._epoch = will.replaces, will.save_id, will.epoch
         self._holds_back = self._stands_in = True
         directory = local_dir(self.settings.local_root, self.location)
         if will.files is not None:

@@ -34,6 +34,14 @@ CREDENTIAL_LIFETIME = timedelta(minutes=15)
 """How long the client may use one answer of boto3 before it asks again; boto3 renews what expires."""
 
 
+_OF_CLOUDS = ("AWS_", "AZURE_", "GOOGLE_")
+
+
+def cloud_environment() -> dict[str, str]:
+    """What this process's environment says of clouds, secrets among it: for memory that only this user can open."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_OF_CLOUDS)}
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     """``options`` and ``provider`` go to the client as they are; ``endpoint`` is '' for the cloud's own.

@@ -577,7 +577,7 @@ class Checkpointer:
         self._check_open()
         names = states.check_names(state, only)
         self._finish_running()
-        self._client.recover()
+        self._client.enter(self.location, trains=True)
         begun = time.monotonic()
         with self._looking():
             uri = restore_newest(self._client, self.location, state, names, step)

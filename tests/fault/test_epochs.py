@@ -1,0 +1,286 @@
+"""What finishes a staged save for dead trainers never commits it once their job has been started again (F1 to F3)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierckpt
+from tests.fault.agent_scenarios import whole_state
+from tests.fault.nursery import Nursery
+from tests.states import load, same
+from tierckpt.client import close_all
+from tierckpt.config import Settings
+from tierckpt.errors import CommitAbandonedError
+from tierckpt.layout import agent_dir, local_dir, parse_uri
+from tierckpt.mover import contact as contacts
+from tierckpt.mover import epochs
+from tierckpt.mover.breaker import LOCK
+from tierckpt.mover.commit import read_local_manifest
+from tierckpt.mover.contact import SOCKET
+from tierckpt.mover.journal import Journal
+from tierckpt.mover.lock import try_lock
+
+pytestmark = pytest.mark.distributed
+
+SETTINGS: dict[str, Any] = {"agent_idle_seconds": 0.7, "mover": "agent"}
+OTHER = 77
+"""The state that the restarted job saves as step 2."""
+
+HOOK = """
+import os, sys, time
+if "tierckpt.dcp.executor" in sys.orig_argv:
+    from pathlib import Path
+    from tierckpt.mover import commit
+    folder, name, lives = Path(os.environ["HOOK_FOLDER"]), os.environ["HOOK_AT"], "HOOK_LIVES" in os.environ
+    def wrapped(real):
+        def call(*arguments, **options):
+            if lives:
+                sys.modules["__main__"]._end = lambda: None
+            (folder / "reached").write_text(str(os.getpid()))
+            while not (folder / "go").exists():
+                time.sleep(0.02)
+            return real(*arguments, **options)
+        return call
+    setattr(commit, name, wrapped(getattr(commit, name)))
+"""
+
+
+def in_full(cases: list[Any]) -> list[Any]:
+    """What is left for ``make torture-agent``."""
+    return cases if os.environ.get("TIERCKPT_TEST_AGENT") == "full" else []
+
+
+def until(is_true: Callable[[], Any], timeout_seconds: float, what: str) -> Any:
+    deadline = time.monotonic() + timeout_seconds
+    while not (value := is_true()):
+        assert time.monotonic() < deadline, f"waited {timeout_seconds} s for {what}"
+        time.sleep(0.03)
+    return value
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+    except OSError:
+        return True
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery.running("tests.fault.agent_scenarios") as running:
+        yield running
+
+
+@pytest.fixture
+def slow_agent(tmp_path: Path, local_root: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts an agent whose helpers stop at a point of the commit until the file ``go`` is there."""
+    hooks, folder, started = tmp_path / "hooks", tmp_path / "points", []
+    hooks.mkdir(mode=0o755)
+    folder.mkdir()
+    (hooks / "sitecustomize.py").write_text(HOOK)
+
+    def start(at: str, *, lives: bool) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"PYTHONPATH": str(hooks), "HOOK_FOLDER": str(folder), "HOOK_AT": at}
+        environment |= {"HOOK_LIVES": "1"} if lives else {}
+        directory = contacts.private_directory(local_root)
+        with (directory / "agent.log").open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tierckpt.agent"],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=environment,
+            )
+        started.append(process)
+        assert process.stdin is not None
+        with process.stdin as pipe:
+            settings = SETTINGS | {"agent_idle_seconds": 60.0}
+            pipe.write(Settings.load(local_root=local_root, **settings).to_private_json().encode())
+        until((directory / SOCKET).exists, 60, "the agent to start")
+        return process
+
+    yield start
+    (folder / "go").touch()
+    for process in started:
+        process.kill()
+        process.wait()
+    close_all()
+    until(lambda: not _is_held(local_root), 30, "the last agent to leave")
+
+
+def _is_held(root: Path) -> bool:
+    with try_lock(agent_dir(root) / LOCK) as free:
+        return not free
+
+
+@pytest.mark.parametrize(
+    ("ill", "at", "way"),
+    [
+        ("killed", "commit_local", "async_save"),
+        ("stopped", "keep_metadata", "Checkpointer"),
+        *in_full(
+            [
+                ("killed", "keep_metadata", "Checkpointer"),
+                ("stopped", "keep_metadata", "async_save"),
+                ("stopped", "commit_local", "Checkpointer"),
+                ("stopped", "commit_local", "without collectives"),
+                ("killed", "keep_metadata", "async_save, ours"),
+            ]
+        ),
+    ],
+)
+def test_a_staged_save_is_not_committed_beside_the_job_that_was_started_again(
+    ill: str,
+    at: str,
+    way: str,
+    nursery: Nursery,
+    slow_agent: Callable[..., subprocess.Popen[bytes]],
+    s3_uri: str,
+    local_root: Path,
+    tmp_path: Path,
+) -> None:
+    agent = slow_agent(at, lives=ill == "stopped")
+    reached = tmp_path / "points" / "reached"
+    job = nursery.start("all_die", tmp_path / "job", uri=s3_uri, way=way, point="handed in", **SETTINGS)
+    assert job.codes() == [-signal.SIGKILL], job.output()
+    finisher = int(until(lambda: reached.exists() and reached.read_text(), 120, "the save to be finished"))
+    os.kill(agent.pid, signal.SIGKILL if ill == "killed" else signal.SIGSTOP)
+    if ill == "killed":
+        until(lambda: is_gone(finisher), 20, "the process that finishes it to end with its agent")
+    again = nursery.start(
+        "restarts_and_saves", tmp_path / "again", uri=s3_uri, way=way, step=2, as_step=OTHER, **SETTINGS
+    )
+    until(lambda: list((tmp_path / "again").glob("saved.*")) or again.codes(0.0) != [None], 90, "the save")
+    (tmp_path / "points" / "go").touch()
+    assert again.codes(120.0) == [0], again.output()  # no AlreadyCommittedError
+    restored = (tmp_path / "again" / "restored").read_text()
+    assert restored in ("1", f"{s3_uri}/step-1")
+    until(lambda: is_gone(finisher), 60, "the process that finishes the old save to give up")
+    until(lambda: Journal(local_root).entries() == [], 60, "all to be drained or put away")
+    close_all()
+    wanted = whole_state(OTHER, 1)
+    for root in (local_root, tmp_path / "another node"):
+        assert tierckpt.latest(s3_uri, local_root=root) == f"{s3_uri}/step-2"
+        assert same(load(f"{s3_uri}/step-2", wanted, local_root=root), wanted)
+    directory = local_dir(local_root, parse_uri(f"{s3_uri}/step-2"))
+    manifest = read_local_manifest(directory)
+    assert manifest is not None
+    files = {str(path.relative_to(directory)) for path in directory.glob("*.distcp")}
+    assert files == {file.key for file in manifest.files if file.key.endswith(".distcp")}  # the old shards are gone
+
+
+# --- the fence ------------------------------------------------------------------------------------------------------
+
+RUN = parse_uri("s3://bucket/run")
+
+LIVES = (
+    "import sys\n"
+    "from pathlib import Path\n"
+    "from tierckpt.layout import parse_uri\n"
+    "from tierckpt.mover import epochs\n"
+    "root, what = Path(sys.argv[1]), sys.argv[2]\n"
+    "run = parse_uri('s3://bucket/run')\n"
+    "if what == 'commits':\n"
+    "    with epochs.committing(root, run, epochs.current(root, run)):\n"
+    "        print(flush=True)\n"
+    "        sys.stdin.readline()\n"
+    "else:\n"
+    "    epochs.enter(root, run, trains=what == 'trains')\n"
+    "    print(epochs.current(root, run), flush=True)\n"
+    "    sys.stdin.readline()\n"
+)
+
+
+@contextlib.contextmanager
+def another(root: Path, what: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Another process that comes to the run, and stays. Yields the epoch that it is in."""
+    contacts.private_directory(root)
+    command = [sys.executable, "-c", LIVES, str(root), what]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+        process.kill()
+
+
+@pytest.fixture
+def here(local_root: Path) -> Iterator[Path]:
+    contacts.private_directory(local_root)
+    yield local_root
+    for run in epochs._runs.values():  # this process lives on: the next test's trainers are others
+        os.close(run.file)
+    epochs._runs.clear()
+
+
+def test_a_second_rank_begins_no_epoch_and_a_second_start_does(here: Path) -> None:
+    with another(here, "trains") as (first, epoch):
+        with another(here, "trains") as (_, same_epoch), another(here, "looks") as (_, seen):
+            assert epoch == same_epoch == seen
+        assert epochs.current(here, RUN) == epoch
+        first.kill()
+        first.wait()
+        with another(here, "trains") as (_, next_epoch):
+            assert next_epoch not in ("", epoch)
+
+
+def test_who_looks_begins_one_when_no_trainer_lives_and_not_again_at_each_look(here: Path) -> None:
+    with another(here, "trains") as (_, epoch):
+        pass
+    seen = []
+    for _ in range(3):
+        epochs.enter(here, RUN, trains=False)
+        seen.append(epochs.current(here, RUN))
+    assert seen[0] != epoch
+    assert len(set(seen)) == 1
+    with another(here, "trains") as (_, after):  # who only looks does not count as one that lives
+        assert after != seen[0]
+
+
+def test_what_was_staged_in_another_epoch_is_not_committed(here: Path) -> None:
+    epochs.enter(here, RUN, trains=False)
+    epoch = epochs.current(here, RUN)
+    with epochs.committing(here, RUN, epoch):
+        pass
+    with another(here, "trains"):
+        pass
+    with pytest.raises(CommitAbandonedError, match="started again"), epochs.committing(here, RUN, epoch):
+        pytest.fail("it was committed")
+
+
+def test_who_hangs_in_a_commit_is_killed_before_an_epoch_begins(here: Path) -> None:
+    with another(here, "commits") as (process, _):
+        os.kill(process.pid, signal.SIGSTOP)
+        epochs.enter(here, RUN, trains=True)
+        assert process.wait(20) == -signal.SIGKILL
+    assert epochs.current(here, RUN) != ""
+
+
+def test_a_forked_child_is_no_trainer(here: Path) -> None:
+    with another(here, "looks"):
+        pass
+    epochs.enter(here, RUN, trains=True)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    with another(here, "trains") as (_, epoch):
+        assert epoch == epochs.current(here, RUN)  # its parent lives
+    os.close(writer)
+    os.close(reader)
+    os.waitpid(child, 0)
+
+
+def test_where_nothing_was_ever_staged_who_looks_leaves_nothing(local_root: Path) -> None:
+    epochs.enter(local_root, RUN, trains=False)
+    assert not local_root.exists()

@@ -1,0 +1,136 @@
+"""Settings on their way to another process, or into a table, are what they were: the secret among them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tierckpt
+from tests.states import small_state
+from tierckpt.client import get_client
+from tierckpt.config import MiB, Settings
+from tierckpt.dcp import testament
+from tierckpt.dcp import will as wills
+
+SECRET = "a secret of the test, given by value"
+OTHER: dict[str, Any] = {
+    "local_root": "/elsewhere",
+    "drain": False,
+    "shard_size_bytes_max": "7MiB",
+    "chunk_size_bytes": "4MiB",
+    "split_replicated": False,
+    "staging_bytes_max": "9GiB",
+    "checkpoints_in_flight_max": 3,
+    "staging_policy": "skip",
+    "staging_timeout_seconds": 1.5,
+    "staging_numa_nodes": (2, 0),
+    "flush_threads_max": 3,
+    "flush_cpu_share": 0.5,
+    "read_mode": "direct",
+    "read_threads_max": 5,
+    "flush_nice": 3,
+    "concurrency": 7,
+    "mover": "agent",  # the tests say inline
+    "allow_tmpfs": False,
+    "agent_idle_seconds": 2.5,
+    "grace_seconds": 0.0,
+    "staging_memory": "shared",
+    "preempt_signals": ("SIGUSR1", "SIGTERM"),
+    "preempt_notices": "aws",
+    "preempt_endpoint": "http://127.0.0.1:1",
+    "preempt_poll_seconds": 1.0,
+    "drain_policy": "adaptive",
+    "exposure_seconds_max": 60.0,
+    "drain_bytes_per_second": "3MiB",
+    "local_full_policy": "error",
+    "peers": "node[01-03]",
+    "peer_listen": "[::1]:7118",
+    "peer_advertise": "node01:7118",
+    "peer_secret": SECRET,
+    "peer_domain": "rack 1",
+    "replicas": 2,
+    "trust_pickle": True,
+    "metrics_port": 0,
+    "log_format": "json",
+    "log_level": "debug",
+}
+
+
+def _another(name: str) -> Any:
+    """A value of the field that is not the default."""
+    if name in OTHER:
+        return OTHER[name]
+    default = Settings.model_fields[name].default
+    annotation = str(Settings.model_fields[name].annotation)
+    if default is None:
+        return "/some/file" if "Path" in annotation else 1 * MiB
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, float) and default <= 1:
+        return default / 2
+    return default * 2
+
+
+TLS = {"peer_tls_certificate", "peer_tls_key", "peer_tls_authority"}
+
+
+def settings_of(names: set[str]) -> Settings:
+    names = names | TLS if names & TLS else names
+    names = names - {"peer_secret_file"} if "peer_secret" in names else names
+    names = names | {"peers"} if "replicas" in names else names
+    return Settings.load(**{name: _another(name) for name in names})
+
+
+@given(st.sets(st.sampled_from(sorted(Settings.model_fields))))
+def test_settings_come_out_of_a_pipe_and_of_a_pickle_as_they_went_in(names: set[str]) -> None:
+    settings = settings_of(names)
+    for came in (
+        Settings.model_validate_json(settings.to_private_json()),
+        pickle.loads(pickle.dumps(settings)),
+        Settings.load(settings, commit_timeout_seconds=settings.commit_timeout_seconds),
+    ):
+        assert came == settings
+        assert came.to_private_json() == settings.to_private_json()
+    if "peer_secret" in names:
+        assert SECRET not in f"{settings!r}{settings}{settings.model_dump_json()}"
+
+
+def test_each_field_is_among_them() -> None:
+    changed = settings_of(set(Settings.model_fields) - {"peer_secret"})
+    plain = Settings.load()
+    same = {name for name in Settings.model_fields if getattr(changed, name) == getattr(plain, name)}
+    assert same == {"peer_secret"}, "a field whose other value is not another"
+
+
+def test_clients_with_other_secrets_are_others(local_root: Path) -> None:
+    one, two = (get_client(Settings.load(local_root=local_root, peer_secret=SECRET + end)) for end in "ab")
+    assert one is not two
+    assert one is get_client(Settings.load(local_root=local_root, peer_secret=SECRET + "a"))
+
+
+def test_a_will_has_the_secret_and_the_credentials_and_shows_neither(
+    local_root: Path, file_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "only this trainer knows")
+    left: list[wills.Will] = []
+    monkeypatch.setattr(testament, "hand_in", lambda settings, save, will, *_: left.append(will))
+    with tierckpt.Checkpointer(
+        file_uri, local_root=local_root, mover="agent", staging_memory="shared", peer_secret=SECRET
+    ) as checkpointer:
+        checkpointer.save(1, small_state(1)).result(60)
+    written = left[0].written()
+    read = wills.read(os.dup(written.fileno()))
+    assert read is not None
+    found = Settings.model_validate_json(read.settings)
+    assert found.peer_secret is not None
+    assert found.peer_secret.get_secret_value() == SECRET
+    assert found == checkpointer.settings
+    assert read.environment["AWS_SECRET_ACCESS_KEY"] == "only this trainer knows"
+    assert SECRET not in repr(read)
+    assert "only this trainer" not in repr(read)
