@@ -61,7 +61,7 @@ TORTURE_fuzz := TIERCKPT_TEST_FUZZ_SECONDS=1800 test_fuzz.py tests/fault/test_at
 TORTURE_stores := TIERCKPT_TEST_STORE_FAULT_SECONDS=600 test_store_faults.py
 TORTURE_deaths := TIERCKPT_TEST_RANK_DEATHS=10 test_rank_deaths.py
 TORTURE_preemption := TIERCKPT_TEST_PREEMPTIONS=17 test_preemption.py
-TORTURE_agent := TIERCKPT_TEST_AGENT=full test_agent.py
+TORTURE_agent := TIERCKPT_TEST_AGENT=full test_agent.py tests/fault/test_epochs.py
 TORTURE_load := TIERCKPT_TEST_SAVERS=64 test_load.py
 TORTURE_safetensors := TIERCKPT_TEST_FUZZ_SECONDS=1800 test_safetensors_fuzz.py
 TORTURE_readers := TIERCKPT_TEST_CACHE_READERS=300 test_cache_readers.py

@@ -253,7 +253,7 @@ class Contact:
         timeout_seconds: float,
         on_busy: Callable[[Any], None],
     ) -> Any:
-        patience = START_SECONDS if start or self._breaker is None else PATIENCE_SECONDS
+        patience = START_SECONDS if start or self._breaker is None else STARVED_SECONDS
         if not self._lock.acquire(timeout=patience):  # another thread of ours waits for an answer, or for a start
             raise NotAnsweringError(f"the agent of {self.settings.local_root} has not answered another thread")
         try:

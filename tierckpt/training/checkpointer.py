@@ -577,7 +577,8 @@ class Checkpointer:
         self._check_open()
         names = states.check_names(state, only)
         self._finish_running()
-        self._client.enter(self.location, trains=True)
+        self._client.recover()
+        self._client.enter(self.location, trains=False)  # its first save says that it trains
         begun = time.monotonic()
         with self._looking():
             uri = restore_newest(self._client, self.location, state, names, step)
