@@ -10,20 +10,21 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    TomlConfigSettingsSource,
 )
 
 from .errors import ConfigError
+from .settings_file import NAME, read_settings_file
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -45,6 +46,14 @@ def ranks_of_node() -> int:
     return max(1, next((int(count) for count in told if count and count.isdigit()), 1))
 
 
+def _said_where(field: tuple[int | str, ...], overrides: Mapping[str, Any]) -> str:
+    """Where a value comes from that cannot work, as far as that is not plain."""
+    name = str(field[0]) if field else ""
+    if name in overrides or f"TIERCKPT_{name}".upper() in map(str.upper, os.environ):
+        return ""
+    return f" (in {Path(NAME).absolute()})" if name in read_settings_file() else ""
+
+
 def _default_local_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tierckpt"
 
@@ -52,7 +61,7 @@ def _default_local_root() -> Path:
 class Settings(BaseSettings):
     """All settings. Build one with ``Settings.load(**overrides)``, which turns bad values into ``ConfigError``."""
 
-    model_config = SettingsConfigDict(env_prefix="TIERCKPT_", toml_file="tierckpt.toml", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="TIERCKPT_", extra="forbid", frozen=True)
 
     local_root: Path = Field(default_factory=_default_local_root)
     """Directory on node-local SSD that holds the local tier and the journal. This user's own: one that somebody else
@@ -359,14 +368,14 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        toml_settings = TomlConfigSettingsSource(settings_cls)
-        for name, source in {"the environment": env_settings, "tierckpt.toml": toml_settings}.items():
+        file_settings = InitSettingsSource(settings_cls, read_settings_file())
+        for name, source in {"the environment": env_settings, "tierckpt.toml": file_settings}.items():
             if "trust_pickle" in source():
                 raise ConfigError(
                     f"trust_pickle is set in {name}, from where it is not taken",
                     hint="Pass trust_pickle=True where you open the checkpoint: it lets that checkpoint run code",
                 )
-        return init_settings, env_settings, toml_settings
+        return init_settings, env_settings, file_settings
 
     @classmethod
     def load(cls, settings: Settings | None = None, **overrides: Any) -> Settings:
@@ -386,7 +395,7 @@ class Settings(BaseSettings):
             caller = sys._getframe(1).f_code
             arguments = caller.co_varnames[: caller.co_argcount + caller.co_kwonlyargcount]
             names = {*cls.model_fields, *(name for name in arguments if name not in ("self", "cls"))}
-            problems = [_problem(item, names) for item in error.errors()]
+            problems = [_problem(item, names) + _said_where(item["loc"], overrides) for item in error.errors()]
             raise ConfigError(
                 f"invalid settings: {'; '.join(problems)}",
                 hint="`tierckpt.Settings` documents each setting, and the README lists them",

@@ -118,7 +118,10 @@ def private_directory(local_root: Path) -> Path:
     Raises PermissionDeniedError when it belongs to somebody else: whoever owns it could answer in the agent's name.
     """
     directory = agent_dir(local_root)
-    make_dirs(directory)
+    make_dirs(directory.parent)
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    make_dirs(directory)  # what else may lie there is set aside
     status = directory.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionDeniedError(
