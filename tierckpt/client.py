@@ -34,6 +34,7 @@ from .stores.schemes import check_location
 from .telemetry import Tally, ignore_progress, listen, logger
 from .tracebacks import short_traceback
 from .types import Buffer, ByteRange, ProgressListener, Tier
+from .urls import local_path
 
 log = logger("client")
 
@@ -371,7 +372,7 @@ def prefetch(
     include, exclude = _globs(include), _globs(exclude)
     client = Client(Settings.load(settings, **overrides), listener)
     try:
-        target = Path(to).absolute() if to is not None else None
+        target = local_path(to, "to") if to is not None else None
 
         async def fetch(engine: Engine) -> PrefetchResult:
             def once() -> Awaitable[PrefetchResult]:

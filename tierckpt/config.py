@@ -25,6 +25,7 @@ from pydantic_settings import (
 
 from .errors import ConfigError
 from .settings_file import NAME, read_settings_file
+from .urls import local_path
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -280,7 +281,7 @@ class Settings(BaseSettings):
     @field_validator("local_root")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
-        return value.expanduser().absolute()
+        return local_path(value.expanduser(), "it")
 
     @field_validator("chunk_size_bytes")
     @classmethod

@@ -42,6 +42,7 @@ from urllib.parse import unquote, urlsplit
 
 from .errors import ConfigError
 from .redaction import carries_credential, redact
+from .urls import SCHEME, scheme_of
 
 METADATA = ".metadata"
 PRIVATE_DIR = ".tierckpt"
@@ -69,7 +70,6 @@ HISTORY_DIR = ".tierckpt-history"
 SHARD_SUFFIX = ".distcp"
 
 _STEP = re.compile(r"(\d+)$")
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +120,21 @@ def parse_uri(uri: object) -> Location:
     """Normalise a URI, bare path or ``os.PathLike``.
 
     ``s3://bucket/key``, ``az://container/key`` (account from the environment), ``gs://bucket/key``,
-    ``file:///mount/key``, a bare path (made absolute), or any fsspec URL.
+    ``file:///mount/key``, a bare path (made absolute), any fsspec URL, or one of these behind ``tierckpt://``.
 
     Raises:
-        ConfigError: empty, not text or a path, without the bucket its scheme needs, or with a password or a signature.
+        ConfigError: empty, not text or a path, misspelt (``s3:/bucket``), without the bucket its scheme needs, of
+            another host's file, or with a password or a signature.
     """
     text = uri if isinstance(uri, str) else _fspath(uri)
+    if text.strip() and scheme_of(text) == "tierckpt":
+        text = _behind(text)
     if not text.strip():
         raise ConfigError(
             "the checkpoint URI is empty",
             hint="Give s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path",
         )
-    match = _SCHEME.match(text)
+    match = SCHEME.match(text)
     if not match:
         return Location("file", "", str(Path(text).absolute()))
     if carries_credential(text):
@@ -141,7 +144,7 @@ def parse_uri(uri: object) -> Location:
         )
     scheme = _ALIASES.get(match[1].lower(), match[1].lower())
     if scheme == "file":
-        return Location("file", "", str(Path(unquote(urlsplit(text).path) or "/").absolute()))
+        return Location("file", "", _file_path(text))
     rest = text[match.end() :]
     authority, _, path = rest.partition("/")
     if scheme == "memory":  # fsspec's in-process store has no authority
@@ -153,6 +156,34 @@ def parse_uri(uri: object) -> Location:
     if any(part in {"..", "."} for part in path.split("/")):
         raise ConfigError(f"{text!r} has '.' or '..' in its key", hint="Write the key without relative parts", uri=text)
     return Location(scheme, authority, path.strip("/"))
+
+
+def _behind(text: str) -> str:
+    """The URI that ``tierckpt://`` stands before (docs/guide/fsspec.md): the node cache is the reader's affair."""
+    scheme, _, rest = text.partition("://")[2].partition("/")
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.\-]*", scheme) or scheme.lower() == "tierckpt":
+        raise ConfigError(
+            f"{redact(text)} names no store",
+            hint="Write tierckpt://s3/BUCKET/KEY, tierckpt://az/CONTAINER/KEY, tierckpt://gs/BUCKET/KEY or "
+            "tierckpt://file/ABSOLUTE/PATH",
+            uri=text,
+        )
+    if scheme.lower() != "file":
+        return f"{scheme}://{rest}"
+    if {".", ".."} & {*rest.split("/")}:
+        raise ConfigError(f"{text} has '.' or '..' in it", hint="Write the path without them", uri=text)
+    return "/" + rest.lstrip("/")
+
+
+def _file_path(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.netloc not in ("", "localhost"):
+        raise ConfigError(
+            f"{text} names the host {parts.netloc}, and a file URL is of this node",
+            hint=f"Write file:///{parts.netloc}{parts.path}, or the path where the share is mounted",
+            uri=text,
+        )
+    return str(Path(unquote(parts.path) or "/").absolute())
 
 
 def _fspath(uri: object) -> str:

@@ -16,6 +16,7 @@ from ..errors import ConfigError, IntegrityError, PartialTransferError, Tierckpt
 from ..layout import Location
 from ..mover.shelf import Check, patiently
 from ..types import Json
+from ..urls import local_path
 from .output import Report, facts, human_bytes, human_seconds, progress_bar, table
 from .session import JsonOption, LocalRootOption, load_settings, location_of, open_client
 from .watch import watch as watch_rollout
@@ -86,7 +87,11 @@ def prefetch(
     if to is not None and len(locations) != 1:
         raise ConfigError("--to takes one URI", hint="Give one URI at a time, each with a directory of its own")
     job = _Job(
-        to.absolute() if to else None, tuple(include or ()), tuple(exclude or ()), pin, timeout if wait else None
+        local_path(to, "--to") if to is not None else None,
+        tuple(include or ()),
+        tuple(exclude or ()),
+        pin,
+        timeout if wait else None,
     )
     if watch and load_settings(local_root).peers is not None:
         return _watched(locations[0], job, local_root, as_json=as_json)
@@ -119,7 +124,8 @@ class _Job:
         pin: bool,
         wait_seconds: float | None,
     ) -> None:
-        self.to, self.include, self.exclude, self.pin, self.wait_seconds = to, include, exclude, pin, wait_seconds
+        self.to = to
+        self.include, self.exclude, self.pin, self.wait_seconds = include, exclude, pin, wait_seconds
 
     async def fetch(self, engine: Engine, location: Location) -> Report:
         begun = time.monotonic()

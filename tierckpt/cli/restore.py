@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..types import Json
+from ..urls import local_path
 from .output import Report, facts, human_bytes, human_seconds, progress_bar
 from .session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
@@ -20,10 +21,10 @@ def restore(uri: UriArgument, to: To, as_json: JsonOption = False, local_root: L
 
     URI may be a run: then its newest usable checkpoint. DIR appears when every file is there, checked and durable.
     """
-    location = location_of(uri)
+    location, target = location_of(uri), local_path(to, "--to")
     begun = time.monotonic()
     with progress_bar(as_json=as_json) as listener, open_client(local_root, listener) as client:
-        result = client.run(lambda engine: engine.restore(location, to.absolute()))
+        result = client.run(lambda engine: engine.restore(location, target))
     seconds = time.monotonic() - begun
     document: Json = {**result.to_json(), "seconds": seconds}
     summary = {

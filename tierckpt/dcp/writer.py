@@ -815,7 +815,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def _point_to(self, uri: str | os.PathLike[str] | None) -> None:
         super()._point_to(uri)
-        refuse_overlap(self.location, self.settings.local_root)
+        check_target(self.location, self.settings.local_root)
 
     @property
     def _journal(self) -> Journal:
@@ -844,8 +844,14 @@ class TierStorageWriter(Mount, StorageWriter):
             self._busy.release()
 
 
-def refuse_overlap(location: Location, local_root: Path) -> None:
-    """Raise ConfigError when the target lies inside the local root, where the local tier would shadow it."""
+def check_target(location: Location, local_root: Path) -> None:
+    """Raise ConfigError when nothing can be saved to ``location``: HTTP is for reading, and inside the local root the
+    local tier would shadow it."""
+    if location.scheme in ("http", "https"):
+        raise ConfigError(
+            f"{location.uri} can be read and not written: HTTP stores nothing",
+            hint="Save to s3://BUCKET/KEY, az://CONTAINER/KEY, gs://BUCKET/KEY or a path",
+        )
     if location.scheme == "file" and Path(location.path).is_relative_to(local_root):
         raise ConfigError(
             f"{location.path} lies inside local_root {local_root}",

@@ -65,17 +65,11 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _location(self, path: str) -> Location:
         """Where ``path`` is. Raises ConfigError, which says how to write it."""
         name = self._strip_protocol(path)
-        scheme, _, rest = name.partition("/")
-        if not scheme or "://" in name:
-            raise ConfigError(f"tierckpt://{name} names no store", hint=f"Write {SCHEMES}", uri=f"tierckpt://{name}")
-        if scheme == "file":
-            parts = [part for part in rest.split("/") if part]
-            if {".", ".."} & {*parts}:
-                raise ConfigError(f"tierckpt://{name} has '.' or '..' in it", hint="Write the path without them")
-            return Location("file", "", "/" + "/".join(parts))
         try:
-            return check_location(parse_uri(f"{scheme}://{rest}"))
+            return check_location(parse_uri(f"{self.protocol}://{name}"))
         except ConfigError as error:
+            if error.message.startswith(f"{self.protocol}://"):
+                raise
             raise ConfigError(f"tierckpt://{name}: {error.message}", hint=f"Write {SCHEMES}") from error
 
     def _run(self, work: Any) -> Any:

@@ -25,6 +25,7 @@ from ..stores.local import durable_write, fsync_dir, make_dirs, translate_os_err
 from ..stores.schemes import check_location
 from ..telemetry import ignore_progress
 from ..types import Json, Progress, ProgressListener, Tier
+from ..urls import local_path
 from .dtypes import name_of
 from .rewriting import Item, in_file_order, write_file
 
@@ -99,7 +100,7 @@ def export_safetensors(
     Cost: every byte read and written once; memory for two windows of 128 MiB, whatever the tensors and files are.
     """
     settings = Settings.load(settings, **overrides)
-    target = Path(to).absolute()
+    target = local_path(to, "to")
     _check_target(target)
     reader = TierStorageReader(_newest(uri, settings), settings=settings)
     metadata = reader.read_metadata()

@@ -41,7 +41,7 @@ def _place_of(uri_or_dir: str | os.PathLike[str], settings: Settings) -> tuple[P
         is_file = location.name.endswith(SUFFIX)
         view = open_cached(location.uri, kind="object" if is_file else "directory", settings=settings)
         return CachedPlace(location.uri, view, settings), view.only.path if view.only is not None else ""
-    path, tuner = Path(uri_or_dir).absolute(), read_tuner_for(settings, MODEL_WAYS)
+    path, tuner = Path(parse_uri(uri_or_dir).path), read_tuner_for(settings, MODEL_WAYS)
     if path.is_dir():
         return Directory(path, tuner), ""
     if not path.is_file():

@@ -35,7 +35,7 @@ from ..config import Settings
 from ..dcp.planner import TierSavePlanner
 from ..dcp.stager import Mode, StagedItems, TierStager
 from ..dcp.testament import Testament, is_wanted
-from ..dcp.writer import TierStorageWriter, refuse_overlap
+from ..dcp.writer import TierStorageWriter, check_target
 from ..errors import (
     CheckpointError,
     CheckpointSkippedError,
@@ -133,7 +133,7 @@ class Checkpointer:
         self._overwrite = overwrite
         mtbf = dict(mtbf_seconds) if isinstance(mtbf_seconds, Mapping) else mtbf_seconds
         self._pacer = Pacer(interval, Goal.of(overhead_max, mtbf), Sending(self.settings))
-        refuse_overlap(self.location, self.settings.local_root)
+        check_target(self.location, self.settings.local_root)
         self._stager = TierStager(mode=staging, settings=self.settings)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-save")
         self._wills = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-will") if is_wanted(self.settings) else None

@@ -1,0 +1,166 @@
+"""A place is what its spelling says, everywhere: ``tierckpt://`` is the store behind it, and a typing error is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import tierckpt
+from tests.integration.test_cli import tierckpt_
+from tierckpt import Checkpointer, TierStorageReader, TierStorageWriter, latest, load_safetensors, prefetch, wait
+from tierckpt.config import Settings
+from tierckpt.errors import ConfigError
+from tierckpt.layout import Location, parse_uri
+from tierckpt.loading.export import export_safetensors
+
+
+@pytest.mark.parametrize(
+    ("behind", "uri"),
+    [
+        ("s3/bucket/run/step-1", "s3://bucket/run/step-1"),
+        ("s3a/bucket/run", "s3://bucket/run"),
+        ("az/container/key/", "az://container/key"),
+        ("gs/bucket/a b%20c", "gs://bucket/a b%20c"),
+        ("file/mnt/data/key", "/mnt/data/key"),
+        ("file//mnt//data/", "/mnt/data"),
+        ("file", "/"),
+        ("hf/user/model", "hf://user/model"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["tierckpt://", "TIERCKPT://"])
+def test_tierckpt_is_the_store_behind_it(prefix: str, behind: str, uri: str) -> None:
+    assert parse_uri(prefix + behind) == parse_uri(uri)
+    assert parse_uri(prefix + behind).uri == uri
+
+
+BAD = {
+    "s3:/bucket/run": "s3://bucket/run",
+    "s3:bucket/run": "s3://bucket/run",
+    "s3//bucket/run": "s3://bucket/run",
+    "S3:/bucket/run": "s3://bucket/run",
+    " s3://bucket/run": "s3://bucket/run",
+    "s3://bucket/run\n": "s3://bucket/run",
+    " s3:/bucket/run": "s3://bucket/run",
+    "gs:/bucket/run": "gs://bucket/run",
+    "az:/container/run": "az://container/run",
+    "file:/mnt/run": "file:///mnt/run",
+    "file://host/mnt/run": "host",
+    "file://mnt/run": "file:///mnt/run",
+    "https:/host/run": "https://host/run",
+    "tierckpt:/s3/bucket/run": "tierckpt://s3/bucket/run",
+    "tierckpt://": "tierckpt://s3/BUCKET/KEY",
+    "tierckpt://s3://bucket/run": "tierckpt://s3/BUCKET/KEY",
+    "tierckpt://tierckpt/s3/bucket/run": "tierckpt://s3/BUCKET/KEY",
+    "tierckpt://s3": "s3://BUCKET/KEY",
+    "tierckpt://file/a/../b": "without",
+    "s3:///run": "s3://BUCKET/KEY",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_url_that_is_misspelt_is_refused_with_the_right_spelling(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_uri(text)
+    assert BAD[text] in str(caught.value)
+
+
+def test_a_path_that_has_folded_the_slashes_of_a_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match="as text"):
+        parse_uri(Path("s3://bucket/run"))
+
+
+@pytest.mark.parametrize("text", ["run", "./s3:/bucket", "/mnt/s3:/x", "a:b/c", "C:/run", "s3/bucket", "my s3", " run"])
+def test_what_is_a_path_stays_one(text: str) -> None:
+    assert parse_uri(text) == Location("file", "", str(Path(text).absolute()))
+
+
+def test_schemes_are_known_in_capitals_and_a_file_url_may_name_this_host() -> None:
+    assert parse_uri("S3://bucket/Run").uri == "s3://bucket/Run"
+    assert parse_uri("file://localhost/mnt/run").uri == "/mnt/run"
+
+
+EVERYWHERE: dict[str, Callable[[str], Any]] = {
+    "writer": TierStorageWriter,
+    "reader": TierStorageReader,
+    "checkpointer": Checkpointer,
+    "latest": latest,
+    "wait": lambda uri: wait(uri, timeout_seconds=1),
+    "prefetch": prefetch,
+    "load_safetensors": load_safetensors,
+    "load_model": lambda uri: tierckpt.load_model(uri, torch.nn.Linear(1, 1)),
+    "export": lambda uri: export_safetensors(uri, "out"),
+}
+
+
+@pytest.mark.parametrize("verb", EVERYWHERE)
+def test_every_verb_refuses_what_is_misspelt_and_makes_nothing(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="s3://bucket/run"):
+        EVERYWHERE[verb]("s3:/bucket/run")
+    assert not list(tmp_path.rglob("s3:*"))
+
+
+@pytest.mark.parametrize("kind", [TierStorageWriter, Checkpointer])
+def test_nothing_is_saved_over_http(kind: Callable[[str], Any]) -> None:
+    with pytest.raises(ConfigError, match="HTTP"):
+        kind("https://host/run/step-1")
+
+
+def test_what_is_saved_through_tierckpt_is_in_the_store_and_every_verb_finds_it(
+    s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = s3_uri.replace("s3://", "tierckpt://s3/")
+    state = {"x": torch.arange(8.0)}
+    dcp.save(state, storage_writer=TierStorageWriter(f"{run}/step-1"), no_dist=True)
+    wait(f"{run}/step-1", timeout_seconds=60)
+    assert latest(run) == latest(s3_uri) == f"{s3_uri}/step-1"
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "another node"))
+    into = {"x": torch.zeros(8)}
+    dcp.load(into, storage_reader=TierStorageReader(f"{run}/step-1"), no_dist=True)
+    assert torch.equal(into["x"], state["x"])
+    with Checkpointer(run) as checkpointer:
+        assert checkpointer.restore({"x": into["x"]}) == 1
+    assert (prefetch(f"{run}/step-1", to=tmp_path / "whole") / ".metadata").exists()
+    export_safetensors(f"{run}/step-1", tmp_path / "exported")
+    assert torch.equal(load_safetensors(tmp_path / "exported")["x"], state["x"])
+    for verb in (["ls"], ["info"], ["verify"], ["prune"]):
+        place = run if verb in (["ls"], ["prune"]) else f"{run}/step-1"
+        assert tierckpt_(*verb, place).code == 0
+    assert tierckpt_("restore", f"{run}/step-1", "--to", tmp_path / "restored").code == 0
+    assert not list((tmp_path / "another node").rglob("checkpoints/tierckpt"))
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/dir", "s3:/bucket/dir", "file:///mnt/dir", "tierckpt://s3/bucket/dir"])
+def test_a_url_where_a_directory_is_wanted_is_said(
+    place: str, file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for work in (
+        lambda: Settings.load(local_root=place),
+        lambda: prefetch(file_uri, to=place),
+        lambda: export_safetensors(file_uri, place),
+        lambda: prefetch(file_uri, to=Path(place)),
+    ):
+        with pytest.raises(ConfigError, match=r"a URL: .*directory of this node") as caught:
+            work()
+        assert ("/mnt/dir" in str(caught.value)) == place.startswith("file")
+    for verb in ("restore", "prefetch", "export"):
+        done = tierckpt_(verb, file_uri, "--to", place)
+        assert done.code == 2 and "directory of this node" in done.err, done
+    assert tierckpt_("ls", file_uri, "--local-root", place).code == 2
+    assert tierckpt_("ls", file_uri, TIERCKPT_LOCAL_ROOT=place).code == 2
+    assert not [path for path in tmp_path.iterdir() if ":" in path.name]
+
+
+def test_dcp_is_told_what_is_misspelt_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigError, CheckpointException), match="s3://bucket/run"):
+        dcp.save({}, checkpoint_id="s3:/bucket/run", storage_writer=TierStorageWriter(tmp_path / "run"), no_dist=True)
