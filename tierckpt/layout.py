@@ -113,6 +113,9 @@ class Location:
         )
 
 
+TIER_FORMS = (
+    "tierckpt://s3/BUCKET/KEY, tierckpt://az/CONTAINER/KEY, tierckpt://gs/BUCKET/KEY or tierckpt://file/ABS/PATH"
+)
 _ALIASES = {"s3a": "s3", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az", "gcs": "gs", "local": "file"}
 
 
@@ -164,8 +167,7 @@ def _behind(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.\-]*", scheme) or scheme.lower() == "tierckpt":
         raise ConfigError(
             f"{redact(text)} names no store",
-            hint="Write tierckpt://s3/BUCKET/KEY, tierckpt://az/CONTAINER/KEY, tierckpt://gs/BUCKET/KEY or "
-            "tierckpt://file/ABSOLUTE/PATH",
+            hint=f"Write {TIER_FORMS}",
             uri=text,
         )
     if scheme.lower() != "file":

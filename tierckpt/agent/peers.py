@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import re
 import secrets
 import socket
@@ -38,12 +37,14 @@ from ..peer.members import CONTESTED_MAX, Member, Record, Table, balanced
 from ..peer.replicas import holders
 from ..peer.server import PeerServer
 from ..planning.placement import survival_probability, survives
+from ..stores.local import read_whole, replace_file
 from ..telemetry import PEER_MEMBERS, PEER_REFUSED, logger
 from ..types import Json
 
 log = logger("peer")
 
 NODE_NAME = "node-name"
+NAME_BYTES_MAX = 1 << 10
 START_SECONDS = 20.0
 RETRY_SECONDS = 2.0
 LOOK_SECONDS = 2.0
@@ -353,14 +354,14 @@ def node_name(directory: Path) -> str:
     """
     path = directory / NODE_NAME
     with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
-        known = path.read_text().strip()
+        known = read_whole(path, NAME_BYTES_MAX).decode().strip()
         if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", known):
             return known
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip(".-")[:80] or "node"
     name = f"{host}-{secrets.token_hex(4)}"
     temporary = directory / f"{NODE_NAME}.{secrets.token_hex(4)}"
     temporary.write_text(name + "\n")
-    os.replace(temporary, path)  # noqa: PTH105  # the agent's lock is ours: nobody else makes one
+    replace_file(temporary, path)  # the agent's lock is ours: nobody else makes one
     return name
 
 

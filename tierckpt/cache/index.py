@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from ..stores.quarantine import kind_of, set_aside
 from ..telemetry import logger
 
 log = logger("cache")
@@ -84,6 +85,8 @@ class Index:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
+        if kind_of(self.path) not in ("a file", "nothing"):
+            set_aside(self.path)
         is_new = not self.path.exists()
         database = sqlite3.connect(self.path, timeout=BUSY_SECONDS)
         try:

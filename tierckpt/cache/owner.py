@@ -28,6 +28,7 @@ from ..stores.local import make_dirs
 from ..stores.quarantine import kind_of, open_regular, set_aside
 from ..telemetry import logger
 from ..types import Tier
+from .writing import translated
 
 log = logger("cache")
 
@@ -138,20 +139,21 @@ class Claims:
         """Claim ``name``; False when a live holder has it.
 
         Raises:
-            OSError: no claim can be made there. FileNotFoundError: the folder has gone.
-            StoreError: what lies there is no claim, and cannot be moved away.
+            ObjectNotFoundError: the folder has gone.
+            CapacityError, StoreError: no claim can be made there; what lies there is none, and cannot be moved away.
         """
         path = self.folder / name
-        for _ in range(TRIES):
-            try:
-                path.symlink_to(self._holder)
-                return True
-            except FileExistsError:
-                holder = self.holder(name)
-                if holder is not None and is_live(holder, self._beats):
-                    return False
-                if not self._clear(path, holder):
-                    return False
+        with translated(path):
+            for _ in range(TRIES):
+                try:
+                    path.symlink_to(self._holder)
+                    return True
+                except FileExistsError:
+                    holder = self.holder(name)
+                    if holder is not None and is_live(holder, self._beats):
+                        return False
+                    if not self._clear(path, holder):
+                        return False
         return False  # others come and go faster than we look: they do the work
 
     def _clear(self, path: Path, dead: str | None) -> bool:

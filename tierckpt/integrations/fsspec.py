@@ -19,13 +19,11 @@ from fsspec import AbstractFileSystem
 from ..client import get_client
 from ..config import Settings
 from ..errors import ConfigError, ObjectNotFoundError
-from ..layout import Location, parse_uri
+from ..layout import TIER_FORMS, Location, parse_uri
 from ..mover.browse import Thing, root_of
 from ..stores.schemes import check_location
 from ..tracebacks import short_traceback
 from .files import Reader, Writer, open_source, put
-
-SCHEMES = "tierckpt://s3/BUCKET/KEY, tierckpt://az/CONTAINER/KEY, tierckpt://gs/BUCKET/KEY or tierckpt://file/ABS/PATH"
 
 
 class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
@@ -70,7 +68,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         except ConfigError as error:
             if error.message.startswith(f"{self.protocol}://"):
                 raise
-            raise ConfigError(f"tierckpt://{name}: {error.message}", hint=f"Write {SCHEMES}") from error
+            raise ConfigError(f"tierckpt://{name}: {error.message}", hint=f"Write {TIER_FORMS}") from error
 
     def _run(self, work: Any) -> Any:
         return get_client(self.settings).run(work)

@@ -18,6 +18,7 @@ Every step is idempotent for one attempt, so whichever mover comes last, or come
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -520,14 +521,16 @@ def _closed_quietly() -> Iterator[ExitStack]:
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Hold the directory against other processes of this node. What the system refuses inside is told as our errors."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
     with typed_errors(directory), _closed_quietly() as held:
         while True:
             make_dirs(directory / PRIVATE_DIR)
             try:
                 held.enter_context(lock(directory / PRIVATE_DIR / "lock", LOCK_TIMEOUT_SECONDS, str(directory)))
                 break
-            except FileNotFoundError:
-                continue  # a removal took the empty directory away between the two lines
+            except FileNotFoundError:  # a removal took the empty directory away between the two lines
+                if time.monotonic() > deadline:
+                    raise
         yield
 
 

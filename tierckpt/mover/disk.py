@@ -82,7 +82,7 @@ def clear_leftovers(local_root: Path) -> int:
     for folder, _, names in os.walk(local_root):
         for name in names:
             if is_temporary(name) or name.endswith(".lock"):
-                with contextlib.suppress(OSError):  # in use, gone meanwhile, or another's: it stays
+                with contextlib.suppress(OSError, TierckptError):  # in use, gone meanwhile, or another's: it stays
                     removed += _clear(Path(folder, name), before)
     if removed:
         log.info("removed %d files that killed processes had left under %s", removed, local_root)

@@ -361,6 +361,7 @@ class Cached:
         if filling is None:
             return None
         await self._join(filling)
+        deadline = time.monotonic() + 2 * self.stall_seconds
         while True:
             filling.refresh()
             if filling.has(index, chunk):
@@ -368,7 +369,10 @@ class Cached:
             async with self._read_gate:
                 if await self.claim(filling, index, chunk):
                     return (await self.fetch_claimed(filling, index, chunk, keep=True))[1]
-            if await self._await_other(filling, index, chunk) == "stalled":
+            found = await self._await_other(filling, index, chunk)
+            if found == "free":
+                await asyncio.sleep(POLL_SECONDS_MIN)  # who keeps us from claiming what is free does not make us spin
+            if found == "stalled" or time.monotonic() > deadline:
                 log.warning("%s: waited too long for another process, fetching chunk %d too", filling.incoming, chunk)
                 async with self._read_gate:
                     return await self.fetch(filling, index, chunk, keep=True)

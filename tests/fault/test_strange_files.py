@@ -1,0 +1,277 @@
+"""Anything unexpected under the local root: each small file and directory of state, as another kind of thing.
+
+A local root that was copied without its links, unpacked from an archive or mended by fsck. Each verb runs in a child
+under a deadline and must go well or raise a TierckptError: no hang, no bare OSError, no traceback of another kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tierckpt import TierStorageReader, TierStorageWriter, latest, ownership, prefetch
+from tierckpt.agent.server import run as run_agent
+from tierckpt.cli.prune import prune
+from tierckpt.cli.status import status
+from tierckpt.client import Client, close_all
+from tierckpt.config import Settings
+from tierckpt.engine import Engine
+from tierckpt.errors import TierckptError
+from tierckpt.layout import parse_uri
+from tierckpt.mover.leases import lease_path
+from tierckpt.mover.mark import flushing
+
+ALL = os.environ.get("TIERCKPT_TEST_STRANGE_FILES") == "all"
+PART = 12
+"""Without ``all``: so many pairs of a place and a kind, the same in every run, and four verbs for each."""
+VERB_SECONDS = 60.0
+
+Verb = Callable[["Node"], Any]
+
+
+class Node:
+    """A local root with a checkpoint that is drained, one that is not, and a model in the cache."""
+
+    def __init__(self, root: Path, shared: Path) -> None:
+        self.root, self.shared = root, shared
+        self.run, self.model = str(shared / "run"), str(shared / "model")
+        self.settings: dict[str, Any] = {
+            "local_root": root,
+            "mover": "inline",
+            "agent_idle_seconds": 0.05,
+            "exit_timeout_seconds": 5,
+            "drain_retry_seconds_max": 0.2,
+        }
+
+    @property
+    def step(self) -> Path:
+        return Path(f"{self.root}/checkpoints/file/_{self.run}/step-1")
+
+    def save(self, step: int, **settings: Any) -> None:
+        writer = TierStorageWriter(f"{self.run}/step-{step}", overwrite=True, **{**self.settings, **settings})
+        dcp.save({"x": torch.arange(64.0)}, storage_writer=writer, no_dist=True)
+        close_all()
+
+    def load(self) -> None:
+        state = {"x": torch.zeros(64)}
+        reader = TierStorageReader(f"{self.run}/step-1", **self.settings)
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        assert torch.equal(state["x"], torch.arange(64.0)), "wrong bytes"
+
+    def client(self, work: Callable[[Any], Any]) -> None:
+        client = Client(Settings.load(**self.settings))
+        try:
+            client.run(work)
+        finally:
+            client.close()
+
+    def fetch(self) -> None:
+        directory = prefetch(self.model, **self.settings)
+        assert (directory / "weights.bin").read_bytes() == b"w" * 100_000, "wrong bytes"
+
+
+async def _evict(engine: Engine, uri: str) -> None:
+    engine.shelf.evict(parse_uri(uri))
+
+
+def _agent(node: Node) -> None:
+    run_agent(Settings.load(**{**node.settings, "mover": "agent"}))
+
+
+VERBS: dict[str, Verb] = {
+    "status": lambda node: status(as_json=True, local_root=node.root),
+    "latest": lambda node: latest(node.run, **node.settings),
+    "restore": Node.load,
+    "prefetch": Node.fetch,
+    "prune": lambda node: prune(node.run, keep_last=1, yes=True, local_root=node.root),
+    "drain": lambda node: node.client(lambda engine: engine.drain_all(patient=False)),
+    "recover": lambda node: node.client(lambda engine: engine.recover()),
+    "evict": lambda node: node.client(lambda engine: _evict(engine, node.model)),
+    "save": lambda node: node.save(1),
+    "agent": _agent,
+}
+
+
+# --- kinds ----------------------------------------------------------------------------------------------------------
+
+
+def _file(path: Path) -> None:
+    path.write_bytes(b"\xffnothing of ours")
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+    (path / "in it").write_text("x")
+
+
+def _dangling(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere" / "at all")
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _link_to_a_file(path: Path) -> None:
+    path.symlink_to("/etc/hostname")
+
+
+def _link_to_a_directory(path: Path) -> None:
+    path.symlink_to("/etc")
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        here = os.open(path.parent, os.O_PATH)
+        one.bind(f"/proc/self/fd/{here}/{path.name}")
+        os.close(here)
+
+
+KINDS = {kind.__name__.strip("_"): kind for kind in (
+    _file, _directory, _dangling, _loop, _link_to_a_file, _link_to_a_directory, _fifo, _socket,
+)}  # fmt: skip
+
+# --- places ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What each case begins with a copy of. The URIs are the same for all: the local tier mirrors them."""
+    base = tmp_path_factory.mktemp("strange")
+    shared = base / "shared"
+    (shared / "model").mkdir(parents=True)
+    (shared / "model" / "weights.bin").write_bytes(b"w" * 100_000)
+    node = Node(base / "local", shared)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("TIERCKPT_") and "_TEST_" not in name]:
+            patch.delenv(name)
+        patch.setenv("TIERCKPT_ALLOW_TMPFS", "true")
+        for step in (1, 2):
+            node.save(step, drain=step == 1)
+            if step == 1:
+                node.client(lambda engine: engine.drain_all(patient=True))
+        node.fetch()
+        with flushing(node.root):
+            pass
+        _agent(node)
+        for verb in ("restore", "prune", "status"):
+            VERBS[verb](node)
+        close_all()
+    (base / "local").rename(base / "as it was")
+    shared.rename(base / "shared as it was")
+    return base
+
+
+@pytest.fixture
+def node(template: Path) -> Iterator[Node]:
+    _put_back(template)
+    yield Node(template / "local", template / "shared")
+
+
+def _put_back(template: Path) -> None:
+    for name, origin in (("local", "as it was"), ("shared", "shared as it was")):
+        shutil.rmtree(template / name, ignore_errors=True)
+        shutil.copytree(template / origin, template / name, symlinks=True)
+
+
+def places(node: Node) -> list[Path]:
+    """Each small file and directory of state, and those that come and go: claims, locks, leases, marks."""
+    standing = [path for path in sorted(node.root.rglob("*")) if not path.name.endswith((".distcp", ".bin"))]
+    entry = next(path for path in (node.root / "cache").iterdir() if not path.name.startswith((".", "index")))
+    book = node.root / "cache" / ".book" / entry.name
+    step, agent = node.step, node.root / "agent"
+    passing = [
+        *(node.root / "cache" / name for name in (".claims", ".claims/admission", ".owners")),
+        *(book / name for name in ("reserved", "used", "pinned", "leases", "evicting")),
+        *(step / ".tierckpt" / name for name in ("lock", "bringing", "own", "removed", "parts", "passed.json")),
+        *(step.parent / "step-3", step / "__0_0-strange.distcp"),
+        lease_path(node.root, step),
+        *(node.root / "journal" / name for name in ("strange.json", "strange.lock")),
+        *(node.root / name for name in ("leases", "control.json", "control.lock", "flush.mark", "quarantine")),
+        *(node.root / name for name in ("read-ways.json", "model-read-ways.json", "read-ways.lock")),
+        *(agent / name for name in ("agent.lock", "agent.log", "agent.sock", "agent.starting", "node")),
+    ]
+    return sorted({*standing, *passing})
+
+
+def plant(path: Path, kind: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    KINDS[kind](path)
+
+
+# --- judging --------------------------------------------------------------------------------------------------------
+
+
+def judge(node: Node, verb: str) -> str:
+    """'' when ``verb`` went well or raised an error of ours, in time; else what happened."""
+    out, into = os.pipe()
+    child = os.fork()
+    if not child:
+        said = "ended without a word"
+        try:
+            os.close(out)
+            os.environ["TIERCKPT_ALLOW_TMPFS"] = "true"
+            ownership._roots.clear()
+            logging.disable(logging.CRITICAL)
+            VERBS[verb](node)
+            said = "fine"
+        except (TierckptError, CheckpointException) as error:
+            failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
+            others = [one for one, _ in failures if not isinstance(one, TierckptError)]
+            said = f"{type(others[0]).__name__}: {others[0]}" if others else "fine"
+        except BaseException as error:
+            import traceback
+
+            said = f"{type(error).__name__}: {error}\n{''.join(traceback.format_tb(error.__traceback__)[-4:])}"
+        finally:
+            os.write(into, said.encode()[:60_000])
+            os._exit(0)
+    os.close(into)
+    ready, _, _ = select.select([out], [], [], VERB_SECONDS)
+    if not ready:
+        os.kill(child, signal.SIGKILL)
+    with os.fdopen(out, "rb") as stream:
+        said = stream.read().decode() if ready else f"nothing for {VERB_SECONDS:g} s"
+    os.waitpid(child, 0)
+    return "" if said == "fine" else f"{verb}: {said}"
+
+
+def test_whatever_lies_under_the_local_root_no_verb_hangs_or_raises_another_error(node: Node, template: Path) -> None:
+    assert not [wrong for verb in VERBS if (wrong := judge(node, verb))], "not even as it was"
+    problems, done, begun = [], 0, time.monotonic()
+    cases = [(path.relative_to(template / "local"), kind) for path in places(node) for kind in KINDS]
+    chosen = sorted(cases, key=_drawn)[: None if ALL else PART]
+    for place, kind in chosen:
+        _put_back(template)
+        plant(node.root / place, kind)
+        verbs = list(VERBS) if ALL else itertools.islice(itertools.cycle(VERBS), done, done + 4)
+        problems += [f"{kind} at {place}: {wrong}" for verb in verbs if (wrong := judge(node, verb))]
+        done += 1
+    print(f"{done} cases in {time.monotonic() - begun:.0f} s")
+    assert not problems, "\n".join(problems)
+
+
+def _drawn(case: tuple[Path, str]) -> int:
+    """The same in every run, and by the name: the paths of tokens and entries differ from run to run."""
+    place = "/".join(part for part in case[0].parts if len(part) < 14)
+    return int(hashlib.sha256(f"{place} {case[1]}".encode()).hexdigest(), 16)

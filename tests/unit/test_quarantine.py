@@ -1,0 +1,135 @@
+"""Small files of state that are none: set aside and counted below a local root, elsewhere an error of ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fault.test_strange_files import KINDS
+from tierckpt import ownership
+from tierckpt.cache.owner import Claims, Presence
+from tierckpt.cache.pool import Pool
+from tierckpt.config import Settings
+from tierckpt.errors import ManifestError, ObjectNotFoundError, StoreError, TierckptError
+from tierckpt.mover.lock import lock, try_lock
+from tierckpt.stores.local import durable_write, make_dirs, read_whole
+from tierckpt.stores.quarantine import QUARANTINE, open_regular, set_aside
+from tierckpt.telemetry import QUARANTINES, Labels, Metric, listen
+
+NOT_FILES = [kind for kind in KINDS if kind != "file"]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "root"
+    ownership.open_root(path)
+    make_dirs(path)
+    yield path
+    ownership._roots.clear()
+
+
+@pytest.fixture
+def counted() -> Iterator[list[float]]:
+    found: list[float] = []
+
+    def take(metric: Metric, value: float, labels: Labels, /) -> None:
+        if metric is QUARANTINES:
+            found.append(value)
+
+    stop = listen(take)
+    yield found
+    stop()
+
+
+@pytest.mark.parametrize("kind", NOT_FILES)
+def test_what_is_no_file_is_set_aside_and_counted(root: Path, counted: list[float], kind: str) -> None:
+    KINDS[kind](root / "state")
+    with pytest.raises(ObjectNotFoundError):
+        read_whole(root / "state", 100)
+    [aside] = (root / QUARANTINE).iterdir()
+    assert aside.name.endswith(".state") and counted == [1]
+    KINDS[kind](root / "state")
+    os.close(open_regular(root / "state", os.O_RDWR | os.O_CREAT))
+    assert (root / "state").is_file() and not (root / "state").is_symlink()
+
+
+@pytest.mark.parametrize("kind", NOT_FILES)
+def test_a_lock_and_a_record_take_the_place_of_what_is_no_file(root: Path, kind: str) -> None:
+    KINDS[kind](root / "x.lock")
+    with lock(root / "x.lock", 5, "x"), try_lock(root / "x.lock") as second:
+        assert not second
+    KINDS[kind](root / "record")
+    durable_write(root / "record", b"good")
+    assert read_whole(root / "record", 100) == b"good" and not (root / "record").is_symlink()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("directory", "link_to_a_directory")])
+def test_a_directory_takes_the_place_of_what_is_none(root: Path, kind: str) -> None:
+    KINDS[kind](root / "below")
+    make_dirs(root / "below" / "deep")
+    assert (root / "below" / "deep").is_dir() and not (root / "below").is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "fifo", "socket"])
+def test_a_claim_that_is_none_is_taken_and_set_aside(root: Path, kind: str) -> None:
+    """A local root that was copied without its links has a regular file there: `prefetch` looked at it for ever."""
+    make_dirs(root / "claims")
+    presence = Presence(root / "owners")
+    presence.begin()
+    try:
+        claims = Claims(root / "claims", root / "owners", presence.name)
+        KINDS[kind](root / "claims" / "one")
+        assert claims.take("one") and claims.is_held("one")
+        assert len(list((root / QUARANTINE).iterdir())) == 1
+    finally:
+        presence.end()
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "fifo"])
+def test_a_claim_that_is_none_is_an_error_where_nothing_may_be_moved(tmp_path: Path, kind: str) -> None:
+    presence = Presence(tmp_path / "owners")
+    presence.begin()
+    try:
+        claims = Claims(tmp_path, tmp_path / "owners", presence.name)
+        KINDS[kind](tmp_path / "one")
+        with pytest.raises(StoreError, match="no claim"):
+            claims.take("one")
+    finally:
+        presence.end()
+
+
+@pytest.mark.parametrize("kind", NOT_FILES)
+def test_elsewhere_nothing_is_moved_and_nothing_waited_for(tmp_path: Path, kind: str) -> None:
+    KINDS[kind](tmp_path / "state")
+    if kind == "link_to_a_file":
+        assert read_whole(tmp_path / "state", 1 << 16)
+        return
+    with pytest.raises(TierckptError):
+        read_whole(tmp_path / "state", 100)
+    assert (tmp_path / "state").is_symlink() or (tmp_path / "state").exists()
+
+
+def test_a_file_that_is_too_large_is_not_read(root: Path) -> None:
+    (root / "state").write_bytes(b"x" * 101)
+    with pytest.raises(ManifestError, match="101 bytes"):
+        read_whole(root / "state", 100)
+
+
+@pytest.mark.parametrize("kind", ["file", "link_to_a_directory", "fifo"])
+def test_a_quarantine_that_is_none_gives_way_itself(root: Path, kind: str) -> None:
+    KINDS[kind](root / QUARANTINE)
+    KINDS["fifo"](root / "state")
+    assert set_aside(root / "state")
+    assert len(list((root / QUARANTINE).iterdir())) == 1 and not (root / QUARANTINE).is_symlink()
+
+
+@pytest.mark.parametrize("kind", NOT_FILES)
+def test_the_index_of_the_cache_is_built_anew_and_follows_no_link(root: Path, kind: str) -> None:
+    pool = Pool(Settings(local_root=root))
+    make_dirs(pool.root)
+    KINDS[kind](pool.root / "index.sqlite")
+    assert pool.rows() == []
+    assert (pool.root / "index.sqlite").is_file() and not (pool.root / "index.sqlite").is_symlink()
