@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from .announce import announced
 from .arena.slots import close_arenas
+from .cache.frozen import Frozen
 from .config import Settings
 from .engine import Engine
 from .errors import ConfigError, OperationTimeoutError, TierckptError
@@ -442,6 +443,12 @@ class CachedView:
         if not self._cached.read_landed(path, wanted, view):  # what has landed needs no event loop
             self._client.run(lambda _: self._cached.read_into(path, wanted, view))
 
+    def is_good(self, path: str, start: int, data: Buffer) -> bool:
+        """True when ``data``, read from ``path(path)`` at ``start``, is what landed there; ``read_into`` mends what is
+        not."""
+        view = memoryview(data).cast("B")
+        return self._cached.is_good(path, ByteRange(start, start + len(view)), view)
+
     def wait(self, path: str, start: int = 0, stop: int | None = None, timeout_seconds: float = 60.0) -> None:
         """Return when the bytes have landed, whoever fetches them. Raises OperationTimeoutError."""
         wanted = self._range(path, start, stop)
@@ -486,6 +493,12 @@ def open_cached(
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
     return CachedView(client, client.run(lambda engine: engine.cached(location, kind=kind)))
+
+
+def open_entry(frozen: Frozen, settings: Settings) -> CachedView:
+    """Open an entry of the node cache by what its receipt says it is. Raises ConfigError, StoreError."""
+    client = get_client(settings)
+    return CachedView(client, client.run(lambda engine: engine.shelf.reopen(frozen)))
 
 
 def close_all() -> None:

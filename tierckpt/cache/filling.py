@@ -9,6 +9,7 @@
         shared/               and which of them from shared storage, where other nodes take part
         owners/               heartbeats of the processes that are at it
     <parent>/NAME/.tierckpt/prefetched.json             the receipt; a directory without it is not done
+    <parent>/NAME/.tierckpt/prefetched.blocks           digests of blocks, so that a small read verifies little
 
 Invariants:
     G1  A line is appended after its bytes were verified and written, and only appended: O_APPEND, one write. A torn
@@ -16,6 +17,8 @@ Invariants:
     G2  Writing a chunk twice, from two processes, writes the same bytes: they are of one frozen version and verified.
     G3  Lines are believed for the same boot only: after a power cut the page cache may have lost what they claim.
     G4  The directory is renamed when every byte is durable and the receipt is in it. So it is whole or not there.
+    G5  Nothing in prefetched.blocks is believed before it has passed its chunk's digest: that it is damaged, or lost by
+        a power cut, costs a larger read.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from pathlib import Path
 
 from ..errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..layout import PRIVATE_DIR
-from ..manifest import MANIFEST_BYTES_MAX, digest_of, has_digest
+from ..manifest import BLOCK_DIGEST_BYTES, MANIFEST_BYTES_MAX, ChunkDigest, blocks_of, digest_of, has_digest
 from ..stores.local import fsync_dir, make_dirs, read_whole
 from ..stores.quarantine import open_regular
 from ..telemetry import logger
@@ -43,6 +46,7 @@ from .writing import allocate, translated, write_at
 log = logger("cache")
 
 RECEIPT = f"{PRIVATE_DIR}/prefetched.json"
+BLOCKS = f"{PRIVATE_DIR}/prefetched.blocks"
 FILLING = f"{PRIVATE_DIR}/filling"
 ENTRY = f"{FILLING}/entry.json"
 SUFFIX = ".incoming"
@@ -284,6 +288,10 @@ class Filling:
     def has_all(self) -> bool:
         return all(self.has_file(index) for index in range(len(self.frozen.files)))
 
+    def digest(self, index: int, chunk: int) -> str:
+        """With which digest the chunk landed; '' when it has not."""
+        return self._lines.landed.get(index, {}).get(chunk, "")
+
     # --- landing and reading ---------------------------------------------------------------------------------------
 
     def land(self, index: int, chunk: int, data: Buffer, digest: str = "") -> None:
@@ -304,12 +312,25 @@ class Filling:
                 where=self.frozen.uri,
             )
         write_at(self.prepare(index), data, at.start)
+        self._put_blocks(index, chunk, digest.blocks if isinstance(digest, ChunkDigest) else blocks_of(data))
         self._append(f"{index} {chunk} {digest}")
         self.refresh()
         if not self.has(index, chunk):
             raise StoreError(f"{self._progress} does not keep what is appended to it", tier=Tier.LOCAL)
         if self.has_file(index):
             self._make_durable(index)
+
+    def _put_blocks(self, index: int, chunk: int, blocks: bytes) -> None:
+        """Before the line that says the chunk is here. Whoever lands it writes the same bytes here too (G2)."""
+        if len(blocks) == BLOCK_DIGEST_BYTES:
+            return  # of one block: its digest is the chunk's
+        path = self.incoming / BLOCKS
+        with translated(path):
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.pwrite(file, blocks, self.frozen.blocks_range(index, chunk).start)
+            finally:
+                os.close(file)
 
     def _append(self, line: str) -> None:
         record = f"\n{line}\n".encode()
@@ -430,6 +451,8 @@ class Filling:
         for folder in self._folders(self.directory):
             fsync_dir(folder)
         make_dirs((self.directory / RECEIPT).parent)
+        with contextlib.suppress(FileNotFoundError):  # no file has a chunk of more than one block
+            (self.incoming / BLOCKS).replace(self.directory / BLOCKS)
         self._put_receipt(self.directory, receipt)
         shutil.rmtree(self.incoming, ignore_errors=True)
 

@@ -11,14 +11,17 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NoReturn
 
 from ..errors import ManifestError, ObjectNotFoundError
 from ..manifest import (
+    BLOCK_DIGEST_BYTES,
     MANIFEST_BYTES_MAX,
     SIZE_BYTES_MAX,
     FileEntry,
     Manifest,
+    block_count,
     chunk_count,
     digest_of,
     is_safe_path,
@@ -85,6 +88,16 @@ class Frozen:
         start = chunk * self.chunk_size_bytes
         return ByteRange(start, min(start + self.chunk_size_bytes, self.files[index].size_bytes))
 
+    def blocks_range(self, index: int, chunk: int) -> ByteRange:
+        """Where the digests of a chunk's blocks lie among those of all files, one after another."""
+        start = self._first_blocks[index] + block_count(chunk * self.chunk_size_bytes, self.chunk_size_bytes)
+        count = block_count(self.chunk_range(index, chunk).size_bytes, self.chunk_size_bytes)
+        return ByteRange(BLOCK_DIGEST_BYTES * start, BLOCK_DIGEST_BYTES * (start + count))
+
+    @cached_property
+    def _first_blocks(self) -> list[int]:
+        return [0, *accumulate(block_count(item.size_bytes, self.chunk_size_bytes) for item in self.files)]
+
     def touched(self, byte_range: ByteRange) -> range:
         """The chunks of a file that ``byte_range`` touches."""
         if byte_range.stop <= byte_range.start:
@@ -114,6 +127,11 @@ class Receipt:
 
     frozen: Frozen
     landed: tuple[tuple[str, ...], ...]
+
+    def digest(self, index: int, chunk: int) -> str:
+        """The digest of a chunk: as it landed, else as whoever wrote it says; '' when nobody knows one."""
+        known = self.landed[index] if self.landed else self.frozen.files[index].digests
+        return known[chunk] if known else ""
 
 
 def from_manifest(manifest: Manifest) -> list[Wanted]:

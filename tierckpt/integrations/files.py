@@ -19,9 +19,9 @@ from ..manifest import FileEntry
 from ..mover import leases
 from ..mover.browse import Thing, root_of
 from ..mover.catalog import Checkpoint
-from ..mover.copies import CheckedFile, Copies, LocalCopy
+from ..mover.copies import CheckedFile, Copies, Copy, LocalCopy, RemoteCopy
 from ..telemetry import logger
-from ..types import Buffer, ObjectInfo
+from ..types import Buffer, ByteRange, ObjectInfo
 
 log = logger("fsspec")
 
@@ -83,14 +83,29 @@ class CachedSource:
 
 
 class LocalSource:
-    """A file of a checkpoint on the local tier, every chunk verified. The checkpoint stays while this is open."""
+    """A file of a checkpoint on the local tier, every chunk verified; damaged, it is read from farther away.
 
-    def __init__(self, checkpoint: Checkpoint, entry: FileEntry, local: Path, settings: Settings) -> None:
+    The checkpoint stays while this is open.
+    """
+
+    def __init__(self, thing: Thing, checkpoint: Checkpoint, entry: FileEntry, local: Path, settings: Settings) -> None:
         self._holding = contextlib.ExitStack()
         self._holding.enter_context(leases.reading(settings.local_root, checkpoint.directory))
         chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest else int(settings.chunk_size_bytes)
-        self._file = self._holding.enter_context(CheckedFile(Copies(entry, chunk, [LocalCopy(local)])))
+        self._settings, self._thing = settings, thing
+        self._farther: CachedSource | None = None
+        copies: list[Copy] = [LocalCopy(local), RemoteCopy(thing.location.uri, self._read_farther)]
+        self._file = self._holding.enter_context(CheckedFile(Copies(entry, chunk, copies)))
         self._lock = threading.Lock()
+
+    def _read_farther(self, byte_range: ByteRange) -> Buffer:
+        """What the local tier has is damaged: read the shared tier's, through the node cache."""
+        if self._farther is None:
+            self._farther = CachedSource(self._thing, self._settings)
+            self._holding.callback(self._farther.close)
+        data = bytearray(byte_range.size_bytes)
+        self._farther.read_into(byte_range.start, memoryview(data))
+        return data
 
     def read_into(self, start: int, into: memoryview) -> None:
         with self._lock:
@@ -108,7 +123,7 @@ def open_source(thing: Thing, settings: Settings) -> Source:
     if thing.checkpoint is not None and thing.entry is not None:
         local = thing.checkpoint.local_path(thing.entry)
         if local is not None:
-            return LocalSource(thing.checkpoint, thing.entry, local, settings)
+            return LocalSource(thing, thing.checkpoint, thing.entry, local, settings)
     return CachedSource(thing, settings)
 
 

@@ -85,7 +85,7 @@ class Directory:
             return None
         return ObjectInfo(name, found.st_size, f"{found.st_ino}-{found.st_mtime_ns}")
 
-    def open(self, name: str) -> Copy:
+    def open(self, name: str) -> LocalCopy:
         return LocalCopy(self._path / name, Tier.LOCAL, self._tuner)
 
     def begin(self, names: list[str]) -> None:

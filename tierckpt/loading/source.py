@@ -17,6 +17,7 @@ from ..mover.read_tuner import MODEL_WAYS, read_tuner_for
 from ..stores.schemes import check_location
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .model import SUFFIX, Directory, Model, Place, open_model
+from .prefetched import PrefetchedDirectory, find_prefetched
 
 
 def find_model(uri_or_dir: str | os.PathLike[str], settings: Settings) -> Model:
@@ -42,11 +43,12 @@ def _place_of(uri_or_dir: str | os.PathLike[str], settings: Settings) -> tuple[P
         view = open_cached(location.uri, kind="object" if is_file else "directory", settings=settings)
         return CachedPlace(location.uri, view, settings), view.only.path if view.only is not None else ""
     path, tuner = Path(parse_uri(uri_or_dir).path), read_tuner_for(settings, MODEL_WAYS)
-    if path.is_dir():
-        return Directory(path, tuner), ""
-    if not path.is_file():
+    if not (path.is_dir() or path.is_file()):
         raise CheckpointNotFoundError(f"{path} does not exist", hint="Give a directory, a .safetensors file or a URI")
-    return Directory(path.parent, tuner), path.name
+    directory = path if path.is_dir() else path.parent
+    prefetched = find_prefetched(directory, settings)
+    place = Directory(directory, tuner) if prefetched is None else PrefetchedDirectory(directory, tuner, prefetched)
+    return place, "" if path.is_dir() else path.name
 
 
 class CachedPlace:
@@ -97,10 +99,10 @@ class _CachedCopy:
         if into is None:
             return self._view.read(self._name, byte_range.start, byte_range.stop)
         if self._view.landed(self._name, byte_range.start, byte_range.stop):
-            # The file may be renamed, or removed by hand, just now: the view knows what to do then.
+            # The file may be renamed, or removed by hand, just now, or be damaged: the view knows what to do then.
             with contextlib.suppress(TierckptError):
                 found = self._landed_file().read(byte_range, into, through)
-                if len(found) == byte_range.size_bytes:
+                if len(found) == byte_range.size_bytes and self._view.is_good(self._name, byte_range.start, found):
                     return found
         part = into[: byte_range.size_bytes]
         self._view.read_into(self._name, byte_range.start, part)

@@ -25,7 +25,7 @@ from ..errors import (
     TierckptError,
     UncommittedCheckpointError,
 )
-from ..layout import METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location
+from ..layout import METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, parse_uri
 from ..manifest import Manifest, has_digest
 from ..stores.base import Store
 from ..telemetry import logger
@@ -207,6 +207,13 @@ class Shelf:
         await asyncio.to_thread(lambda: cached.begin(whole=whole))
         cached.only = self._only(held, frozen)
         return cached
+
+    async def reopen(self, frozen: Frozen) -> Cached:
+        """Open an entry by its receipt. The store is not asked for anything. Close what is returned."""
+        location, files = parse_uri(frozen.uri), frozen.files
+        is_object = len(files) == 1 and files[0].key == location.name
+        held = Held(location, self._store_at(location.parent if is_object else location), frozen)
+        return await self.open(held)
 
     def _store_of(self, frozen: Frozen, held: Held) -> Store:
         location = held.location

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..cache.filling import Filling, read_file, same_digest, tidy, whole_receipt
-from ..cache.frozen import Frozen, Wanted
+from ..cache.checker import Checker
+from ..cache.filling import Filling, read_file, read_receipt, same_digest, tidy, whole_receipt
+from ..cache.frozen import Frozen, Receipt, Wanted
 from ..cache.pool import Lease, Pool
 from ..cache.writing import landing_memory
 from ..errors import (
@@ -26,6 +28,7 @@ from ..errors import (
     ObjectNotFoundError,
     OperationTimeoutError,
     PreconditionFailedError,
+    StoreError,
 )
 from ..manifest import digest_of
 from ..stores.base import ReadsInto, Store
@@ -33,6 +36,7 @@ from ..stores.common import settled
 from ..telemetry import BYTES, ignore_progress, logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
 from .fill import POLL_SECONDS_MAX, POLL_SECONDS_MIN, Fill
+from .mending import mend
 from .retry import verified
 
 if TYPE_CHECKING:
@@ -123,7 +127,9 @@ class Cached:
         self._lease: Lease | None = None
         self._granted_bytes = 0
         self._no_room_until = 0.0
-        self._bringing: dict[tuple[int, int], asyncio.Task[Buffer | None]] = {}
+        self._bringing: dict[tuple[int, int, bool], asyncio.Task[Buffer | None]] = {}
+        self._receipt: Receipt | None = None
+        self.checker = self._new_checker()
         self.idle = asyncio.Lock()
         self._granting = asyncio.Lock()
         self.swarm: Swarm | None = None
@@ -189,6 +195,7 @@ class Cached:
                     self.pool.used(name)
                 return
             self.frozen = self._filling.frozen
+            self.checker = self._new_checker()
             self.tally.here_bytes = self._filling.landed_bytes
             if self.pool is not None:
                 self.pool.note(name)
@@ -209,7 +216,8 @@ class Cached:
         for left in reversed(range(JOINS_MAX)):
             receipt = whole_receipt(self._target, self.frozen.version)
             if receipt is not None:
-                self.frozen, self._is_whole = receipt.frozen, True
+                self.frozen, self._receipt, self._is_whole = receipt.frozen, receipt, True
+                self.checker = self._new_checker()
                 self.tally.here_bytes = self.frozen.size_bytes
                 return None
             try:
@@ -278,8 +286,43 @@ class Cached:
         return self._filling is None or all(self._filling.has(index, at) for at in self.frozen.touched(byte_range))
 
     def read_landed(self, path: str, byte_range: ByteRange, into: memoryview) -> bool:
-        """Copy the range into ``into`` if all of it has landed; else False. Any thread, no event loop needed."""
+        """Copy the range into ``into`` if all of it has landed, and is as it landed; else False.
+
+        Any thread, no event loop needed.
+        """
         index = self._check(path, byte_range)
+        try:
+            return self._read_here(index, byte_range, into) and self.checker.is_good(index, byte_range, into)
+        except StoreError as error:  # a disk that does not give it back is as good as one that gives other bytes
+            log.warning("%s: %s", self.frozen.uri, error)
+            if len(chunks := self.frozen.touched(byte_range)) == 1:
+                self.checker.note_bad(index, chunks[0])
+            return False
+
+    def is_good(self, path: str, byte_range: ByteRange, data: memoryview) -> bool:
+        """True when ``data``, which was read from ``path(path)``, is what landed there. Any thread. ``read_into`` has
+        what is not good brought anew."""
+        return self.checker.is_good(self._check(path, byte_range), byte_range, data)
+
+    def _new_checker(self) -> Checker:
+        return Checker(self.frozen, self.digest, self._read_here, self.directories)
+
+    def digest(self, index: int, chunk: int) -> str:
+        """With which digest a chunk landed; '' when that is not known."""
+        if self._filling is not None and (digest := self._filling.digest(index, chunk)):
+            return digest
+        if self._receipt is None and self._is_whole:
+            self._receipt = read_receipt(self._target)
+        receipt = self._receipt
+        if receipt is None or receipt.frozen.chunk_size_bytes != self.chunk_size_bytes:
+            return ""
+        return receipt.digest(index, chunk)
+
+    def directories(self) -> list[Path]:
+        return [self._target] if self._filling is None else [self._target, self._filling.incoming]
+
+    def _read_here(self, index: int, byte_range: ByteRange, into: memoryview) -> bool:
+        path = self.frozen.files[index].path
         if not self._is_whole and self._filling is not None:
             if self._filling.read(index, byte_range, into):
                 return True
@@ -325,8 +368,9 @@ class Cached:
         if data is None:
             if await asyncio.to_thread(self.read_landed, self.frozen.files[index].path, part, target):
                 return
-            log.warning("%s: %s has gone from the cache, reading past it", self.frozen.uri, self._target)
-            data, _ = await self._get(index, chunk, None)
+            data = await self._once((index, chunk, True), partial(mend, self))
+            if data is None:
+                raise AssertionError("unreachable")
         target[:] = memoryview(data)[part.start - at.start : part.stop - at.start]
 
     async def wait(self, path: str, byte_range: ByteRange, timeout_seconds: float = STALL_SECONDS_MIN) -> None:
@@ -347,10 +391,14 @@ class Cached:
 
     async def _bring_once(self, index: int, chunk: int) -> Buffer | None:
         """Have one chunk here; the readers of this process share the work. Returns it if it was fetched just now."""
-        key = (index, chunk)
+        return await self._once((index, chunk, False), self._bring)
+
+    async def _once(
+        self, key: tuple[int, int, bool], bring: Callable[[int, int], Coroutine[Any, Any, Buffer | None]]
+    ) -> Buffer | None:
         task = self._bringing.get(key)
         if task is None:
-            task = asyncio.ensure_future(self._bring(index, chunk))
+            task = asyncio.ensure_future(bring(*key[:2]))
             self._bringing[key] = task
             task.add_done_callback(lambda _: self._bringing.pop(key, None))
         return await asyncio.shield(task)

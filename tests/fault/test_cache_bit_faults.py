@@ -1,0 +1,339 @@
+"""Bit rot in the node cache: no flipped bit of a model's files is loaded, whatever reads them, and good ones come back.
+
+TIERCKPT_TEST_CACHE_FLIPS sets how many random bits are flipped for each reader, beside those that are telling.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tierckpt
+from tests.states import same, save, small_state
+from tierckpt.cache import checker
+from tierckpt.cache.filling import BLOCKS, RECEIPT, read_receipt
+from tierckpt.client import close_all, open_cached
+from tierckpt.errors import IntegrityError
+from tierckpt.layout import local_dir, parse_uri
+from tierckpt.mover.through import Cached
+from tierckpt.telemetry import QUARANTINES, Metric, listen
+
+FLIPS = int(os.environ.get("TIERCKPT_TEST_CACHE_FLIPS", "1"))
+KIB = 1024
+FILE = "model-00001-of-00002.safetensors"
+OTHER = "model-00002-of-00002.safetensors"
+
+
+class Model:
+    """A model of two files in a store that is a directory, and what it holds."""
+
+    def __init__(self, root: Path) -> None:
+        self.store, self.local_root = root / "store" / "model", root / "local"
+        self.store.mkdir(parents=True)
+        generator = torch.Generator().manual_seed(7)
+        self.tensors = {f"w{index}": torch.randn(96, 2048, generator=generator) for index in range(4)}  # 768 KiB each
+        self.tensors["small"] = torch.randn(17, generator=generator)
+        weight_map = {name: OTHER if name == "w3" else FILE for name in self.tensors}
+        for file in (FILE, OTHER):
+            save_file({name: self.tensors[name] for name in weight_map if weight_map[name] == file}, self.store / file)
+        (self.store / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        self.uri = self.store.as_uri()
+        self.bytes = {path.name: path.read_bytes() for path in self.store.iterdir()}
+
+    def tensor_range(self) -> tuple[int, int]:
+        """Of FILE: where the tensors begin, and its size."""
+        data = self.bytes[FILE]
+        return 8 + int.from_bytes(data[:8], "little"), len(data)
+
+    def offsets(self, chance: random.Random) -> list[int]:
+        begin, end = self.tensor_range()
+        telling = [0, 9, begin - 1, begin, end - 1, end // 2]
+        return telling + [chance.randrange(end) for _ in range(FLIPS)]
+
+
+@pytest.fixture(params=["64KiB", "1MiB"])
+def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    monkeypatch.setenv("TIERCKPT_CHUNK_SIZE_BYTES", request.param)
+    fsspec.get_filesystem_class("tierckpt").clear_instance_cache()
+    return Model(tmp_path)
+
+
+@pytest.fixture
+def quarantined() -> Iterator[list[float]]:
+    counted: list[float] = []
+
+    def count(metric: Metric, value: float, labels: Any) -> None:
+        if metric is QUARANTINES:
+            counted.append(value)
+
+    stop = listen(count)
+    yield counted
+    stop()
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        [byte] = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1 << offset % 8]))
+
+
+# --- what reads --------------------------------------------------------------------------------------------------
+
+Reader = Callable[[Model, Path], bool]
+"""Reads all of FILE, and says whether it is right."""
+
+
+def loads(**arguments: Any) -> Reader:
+    return lambda model, _: same(tierckpt.load_safetensors(model.uri, **arguments), model.tensors)
+
+
+def loads_the_directory(**arguments: Any) -> Reader:
+    return lambda model, entry: same(tierckpt.load_safetensors(entry, **arguments), model.tensors)
+
+
+def loads_the_file(model: Model, entry: Path) -> bool:
+    return all(same(tensor, model.tensors[name]) for name, tensor in tierckpt.load_safetensors(entry / FILE).items())
+
+
+def streams(model: Model, _: Path) -> bool:
+    return same(dict(tierckpt.stream_safetensors(model.uri, bytes_in_flight_max=2 << 20)), model.tensors)
+
+
+def lazily(model: Model, entry: Path) -> bool:
+    with tierckpt.load_safetensors(model.uri, lazy=True) as found:
+        return same(dict(found), model.tensors)
+
+
+def in_parts(model: Model, entry: Path) -> bool:
+    """Rows of each tensor, and of the last one columns: each part alone is less than a block."""
+    parts = [tierckpt.load_safetensors(entry, shard=(rank, 5, 0)) for rank in range(5)]
+    columns = [tierckpt.load_safetensors(model.uri, shard=(rank, 2, 1), prefix="w") for rank in range(2)]
+    rows = all(same(torch.cat([part[name] for part in parts]), tensor) for name, tensor in model.tensors.items())
+    return rows and all(same(torch.cat([one[n] for one in columns], 1), model.tensors[n]) for n in columns[0])
+
+
+def views(model: Model, _: Path) -> bool:
+    with open_cached(model.uri) as view:
+        return bytes(view.read(FILE)) == model.bytes[FILE]
+
+
+def views_in_pieces(model: Model, _: Path) -> bool:
+    data, into = model.bytes[FILE], bytearray(31 * KIB)
+    with open_cached(model.uri) as view:
+        for start in range(0, len(data), len(into)):
+            part = memoryview(into)[: min(len(into), len(data) - start)]
+            view.read_into(FILE, start, part)
+            if part != data[start : start + len(part)]:
+                return False
+    return True
+
+
+def opens(model: Model, _: Path) -> bool:
+    fs = fsspec.filesystem("tierckpt", skip_instance_cache=True)
+    with fs.open(f"tierckpt://file{model.store}/{FILE}") as stream:
+        return bool(stream.read() == model.bytes[FILE])
+
+
+def cats(model: Model, _: Path) -> bool:
+    fs = fsspec.filesystem("tierckpt", skip_instance_cache=True)
+    return bool(fs.cat_file(f"tierckpt://file{model.store}/{FILE}") == model.bytes[FILE])
+
+
+READERS: dict[str, Reader] = {
+    **{f"uri, {mode}": loads(read_mode=mode) for mode in ("auto", "direct", "straight", "buffered")},
+    **{f"directory, {mode}": loads_the_directory(read_mode=mode) for mode in ("auto", "direct", "buffered")},
+    "file": loads_the_file,
+    "stream": streams,
+    "lazy": lazily,
+    "parts": in_parts,
+    "view": views,
+    "view in pieces": views_in_pieces,
+    "open": opens,
+    "cat": cats,
+}
+
+
+# --- whole entries -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_flipped_bit_is_read_and_the_file_is_mended(name: str, model: Model, quarantined: list[float]) -> None:
+    entry, read = tierckpt.prefetch(model.uri), READERS[name]
+    for offset in model.offsets(random.Random(name)):
+        before = len(quarantined)
+        flip(entry / FILE, offset)
+        assert read(model, entry), f"bit {offset % 8} of byte {offset}"
+        assert (entry / FILE).read_bytes() == model.bytes[FILE], f"byte {offset} is not mended"
+        assert len(quarantined) > before
+
+
+@pytest.mark.parametrize("model", ["1MiB"], indirect=True)
+@pytest.mark.parametrize("name", READERS)
+def test_with_verification_off_the_harness_finds_it(
+    name: str, model: Model, monkeypatch: pytest.MonkeyPatch, quarantined: list[float]
+) -> None:
+    """Control."""
+    monkeypatch.setattr(checker.Checker, "is_good", lambda *_: True)
+    entry, read = tierckpt.prefetch(model.uri), READERS[name]
+    flip(entry / FILE, model.tensor_range()[0] + 100_000)
+    assert not read(model, entry)
+    assert not quarantined
+
+
+@pytest.mark.parametrize("name", ["directory, auto", "file", "parts"])
+def test_without_its_store_the_error_names_file_entry_and_tier(name: str, model: Model) -> None:
+    entry = tierckpt.prefetch(model.uri)
+    model.store.rename(model.store.with_name("away"))
+    for offset in model.offsets(random.Random(name)):
+        flip(entry / FILE, offset)
+        with pytest.raises(IntegrityError) as caught:
+            READERS[name](model, entry)
+        assert caught.value.context["file"] == FILE
+        assert caught.value.context["tier"] == "local"
+        assert str(caught.value.context["entry"]) == str(entry)
+        flip(entry / FILE, offset)
+    assert same(tierckpt.load_safetensors(entry), model.tensors)
+
+
+def test_what_is_open_when_the_store_goes_names_it_too(model: Model) -> None:
+    entry = tierckpt.prefetch(model.uri)
+    with open_cached(model.uri) as view:
+        model.store.rename(model.store.with_name("away"))
+        flip(entry / FILE, 5000)
+        with pytest.raises(IntegrityError, match="node cache") as caught:
+            view.read(FILE, 4990, 5010)
+        assert caught.value.context["file"] == FILE
+        assert bytes(view.read(OTHER, 10, 20)) == model.bytes[OTHER][10:20]
+
+
+def test_a_store_that_has_other_bytes_by_now_mends_nothing(model: Model) -> None:
+    entry = tierckpt.prefetch(model.uri)
+    status = (model.store / FILE).stat()
+    (model.store / FILE).write_bytes(bytes(len(model.bytes[FILE])))
+    os.utime(model.store / FILE, ns=(status.st_atime_ns, status.st_mtime_ns))
+    flip(entry / FILE, 100_000)
+    damaged = (entry / FILE).read_bytes()
+    with pytest.raises(IntegrityError):
+        tierckpt.load_safetensors(entry)
+    assert (entry / FILE).read_bytes() == damaged
+
+
+def test_a_small_read_costs_a_block_not_a_chunk(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    read_here = Cached._read_here
+
+    def counted(self: Cached, index: int, byte_range: Any, into: memoryview) -> bool:
+        read.append(byte_range.size_bytes)
+        return read_here(self, index, byte_range, into)
+
+    monkeypatch.setattr(Cached, "_read_here", counted)
+    tierckpt.prefetch(model.uri)
+    with open_cached(model.uri) as view:
+        assert bytes(view.read(FILE, 700_000, 701_024)) == model.bytes[FILE][700_000:701_024]
+    assert sum(read) <= 256 * KIB
+
+
+# --- what knows less -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["lost", "zeros", "torn"])
+def test_digests_of_blocks_that_are_lost_or_damaged_cost_a_larger_read(damage: str, model: Model) -> None:
+    entry = tierckpt.prefetch(model.uri)
+    blocks = entry / BLOCKS
+    if not blocks.exists():
+        assert os.environ["TIERCKPT_CHUNK_SIZE_BYTES"] == "64KiB"  # every chunk is a block
+    elif damage == "lost":
+        blocks.unlink()
+    else:
+        blocks.write_bytes(bytes(blocks.stat().st_size) if damage == "zeros" else blocks.read_bytes()[:21])
+    assert in_parts(model, entry)
+    flip(entry / FILE, 70_000)
+    assert in_parts(model, entry)
+    assert (entry / FILE).read_bytes() == model.bytes[FILE]
+
+
+def test_an_entry_without_digests_is_loaded_as_it_is(model: Model) -> None:
+    """Those of before: nothing is known of them."""
+    entry = tierckpt.prefetch(model.uri)
+    receipt = read_receipt(entry)
+    assert receipt is not None
+    (entry / RECEIPT).write_bytes(receipt.frozen.encode())
+    assert same(tierckpt.load_safetensors(entry), model.tensors)
+    close_all()
+    assert same(tierckpt.load_safetensors(model.uri), model.tensors)
+
+
+# --- partial entries -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["uri, auto", "uri, buffered", "stream", "view", "view in pieces", "open"])
+def test_what_has_landed_of_a_partial_entry_is_verified(name: str, model: Model, quarantined: list[float]) -> None:
+    """Holes beside it, and nobody has published it."""
+    with open_cached(model.uri) as view:
+        view.read(FILE, 200_000, 400_000)
+        [incoming] = model.local_root.glob("cache/.model-*.incoming")
+        flip(incoming / FILE, 300_001)
+        assert READERS[name](model, incoming)
+        assert len(quarantined) == 1
+    whole = tierckpt.prefetch(model.uri)
+    assert (whole / FILE).read_bytes() == model.bytes[FILE]
+
+
+# --- directories of the user's ----------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_was_prefetched_is_verified_where_it_lies(model: Model, tmp_path: Path) -> None:
+    directory = tierckpt.prefetch(model.store.parent.as_uri(), tmp_path / "mine" / "models") / "model"
+    assert same(tierckpt.load_safetensors(directory), model.tensors)
+    for offset in model.offsets(random.Random(1)):
+        flip(directory / FILE, offset)
+        with pytest.raises(IntegrityError, match="prefetched") as caught:
+            tierckpt.load_safetensors(directory)
+        assert caught.value.context["tier"] == "local"
+        assert str(tmp_path / "mine" / "models" / RECEIPT) in str(caught.value.hint)
+        flip(directory / FILE, offset)
+    assert same(tierckpt.load_safetensors(directory), model.tensors)
+    save_file({"mine": torch.ones(3)}, directory / "added.safetensors")
+    assert same(tierckpt.load_safetensors(directory / "added.safetensors"), {"mine": torch.ones(3)})
+
+
+def test_a_file_that_was_changed_on_purpose_is_loaded_when_the_receipt_has_gone(model: Model, tmp_path: Path) -> None:
+    directory = tierckpt.prefetch(model.uri, tmp_path / "mine")
+    save_file({"mine": torch.ones(3)} | model.tensors, directory / FILE)
+    with pytest.raises(IntegrityError):
+        tierckpt.load_safetensors(directory / FILE)
+    save_file({"mine": torch.ones(3)}, directory / FILE)
+    with pytest.raises(IntegrityError):
+        tierckpt.load_safetensors(directory / FILE)
+    (directory / RECEIPT).unlink()
+    assert same(tierckpt.load_safetensors(directory / FILE), {"mine": torch.ones(3)})
+
+
+# --- checkpoints of ours ------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_shard_of_the_local_tier_is_read_from_the_store(tmp_path: Path) -> None:
+    location = parse_uri(tmp_path / "shared" / "run" / "step-1")
+    save(location.uri, small_state(1))
+    tierckpt.wait(location.uri, timeout_seconds=60)
+    local_root = Path(os.environ["TIERCKPT_LOCAL_ROOT"])
+    [shard] = local_dir(local_root, location).glob("*.distcp")
+    good = shard.read_bytes()
+    copy = shard.with_name("aside")
+    copy.write_bytes(good)
+    copy.replace(shard)  # not linked to the store's any more
+    flip(shard, len(good) // 2)
+    fs = fsspec.filesystem("tierckpt", skip_instance_cache=True)
+    with fs.open(f"tierckpt://file{location.path}/{shard.name}") as stream:
+        assert stream.read() == good
