@@ -437,3 +437,33 @@ async def test_the_server_is_what_the_agent_says_it_is(tmp_path: Path) -> None:
     assert isinstance(node.server, PeerServer)
     with pytest.raises(ConfigError, match="does not listen"):
         _ = node.server.address
+
+
+# --- clocks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hours", [-30, -1, 1, 9000])
+async def test_nodes_whose_clocks_are_hours_apart_talk_after_one_more_request(tmp_path: Path, hours: float) -> None:
+    frozen = publish(tmp_path, DATA)
+    async with serving(tmp_path) as node:
+        node.server._verifier._clock = lambda: time.time() + 3600 * hours
+        client, into = node.client(), memoryview(bytearray(CHUNK))
+        for ordinal in range(3):
+            await client.chunk(node.member, frozen.version, CHUNK, ordinal, into)
+            assert same(into, bytes_of(frozen, DATA, ordinal))
+        assert node.server.counts["other_time"] == 1
+        node.server._verifier._clock = lambda: time.time() - 3600 * hours  # another process answers there now
+        await client.members(node.member)
+        assert node.server.counts["other_time"] == 2
+
+
+async def test_who_is_no_member_learns_no_time_and_teaches_none(tmp_path: Path) -> None:
+    async with serving(tmp_path) as node:
+        node.server._verifier._clock = lambda: time.time() + 3600
+        stranger = node.client(peer_secret="another secret, of 16 bytes or more")
+        with pytest.raises(PermissionDeniedError, match="refuses"):
+            await stranger.members(node.member)
+        assert node.server.counts["other_time"] == 0
+        node.server._verifier.prove = lambda *_: {"x-tierckpt-proof": "0" * 64}  # type: ignore[method-assign]
+        with pytest.raises(PermissionDeniedError, match="not proven"):
+            await node.client().members(node.member)

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.peer_node import SECRET, settings_of
 from tierckpt.errors import ConfigError
 from tierckpt.peer import auth
-from tierckpt.peer.auth import Crowded, Refused, Signer, Verifier, check_listen, client_tls, read_secret, server_tls
+from tierckpt.peer.auth import (
+    Crowded,
+    OtherTime,
+    Refused,
+    Signer,
+    Verifier,
+    check_listen,
+    client_tls,
+    read_secret,
+    server_tls,
+)
 from tierckpt.peer.wire import DIGEST, HELD, ME, PROOF, WireError, encode_head, parse_request
 
 TARGET = f"/v1/chunk/{'a' * 32}/65536/3?after=0&wait=0.000"
@@ -233,3 +246,97 @@ def test_certificates_go_together_and_must_be_there(tmp_path: Path) -> None:
 def test_the_secret_is_in_no_repr(tmp_path: Path) -> None:
     assert SECRET not in repr(settings_of(tmp_path))
     assert os.environ.get("TIERCKPT_PEER_SECRET") is None
+
+
+# --- clocks ----------------------------------------------------------------------------------------------------------
+
+
+class Node:
+    """A wall clock that is set, and seconds since boot that only go on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, wall: float = 1.7e9) -> None:
+        self.wall, self.boot = wall, 1000.0
+        patch.setattr(auth.time, "time", lambda: self.wall)
+        patch.setattr(auth, "_boot_seconds", lambda: self.boot)
+
+    def passes(self, seconds: float) -> None:
+        self.wall, self.boot = self.wall + seconds, self.boot + seconds
+
+
+def test_a_wall_clock_that_is_set_back_an_hour_puts_nobody_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "NONCES_MAX", 100)
+    node = Node(monkeypatch)
+    checks, signer = verifier(), Signer(KEY, "node-1")
+    node.wall -= 3600
+    for _ in range(500):  # a minute's worth of them, each few minutes
+        checks.check("GET", TARGET, {"authorization": signer.sign("GET", TARGET, "server")[0]})
+        node.passes(1)
+
+
+def test_no_step_of_the_wall_clock_makes_a_proof_good_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(monkeypatch)
+    checks, proof = verifier(), signed()
+    checks.check("GET", TARGET, proof)
+    for step in (200, -195, 3600, -7200, 86400):
+        node.wall += step
+        checks.check("GET", TARGET, _as_of(checks))
+        with pytest.raises(Refused):
+            checks.check("GET", TARGET, proof)
+
+
+def _as_of(checks: Verifier) -> dict[str, str]:
+    """A request of a member who has been told the time."""
+    signer = Signer(KEY, "node-1")
+    ahead = checks._clock() - signer._clock()
+    return {"authorization": signer.sign("GET", TARGET, "server", ahead_seconds=ahead)[0]}
+
+
+def test_even_by_a_clock_that_is_set_no_proof_is_good_twice() -> None:
+    """Whatever clock is given: what was forgotten is refused."""
+    import time
+
+    clock = Clock(time.time())
+    checks = verifier(clock)
+    proof = _signed_at(clock.now)
+    checks.check("GET", TARGET, proof)
+    clock.now += 200
+    checks.check("GET", TARGET, _signed_at(clock.now))
+    clock.now -= 195
+    with pytest.raises(Refused):
+        checks.check("GET", TARGET, proof)
+    checks.check("GET", TARGET, _signed_at(clock.now))
+
+
+@given(
+    events=st.lists(
+        st.one_of(
+            st.tuples(st.just("pass"), st.floats(0.1, 100)),
+            st.tuples(st.just("set"), st.floats(-90_000, 90_000)),
+            st.tuples(st.just("ask"), st.floats(-40, 40)),
+            st.tuples(st.just("replay"), st.integers(0, 1000)),
+        ),
+        max_size=60,
+    )
+)
+def test_property_fresh_requests_pass_and_replays_never(events: list[tuple[str, Any]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        node = Node(patch)
+        checks, signer = verifier(), Signer(KEY, "node-1")
+        made: list[dict[str, str]] = []
+        for what, value in events:
+            if what == "pass":
+                node.passes(value)
+            elif what == "set":
+                node.wall += value
+            elif what == "ask":
+                signer = Signer(KEY, "node-1") if value > 30 else signer  # a process that begins now, whatever the hour
+                try:
+                    checks.check("GET", TARGET, sign := {"authorization": signer.sign("GET", TARGET, "server")[0]})
+                except OtherTime as told:
+                    told_ahead = int(told.now) - signer._clock()
+                    proof = signer.sign("GET", TARGET, "server", ahead_seconds=told_ahead)[0]
+                    checks.check("GET", TARGET, sign := {"authorization": proof})
+                made.append(sign)
+            elif made:
+                with pytest.raises(Refused):
+                    checks.check("GET", TARGET, made[value % len(made)])

@@ -5,9 +5,10 @@ The first large load from a device tries each way on a part of its own bytes, an
 kept under the local root and serves every later load of the node, until it boots again. What ``tuner.py`` is for
 writes: no test reads, and a load that cannot tell (small, or its bytes are in memory) teaches nothing.
 
-Chunks of a checkpoint are read into buffers, to be verified there. Model files are verified where they end, so there is
-one way more for them: straight into the tensors. That copies nothing, and yet is not always the fastest: the few buffers stay
-in the processor's caches, which a disk, or a hypervisor that copies what the disk has, may fill faster than memory.
+Chunks of a checkpoint are read into buffers, to be verified there. Model files are verified where they end, so there
+is one way more for them: straight into the tensors. That copies nothing, and yet is not always the fastest: the few
+buffers stay in the processor's caches, which a disk, or a hypervisor that copies what the disk has, may fill faster
+than memory.
 
 Source: the order of the ways is that of their cost in processor time, measured in docs/internals/load.md.
 """

@@ -4,6 +4,9 @@ With a secret, each request carries an HMAC-SHA256 (RFC 2104) over everything th
 when, and a number used once; each answer carries one over that number and what it says. With certificates, TLS says on
 both sides who speaks. Beyond the loopback address there is one of the two, or nothing listens.
 
+Times are those of clocks that run on whatever is done to the wall clock: each reads it once. Two nodes need not agree:
+a member whose request is of another time is told, with a proof, what time it is here, and asks again by that.
+
 A secret alone keeps out who does not know it. Who can read or change what is on the wire reads the bytes, and is only
 kept out by TLS; whatever he changes of a chunk is found by its digest.
 """
@@ -25,10 +28,10 @@ from pathlib import Path
 from ..config import Settings
 from ..errors import ConfigError, PermissionDeniedError
 from ..types import Buffer, Tier
-from .wire import DIGEST, HELD, ME, PROOF, host_and_port
+from .wire import DIGEST, HELD, ME, PROOF, TIME, host_and_port
 
 LIFETIME_SECONDS = 30.0
-"""What a request is signed for: clocks of nodes may differ by as much."""
+"""What a request is signed for."""
 EXPIRY_SECONDS_MAX = 60.0
 NONCES_MAX = 1 << 18
 """Requests accepted in a minute; past it they are put off, because a replay could not be told any more."""
@@ -43,6 +46,14 @@ _FIELDS = re.compile(
 
 class Refused(Exception):
     """A request that is not answered. The reason is for our own log, never for who asked."""
+
+
+class OtherTime(Refused):
+    """A request of a member whose clock is another. ``nonce`` is that of this one, ``now`` the time here."""
+
+    def __init__(self, nonce: str, now: float) -> None:
+        super().__init__("a proof of another time")
+        self.nonce, self.now = nonce, now
 
 
 class Crowded(Exception):  # it is no error: who asks is a member
@@ -145,16 +156,39 @@ def _tls(settings: Settings, side: int) -> ssl.SSLContext | None:
     return context
 
 
+class SteadyClock:
+    """Unix seconds as of the wall clock when this was made, and on from there: nobody sets it, and it never goes back.
+
+    A time that the node sleeps through counts (CLOCK_BOOTTIME, clock_gettime(2)).
+    """
+
+    def __init__(self) -> None:
+        self._begun = time.time() - _boot_seconds()
+
+    def __call__(self) -> float:
+        return self._begun + _boot_seconds()
+
+
+def _boot_seconds() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Signer:
     """Signs what this node asks, and checks that an answer is of who knows the secret."""
 
     def __init__(self, secret: bytes | None, name: str) -> None:
         self._secret, self.name = secret, name
+        self._clock = SteadyClock()
 
-    def sign(self, method: str, target: str, to: str, about_me: str = "") -> tuple[str, str]:
-        """Return the Authorization header of a request, and the number that its answer refers to."""
+    def sign(
+        self, method: str, target: str, to: str, about_me: str = "", *, ahead_seconds: float = 0.0
+    ) -> tuple[str, str]:
+        """Return the Authorization header of a request, and the number that its answer refers to.
+
+        ``ahead_seconds``: by how much the clock of who is asked is ahead of ours.
+        """
         nonce = secrets.token_hex(16)
-        expires = str(int(time.time() + LIFETIME_SECONDS))
+        expires = str(max(0, int(self._clock() + ahead_seconds + LIFETIME_SECONDS)))
         mac = _mac(self._secret, "request", method, target, "", about_me, self.name, to, expires, nonce)
         return f"{_SCHEME} name={self.name}; to={to}; expires={expires}; nonce={nonce}; mac={mac}", nonce
 
@@ -166,15 +200,22 @@ class Signer:
             headers.get(PROOF, "").encode(), prove(self._secret, nonce, status, headers, body).encode()
         )
 
+    def ahead_seconds(self, headers: Mapping[str, str]) -> float | None:
+        """By how much the clock of a peer is ahead of ours, when a proven answer tells it; else None."""
+        told = headers.get(TIME, "")
+        return int(told) - self._clock() if re.fullmatch(r"\d{1,12}", told) and self._secret is not None else None
+
 
 class Verifier:
     """Decides whether a request is of a member, for this node, now, and the first of its kind. One event loop."""
 
-    def __init__(self, secret: bytes | None, name: str, clock: Callable[[], float] = time.time) -> None:
-        self._secret, self._name, self._clock = secret, name, clock
-        self._nonces: set[bytes] = set()
-        self._older: set[bytes] = set()
-        self._turned_at = clock()
+    def __init__(self, secret: bytes | None, name: str, clock: Callable[[], float] | None = None) -> None:
+        self._secret, self._name, self._clock = secret, name, clock or SteadyClock()
+        self._nonces: dict[bytes, int] = {}
+        self._older: dict[bytes, int] = {}
+        self._forgotten_until = 0
+        """Numbers of requests that expire at this time or before may be forgotten, so these are refused."""
+        self._turned_at = self._clock()
 
     def check(self, method: str, target: str, headers: Mapping[str, str]) -> tuple[str, str]:
         """Return the name of who asks, and the number of the request. Raises Refused; Crowded.
@@ -205,20 +246,33 @@ class Verifier:
             raise Refused("a proof for another node")
         now = self._clock()
         if not now < int(expires) <= now + EXPIRY_SECONDS_MAX:
-            raise Refused("a proof of another time")
-        self._once(bytes.fromhex(nonce), now)
+            raise OtherTime(nonce, now)
+        self._once(bytes.fromhex(nonce), int(expires), now)
         return name, nonce
 
-    def _once(self, nonce: bytes, now: float) -> None:
-        """Numbers are kept for one to two minutes, in two sets: longer than any proof is good for."""
+    def _once(self, nonce: bytes, expires: int, now: float) -> None:
+        """Numbers are kept for one to two minutes, in two sets: longer than any proof is good for.
+
+        Of what is forgotten the last expiry is kept, so that no clock, whatever it does, makes a proof good again.
+        """
         if now - self._turned_at >= EXPIRY_SECONDS_MAX:
-            self._older = self._nonces if now - self._turned_at < 2 * EXPIRY_SECONDS_MAX else set()
-            self._nonces, self._turned_at = set(), now
+            self._forget(self._older)
+            self._older = self._nonces
+            if now - self._turned_at >= 2 * EXPIRY_SECONDS_MAX:
+                self._forget(self._older)
+                self._older = {}
+            self._nonces, self._turned_at = {}, now
+        self._turned_at = min(self._turned_at, now)  # a clock that went back begins a minute anew, and forgets nothing
         if nonce in self._nonces or nonce in self._older:
             raise Refused("a proof that was used before")
+        if expires <= self._forgotten_until:
+            raise OtherTime(nonce.hex(), now)
         if len(self._nonces) >= NONCES_MAX:
             raise Crowded(nonce.hex())
-        self._nonces.add(nonce)
+        self._nonces[nonce] = expires
+
+    def _forget(self, nonces: dict[bytes, int]) -> None:
+        self._forgotten_until = max(self._forgotten_until, *nonces.values(), 0)
 
     def prove(self, nonce: str, status: int, headers: Mapping[str, str], body: Buffer | None) -> dict[str, str]:
         """The header that proves an answer; {} without a secret."""
@@ -229,13 +283,14 @@ def prove(secret: bytes, nonce: str, status: int, headers: Mapping[str, str], bo
     found = hashlib.sha256(body).hexdigest() if body is not None else ""
     lower = {name.lower(): value for name, value in headers.items()}
     said = (lower.get(DIGEST, ""), lower.get(HELD, ""), lower.get("content-length", ""))
-    return _mac(secret, "answer", nonce, str(status), *said, found)
+    told = (lower[TIME],) if TIME in lower else ()
+    return _mac(secret, "answer", nonce, str(status), *said, found, *told)
 
 
 def denied(reason: str, name: str) -> PermissionDeniedError:
     return PermissionDeniedError(
         f"peer {name} does not take this node for a member: {reason}",
-        hint="All nodes need the same peer_secret, or certificates of one authority, and clocks that agree to 30 s",
+        hint="All nodes need the same peer_secret, or certificates of one authority",
         tier=Tier.PEER,
         peer=name,
     )

@@ -29,6 +29,7 @@ from .wire import (
     JSON_BYTES_MAX,
     MANIFEST_BYTES_MAX,
     ME,
+    TIME,
     Answer,
     Held,
     WireError,
@@ -46,6 +47,7 @@ IDLE_SECONDS_MAX = 15.0
 IDLE_MAX = 8
 """Idle connections to one peer."""
 CONNECTIONS_MAX = 256
+CLOCKS_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,16 @@ class PeerClient:
         self._idle: dict[str, deque[tuple[float, Link]]] = {}
         self._links: set[Link] = set()
         self._gate = asyncio.Semaphore(CONNECTIONS_MAX)
+        self._ahead: dict[str, float] = {}
+        """By how many seconds the clocks of peers are ahead of ours, of those that have told."""
+
+    def learn_clock(self, address: str, ahead_seconds: float) -> None:
+        if address not in self._ahead and len(self._ahead) >= CLOCKS_MAX:
+            self._ahead.clear()  # they tell it again
+        self._ahead[address] = ahead_seconds
+
+    def ahead_seconds(self, address: str) -> float:
+        return self._ahead.get(address, 0.0)
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
@@ -190,12 +202,16 @@ class PeerClient:
             if link is not None:
                 try:
                     return await exchange.on(link)
-                except Stale:
+                except (Stale, _OtherClock):
                     pass  # the peer had closed it before we asked: that is no failure
-            try:
-                return await exchange.on(await self._open(member, address))
-            except Stale as error:
-                raise _broken(member, str(error)) from None
+            for is_last in (False, True):
+                try:
+                    return await exchange.on(await self._open(member, address), learns_clock=not is_last)
+                except _OtherClock:
+                    pass  # now it is known
+                except Stale as error:
+                    raise _broken(member, str(error)) from None
+        raise AssertionError("unreachable")
 
     def _take(self, address: str) -> Link | None:
         idle = self._idle.get(address)
@@ -234,6 +250,10 @@ class PeerClient:
         return link
 
 
+class _OtherClock(Exception):
+    """The peer's clock is another than was thought, and is known by now: the request can be made again."""
+
+
 class _Exchange:
     """One request and its answer."""
 
@@ -253,14 +273,17 @@ class _Exchange:
         self._address = member if isinstance(member, str) else member.address
         self._nonce = ""
 
-    async def on(self, link: Link) -> tuple[Answer, memoryview]:
-        """Raises Stale: the connection was closed before anything came, so another one may be tried."""
+    async def on(self, link: Link, *, learns_clock: bool = True) -> tuple[Answer, memoryview]:
+        """Raises Stale: the connection was closed before anything came, so another one may be tried. _OtherClock: it
+        may be tried again, where the caller ``learns_clock``."""
         is_good = False
         try:
             link.ask(self._request(), self._into, self._judge)
             await self._wait(link)
             answer, body = link.result()
             self._check_proof(answer, body)
+            if learns_clock:
+                self._learn_clock(answer)
             is_good = answer.keeps
             self._check_status(answer)
             return answer, body
@@ -276,7 +299,9 @@ class _Exchange:
     def _request(self) -> bytes:
         to = "" if isinstance(self._member, str) else self._member.name
         signer = self._client._signer
-        authorization, self._nonce = signer.sign("GET", self._target, to, self._about_me)
+        authorization, self._nonce = signer.sign(
+            "GET", self._target, to, self._about_me, ahead_seconds=self._client.ahead_seconds(self._address)
+        )
         headers = {"Host": self._address, "Authorization": authorization}
         if self._about_me:
             headers[ME] = self._about_me
@@ -312,11 +337,17 @@ class _Exchange:
             patience, had = window, link.done_bytes
 
     def _check_proof(self, answer: Answer, body: memoryview) -> None:
-        if answer.status in (400, 401, 405):
+        if answer.status in (400, 401, 405) and TIME not in answer.headers:
             return
         said = None if self._into is not None and answer.status == 200 else body
         if not self._client._signer.is_proven(self._nonce, answer.status, answer.headers, said):
             raise denied("its answer is not proven to be of a member", _name(self._member))
+
+    def _learn_clock(self, answer: Answer) -> None:
+        ahead = self._client._signer.ahead_seconds(answer.headers) if answer.status == 401 else None
+        if ahead is not None:
+            self._client.learn_clock(self._address, ahead)
+            raise _OtherClock
 
     def _check_status(self, answer: Answer) -> None:
         if answer.status == 200:

@@ -31,7 +31,7 @@ from ..config import Settings
 from ..errors import ConfigError
 from ..telemetry import BYTES, logger
 from ..types import Json, Tier
-from .auth import Crowded, Refused, Verifier, check_listen, read_secret, server_tls
+from .auth import Crowded, OtherTime, Refused, Verifier, check_listen, read_secret, server_tls
 from .holdings import Holdings, Opened
 from .members import Member
 from .wire import (
@@ -40,6 +40,7 @@ from .wire import (
     HELD,
     LINES_IN_HEAD_MAX,
     ME,
+    TIME,
     WAIT_SECONDS_MAX,
     Held,
     Request,
@@ -277,6 +278,11 @@ class PeerServer:
             return await _Reply(self, writer).refuse(HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"})
         try:
             name, nonce = self._verifier.check(request.method, request.target, request.headers)
+        except OtherTime as error:
+            self.counts["other_time"] += 1
+            log.debug("a member's clock is another: %s", writer.get_extra_info("peername"))
+            told = {TIME: str(int(error.now))}
+            return await _Reply(self, writer, error.nonce).refuse(HTTPStatus.UNAUTHORIZED, told)
         except Refused as error:
             self.counts["refused"] += 1
             log.warning("a request is refused from %s: %s", writer.get_extra_info("peername"), error)
@@ -438,7 +444,7 @@ class _Reply:
 
     async def refuse(self, status: HTTPStatus, headers: Mapping[str, str] = {}) -> bool:
         """Say no, to whom nothing else is said, and end the connection."""
-        self._writer.write(self._head(status, {**headers, "Connection": "close"}, 0))
+        self._writer.write(self._head(status, {**headers, "Connection": "close"}, 0, b""))
         await self._drain(0)
         with contextlib.suppress(OSError):
             self._writer.write_eof()

@@ -32,6 +32,8 @@ DIGEST = "x-tierckpt-digest"
 HELD = "x-tierckpt-held"
 ME = "x-tierckpt-me"
 PROOF = "x-tierckpt-proof"
+TIME = "x-tierckpt-time"
+"""What the clock of a peer says, to a member whose own says something else."""
 
 _END = b"\r\n\r\n"
 _NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
