@@ -35,7 +35,7 @@ from ..layout import MANIFEST, step_of
 from ..mover import commit
 from ..mover.budget import Budget
 from ..mover.journal import KEPT, READY, Journal
-from ..mover.retention import nearest_existing
+from ..mover.retention import marked_directories, nearest_existing
 from ..stores.local import read_whole
 from ..telemetry import Labels, Metric, logger
 from ..types import Tier
@@ -211,7 +211,7 @@ class NodeState:
         """Yield the committed checkpoints of the local tier; a manifest is decoded once."""
         root = self.local_root / "checkpoints"
         known: dict[Path, tuple[tuple[int, int], _Commit]] = {}
-        for path in root.rglob(MANIFEST) if root.is_dir() else ():
+        for path in (directory / MANIFEST for directory in marked_directories(root)):
             try:
                 status = path.stat()
                 stamp = (status.st_mtime_ns, status.st_ino)

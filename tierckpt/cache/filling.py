@@ -24,6 +24,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import secrets
@@ -35,7 +36,7 @@ from pathlib import Path
 from ..errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..layout import PRIVATE_DIR
 from ..manifest import BLOCK_DIGEST_BYTES, MANIFEST_BYTES_MAX, ChunkDigest, blocks_of, digest_of, has_digest
-from ..stores.local import fsync_dir, make_dirs, read_whole
+from ..stores.local import fsync_dir, make_dirs, matching, read_whole
 from ..stores.quarantine import open_regular
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Tier
@@ -79,7 +80,7 @@ def landed_in(directory: Path, version: str) -> dict[str, int]:
 
 
 def is_new(directory: Path) -> bool:
-    return not directory.exists() or not (directory.is_mount() or any(directory.iterdir()))
+    return not directory.exists() or not (directory.is_mount() or matching(directory, "*"))
 
 
 def read_receipt(directory: Path) -> Receipt | None:
@@ -246,7 +247,7 @@ class Filling:
         entry.unlink(missing_ok=True)
 
     def _lists(self) -> list[Path]:
-        return list((self.incoming / FILLING).glob("progress-*"))
+        return matching(self.incoming / FILLING, "progress-*")
 
     def close(self) -> None:
         """Leave. What has landed stays. Idempotent."""
@@ -535,8 +536,8 @@ def tidy(directory: Path) -> None:
 def remove_abandoned(directory: Path, keep: Path) -> None:
     """Remove half-filled directories of other versions of ``directory`` that nobody works on."""
     inside = directory / PRIVATE_DIR
-    beside = directory.parent.glob(f".{directory.name}.*{SUFFIX}")
-    for left in [*beside, *(inside.glob(f"*{SUFFIX}") if inside.is_dir() else ())]:
+    beside = matching(directory.parent, f".{glob.escape(directory.name)}.*{SUFFIX}")
+    for left in [*beside, *matching(inside, f"*{SUFFIX}")]:
         if left != keep and not is_being_filled(left):
             with contextlib.suppress(TierckptError):
                 remove_dir(left)

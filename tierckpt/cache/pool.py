@@ -19,6 +19,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import shutil
@@ -31,7 +32,7 @@ from ..config import Settings
 from ..errors import CapacityError, OperationTimeoutError, TierckptError
 from ..layout import PRIVATE_DIR
 from ..quantities import human_bytes
-from ..stores.local import make_dirs, read_whole, replace_file
+from ..stores.local import make_dirs, matching, read_whole, replace_file
 from ..telemetry import logger
 from ..types import Tier
 from .filling import SUFFIX, read_entry, read_receipt, remove_dir
@@ -129,7 +130,7 @@ class Pool:
         return found
 
     def incoming(self, name: str) -> Path | None:
-        return next(self.root.glob(f".{name}.*{SUFFIX}"), None)
+        return next(iter(matching(self.root, f".{glob.escape(name)}.*{SUFFIX}")), None)
 
     def describe(self, name: str) -> Row | None:
         """What the files say of an entry; None when they say nothing that can be used."""
@@ -385,7 +386,10 @@ class Pool:
         book = self.book(name)
         make_dirs(book)
         mark = Claims(book, self.root / ".owners", presence.name)
-        if not mark.take("evicting"):
+        try:
+            if not mark.take("evicting"):
+                return False
+        except FileNotFoundError:  # another has just evicted it, and closed its book
             return False
         try:
             if self.is_pinned(name) or self.leases(name):  # looked at after the mark was set (H2)
@@ -401,7 +405,7 @@ class Pool:
             self.close_book(name)
 
     def _clear_evicted(self) -> None:
-        for left in self.root.glob(".*.evicted"):
+        for left in matching(self.root, ".*.evicted"):
             shutil.rmtree(left, ignore_errors=True)
 
     @contextlib.contextmanager

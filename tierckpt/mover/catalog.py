@@ -32,6 +32,7 @@ from ..layout import (
 )
 from ..manifest import FileEntry, Manifest
 from ..stores.base import Store
+from ..stores.local import matching
 from ..telemetry import logger
 from ..types import Json, Tier
 from . import commit
@@ -310,7 +311,7 @@ async def _stock_row(location: Location, store: Store) -> Row:
 
 
 def _has_shards(directory: Path) -> bool:
-    return any(directory.glob(f"*{SHARD_SUFFIX}"))
+    return bool(matching(directory, f"*{SHARD_SUFFIX}"))
 
 
 async def _looks_like_checkpoint(directory: Path, store: Store) -> bool:

@@ -57,7 +57,7 @@ from ..layout import (
 )
 from ..manifest import FileEntry, Manifest, has_digest
 from ..stores.base import Store
-from ..stores.local import durable_write, fsync_dir, make_dirs, read_whole, translate_os_error
+from ..stores.local import durable_write, fsync_dir, make_dirs, matching, read_whole, translate_os_error
 from ..telemetry import logger
 from ..types import Json, Tier
 from .disk import typed_errors
@@ -186,7 +186,7 @@ def commit_local_fragment(
             / part(f"{fragment.attempt}-{fragment.files[0].rank if fragment.files else fragment.metadata[0].rank}"),
             fragment.encode(),
         )
-        parts = sorted((directory / PARTS_DIR).glob(f"{fragment.attempt}-*.json"))
+        parts = matching(directory / PARTS_DIR, f"{fragment.attempt}-*.json")
         if len(parts) < fragment.world_size:
             return None
         whole = manifests.merge([_read_manifest(path) for path in parts])
@@ -249,7 +249,7 @@ def _take_back(directory: Path, current: Manifest | None, failed: Manifest) -> N
     standing = read_local_manifest(directory)
     if standing is not None and standing.attempt == failed.attempt:
         if current is None:
-            (directory / MANIFEST).unlink()
+            (directory / MANIFEST).unlink(missing_ok=True)
         else:
             durable_write(directory / MANIFEST, current.encode())
     _put_back(directory, failed)
@@ -290,7 +290,7 @@ def forget_local(directory: Path, token: str, manifest: Manifest | None = None) 
         if not _names(standing, token):
             _remove_fragment(directory, token)
         named = {entry.key for entry in standing.entries} if standing is not None else set()
-        for path in (*directory.glob(f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
+        for path in (*matching(directory, f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
             if str(path.relative_to(directory)) not in named:
                 path.unlink(missing_ok=True)
         return not _names(standing, token)
@@ -311,14 +311,14 @@ def remove_unfinished(directory: Path, token: str) -> None:
     The directory stays: the next save may be at work in it.
     """
     _remove_fragment(directory, token)
-    for path in (*directory.glob(f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
+    for path in (*matching(directory, f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
         path.unlink(missing_ok=True)
 
 
 def _remove_fragment(directory: Path, token: str) -> None:
     """Before the files that it names: with it and those of the other ranks somebody would commit all of them."""
     fragment = directory / part(token)
-    if fragment.exists():
+    with suppress(FileNotFoundError):
         fragment.unlink()
         fsync_dir(fragment.parent)
 
@@ -461,7 +461,7 @@ def finish_removal(directory: Path) -> bool:
 def _finish_removal(directory: Path) -> bool:
     """Work off every note of a removal, the directory locked. What a standing manifest names stays."""
     standing = read_local_manifest(directory)
-    notes = sorted((directory / REMOVED_DIR).glob("*.json"))
+    notes = matching(directory / REMOVED_DIR, "*.json")
     for note in notes:
         try:
             gone = _read_manifest(note)
@@ -478,7 +478,7 @@ def _finish_removal(directory: Path) -> bool:
         if standing is None:
             shutil.rmtree(directory / BRINGING, ignore_errors=True)
             doomed += [DRAINED, PASSED, REPLICA, REPLICATED]
-        _unlink_all([directory / name for name in doomed] + [*(directory / PARTS_DIR).glob(f"{gone.attempt}-*.json")])
+        _unlink_all([directory / name for name in doomed] + matching(directory / PARTS_DIR, f"{gone.attempt}-*.json"))
         note.unlink(missing_ok=True)  # last: without it nobody would know what to look for
     _remove_empty(directory)
     return bool(notes)
@@ -488,8 +488,9 @@ def _unlink_all(paths: list[Path]) -> None:
     """Remove files, durably. Cost: one fsync for each directory."""
     for path in paths:
         path.unlink(missing_ok=True)
-    for parent in {path.parent for path in paths if path.parent.is_dir()}:
-        fsync_dir(parent)
+    for parent in {path.parent for path in paths}:
+        with suppress(ObjectNotFoundError):  # gone, with its names
+            fsync_dir(parent)
 
 
 def _remove_empty(directory: Path) -> None:
@@ -498,9 +499,10 @@ def _remove_empty(directory: Path) -> None:
     for empty in PRIVATE_DIRS:
         with suppress(OSError):
             (directory / empty).rmdir()
-    if {path.name for path in directory.iterdir()} != {private.name} or {p.name for p in private.iterdir()} != {"lock"}:
+    names = [path.name for path in (*matching(directory, "*"), *matching(private, "*"))]
+    if names != [private.name, "lock"]:
         return  # a save that goes on here, or somebody else's files
-    (private / "lock").unlink()  # who waits for it finds the name gone and takes another (K3)
+    (private / "lock").unlink(missing_ok=True)  # who waits for it finds the name gone and takes another (K3)
     with suppress(OSError):
         private.rmdir()
         directory.rmdir()

@@ -15,7 +15,7 @@ from ..errors import ManifestError, ObjectNotFoundError, StoreError
 from ..layout import MANIFEST, OWN_DIR, REPLICA, SHARD_SUFFIX, Location, location_at, step_of
 from ..manifest import Manifest
 from ..peer.replicas import Fresh
-from ..stores.local import durable_write, read_whole
+from ..stores.local import durable_write, matching, read_whole
 from ..telemetry import logger
 from . import commit
 from .catalog import file_size
@@ -145,7 +145,7 @@ def _own(directory: Path) -> frozenset[str]:
 
 
 def _is_flushed(directory: Path, token: str) -> bool:
-    return next(directory.glob(f"*-{token}{SHARD_SUFFIX}"), None) is not None
+    return bool(matching(directory, f"*-{token}{SHARD_SUFFIX}"))
 
 
 def _age(step: tuple[Path, Manifest]) -> tuple[int, float]:

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ManifestError, ObjectNotFoundError, StoreError
 from ..layout import HISTORY_DIR
 from ..stores.base import Store
-from ..stores.local import read_whole
+from ..stores.local import matching, read_whole
 from ..telemetry import logger
 
 log = logger("history")
@@ -58,7 +58,7 @@ async def read_history(directory: Path, store: Store) -> dict[str, Lines]:
 
 def _local(directory: Path) -> dict[str, bytes]:
     found = {}
-    for path in sorted((directory / HISTORY_DIR).glob("*.jsonl"))[-FILES_MAX:]:
+    for path in matching(directory / HISTORY_DIR, "*.jsonl")[-FILES_MAX:]:
         try:
             found[path.name] = read_whole(path, FILE_BYTES_MAX)
         except (ManifestError, StoreError) as error:

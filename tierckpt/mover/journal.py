@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from .. import manifest as manifests
 from ..errors import ManifestError, ObjectNotFoundError, StoreError
 from ..layout import BLOCKS_DIR, METADATA_DIR, Location, journal_dir, local_dir, parse_uri
 from ..manifest import FileEntry, Manifest
-from ..stores.local import durable_write, fsync_dir, make_dirs, read_whole
+from ..stores.local import durable_write, fsync_dir, make_dirs, matching, read_whole
 from ..telemetry import logger
 from ..types import Json
 from .disk import typed_errors
@@ -111,7 +111,7 @@ class Journal:
         """Every readable entry, newest first. An unreadable one is reported and left for a person to look at."""
         found = []
         with typed_errors(self.directory):
-            paths = list(self.directory.glob("*.json")) if self.directory.is_dir() else []
+            paths = matching(self.directory, "*.json")
         for path in paths:
             try:
                 found.append(_read(path))
@@ -138,7 +138,7 @@ class Journal:
         if entry is not None and entry.state not in (READY, KEPT):
             directory = local_dir(self.directory.parent, entry.location)
             for changed in (directory, directory / METADATA_DIR, directory / BLOCKS_DIR):
-                if changed.is_dir():
+                with suppress(ObjectNotFoundError):
                     fsync_dir(changed)
 
     def fail(self, token: str, error: str) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ..errors import TierckptError
 from ..layout import DRAINED, Location, local_dir, step_of
+from ..stores.local import matching
 from ..telemetry import logger
 from . import commit, leases
 from .journal import KEPT, READY, Entry, Journal
@@ -110,7 +111,8 @@ def _by_run(entries: Iterable[Entry]) -> dict[Location, list[Entry]]:
 
 
 def _newest_drained(run: Path) -> int:
-    return max((step_of(note.parent.parent.name) or 0 for note in run.glob(f"*/{DRAINED}")), default=-1)
+    steps = (step for step in matching(run, "*") if (step / DRAINED).exists())
+    return max((step_of(step.name) or 0 for step in steps), default=-1)
 
 
 def _step(entry: Entry) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ..errors import TierckptError
 from ..manifest import digest_of
-from ..stores.local import make_dirs
+from ..stores.local import make_dirs, matching
 from ..stores.quarantine import open_regular
 from ..telemetry import logger
 from .lock import POLL_SECONDS, _is_file, try_lock
@@ -82,8 +82,8 @@ def is_read(local_root: Path, directory: Path) -> bool:
 
 def forget_dead(local_root: Path) -> None:
     """Remove the files of leases whose holder was killed. They hold nothing; they are only in the way."""
-    for path in (local_root / "leases").glob("*.lock"):
-        with try_lock(path, remove=True):
+    for path in matching(local_root / "leases", "*.lock"):
+        with contextlib.suppress(OSError, TierckptError), try_lock(path, remove=True):
             pass
 
 

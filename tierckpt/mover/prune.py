@@ -5,6 +5,7 @@ removal has left. The rules and invariants are in retention.py.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..errors import ManifestError, StoreError, TierckptError
 from ..layout import PRIVATE_DIR, Location, local_dir, parse_uri, step_of
 from ..manifest import Manifest
 from ..stores.base import Store
+from ..stores.local import matching
 from ..telemetry import logger
 from ..types import Json, Tier
 from . import commit, leases, retention
@@ -266,7 +268,7 @@ def remove_empty(location: Location) -> None:
     if location.scheme != "file":
         return
     directory = Path(location.path)
-    for torn in (directory / commit.REMOVED_DIR).glob(".*.tmp"):
+    for torn in matching(directory / commit.REMOVED_DIR, ".*.tmp"):
         torn.unlink(missing_ok=True)  # a note that was being written when its writer was killed
     for name in (*commit.PRIVATE_DIRS, PRIVATE_DIR, "."):
         try:
@@ -285,13 +287,13 @@ def finish_local(local_root: Path, journal: Journal) -> list[Path]:
     for directory in list(retention.marked_directories(local_root / "checkpoints")):
         if directory in busy or not _is_left(directory):
             continue
-        with leases.removing(local_root, directory) as free:
-            try:
+        try:
+            with leases.removing(local_root, directory) as free:
                 if free and commit.finish_removal(directory):
                     found.append(directory)
                     log.info("finished the removal of %s that was cut short", directory)
-            except TierckptError as error:
-                log.warning("leftovers in %s stay: %s", directory, error)
+        except (OSError, TierckptError) as error:
+            log.warning("leftovers in %s stay: %s", directory, error)
     leases.forget_dead(local_root)
     return found
 
@@ -308,7 +310,7 @@ def _is_left(directory: Path) -> bool:
     """True for a note of a removal, and for a directory of ours with nothing in it."""
     if (directory / commit.REMOVED_DIR).is_dir():
         return True
-    return not any(path.is_file() and path.name != "lock" for path in directory.rglob("*"))
+    return not any(name != "lock" for _, _, names in os.walk(directory) for name in names)
 
 
 def _linked(links: Sequence[Location]) -> dict[Path, str]:

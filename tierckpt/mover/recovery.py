@@ -9,6 +9,7 @@ from dataclasses import replace
 from ..errors import ManifestError, TierckptError
 from ..layout import SHARD_SUFFIX
 from ..manifest import Manifest
+from ..stores.local import matching
 from ..telemetry import logger
 from . import commit
 from .drain import Drainer
@@ -73,7 +74,7 @@ def _is_kept(drainer: Drainer, manifest: Manifest) -> bool:
 async def _give_up(entry: Entry, drainer: Drainer) -> bool:
     """Remove a save that never finished. One that has no shard here may have gone straight to the shared tier."""
     directory = drainer.directory(entry.location)
-    had_shards = await asyncio.to_thread(lambda: any(directory.glob(f"*-{entry.token}{SHARD_SUFFIX}")))
+    had_shards = await asyncio.to_thread(lambda: bool(matching(directory, f"*-{entry.token}{SHARD_SUFFIX}")))
     if await asyncio.to_thread(_put_away, entry, drainer):
         return True
     still_held = await asyncio.to_thread(drainer.journal.read, entry.token) is not None

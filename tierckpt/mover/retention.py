@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import ConfigError, ManifestError
+from ..errors import ConfigError, ManifestError, StoreError
 from ..layout import CLAIM, MANIFEST, PARTS_DIR, PRIVATE_DIR, pending
 from ..manifest import Manifest, decode
 from ..stores.base import Store
@@ -213,7 +213,7 @@ def local_checkpoints(local_root: Path) -> Iterator[tuple[Path, Manifest]]:
     for directory in marked_directories(Path(local_root, "checkpoints")):
         try:
             manifest = commit.read_local_manifest(directory)
-        except ManifestError as error:
+        except (ManifestError, StoreError) as error:
             log.warning("%s", error)
             continue
         if manifest is not None:

@@ -318,7 +318,10 @@ def _count(path: str) -> _Counted:
                 if entry.name != PRIVATE_DIR:
                     below.append(entry.path)
                 continue
-            status = entry.stat(follow_symlinks=False)
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # removed meanwhile, and the rest is there
             newest = max(newest, status.st_mtime_ns)
             size_bytes += _allocated(status) if status.st_nlink == 1 else 0
     return _Counted(changed, size_bytes, below, newest)

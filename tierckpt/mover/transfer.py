@@ -19,7 +19,7 @@ from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
 from ..manifest import FileEntry, has_digest
 from ..stores.base import Store
 from ..stores.common import settled
-from ..stores.local import fsync_dir, make_dirs, translate_os_error
+from ..stores.local import fsync_dir, make_dirs, matching, translate_os_error
 from ..stores.quarantine import open_regular
 from ..telemetry import BYTES, FILE_SECONDS, FILES
 from ..types import Buffer, ByteRange, Tier
@@ -123,7 +123,7 @@ async def fetch(
             on_bytes(entry.size_bytes)
             return
         begun = time.monotonic()
-        for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        for left in matching(path.parent, f".{glob.escape(path.name)}.*.tmp"):
             left.unlink(missing_ok=True)  # of a process that was killed: nobody else fetches it while we hold the lock
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         file = await asyncio.to_thread(_create, temporary, entry.size_bytes)

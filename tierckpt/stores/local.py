@@ -18,6 +18,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import AsyncIterator, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..errors import (
@@ -34,6 +35,8 @@ from ..ownership import check, mode_of
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, is_temporary, settled, short_answer
 from .quarantine import open_regular, set_aside
+
+MAKES_MAX = 100
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -92,7 +95,10 @@ def _translated(path: Path, tier: Tier) -> Iterator[None]:
 
 def fsync_dir(path: Path) -> None:
     """Make the names in directory ``path`` durable. Cost: one fsync."""
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise translate_os_error(error, path, Tier.LOCAL) from error
     try:
         os.fsync(file)
     except OSError as error:
@@ -101,6 +107,18 @@ def fsync_dir(path: Path) -> None:
             raise translate_os_error(error, path, Tier.LOCAL) from error
     finally:
         os.close(file)
+
+
+def matching(directory: Path, pattern: str) -> list[Path]:
+    """What lies in ``directory`` under names like ``pattern``, sorted; nothing where it is gone, or no directory.
+
+    Other processes remove what is found at any moment. (``Path.glob`` raises when they remove ``directory`` itself.)
+    """
+    try:
+        names = os.listdir(directory)  # noqa: PTH208  # a third of the time
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [directory / name for name in sorted(names) if fnmatchcase(name, pattern)]
 
 
 def make_dirs(path: Path, *, tier: Tier = Tier.LOCAL, is_durable: bool = True) -> None:
@@ -113,15 +131,25 @@ def make_dirs(path: Path, *, tier: Tier = Tier.LOCAL, is_durable: bool = True) -
         PermissionDeniedError: a directory below a local root is not safe to use (``ownership``).
     """
     with _translated(path, tier):
-        missing = []
         check(path)
-        while not path.is_dir():
-            missing.append(path)
-            path = path.parent
-        for directory in reversed(missing):
-            _make_dir(directory)
-            if is_durable:
-                fsync_dir(directory.parent)
+        for left in reversed(range(MAKES_MAX)):
+            try:
+                _make_missing(path, is_durable=is_durable)
+                return
+            except FileNotFoundError:  # another process has removed an empty one of them, before the next was made
+                if not left:
+                    raise
+
+
+def _make_missing(path: Path, *, is_durable: bool) -> None:
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        _make_dir(directory)
+        if is_durable:
+            fsync_dir(directory.parent)
 
 
 def _make_dir(directory: Path) -> None:

@@ -544,8 +544,8 @@ class Checkpointer:
             return
         try:
             self._client.run(lambda engine: until(deadline, engine.prune(self.location, policy)))
-        except (TierckptError, TimeoutError) as error:
-            log.warning("retention under %s did not finish: %s", self.location.uri, error)
+        except Exception as error:  # whatever it is: the save is committed
+            log.warning("retention under %s did not finish: %s: %s", self.location.uri, type(error).__name__, error)
 
     # --- restoring ----------------------------------------------------------------------------------------------
 
