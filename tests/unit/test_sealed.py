@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -9,6 +10,8 @@ import logging
 import pickle
 import random
 import struct
+import time
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path, PureWindowsPath
@@ -19,6 +22,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -34,13 +38,14 @@ import tierckpt
 from tests.compat.everything import everything
 from tests.fault import attacks, attacks_try
 from tests.states import load, raises_ours, save, small_state
+from tierckpt import TierStorageReader, TierStorageWriter
 from tierckpt.config import Settings
 from tierckpt.dcp import encoding, sealed
 from tierckpt.dcp.encoding import encode
-from tierckpt.dcp.sealed import Objects, load_metadata, machine, metadata, objects
-from tierckpt.errors import ConfigError, IntegrityError, UnsafeCheckpointError
+from tierckpt.dcp.sealed import Objects, load_metadata, load_tensor, machine, metadata, objects
+from tierckpt.dcp.stager import TierStager
+from tierckpt.errors import ConfigError, IntegrityError, StateMismatchError, UnsafeCheckpointError
 from tierckpt.layout import local_dir, parse_uri
-from tierckpt.training import state as states
 
 SIZE = torch.Size
 
@@ -543,7 +548,10 @@ def test_a_class_of_the_users_must_be_registered_or_trusted(file_uri: str, caplo
     with caplog.at_level(logging.WARNING, "tierckpt"):
         for _ in range(2):
             assert load(uri, state, trust_pickle=True)["mine"] == Mine(3)
-    assert len([r for r in caplog.records if r.name.startswith("tierckpt") and "trust_pickle" in r.getMessage()]) == 1
+    assert (
+        len([r for r in caplog.records if r.name.startswith("tierckpt") and "is read with trust" in r.getMessage()])
+        == 1
+    )
 
 
 def test_a_function_is_not_advised_to_be_registered() -> None:
@@ -637,18 +645,170 @@ def test_random_states_need_no_trust(file_uri: str) -> None:
     assert (expected[2] == again[2]).all()
 
 
-def test_what_a_restore_will_refuse_is_told_at_save(caplog: pytest.LogCaptureFixture) -> None:
-    states._told.clear()
+def test_what_a_restore_will_refuse_is_told_at_save(file_uri: str, caplog: pytest.LogCaptureFixture) -> None:
     state = {
-        "loader": {"position": np.int64(3), "seen": [1, (2, Mine(4))], "stream": io.BytesIO(b"a")},
+        "loader": {"position": np.int64(3), "seen": (2, Mine(4)), "stream": io.BytesIO(b"a")},
         "fine": [torch.ones(1), {"a": 1.5, "b": None}, torch.Size([1])],
-        "odd": lambda: 0,
-        "model": torch.nn.Linear(1, 1),
+        "wide": 1 << 5000,
+        "model": torch.nn.Linear(1, 1).state_dict(),
     }
     with caplog.at_level(logging.WARNING, "tierckpt"):
         for _ in range(2):
-            states.collect(state)
-    told = [record.getMessage() for record in caplog.records]
+            dcp.save(state, storage_writer=TierStorageWriter(file_uri))
+    told = [record.getMessage() for record in caplog.records if "will not give it back" in record.getMessage()]
     assert len(told) == 2, told
     assert any("loader.position" in text and "numpy" in text for text in told)
     assert any("loader.seen" in text and "Mine" in text for text in told)
+
+
+@pytest.mark.parametrize("bits", [2039, 2040, 50_000])
+def test_integers_of_any_size(bits: int, file_uri: str) -> None:
+    values = {"one": 1 << bits, "less": -(1 << bits), "nested": ([1 << bits, "x"], None)}
+    dcp.save(dict(values), storage_writer=TierStorageWriter(file_uri))
+    loaded: dict[str, Any] = dict.fromkeys(values)
+    dcp.load(loaded, storage_reader=TierStorageReader(file_uri))
+    assert loaded == values
+
+
+def test_a_wide_integer_beside_code_is_refused() -> None:
+    stream = io.BytesIO()
+    torch.save([1 << 5000, Mine(1)], stream)
+    with pytest.raises(UnsafeCheckpointError):
+        Objects().inert(stream.getvalue(), "x")
+
+
+def test_names_with_a_lone_surrogate(file_uri: str) -> None:
+    state = {"a\ud800b": torch.arange(3.0), "x" * 300 + "\udfff": torch.ones(1), "o\ud801": "text"}
+    dcp.save(dict(state), storage_writer=TierStorageWriter(file_uri))
+    loaded: dict[str, Any] = {name: torch.zeros_like(value) if name[0] != "o" else "" for name, value in state.items()}
+    dcp.load(loaded, storage_reader=TierStorageReader(file_uri))
+    assert all(torch.equal(loaded[name], value) for name, value in state.items() if name[0] != "o")
+    assert loaded["o\ud801"] == "text"
+
+
+def quantized(scale: float) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.arange(4.0), scale, 0, torch.qint8)
+
+
+def test_quantized_tensors_are_refused_when_they_are_saved(file_uri: str) -> None:
+    with pytest.raises(CheckpointException, match=r"layer\.weight is quantized"):
+        dcp.save({"layer": {"weight": quantized(0.5)}}, storage_writer=TierStorageWriter(file_uri))
+    with pytest.raises(StateMismatchError, match=r"layer\.weight is quantized"):
+        TierStager().stage({"layer": {"weight": quantized(0.5)}})
+
+
+def test_quantized_tensors_of_stock_dcp_come_back_into_their_own_scale_only(tmp_path: Path) -> None:
+    dcp.save({"w": quantized(0.5)}, checkpoint_id=tmp_path / "x")
+    loaded = {"w": torch.quantize_per_tensor(torch.zeros(4), 0.5, 0, torch.qint8)}
+    dcp.load(loaded, storage_reader=TierStorageReader(str(tmp_path / "x")))
+    assert torch.equal(loaded["w"].int_repr(), quantized(0.5).int_repr())
+    for other in (quantized(0.25), torch.zeros(4)):
+        with pytest.raises(CheckpointException, match="another scale"):
+            dcp.load({"w": other}, storage_reader=TierStorageReader(str(tmp_path / "x")))
+
+
+# --- what would take the memory or the time of far more than was read ------------------------------------------------
+
+
+def program(*parts: bytes) -> bytes:
+    return b"\x80\x04" + b"".join(parts) + b"."
+
+
+def named(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+META = "torch.distributed.checkpoint.metadata"
+SIZED = b"t\x94" + named("torch", "Size") + b"\x94"
+
+
+def sizes_over_and_over(count: int, dimensions: int) -> bytes:
+    """One list of numbers, and as many sizes made of it as fit."""
+    return program(b"(", b"K\x01" * dimensions, SIZED, b"(", b"h\x01h\x00\x85R" * count, b"t")
+
+
+def keys_of_one_size(count: int, dimensions: int) -> bytes:
+    keys = (b"h\x03\x8c\x06%06dh\x02N\x87RK\x00" % number for number in range(count))
+    size = b"h\x00\x85R\x94" + named(META, "MetadataIndex") + b"\x94"
+    return program(b"(", b"K\x01" * dimensions, SIZED, size, b"}(", *keys, b"u")
+
+
+def entries_of_one_size(count: int, dimensions: int) -> bytes:
+    entries = (b"\x8c\x06%06dh\x03Nh\x02]\x87R" % number for number in range(count))
+    size = b"h\x00\x85R\x94" + named(META, "TensorStorageMetadata") + b"\x94"
+    head = named(META, "Metadata") + b")\x81}\x8c\x13state_dict_metadata}("
+    return program(b"(", b"K\x01" * dimensions, SIZED, size, head, *entries, b"usb")
+
+
+def paths_over_and_over(count: int, parts: int) -> bytes:
+    return program(
+        b"(", b"\x8c\x01a" * parts, b"t\x94", named("pathlib", "PosixPath"), b"\x94(", b"h\x01h\x00R" * count, b"t"
+    )
+
+
+def a_long_path(count: int, _: int) -> bytes:
+    head = named(META, "Metadata") + b")\x81}(\x8c\x13state_dict_metadata}\x8c\x0cplanner_data}\x8c\x01x("
+    return program(head, b"\x8c\x01x", b"K\x01" * count, b"tsub")
+
+
+def long_texts_that_are_equal(count: int, length: int) -> bytes:
+    text = b"X" + length.to_bytes(4, "little") + b"a" * length + b"\x94"
+    return program(text, text, b"}(", b"h\x00K\x00h\x01K\x00" * count, b"u")
+
+
+ATTACKS = [
+    sizes_over_and_over,
+    keys_of_one_size,
+    entries_of_one_size,
+    paths_over_and_over,
+    a_long_path,
+    long_texts_that_are_equal,
+]
+
+
+def seconds_to_read(data: bytes) -> float:
+    begun = time.thread_time()
+    with contextlib.suppress(UnsafeCheckpointError):
+        read(data)
+    return time.thread_time() - begun
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("dimensions", [64, None])
+def test_the_time_to_read_grows_with_the_size_and_no_faster(
+    attack: Callable[[int, int], bytes], dimensions: int | None
+) -> None:
+    """Four times the size takes four times as long, where it took sixteen."""
+    short, long = (attack(count, dimensions or count) for count in (3_000, 12_000))
+    least = min(seconds_to_read(short) for _ in range(2))
+    took = min(seconds_to_read(long) for _ in range(2))
+    assert took < 10 * least + 0.05, (least, took)
+
+
+def deflated(tensor: torch.Tensor) -> bytes:
+    plain, packed = io.BytesIO(), io.BytesIO()
+    torch.save(tensor, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as made:
+        for record in source.infolist():
+            made.writestr(record.filename, source.read(record))
+    return packed.getvalue()
+
+
+def test_what_is_compressed_is_refused_before_it_is_unpacked() -> None:
+    data = deflated(torch.zeros(16 << 20, dtype=torch.uint8))
+    assert len(data) < 1 << 18
+    for unpack in (lambda: load_tensor(io.BytesIO(data), "w"), lambda: Objects().inert(data, "w")):
+        with pytest.raises(UnsafeCheckpointError, match=r"w is refused: 1677\d+ bytes would come of its"):
+            unpack()
+    small = deflated(torch.arange(4.0))  # packed, and not larger for it
+    assert torch.equal(load_tensor(io.BytesIO(small), "w"), torch.arange(4.0))
+
+
+@pytest.mark.parametrize("kind", ["builtins bytearray", "torch Tensor"])
+def test_a_length_in_place_of_data_is_refused(kind: str) -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as made:
+        made.writestr("archive/data.pkl", b"\x80\x02c" + kind.replace(" ", "\n").encode() + b"\nJ\0\0\0\x10\x85R.")
+        made.writestr("archive/version", "3\n")
+    with pytest.raises(UnsafeCheckpointError, match="much more would come of its"):
+        Objects().inert(stream.getvalue(), "x")

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageReaderTransforms
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -25,7 +26,7 @@ from torch.futures import Future
 from ..arena.slots import read_buffers
 from ..config import Settings
 from ..engine import Engine
-from ..errors import CheckpointNotFoundError, IntegrityError, TierckptError, UnsafeCheckpointError
+from ..errors import CheckpointNotFoundError, IntegrityError, StateMismatchError, TierckptError, UnsafeCheckpointError
 from ..layout import METADATA, rank_metadata
 from ..manifest import FileEntry, Manifest
 from ..mover import blocks, leases
@@ -54,6 +55,7 @@ from .reading import (
     WholeRead,
     by_file,
     frame_of,
+    has_same_scale,
     is_framed,
     looked_up,
 )
@@ -62,6 +64,10 @@ from .sealed import Objects, load_metadata, load_tensor
 log = logger("restore")
 
 FINDS_MAX = 5
+
+UNPACKED_BYTES_MIN = 1 << 20
+UNPACKED_RATIO_MAX = 1024
+"""What may come of an object that a stream extension has packed. Of a tensor: what its metadata says, and a frame."""
 
 FETCH_SHARE = 0.5
 """A file that is not on this node, and of which a load wants more than this, is fetched whole and kept for the next
@@ -162,6 +168,19 @@ class TierStorageReader(Mount, StorageReader):
             raise IntegrityError(f"the metadata of {self.path} says nothing about where its data is", file=METADATA)
         self.storage_data = metadata.storage_data
         self._shapes = Shapes(metadata)
+
+    def read_objects(self, metadata: Metadata, names: Sequence[str]) -> dict[str, Any]:
+        """Return objects of the checkpoint, read by this rank for itself. The checkpoint stays in use for a load."""
+        target: dict[str, Any] = dict.fromkeys(names, "")
+        if names:
+            planner = DefaultLoadPlanner()
+            planner.set_up_planner(target, metadata, is_coordinator=False)
+            self.set_up_storage_reader(metadata, False)
+            try:
+                self._read_own(planner.create_local_plan(), planner)
+            finally:
+                self._infos = {}
+        return target
 
     @short_traceback
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -365,12 +384,18 @@ class TierStorageReader(Mount, StorageReader):
                 data = source.read(-1)
                 content: Any = data if self.settings.trust_pickle else work.objects.inert(data, item.storage_index.fqn)
             else:
-                seekable = source if source.seekable() else io.BytesIO(source.read(-1))
-                content = self._part(item, load_tensor(seekable, item.storage_index.fqn))
+                content = self._part(item, load_tensor(source, item.storage_index.fqn))
         if item.type == LoadItemType.BYTE_IO:
             work.planner.load_bytes(item, io.BytesIO(content))
             return
         target = self._target(item, work)
+        if content.is_quantized and not has_same_scale(content, target):
+            raise StateMismatchError(
+                f"{item.storage_index.fqn} is quantized, and what it is loaded into is not, or has another scale",
+                hint="Load it into a tensor with the scale and zero point that it was saved with",
+                tensor=item.storage_index.fqn,
+                checkpoint=self.path,
+            )
         target.copy_(content)
         work.planner.commit_tensor(item, target)
 
@@ -383,9 +408,27 @@ class TierStorageReader(Mount, StorageReader):
             raise self._unfit(item, f"has shape {tuple(item.lengths)}, {tuple(target.size())} was planned")
         return target
 
-    def _source(self, item: ReadItem, stream: io.BytesIO) -> Any:
-        descriptors = getattr(self._info(item), "transform_descriptors", None) or ()
-        return self.transforms.transform_load_stream(item, descriptors, cast(Any, stream))
+    def _source(self, item: ReadItem, stream: io.BytesIO) -> io.BytesIO:
+        """The item as ``torch.save`` wrote it. Raises UnsafeCheckpointError when an extension makes too much of it."""
+        info = self._info(item)
+        descriptors = getattr(info, "transform_descriptors", None) or ()
+        if not descriptors:
+            return stream
+        source = self.transforms.transform_load_stream(item, descriptors, cast(Any, stream))
+        stored = self._shapes.of(item) if item.type != LoadItemType.BYTE_IO else None
+        size_bytes_max = max(UNPACKED_BYTES_MIN, UNPACKED_RATIO_MAX * info.length)
+        if stored is not None:
+            size_bytes_max = UNPACKED_BYTES_MIN + stored[0].itemsize * stored[1].numel()
+        unpacked = bytearray()
+        while more := source.read(min(UNPACKED_BYTES_MIN, size_bytes_max + 1 - len(unpacked))):
+            unpacked += more
+            if len(unpacked) > size_bytes_max:
+                raise UnsafeCheckpointError(
+                    f"{item.storage_index.fqn} is refused: more than {size_bytes_max} bytes would come of its"
+                    f" {info.length} bytes",
+                    hint="It is damaged, or made to fill the memory: use another copy or an older step",
+                )
+        return io.BytesIO(unpacked)
 
     def _part(self, item: ReadItem, stored: torch.Tensor) -> torch.Tensor:
         self._check_part(item, stored.size())

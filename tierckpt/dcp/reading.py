@@ -41,6 +41,9 @@ PADDING_BYTES = 4096
 """Between small tensors that lie side by side there is less."""
 
 
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
 class Shapes:
     """Dtype and shape of each stored chunk of a checkpoint's tensors, as its metadata has them."""
 
@@ -77,11 +80,26 @@ class Shapes:
 
 def frame_of(dtype: torch.dtype, size: torch.Size, length: int) -> wire.Frame | None:
     """The frame of an item of ``length`` bytes: ours, or that of plain ``torch.save``. None: neither fits."""
+    if dtype in _QUANTIZED:  # saved by stock DCP
+        return None
     for known in (wire.frame, wire.frame_by_torch):
         frame = known(dtype, tuple(size))
         if frame.total_bytes == length:
             return frame
     return None
+
+
+def has_same_scale(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True for two quantized tensors of which one can take the numbers of the other."""
+    if not other.is_quantized or one.qscheme() != other.qscheme():
+        return False
+    if one.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return (one.q_scale(), one.q_zero_point()) == (other.q_scale(), other.q_zero_point())
+    return (
+        one.q_per_channel_axis() == other.q_per_channel_axis()
+        and torch.equal(one.q_per_channel_scales(), other.q_per_channel_scales())
+        and torch.equal(one.q_per_channel_zero_points(), other.q_per_channel_zero_points())
+    )
 
 
 class Rows:

@@ -19,7 +19,8 @@ from ..arena.slots import Lease
 from ..errors import CheckpointError, StateMismatchError
 from ..mover.flush import BLOCK_BYTES, Image, Record, round_up
 from . import image, split, wire
-from .stager import StagedItems, meta_tensor
+from .loadable import warn_of_refusal
+from .stager import StagedItems, refuse_tensor
 
 
 @dataclass(slots=True)
@@ -40,7 +41,8 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
     """Ask the planner for each item's data. Copies nothing; data on a device stays there until it is written.
 
     Raises:
-        StateMismatchError: a tensor on the meta device, or a staged copy whose memory another checkpoint has by now.
+        StateMismatchError: a tensor that is quantized or on the meta device, or a staged copy whose memory another
+            checkpoint has by now.
         CheckpointSkippedError: it has it because this one was dropped for it.
     """
     found = Sources()
@@ -50,9 +52,12 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
     like: Any = None
     tensor_of = planner.tensor if isinstance(planner, StagedItems) else partial(split.resolve, planner)
     plain = _looked_up(planner)
+    objects = getattr(planner, "state_dict", {})
     for item in items:
         if item.type is WriteItemType.BYTE_IO:
             data = cast(Any, planner.resolve_data(item)).getbuffer()
+            if item.index.fqn in objects:
+                warn_of_refusal(item.index.fqn, objects[item.index.fqn], data)
             found.objects.append(Record(0, data, item=item))
             continue
         tensor = plain.get(item.index.fqn)
@@ -60,8 +65,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
             tensor = tensor_of(item)
         if type(tensor) is not torch.Tensor or tensor.requires_grad:
             tensor = tensor.detach()
-        if tensor.is_meta:
-            raise meta_tensor(item.index.fqn)
+        refuse_tensor(item.index.fqn, tensor)
         if not wire.is_plain(tensor):
             found.others.append(item)
             continue

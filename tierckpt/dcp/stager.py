@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
@@ -51,7 +51,7 @@ class TierStager:
         settings: a ``Settings``; ``overrides`` are single fields of it (``checkpoints_in_flight_max=3``).
 
     Raises (from ``stage``):
-        StateMismatchError: a tensor on the meta device. CapacityError: staging memory cannot be had.
+        StateMismatchError: a tensor on the meta device, or quantized. CapacityError: staging memory cannot be had.
         CheckpointSkippedError: all of it is in use (policy "skip"). OperationTimeoutError: still in use after
         ``staging_timeout_seconds`` (policy "wait").
 
@@ -89,7 +89,7 @@ class TierStager:
 
     def stage(self, state_dict: dict[str, Any], **_: Any) -> Any:
         """Return the staged state dict; in lazy mode a Future of it that is done when the copies are."""
-        refuse_meta_tensors(state_dict)
+        refuse_tensors(state_dict)
         self.synchronize_staging()
         staged, copies = self._stage(state_dict)
         ready = self._copy(copies)
@@ -113,7 +113,7 @@ class TierStager:
                 staged.data[item.index] = planner.resolve_data(item)
             else:
                 tensors.append((item, split.resolve(planner, item).detach()))
-        refuse_meta_tensors({item.index.fqn: tensor for item, tensor in tensors})
+        refuse_tensors({item.index.fqn: tensor for item, tensor in tensors})
         copied, copies = self._stage([tensor for _, tensor in tensors])
         for (item, _), tensor in zip(tensors, copied, strict=True):
             staged.data[item.index] = tensor
@@ -386,18 +386,25 @@ def _settle(future: Future[Any], value: Any, error: BaseException | None) -> Non
         future.set_result(value)
 
 
-def refuse_meta_tensors(state_dict: dict[str, Any], prefix: str = "") -> None:
-    """Raise StateMismatchError for the first tensor on the meta device: it has no bytes to save."""
+def refuse_tensors(state_dict: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise StateMismatchError for the first tensor that a checkpoint cannot give back."""
     for key, value in state_dict.items():
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            raise meta_tensor(f"{prefix}{key}")
+        if isinstance(value, torch.Tensor):
+            refuse_tensor(f"{prefix}{key}", value)
         if isinstance(value, dict):
-            refuse_meta_tensors(value, f"{prefix}{key}.")
+            refuse_tensors(value, f"{prefix}{key}.")
 
 
-def meta_tensor(name: str) -> StateMismatchError:
-    return StateMismatchError(
-        f"{name} is on the meta device and has no bytes to save",
-        hint="Materialise the module first (to_empty and initialise, or load a checkpoint)",
-        tensor=name,
-    )
+def refuse_tensor(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise StateMismatchError(
+            f"{name} is on the meta device and has no bytes to save",
+            hint="Materialise the module first (to_empty and initialise, or load a checkpoint)",
+            tensor=name,
+        )
+    if tensor.is_quantized:
+        raise StateMismatchError(
+            f"{name} is quantized: DCP would load its numbers into the scale of another tensor",
+            hint="Save its int_repr(), its scale and its zero point",
+            tensor=name,
+        )

@@ -8,7 +8,8 @@ checked is what is built.
 Invariants (tests cite them):
     S1  Only globals in the caller's exact table are known. Everything else is refused by name.
     S2  Nothing is allocated for a length that the data does not have; memory and time are linear in its length
-        (at worst 75 bytes for each byte; what DCP writes takes about 10).
+        (at worst 75 bytes for each byte; what DCP writes takes about 10). What is written once and referred to often
+        costs as little each time as a reference takes to write.
     S3  No hash, comparison or recursion ever meets a nested value: keys of dicts are strings, integers, records, or
         what functions of the caller made to be keys.
 """
@@ -98,13 +99,14 @@ def run(data: bytes, known: Globals, keys: Iterable[type] = ()) -> Any:
 
 
 class _Machine:
-    __slots__ = ("data", "keys", "known", "memo")
+    __slots__ = ("data", "keys", "known", "memo", "texts")
 
     def __init__(self, data: bytes, known: Globals, keys: Iterable[type]) -> None:
         self.data = data
         self.known = known
         self.keys = frozenset(keys)
         self.memo: list[Any] = []
+        self.texts: dict[str, str] = {}
 
     def run(self) -> Any:
         """One long loop, most frequent opcodes first: a call for each would take three times as long."""
@@ -169,7 +171,7 @@ class _Machine:
                 at += 2
             elif op == SHORT_BINUNICODE:
                 end = at + 1 + data[at]
-                stack.append(str(data[at + 1 : end], "utf-8"))
+                stack.append(str(data[at + 1 : end], "utf-8", "surrogatepass"))
                 at = end
             elif op == EMPTY_LIST:
                 stack.append([])
@@ -259,7 +261,9 @@ class _Machine:
 
     def _text(self, stack: list[Any], at: int) -> int:
         count: int = _unpack_unsigned(self.data, at)[0]
-        stack.append(str(self._take(at + 4, count), "utf-8"))
+        text = str(self._take(at + 4, count), "utf-8", "surrogatepass")
+        # As keys of dicts two long texts that are equal would be compared letter by letter each time.
+        stack.append(self.texts.setdefault(text, text))
         return at + 4 + count
 
     def _short_bytes(self, stack: list[Any], at: int) -> int:

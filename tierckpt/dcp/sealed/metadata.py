@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any
 
@@ -36,6 +37,8 @@ from .machine import Class, Function, Record, Refused
 METADATA_BYTES_MAX = 1 << 31
 ELEMENTS_MAX = 1 << 50
 DEPTH_MAX = 100
+DIMENSIONS_MAX = 64
+"""What is written once is compared, hashed and multiplied wherever it is referred to: a size is short (S6)."""
 LIST_ITEMS_MIN = 1 << 16
 CLASHES_MAX = 100
 
@@ -87,7 +90,10 @@ def refusal(message: str, wanted: str = "", **context: Any) -> UnsafeCheckpointE
 def _parse(data: bytes) -> Any:
     if len(data) > METADATA_BYTES_MAX:
         raise Refused(f"{len(data)} bytes is more than any metadata has")
-    return machine.run(data, {**GLOBALS, ("torch", "Size"): Function(_Sizes().make)}, keys=(MetadataIndex,))
+    paths = _Paths(len(data))
+    bounded = {name: paths.spent_on(make) for name, make in _PATHS.items()}
+    known = {**GLOBALS, **bounded, ("torch", "Size"): Function(_Sizes().make)}
+    return machine.run(data, known, keys=(MetadataIndex,))
 
 
 # --- the functions metadata may call: arguments can be anything --------------------------------------------------
@@ -116,7 +122,10 @@ def _storage(path: Any, offset: Any, length: Any, transforms: Any = None) -> _St
 
 
 def _size(numbers: Any) -> torch.Size:
-    if type(numbers) not in (tuple, list) or (numbers and (set(map(type, numbers)) != {int} or min(numbers) < 0)):
+    is_list = type(numbers) in (tuple, list)
+    if is_list and len(numbers) > DIMENSIONS_MAX:
+        raise Refused(f"a size has {len(numbers)} dimensions")
+    if not is_list or (numbers and (set(map(type, numbers)) != {int} or min(numbers) < 0)):
         raise Refused("a size is not made of numbers from 0")
     return torch.Size(numbers)
 
@@ -170,6 +179,22 @@ def _windows_path(*parts: Any) -> PureWindowsPath:
     return PureWindowsPath(*_strings(parts))
 
 
+class _Paths:
+    """The paths of one file. Together they are no longer than it is, however often their parts are referred to (S6)."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+
+    def spent_on(self, make: Callable[..., Any]) -> Function:
+        def made(*parts: Any) -> Any:
+            self._budget -= 1 + len(parts) + sum(map(len, _strings(parts)))
+            if self._budget < 0:
+                raise Refused(_REPEATS)
+            return make(*parts)
+
+        return Function(made)
+
+
 def _strings(parts: Any) -> Any:
     if not all(type(part) is str for part in parts):
         raise Refused("a path is not made of strings")
@@ -177,18 +202,19 @@ def _strings(parts: Any) -> Any:
 
 
 _FORMAT = Function(_format)
+_PATHS: dict[tuple[str, str], Callable[..., Any]] = {
+    (module, name): _windows_path if "Windows" in name else _path
+    for module in ("pathlib", "pathlib._local")
+    for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+}
+_REPEATS = "it says the same things over and over"
 
 
 def _globals() -> dict[tuple[str, str], Any]:
     """Every global that metadata may name: an exact table, no dotted names, nothing is looked up in a module."""
-    paths = {
-        (module, name): Function(_windows_path if "Windows" in name else _path)
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-    }
     dtypes = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     return {
-        **paths,
+        **{name: Function(make) for name, make in _PATHS.items()},
         **dtypes,
         **{(kind.__module__, kind.__name__): _CLASSES[kind] for kind in _CLASSES},
         (_METADATA, "_MEM_FORMAT_ENCODING"): _FORMAT,
@@ -332,7 +358,7 @@ class _Builder:
         """What is written once may be referred to many times; looking at it each time could take forever."""
         self._budget -= count
         if self._budget < 0:
-            raise Refused("it says the same things over and over")
+            raise Refused(_REPEATS)
 
 
 def _state(record: Any, kind: Any, *needed: str) -> dict[str, Any]:
@@ -439,6 +465,8 @@ def _check_positions(planner_data: Any) -> None:
     for path in planner_data.values():
         if type(path) is not tuple or int not in set(map(type, path)) or not _PATH.issuperset(map(type, path)):
             continue
+        if len(path) > DEPTH_MAX:
+            raise Refused(f"planner_data has lists nested more than {DEPTH_MAX} deep")
         for depth, part in enumerate(path):
             if type(part) is int:
                 if not 0 <= part < room:

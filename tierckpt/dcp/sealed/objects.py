@@ -1,19 +1,23 @@
 """Items of a checkpoint, loaded as data. What torch pickles can run code; here everything is read ``weights_only``.
 
 Invariants (tests cite them):
-    S7  No item is unpickled by anything but ``torch.load(weights_only=True)`` before it was written anew.
+    S7  No item is unpickled by anything but ``torch.load(weights_only=True)`` before it was written anew; but one with
+        an integer that this is too narrow for by an unpickler that knows no global at all, and so calls nothing.
     S8  The bytes a planner gets for an object were made here from data that passed S7, and pass it too. So it does not
         matter that planners load them with ``weights_only=False``, nor whether two readers of torch's formats agree
         about the bytes of the file: no planner ever sees those.
+    S9  What comes of an item is not much larger than the item: ``torch.save`` compresses nothing, so what is
+        compressed, or says a length instead of having it, was made to fill the memory.
 """
 
 from __future__ import annotations
 
 import builtins
 import io
+import pickle
 import re
 import threading
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -21,6 +25,10 @@ from ...errors import TierckptError, UnsafeCheckpointError
 
 SMALL_BYTES = 4096
 KNOWN_MAX = 4096
+GROWTH_MAX = 4
+GROWTH_BYTES_MIN = 1 << 20
+_WIDE = f"Unsupported operand {pickle.LONG4[0]}"
+_ZIP = b"PK\3\4"
 
 _DATA_CLASSES = (io.BytesIO,)
 """Mere data that torch does not know as such. Trainers have long put their counters into a BytesIO."""
@@ -54,6 +62,8 @@ class Objects:
             return known
         stream = io.BytesIO()
         value = _load_object(data, name)
+        if _size_bytes(value, set()) > _size_bytes_max(len(data)):
+            raise _too_large(name, len(data))
         try:
             torch.save(value, stream)
         except Exception as error:
@@ -61,7 +71,7 @@ class Objects:
                 f"{name} is refused: it cannot be written anew ({type(error).__name__}: {error})"
             ) from error
         made = stream.getvalue()
-        _load_object(made, name)
+        _load_object(made, name)  # S8
         if len(data) <= SMALL_BYTES and len(self._known) < KNOWN_MAX:
             self._known[data] = made
         return made
@@ -76,8 +86,27 @@ def load_tensor(stream: Any, name: str) -> torch.Tensor:
 
 
 def _load_object(data: bytes, name: str) -> Any:
-    with _lock, torch.serialization.safe_globals(_missing_data_classes()):
-        return _load(io.BytesIO(data), None, name)
+    try:
+        with _lock, torch.serialization.safe_globals(_missing_data_classes()):
+            return _load(io.BytesIO(data), None, name)
+    except UnsafeCheckpointError as error:
+        if _WIDE not in str(error):
+            raise
+        return _load_plain(data, error)
+
+
+class _NoGlobals(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is more than data")
+
+
+def _load_plain(data: bytes, error: UnsafeCheckpointError) -> Any:
+    """Numbers, texts and containers, integers of more than 255 bytes among them. Raises ``error`` for anything else."""
+    try:
+        records = cast(Any, torch._C).PyTorchFileReader(io.BytesIO(data))
+        return _NoGlobals(io.BytesIO(records.get_record("data.pkl"))).load()
+    except Exception:
+        raise error from None
 
 
 def _load(stream: BinaryIO, map_location: str | None, name: str) -> Any:
@@ -86,11 +115,56 @@ def _load(stream: BinaryIO, map_location: str | None, name: str) -> Any:
     Said explicitly, ``weights_only`` is not overridden by any environment variable of torch.
     """
     try:
+        _check_growth(stream, name)
         return torch.load(stream, map_location=map_location, weights_only=True, mmap=False)
     except TierckptError:
         raise
     except Exception as error:
         raise _refused(error, name) from None
+
+
+def _check_growth(stream: BinaryIO, name: str) -> None:
+    """Refuse an archive whose records are far larger than itself. Torch's own reader says so, and unpacks nothing."""
+    start, size_bytes = stream.tell(), stream.seek(0, io.SEEK_END)
+    stream.seek(start)
+    if stream.read(len(_ZIP)) != _ZIP:
+        stream.seek(start)
+        return
+    stream.seek(start)
+    reader = cast(Any, torch._C).PyTorchFileReader(stream)
+    records = sum(map(reader.get_record_size, reader.get_all_records()))
+    stream.seek(start)
+    if records > _size_bytes_max(size_bytes):
+        raise _too_large(name, size_bytes, records)
+
+
+def _size_bytes_max(size_bytes: int) -> int:
+    """What may come of an item of ``size_bytes``: TorchScript packs its code."""
+    return GROWTH_MAX * size_bytes + GROWTH_BYTES_MIN
+
+
+def _size_bytes(value: Any, seen: set[int]) -> int:
+    """About what ``value`` takes: what one call in a pickle can make large is counted, each object once."""
+    if id(value) in seen:
+        return 0
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        return 0 if value.is_sparse or value.is_nested else value.untyped_storage().nbytes()
+    if isinstance(value, bytes | bytearray | str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(_size_bytes(item, seen) for pair in value.items() for item in pair)
+    if isinstance(value, list | tuple | set | frozenset):
+        return sum(_size_bytes(item, seen) for item in value)
+    return 0
+
+
+def _too_large(name: str, size_bytes: int, records: int | None = None) -> UnsafeCheckpointError:
+    made = "much more" if records is None else f"{records} bytes"
+    return UnsafeCheckpointError(
+        f"{name} is refused: {made} would come of its {size_bytes} bytes",
+        hint="It is damaged, or made to fill the memory: use another copy or an older step",
+    )
 
 
 def _missing_data_classes() -> list[Any]:
