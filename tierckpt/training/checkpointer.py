@@ -253,7 +253,7 @@ class Checkpointer:
             writer.keep(not record.is_sent)
         self._carry_out(order, writer)
         with unwrapped():
-            plan, planner, metadata = self._plan(states.collect(state), writer)
+            plan, planner, metadata = self._plan(state, writer)
         staged, failure = self._stage(plan, planner, state)
         self._unsaved = None
         self.stats.append(record)
@@ -336,7 +336,7 @@ class Checkpointer:
         return skipped
 
     def _plan(
-        self, state: dict[str, Any], writer: TierStorageWriter
+        self, state: Mapping[str, Any], writer: TierStorageWriter
     ) -> tuple[SavePlan, TierSavePlanner, Metadata | None]:
         """DCP's planning, on the caller's thread: the only collectives of a save."""
         planner = TierSavePlanner()
@@ -345,7 +345,8 @@ class Checkpointer:
 
         def local_step() -> SavePlan:
             self._raise_failures()  # here, so that all ranks raise it and none is left in the collective
-            planner.set_up_planner(state, writer.storage_meta(), ranks.is_coordinator)
+            collected = states.collect(state)  # here too: what one rank cannot save is raised on all of them
+            planner.set_up_planner(collected, writer.storage_meta(), ranks.is_coordinator)
             writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
             return writer.prepare_local_plan(planner.create_local_plan())
 

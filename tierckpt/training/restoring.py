@@ -45,14 +45,17 @@ def restore_into(reader: TierStorageReader, state: dict[str, Any], only: Collect
     An error of any rank is raised on all of them, so that they stay at one step.
     """
 
-    def read_target() -> tuple[Metadata, dict[str, Any]]:
+    def read_target() -> tuple[Metadata, dict[str, Any], dict[str, states.Entry]]:
         metadata = reader.read_metadata()
-        return metadata, states.load_target(state, metadata, only)
+        names = states.structures(state, metadata, only)
+        texts = reader.read_objects(metadata, list(names.values()))
+        found = {name: texts[called] for name, called in names.items()}
+        return metadata, *states.load_target(state, metadata, found, only)
 
     with unwrapped():
-        metadata, target = same_outcome(read_target)
+        metadata, target, entries = same_outcome(read_target)
         _load(reader, target)
-        same_outcome(lambda: states.put_back(state, target, metadata, only))
+        same_outcome(lambda: states.put_back(state, target, metadata, entries, only))
 
 
 def restore_newest(
@@ -250,7 +253,7 @@ def _load(reader: TierStorageReader, target: dict[str, Any]) -> None:
 
 
 def _below(prefix: str, metadata: Metadata, where: str) -> list[str]:
-    names = list(metadata.state_dict_metadata)
+    names = [name for name in metadata.state_dict_metadata if not name.startswith(f"{states.STRUCTURE}.")]
     found = [name for name in names if not prefix or name.startswith(f"{prefix}.")]
     if not found:
         tops = sorted({name.partition(".")[0] for name in names})

@@ -4,14 +4,19 @@ modules      sharded parameters and buffers by name, as DCP's ``get_model_state_
 optimizers   state by parameter name, so that it follows its parameter when the world size changes
 PerRank      one entry per rank: RNG, data loaders
 Stateful     any other object with ``state_dict`` and ``load_state_dict``
-values       numbers, strings, containers, tensors: put back into ``state`` under their key
+values       numbers, strings, containers, tensors, arrays: put back into ``state`` under their key
+
+The tensors lie in the checkpoint under the names that DCP gives them; what they were in, and all other values, are
+given back exactly by their structure (``structure.py``).
 """
 
 from __future__ import annotations
 
 import io
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +32,19 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..dcp.sealed import Objects
-from ..errors import StateMismatchError, UnsafeCheckpointError
+from ..errors import StateMismatchError, TierckptError
 from ..telemetry import logger
+from .structure import NOTHING, Decoder, Encoder, text_of
 
 log = logger("state")
 
-_DATA = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
-_told: set[tuple[str, type]] = set()
+STRUCTURE = "__tierckpt__"
+"""The entry of a checkpoint that says what its values were in: texts, one for each entry of the state."""
+SHARED = "state"
+NUMBERED = "tensors"
+"""Tensors of values in which two have one name, as DCP flattens them."""
+
+_EXACT = frozenset({type(None), bool, float, complex, bytes, torch.dtype, torch.device, io.BytesIO})
 
 
 class PerRank:
@@ -98,54 +108,124 @@ def rank_key() -> str:
     return f"rank-{dist.get_rank() if dist.is_initialized() else 0}"
 
 
+@dataclass
+class Entry:
+    """One entry of a state as its structure in the checkpoint has it, once the tensors are loaded.
+
+    Attributes:
+        value: of a module or optimizer: what is no tensor, by where it stands.
+    """
+
+    name: str
+    decoder: Decoder
+
+    @property
+    def value(self) -> Any:
+        return self.decoder.value
+
+
+def structure_name(name: str, *, per_rank: bool = False) -> str:
+    """What the structure of the entry ``name`` of a state is called in a checkpoint."""
+    return f"{STRUCTURE}.{rank_key() if per_rank else SHARED}.{name}"
+
+
 def collect(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state dict to save. Tensors are the live ones, not copies.
 
-    Objects that a restore will refuse, because they are more than data, are warned about now, while it can be helped.
+    Below ``STRUCTURE`` are the texts of what its values are in, of each rank's own or of all. Ranks whose values
+    differ without ``PerRank`` save those of one of them.
+
+    Raises StateMismatchError naming what a restore could not give back.
     """
-    collected = {name: _to_save(name, value, state) for name, value in state.items()}
+    saved: dict[str, Any] = {}
+    texts: dict[str, dict[str, Any]] = {}
     for name, value in state.items():
-        if not isinstance(value, torch.nn.Module | torch.optim.Optimizer):
-            _warn_of_more_than_data(name, collected[name])
-    return collected
+        if type(name) is not str or name == STRUCTURE:
+            raise StateMismatchError(f"an entry of the state is called {name!r}", hint="Call it by another text")
+        if isinstance(value, torch.nn.Module):
+            saved[name], text = _split(name, get_model_state_dict(value))
+        elif isinstance(value, torch.optim.Optimizer):
+            saved[name], text = _split(name, _optimizer_state(name, value, state))
+        else:
+            saved[name], text = _encoded(name, value, saved, texts)
+        if text:
+            texts.setdefault(rank_key() if isinstance(value, PerRank) else SHARED, {})[name] = text
+    return saved | ({STRUCTURE: texts} if texts else {})
 
 
-def _to_save(name: str, value: Any, state: Mapping[str, Any]) -> Any:
-    if isinstance(value, torch.nn.Module):
-        return get_model_state_dict(value)
-    if isinstance(value, torch.optim.Optimizer):
-        return _optimizer_state(name, value, state)
-    if isinstance(value, Stateful):
-        return value.state_dict()
-    return value
+def _encoded(name: str, value: Any, saved: Mapping[str, Any], texts: dict[str, dict[str, Any]]) -> tuple[Any, str]:
+    """What DCP saves of a value beside what is ``saved``, and the text of its structure."""
+    number = f"{rank_key()}.{name}" if isinstance(value, PerRank) else name
+    below = f"{STRUCTURE}.{NUMBERED}.{number}"
+    value = value.state_dict() if isinstance(value, Stateful) else value
+    encoder = Encoder(below)
+    node, flat = encoder.encode(value, (name,))
+    near = {other: saved[other] for other in saved if name.startswith(f"{other}.") or other.startswith(f"{name}.")}
+    if not _is_unambiguous(near | {name: flat}):
+        encoder, flat = Encoder(below, is_ambiguous=True), NOTHING
+        node, _ = encoder.encode(value, (name,))
+    if encoder.numbered:
+        texts.setdefault(NUMBERED, {})[number] = encoder.numbered
+    return {} if flat is NOTHING else flat, text_of(node)
 
 
-def _warn_of_more_than_data(name: str, value: Any) -> None:
-    """Once for each name and type."""
-    for key, item in _not_plain(name, value):
-        if (key, type(item)) in _told:
-            continue
-        _told.add((key, type(item)))
-        try:
-            stream = io.BytesIO()
-            torch.save(item, stream)
-            Objects().inert(stream.getvalue(), key)
-        except UnsafeCheckpointError as error:
-            log.warning("%s is saved, but a restore will not give it back: %s", key, error)
-        except Exception as error:
-            log.debug("%s cannot be tried: %s", key, error)  # the save itself will say so
+def _is_unambiguous(flat: dict[str, Any]) -> bool:
+    try:
+        flatten_state_dict(flat)
+    except ValueError:  # two of its values have one name
+        return False
+    return True
 
 
-def _not_plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _not_plain(f"{name}.{key}", item)
-    elif type(value) in (list, tuple, set):
-        for item in value:
-            if type(item) not in _DATA:
-                yield from _not_plain(name, item)
-    elif type(value) not in _DATA and not isinstance(value, torch.Tensor):
-        yield name, value
+def _split(name: str, saved: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The state dict of a module or optimizer as DCP saves it, and the text of those values that would not come back
+    from that as they are."""
+    nodes, encoder = [], Encoder(name)
+    for path, value in list(_beside_tensors(saved)):
+        node, flat = encoder.encode(value, (name, *path))
+        nodes.append([{"tuple": list(path)}, node])
+        _put(saved, path, flat)
+    return saved, text_of({"map": nodes}) if nodes else ""
+
+
+def _beside_tensors(saved: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """The values of a module's or optimizer's state dict that are neither tensors nor what DCP gives back exactly."""
+    for key, value in saved.items():
+        if key == "state" and isinstance(value, dict):
+            for fqn, of_parameter in value.items():
+                if isinstance(of_parameter, dict):
+                    yield from (((key, fqn, *path), found) for path, found in _odd(of_parameter))
+        elif key == "param_groups" and isinstance(value, list):
+            for index, group in enumerate(value):
+                yield from (((key, index, *path), found) for path, found in _odd(group) if path != ("params",))
+        else:
+            yield from _odd({key: value})
+
+
+def _odd(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str], Any]]:
+    for key, value in values.items():
+        if not (isinstance(value, torch.Tensor) or _is_exact(value)):
+            yield (key,), value
+
+
+def _is_exact(value: Any) -> bool:
+    """True for what DCP saves as one object, and a restore reads as data."""
+    kind = type(value)
+    if kind is tuple:
+        return all(map(_is_exact, value))
+    if kind is int:
+        return int(value).bit_length() < 64
+    return kind in _EXACT or (kind is str and value.isascii())
+
+
+def _put(saved: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Set the value at ``path``; take it out when it is NOTHING. A container on the way that is not there is made."""
+    for key in path[:-1]:
+        saved = saved[key] if isinstance(saved, list) else saved.setdefault(key, {})
+    if value is not NOTHING:
+        saved[path[-1]] = value
+    elif isinstance(saved, dict):
+        saved.pop(path[-1], None)
 
 
 def _optimizer_state(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,23 +263,70 @@ def check_names(state: Mapping[str, Any], only: str | Collection[str] | None) ->
     return names
 
 
-def load_target(state: Mapping[str, Any], metadata: Metadata, only: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the dict for ``dcp.load``: modules and optimizers in place, everything else as the checkpoint has it.
+def structures(state: Mapping[str, Any], metadata: Metadata, only: Collection[str] | None) -> dict[str, str]:
+    """The structures that the checkpoint has of the entries of ``state``, by entry. None of those saved before 0.3."""
+    names = {
+        name: structure_name(name, per_rank=isinstance(value, PerRank))
+        for name, value in state.items()
+        if only is None or name in only
+    }
+    return {name: called for name, called in names.items() if called in metadata.state_dict_metadata}
+
+
+def load_target(
+    state: Mapping[str, Any],
+    metadata: Metadata,
+    texts: Mapping[str, Any] | None = None,
+    only: Collection[str] | None = None,
+) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """Return the dict for ``dcp.load``, and the entries of ``state`` that are complete once it is loaded.
+
+    Modules and optimizers are in place; what has no structure is as the checkpoint's flat names have it.
+
+    Args:
+        texts: the structures, by entry.
 
     Raises StateMismatchError naming what the checkpoint lacks or has in another shape. Nothing was changed then.
     """
     target: dict[str, Any] = {}
+    entries: dict[str, Entry] = {}
     for name, value in state.items():
         if only is not None and name not in only:
             continue
+        text = texts.get(name) if texts is not None else None
+        if text is not None:
+            entries[name] = Entry(name, _decoder(name, text, metadata, partial(_live, value, state, name)))
+            target.update(entries[name].decoder.tensors)
         if isinstance(value, torch.nn.Module):
             target[name] = get_model_state_dict(value)
         elif isinstance(value, torch.optim.Optimizer):
             target[name] = _optimizer_target(name, value, state, metadata)
-        else:
+        elif text is None:
             target.update(_placeholders(name, value, metadata))
+        if name in entries and isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+            for path in entries[name].value:
+                _put(target[name], path, NOTHING)
     check_fits(target, metadata)
-    return target
+    return target, entries
+
+
+def _decoder(name: str, text: Any, metadata: Metadata, live: Callable[[], Any]) -> Decoder:
+    try:
+        return Decoder(text, metadata, live)
+    except TierckptError as error:
+        error.context.setdefault("key", name)
+        raise
+
+
+def _live(value: Any, state: Mapping[str, Any], name: str) -> Any:
+    """The value in whose place one of the checkpoint is put: says where its tensors belong."""
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer) or not isinstance(value, Stateful):
+        return value
+    try:
+        return value.state_dict()
+    except Exception as error:
+        log.debug("%s cannot say where its tensors lie: %s", name, error)
+        return None
 
 
 def _optimizer_target(
@@ -245,10 +372,19 @@ def check_fits(target: Mapping[str, Any], metadata: Metadata) -> None:
 
 
 def put_back(
-    state: dict[str, Any], loaded: Mapping[str, Any], metadata: Metadata, only: Collection[str] | None = None
+    state: dict[str, Any],
+    loaded: Mapping[str, Any],
+    metadata: Metadata,
+    entries: Mapping[str, Entry],
+    only: Collection[str] | None = None,
 ) -> None:
     """Hand what was loaded to its owners. Modules and optimizers share storage with ``loaded`` already or take it."""
     wanted = [(name, value) for name, value in state.items() if only is None or name in only]
+    for entry in entries.values():
+        entry.decoder.finish()
+        if isinstance(state[entry.name], torch.nn.Module | torch.optim.Optimizer):
+            for path, value in entry.value.items():
+                _put(loaded[entry.name], path, value)
     for name, value in wanted:
         if isinstance(value, torch.nn.Module):
             set_model_state_dict(value, loaded[name])
@@ -257,11 +393,12 @@ def put_back(
             continue
         if isinstance(value, torch.optim.Optimizer):
             _put_back_optimizer(name, value, state, loaded[name])
-        elif isinstance(value, Stateful):
-            nested = _nested(name, loaded, metadata)
-            value.load_state_dict({} if nested is None else nested)
+            continue
+        found = entries[name].value if name in entries else _nested(name, loaded, metadata)
+        if isinstance(value, Stateful):
+            value.load_state_dict({} if found is None else found)
         else:
-            state[name] = _nested(name, loaded, metadata)
+            state[name] = found
 
 
 def _put_back_optimizer(

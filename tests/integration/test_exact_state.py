@@ -1,0 +1,430 @@
+"""``Checkpointer`` gives back exactly the state that it was given: to the user's objects, over real files and ranks."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import functools
+import importlib
+import inspect
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.compat.worker import launch
+from tests.exact import check_same
+from tierckpt import Checkpointer, PerRank, RngState, load_model
+from tierckpt.errors import StateMismatchError
+
+DATA = Path(__file__).parent.parent / "data"
+
+
+def save(uri: str, state: dict[str, Any], step: int = 1) -> None:
+    with Checkpointer(uri) as checkpointer:
+        checkpointer.save(step, state)
+
+
+def restore(uri: str, state: dict[str, Any], **options: Any) -> dict[str, Any]:
+    with Checkpointer(uri) as checkpointer:
+        assert checkpointer.restore(state, **options) is not None
+    return state
+
+
+# --- schedulers -------------------------------------------------------------------------------------------------------
+
+
+class Decay:
+    """A callable of the user's with a state of its own, as ``LambdaLR`` saves it."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, float] = {}
+
+    def __call__(self, step: int) -> float:
+        self.seen[step] = 0.9**step
+        return self.seen[step]
+
+
+def warmup(step: int, *, steps: int) -> float:
+    """Hugging Face's default schedules are ``functools.partial`` of such a function."""
+    return min(1.0, (step + 1) / steps)
+
+
+def chained(optimizer: Any) -> Any:
+    parts = [lr_scheduler.StepLR(optimizer, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    return lr_scheduler.ChainedScheduler(parts, optimizer=optimizer)
+
+
+def sequential(optimizer: Any) -> Any:
+    parts = [lr_scheduler.LinearLR(optimizer, total_iters=3), lr_scheduler.MultiStepLR(optimizer, [2, 4, 4], 0.5)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+
+SCHEDULERS: dict[str, Any] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, functools.partial(warmup, steps=20)),
+    "LambdaLR of a lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.95**step),
+    "LambdaLR of an object": lambda o: lr_scheduler.LambdaLR(o, Decay()),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, functools.partial(warmup, steps=20)),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [3, 7, 7, 9], 0.5),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, total_iters=8),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=8),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "SequentialLR": sequential,
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 12, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 9),
+    "ChainedScheduler": chained,
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, 3, mode="exp_range", gamma=0.9, cycle_momentum=False),
+    "CyclicLR of a function": lambda o: lr_scheduler.CyclicLR(
+        o, 0.001, 0.1, 3, scale_fn=functools.partial(max, 0.5), cycle_momentum=False
+    ),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=30),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.05, anneal_epochs=7),
+}
+
+
+def test_every_scheduler_of_torch_is_tried() -> None:
+    there_are = {
+        name
+        for name, kind in inspect.getmembers(lr_scheduler, inspect.isclass)
+        if issubclass(kind, lr_scheduler.LRScheduler) and kind is not lr_scheduler.LRScheduler and name[0] != "_"
+    }
+    assert there_are - SCHEDULERS.keys() == set()
+
+
+def job(name: str) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return {"model": model, "optimizer": optimizer, "scheduler": SCHEDULERS[name](optimizer)}
+
+
+def go(state: dict[str, Any], steps: range) -> list[str]:
+    rates = []
+    for step in steps:
+        state["optimizer"].step()
+        scheduler = state["scheduler"]
+        scheduler.step(*([1.0 + step % 3] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        rates.append(float(state["optimizer"].param_groups[0]["lr"]).hex())
+    return rates
+
+
+def test_every_scheduler_goes_on_with_the_rates_of_an_uninterrupted_run(file_uri: str) -> None:
+    saved = {name: job(name) for name in SCHEDULERS}
+    rates = {name: go(state, range(6)) for name, state in saved.items()}
+    with Checkpointer(file_uri) as checkpointer:
+        checkpointer.save(6, {f"{name}/{key}": part for name, state in saved.items() for key, part in state.items()})
+    told = {name: copy.deepcopy(state["scheduler"].state_dict()) for name, state in saved.items()}
+    rates = {name: go(state, range(6, 14)) for name, state in saved.items()}
+    resumed = {name: job(name) for name in SCHEDULERS}
+    restore(file_uri, {f"{name}/{key}": part for name, state in resumed.items() for key, part in state.items()})
+    for name, state in resumed.items():
+        if name != "CyclicLR of a function":  # a bound method is part of what it says
+            check_same(told[name], state["scheduler"].state_dict())
+        assert go(state, range(6, 14)) == rates[name], name
+
+
+# --- the objects of a training job ------------------------------------------------------------------------------------
+
+
+class Metric(torch.nn.Module):
+    """A metric in the manner of torchmetrics: its state is in its state dict, as tensors and as lists of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predictions: list[torch.Tensor] = []
+        self.total = torch.zeros(())
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        prefix = kwargs.get("prefix", "")
+        return {f"{prefix}predictions": list(self.predictions), f"{prefix}total": self.total}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        self.predictions, self.total = state_dict["predictions"], state_dict["total"]
+        return torch.nn.modules.module._IncompatibleKeys([], [])
+
+
+class Loader:
+    """A data loader in the manner of StatefulDataLoader: snapshots of workers by number, None, iterators' states."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+SNAPSHOT = {
+    "_snapshot": {
+        "_snapshot_step": 3,
+        "_main_snapshot": {"_sampler_iter_state": None, "_base_seed": 8123648123764812, "_shared_seed": None},
+        "_worker_snapshots": {
+            "worker_0": {"worker_id": 0, "dataset_state": {"at": (1, 2), 7: []}, "fetcher_state": None},
+            "worker_1": {"worker_id": 1, "dataset_state": {}, "fetcher_state": {"ended": False, "seen": {3, 4}}},
+        },
+    },
+    "_steps_since_snapshot": 0,
+    "_iterator_finished": False,
+    "generator": torch.arange(5, dtype=torch.uint8),
+}
+
+
+def everything(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=float(seed))
+    optimizer.param_groups[0].update(lr=np.float64(seed / 8), tags=[seed] * seed, more={} if seed == 1 else {"a": 1})
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**seed)
+    metric = Metric()
+    for step in range(seed):
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        ema.update_parameters(model)
+        metric.predictions.append(torch.randn(step + 1))
+        metric.total = metric.total + step
+        scaler.scale(torch.ones(1))
+        scaler.update(2.0**step)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "ema": ema,
+        "scaler": scaler,
+        "metric": metric,
+        "loader": PerRank(Loader(SNAPSHOT if seed == 1 else {"_snapshot": {"x": [torch.ones(2)]}})),
+        "generator": torch.Generator().manual_seed(seed),
+        "args": argparse.Namespace(begun=datetime.datetime(2024, 5, seed, tzinfo=datetime.UTC), out=Path(f"/{seed}")),
+        "seen": {seed: {"a", "b"}, (seed, 2): [], "empty": {}, "array": np.arange(seed * 4)},
+        "rng": RngState(),
+        "step": seed,
+    }
+
+
+def told(state: dict[str, Any]) -> dict[str, Any]:
+    parts: dict[str, Any] = {
+        name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()
+    }
+    groups = [dict(sorted(group.items())) for group in parts["optimizer"]["param_groups"]]
+    parts["optimizer"] = {"state": parts["optimizer"]["state"], "param_groups": groups}
+    return copy.deepcopy(parts | {"rng": None, "generator": None, "loader": state["loader"].stateful.state})
+
+
+def test_the_objects_of_a_training_job_come_back_as_they_were(s3_uri: str, local_root: Path) -> None:
+    saved = everything(1)
+    expected = told(saved)
+    save(s3_uri, saved)
+    shutil.rmtree(local_root)
+    resumed = everything(3)
+    generator = resumed["generator"]
+    restore(s3_uri, resumed)
+    check_same(dict(expected), told(resumed))
+    assert resumed["generator"] is generator
+    assert torch.equal(generator.get_state(), saved["generator"].get_state())
+    assert type(resumed["optimizer"].param_groups[0]["lr"]) is np.float64
+
+
+def test_only_some_entries(file_uri: str) -> None:
+    save(file_uri, everything(1))
+    resumed = everything(2)
+    before = told(resumed)
+    restore(file_uri, resumed, only=["args", "seen"])
+    check_same(resumed["seen"], everything(1)["seen"])
+    assert resumed["step"] == before["step"]
+
+
+def test_other_programs_read_the_tensors_and_the_model(file_uri: str) -> None:
+    saved = everything(1)
+    saved["seen"]["table"] = {1: torch.ones(3)}
+    save(file_uri, saved)
+    loaded: dict[str, Any] = {
+        "model": {name: torch.zeros_like(value) for name, value in saved["model"].state_dict().items()},
+        "seen": {"table": {"1": torch.zeros(3)}},
+        "step": 0,
+    }
+    dcp.load(loaded, checkpoint_id=f"{file_uri}/step-1")
+    check_same(loaded["model"], dict(saved["model"].state_dict()))
+    assert loaded["step"] == 1 and loaded["seen"]["table"]["1"].sum() == 3
+    assert load_model(file_uri).keys() == saved["model"].state_dict().keys()
+    saved = {"model": saved["model"], "step": 2, "table": {2: torch.ones(1)}}
+    save(file_uri, saved, 2)
+    assert load_model(file_uri, prefix="").keys() == {*(f"model.{name}" for name in loaded["model"]), "step", "table.2"}
+
+
+def test_a_structure_that_stays_is_planned_once_though_values_change(
+    file_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+    plan = DefaultSavePlanner.create_local_plan
+    monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", lambda self: (planned.append(1), plan(self))[1])
+    state = {"model": torch.nn.Linear(2, 2), "step": 0, "notes": {"loss": 1.5, 3: (1,), "table": torch.ones(2)}}
+    with Checkpointer(file_uri) as checkpointer:
+        for step in range(4):
+            state["step"], state["notes"]["loss"] = step, step / 3
+            checkpointer.save(step, state).result()
+        assert len(planned) == 1
+        assert checkpointer.restore(state, step=2) == 2
+    assert (state["step"], state["notes"]["loss"], state["notes"][3]) == (2, 2 / 3, (1,))
+
+
+def test_what_cannot_be_given_back_fails_the_save_and_not_the_restore(file_uri: str) -> None:
+    state: dict[str, Any] = {"model": torch.nn.Linear(2, 2), "hook": {"inner": [lambda: 0]}}
+    with Checkpointer(file_uri) as checkpointer:
+        with pytest.raises(StateMismatchError, match=r"'hook\.inner\.0' is the function .*lambda"):
+            checkpointer.save(1, state)
+        state["hook"] = {}
+        checkpointer.save(2, state).result()
+        assert checkpointer.latest_step() == 2
+
+
+def test_a_checkpoint_without_structures_still_loads(file_uri: str) -> None:
+    """``tests/data`` has one that 0.2 has saved."""
+    shutil.copytree(DATA / "run_without_structure", file_uri)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": lr_scheduler.StepLR(optimizer, 3, 0.5),
+        "rng": RngState(),
+        "loader": PerRank(Loader()),
+        "epoch": 0,
+        "notes": None,
+        "pair": None,
+    }
+    restore(file_uri, state)
+    assert model.bias.tolist() == [0.14254729449748993, -0.23476631939411163, -0.07643356174230576]
+    assert (state["scheduler"].last_epoch, optimizer.param_groups[0]["lr"]) == (5, 0.005)
+    assert (np.random.rand(), torch.rand(1).item()) == (0.417022004702574, 0.4549863338470459)
+    assert state["loader"].stateful.state == {"seen": [1, 2, 3], "workers": {"0": {"at": 7, "name": "w"}}}
+    notes = {"name": "x", "history": [1.5, 2.5], "table": torch.arange(3), "deep": [{"a": 1}, torch.ones(2)]}
+    check_same(state["notes"], notes)
+    assert (state["epoch"], state["pair"]) == (3, (1, "two"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
+def test_a_metric_of_torchmetrics(file_uri: str) -> None:
+    from torchmetrics import CatMetric, MeanMetric
+
+    saved: dict[str, Any] = {"mean": MeanMetric(), "all": CatMetric()}
+    for value in saved.values():
+        value.persistent(True)
+        value.update(torch.arange(3.0))
+        value.update(torch.ones(2))
+    save(file_uri, saved)
+    fresh: dict[str, Any] = {"mean": MeanMetric(), "all": CatMetric()}
+    for value in fresh.values():
+        value.persistent(True)
+    restore(file_uri, fresh)
+    for name, value in saved.items():
+        check_same(value.compute(), fresh[name].compute())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchdata") is None, reason="torchdata is not installed")
+def test_a_stateful_data_loader(file_uri: str) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def loader() -> Any:
+        return StatefulDataLoader(list(range(40)), batch_size=4, shuffle=True, num_workers=2)
+
+    torch.manual_seed(1)
+    first = loader()
+    batches = iter(first)
+    for _ in range(3):
+        next(batches)
+    save(file_uri, {"loader": PerRank(first)})
+    rest = [batch.tolist() for batch in batches]
+    second = loader()
+    restore(file_uri, {"loader": PerRank(second)})
+    assert [batch.tolist() for batch in second] == rest
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def ranks(uri: str, again: bool) -> dict[str, Any]:
+    """Save, or restore with another number of ranks: tensors sharded over them, and values of each rank's own."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.arange(24.0).reshape(6, 4)
+    placements = [Shard(1)] if again else [Shard(0)]
+    table = distribute_tensor(whole * (0 if again else 1), mesh, placements)
+    copy = distribute_tensor(whole * (0 if again else 1), mesh, [Replicate()])
+    own = Loader(None if again else {"rank": rank, rank: [torch.full((rank + 1,), float(rank))], "none": {}})
+    inner = Loader({"ema": [table.clone()], "at": (rank,)})
+    state: dict[str, Any] = {
+        "values": {"table": (table, {"copy": copy}), 1: "x"},
+        "bare": table.clone(),
+        "own": PerRank(own),
+        "stateful": inner,
+        "rng": RngState(),
+    }
+    with Checkpointer(uri, timeout_seconds=60) as checkpointer:
+        if not again:
+            checkpointer.save(1, state).result()
+            return {}
+        assert checkpointer.restore(state) == 1
+    for found in (state["values"]["table"][0], state["bare"], inner.state["ema"][0]):
+        assert type(found) is DTensor and list(found.placements) == placements, found
+        assert found.to_local().shape == (6, 4 // world)
+        assert torch.equal(found.full_tensor(), whole)
+    found = state["values"]["table"][1]["copy"]
+    assert type(found) is DTensor and found.placements[0].is_replicate() and torch.equal(found.full_tensor(), whole)
+    assert state["values"][1] == "x"
+    assert own.state is None or (
+        own.state["rank"] == rank and own.state[rank][0].tolist() == [float(rank)] * (rank + 1)
+    )
+    return {"own": own.state is not None}
+
+
+def one_rank_cannot(uri: str) -> list[str]:
+    """Only rank 1 has what cannot be saved: all say so, and the next save is whole."""
+    import torch.distributed as dist
+
+    told: list[Any] = [None] * dist.get_world_size()
+    state: dict[str, Any] = {"values": {"a": torch.ones(2), "hook": (lambda: 0) if dist.get_rank() == 1 else 1}}
+    with Checkpointer(uri, timeout_seconds=60) as checkpointer:
+        try:
+            checkpointer.save(1, state)
+            message = "saved"
+        except StateMismatchError as error:
+            message = str(error)
+        dist.all_gather_object(told, message)
+        state["values"]["hook"] = 2
+        checkpointer.save(2, state).result()
+        assert checkpointer.restore(state) == 2
+    return told
+
+
+HERE = "tests.integration.test_exact_state"
+
+
+@pytest.mark.distributed
+def test_sharded_values_come_back_as_the_destination_has_them(tmp_path: Path) -> None:
+    uri, env = str(tmp_path / "run"), {"TIERCKPT_LOCAL_ROOT": str(tmp_path / "local"), "TIERCKPT_MOVER": "inline"}
+    launch(f"{HERE}:ranks", 2, env=env, uri=uri, again=False)
+    for world in (2, 1):
+        assert launch(f"{HERE}:ranks", world, env=env, uri=uri, again=True) == {"own": True}
+
+
+@pytest.mark.distributed
+def test_what_one_rank_cannot_save_is_raised_on_all(tmp_path: Path) -> None:
+    env = {"TIERCKPT_LOCAL_ROOT": str(tmp_path / "local"), "TIERCKPT_MOVER": "inline"}
+    for message in launch(f"{HERE}:one_rank_cannot", 2, env=env, uri=str(tmp_path / "run")):
+        assert "'values.hook' is the function" in message and "rank=1" in message
