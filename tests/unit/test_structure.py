@@ -37,7 +37,9 @@ from torch.distributed.checkpoint.metadata import (
 from tests.exact import check_same
 from tierckpt.errors import StateMismatchError, UnsafeCheckpointError
 from tierckpt.training import state as states
-from tierckpt.training.structure import DEPTH_MAX, Decoder, Encoder, text_of
+from tierckpt.training.reconstruction import Decoder
+from tierckpt.training.structure import Encoder, text_of
+from tierckpt.training.structure_types import DEPTH_MAX
 
 
 class Colour(enum.Enum):

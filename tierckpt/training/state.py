@@ -34,7 +34,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import StateMismatchError, TierckptError
 from ..telemetry import logger
-from .structure import NOTHING, Decoder, Encoder, text_of
+from .reconstruction import Decoder
+from .structure import NOTHING, Encoder, text_of
 
 log = logger("state")
 
