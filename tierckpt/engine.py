@@ -18,6 +18,7 @@ from .errors import (
     CommitAbandonedError,
     ConfigError,
     IntegrityError,
+    ManifestError,
     ObjectNotFoundError,
     OperationTimeoutError,
     StoreError,
@@ -95,6 +96,8 @@ class Engine:
         """The stores (``place_of``) to which this process has drained something."""
         self._not_waited_for: set[str] = set()
         """Tokens of drains that somebody has waited for as long as a process waits at its end."""
+        self._blind: set[Location] = set()
+        """Runs of which it was said that other jobs cannot be seen there."""
         self.committed_at: dict[str, float] = {}
         """When (monotonic seconds) this process saw each URI committed on the shared tier."""
 
@@ -136,18 +139,24 @@ class Engine:
                 at the first save.
         """
         directory = self.directory(location)
-        local = await asyncio.to_thread(commit.read_local_manifest, directory)
-        standing = {local.attempt} if local else set()
+        try:
+            local = await asyncio.to_thread(commit.read_local_manifest, directory)
+            standing = {local.attempt} if local else set()
+        except (ManifestError, StoreError) as error:
+            # Set aside by the commit, no sooner: what the journal still has to drain is known by it.
+            log.warning("%s: what stands on the local tier cannot be read, a new save replaces it: %s", location, error)
+            local, standing = None, await asyncio.to_thread(self._attempts_in_journal, location)
         if local is not None and not await asyncio.to_thread(commit.is_drained, directory, local.attempt):
             standing |= {*local.replaces}  # the shared tier may still be at one of those
         if self.settings.drain:
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT_SECONDS):
                     store = self.store(location)
-                    claim = await commit.read_claim(store)
-                    stock = not overwrite and claim is None and await catalog.is_stock(store)
+                    self._say_if_blind(store, location)
+                    found = await commit.attempts_standing(store)
+                    stock = not overwrite and not found and await catalog.is_stock(store)
                 self.selector.reached.add(place_of(location))
-                standing |= {claim} if claim else set()
+                standing |= found
                 if stock:
                     raise commit.already_committed(location, "of stock DCP", Tier.SHARED)
             except (StoreUnavailableError, TimeoutError) as error:
@@ -161,6 +170,22 @@ class Engine:
         if standing and not overwrite:
             raise commit.already_committed(location, ", ".join(sorted(standing)), Tier.LOCAL if local else Tier.SHARED)
         return tuple(sorted(standing))
+
+    def _attempts_in_journal(self, location: Location) -> set[str]:
+        entries = [entry for entry in self.journal.entries() if entry.uri == location.uri]
+        return {entry.manifest.attempt if entry.manifest else entry.token for entry in entries}
+
+    def _say_if_blind(self, store: Store, location: Location) -> None:
+        """Say once for each run when nobody can know there whether another job saves to it too."""
+        run = location.parent
+        if store.has_put_if_absent or run in self._blind:
+            return
+        self._blind.add(run)
+        log.warning(
+            "%s: this store has no conditional puts, so it cannot be known whether another job or node saves there at "
+            "the same time, and one may replace what the other has saved. Make sure that only one does",
+            run.uri,
+        )
 
     async def send_linked(self, entry: Entry) -> bool:
         """Make the files of ``entry`` appear on the shared tier at once; False when links cannot and copies must."""
@@ -298,7 +323,10 @@ class Engine:
         self._forget_passing(location)  # it is tried once more, and its outcome is what is raised
         while True:
             entries = await asyncio.to_thread(self._unsettled, location)
-            local = await asyncio.to_thread(commit.read_local_manifest, self.directory(location))
+            try:
+                local = await asyncio.to_thread(commit.read_local_manifest, self.directory(location))
+            except ManifestError:
+                local = None  # a save that is under way replaces it
             if tier is Tier.LOCAL:
                 if local is not None and all(self._is_named(local, entry) for entry in entries):
                     return

@@ -9,9 +9,9 @@ A crash before 4 leaves the old manifest, which names the old attempt's own file
 
 Shared tier, where there are no locks and no rename:
     1. shards, the attempt's metadata and one part record per rank are put under names of their own
-    2. ``claim.json`` is put if absent: the one arbiter between saves that race for an id. An attempt may take over a
-       claim only from the attempts it was told to replace
-    3. ``.metadata``, then ``manifest.json``: now it is committed
+    2. ``claim.json`` is put if absent, or in place of exactly the claim that was read: the arbiter between saves that
+       race for an id. An attempt may take over a claim only from the attempts it was told to replace
+    3. ``.metadata``, then ``manifest.json``, on the same conditions: now it is committed
 Every step is idempotent for one attempt, so whichever mover comes last, or comes back after a crash, repeats them.
 """
 
@@ -32,6 +32,7 @@ from ..errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
+    StoreUnavailableError,
     TierckptError,
 )
 from ..layout import (
@@ -56,9 +57,9 @@ from ..layout import (
     private_files,
 )
 from ..manifest import FileEntry, Manifest, has_digest
-from ..stores.base import Store
+from ..stores.base import Conditional, Store
 from ..stores.local import durable_write, fsync_dir, make_dirs, matching, read_whole, translate_os_error
-from ..telemetry import logger
+from ..telemetry import ERRORS, logger
 from ..types import Json, Tier
 from .disk import typed_errors
 from .lock import lock
@@ -68,6 +69,8 @@ log = logger("commit")
 
 LOCK_TIMEOUT_SECONDS = 60.0
 MARK_TRIES = 5
+CLAIM_TRIES = 8
+SET_ASIDE = ".bad"
 
 REMOVED_DIR = f"{PRIVATE_DIR}/removed"
 """Notes of removals under way, on either tier: the manifest that stood there, which says what is still to go."""
@@ -122,6 +125,28 @@ async def read_claim(store: Store) -> str | None:
     """
     claim = await _read_claim(store)
     return str(claim["attempt"]) if claim else None
+
+
+async def attempts_standing(store: Store) -> set[str]:
+    """The attempts that own this id on the shared tier now: a save that begins may replace these and no others.
+
+    The holder of the claim is mostly also the one that is committed. Both are looked at, because either can be without
+    the other: a save between its claim and its commit, and a claim that was lost. A damaged one names nobody.
+    """
+    found: set[str] = set()
+    for read in (read_claim, _standing_attempt):
+        try:
+            attempt = await read(store)
+        except ManifestError as error:
+            log.warning("%s; a save that begins now is not told to replace it", error)
+            continue
+        found |= {attempt} if attempt else set()
+    return found
+
+
+async def _standing_attempt(store: Store) -> str | None:
+    manifest = await read_shared_manifest(store)
+    return manifest.attempt if manifest is not None else None
 
 
 async def _read_claim(store: Store) -> Json | None:
@@ -212,10 +237,36 @@ def _kept(directory: Path, entry: FileEntry, manifest: Manifest) -> bytes:
 
 
 def _publish(directory: Path, location: Location, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
-    current = read_local_manifest(directory)
+    had_manifest = (directory / MANIFEST).exists()
+    current = _read_or_set_aside(directory)
     if current is not None and current.attempt != manifest.attempt and current.attempt not in manifest.replaces:
         raise already_committed(location, current.attempt, Tier.LOCAL)
     _replace(directory, current, manifest, metadata)
+    for attempt in manifest.replaces if had_manifest and current is None else ():
+        remove_unfinished(directory, attempt)  # no list of its files can be read, but its shards bear its name
+
+
+def _read_or_set_aside(directory: Path) -> Manifest | None:
+    """The standing manifest; a damaged one is set aside, the directory locked, by whoever is about to put a good one.
+
+    A crash right after the rename leaves what no manifest names, as one before it did: the damaged one named nothing.
+    """
+    try:
+        return read_local_manifest(directory)
+    except (ManifestError, StoreError) as error:
+        if isinstance(error, StoreError) and not (directory / MANIFEST).is_dir():
+            raise  # not damaged: it cannot be read now
+        _set_aside(directory / MANIFEST, str(error))
+        return None
+
+
+def _set_aside(path: Path, reason: str) -> None:
+    """Give a file of ours that is damaged, or no file, a name that nobody looks for. It goes with the checkpoint."""
+    aside = path.with_name(f"{path.name}.{time.time_ns()}{SET_ASIDE}")
+    path.replace(aside)
+    fsync_dir(aside.parent)
+    ERRORS.emit(1, operation="local tier", error="SetAside")
+    log.error("%s is damaged and was set aside as %s: %s", path, aside.name, reason)
 
 
 def _replace(directory: Path, current: Manifest | None, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
@@ -228,6 +279,9 @@ def _replace(directory: Path, current: Manifest | None, manifest: Manifest, meta
         make_dirs(note.parent)
         durable_write(note, current.encode())
     try:
+        for name in (DRAINED, PASSED, REPLICATED, *(entry.path for entry in manifest.metadata)):
+            if (directory / name).is_dir():
+                _set_aside(directory / name, "it is a directory")
         for entry in manifest.metadata:
             durable_write(directory / entry.path, metadata[entry.path])
         for name in (DRAINED, PASSED, REPLICATED):
@@ -333,7 +387,7 @@ def remove_empty(directory: Path) -> None:
 def adopt_local(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
     """Record on this node a commit that happened elsewhere, unless a different one stands here."""
     with _locked(directory):
-        current = read_local_manifest(directory)
+        current = _read_or_set_aside(directory)
         if current is not None and current.attempt == manifest.attempt:
             return
         if current is None or current.attempt in manifest.replaces or is_drained(directory, current.attempt):
@@ -478,6 +532,7 @@ def _finish_removal(directory: Path) -> bool:
         if standing is None:
             shutil.rmtree(directory / BRINGING, ignore_errors=True)
             doomed += [DRAINED, PASSED, REPLICA, REPLICATED]
+            doomed += [f"{PRIVATE_DIR}/{path.name}" for path in matching(directory / PRIVATE_DIR, f"*{SET_ASIDE}")]
         _unlink_all([directory / name for name in doomed] + matching(directory / PARTS_DIR, f"{gone.attempt}-*.json"))
         note.unlink(missing_ok=True)  # last: without it nobody would know what to look for
     _remove_empty(directory)
@@ -487,7 +542,10 @@ def _finish_removal(directory: Path) -> bool:
 def _unlink_all(paths: list[Path]) -> None:
     """Remove files, durably. Cost: one fsync for each directory."""
     for path in paths:
-        path.unlink(missing_ok=True)
+        if path.name.endswith(SET_ASIDE) and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     for parent in {path.parent for path in paths}:
         with suppress(ObjectNotFoundError):  # gone, with its names
             fsync_dir(parent)
@@ -542,11 +600,17 @@ def _locked(directory: Path) -> Iterator[None]:
 async def commit_shared(store: Store, location: Location, manifest: Manifest) -> None:
     """Commit ``manifest`` on the shared tier, where all its files already are. Idempotent.
 
+    What is put takes the place of exactly what was read before, and of that only what ``replaces`` names: an attempt
+    that was committed is never replaced by one that did not see it, whatever comes between.
+
     Raises:
         AlreadyCommittedError: another attempt owns this id and this one was not told to replace it.
     """
     await _claim(store, location, manifest)
-    current = await read_shared_manifest(store)
+    current, etag = await _read_versioned(store)
+    if current is not None and current.attempt not in {manifest.attempt, *manifest.replaces}:
+        # Its claim was lost: to a removal that was overtaken, or on a store without conditional puts.
+        raise already_committed(location, current.attempt, Tier.SHARED)
     if current is None or current.attempt != manifest.attempt:
         for entry in manifest.metadata:
             data = await store.get(entry.key)
@@ -554,10 +618,11 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
             await store.put(entry.path, data)
         if await read_claim(store) != manifest.attempt:
             # A later save has taken the id over since: its manifest must not be covered by ours.
+            await _restore_stock_metadata(store, manifest)
             raise already_committed(location, "that replaced this one", Tier.SHARED)
         if current is not None:
             await store.put(removal_note(current.attempt), current.encode())  # for whoever cleans up after a crash
-        await _put_manifest(store, location, manifest, is_first=current is None)
+        await _put_manifest(store, location, manifest, etag)
         log.info("committed %s on the shared tier (attempt %s)", location.uri, manifest.attempt)
     if current is not None and current.attempt != manifest.attempt:
         await _remove_stale(store, current, manifest)
@@ -568,14 +633,93 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
         await store.delete(part(token))
 
 
-async def _put_manifest(store: Store, location: Location, manifest: Manifest, *, is_first: bool) -> None:
-    """Put the manifest; where none stood, only if none stands now: a save that overtook us must not be covered."""
+async def _read_versioned(store: Store) -> tuple[Manifest | None, str | None]:
+    """The manifest that stands, and its etag. The etag first: bytes that are newer than it can only fail a condition."""
     try:
-        await store.put(MANIFEST, manifest.encode(), if_absent=is_first)
+        etag = (await store.head(MANIFEST)).etag
+    except BucketNotFoundError:
+        raise
+    except ObjectNotFoundError:
+        return None, None
+    current = await read_shared_manifest(store)
+    return current, etag if current is not None else None
+
+
+async def _put_manifest(store: Store, location: Location, manifest: Manifest, etag: str | None) -> None:
+    """Put the manifest in the place of the version ``etag``, or where none was (None): a save that overtook us must not
+    be covered. One that stood is gone when retention was faster: then it is the same as if none had stood."""
+    try:
+        if etag is not None:
+            try:
+                await replace(store, MANIFEST, manifest.encode(), etag)
+            except PreconditionFailedError:
+                if await read_shared_manifest(store) is not None:
+                    raise
+                await store.put(MANIFEST, manifest.encode(), if_absent=True)
+        else:
+            await store.put(MANIFEST, manifest.encode(), if_absent=True)
+        if store.has_put_if_absent:
+            return
     except PreconditionFailedError:
+        pass
+    standing = await read_shared_manifest(store)
+    if standing is None or standing.attempt != manifest.attempt:
+        await _restore_stock_metadata(store, manifest)
+        raise already_committed(location, standing.attempt if standing else "unknown", Tier.SHARED)
+
+
+async def _restore_stock_metadata(store: Store, loser: Manifest) -> None:
+    """``loser`` has put its stock metadata over that of an attempt that stands: let stock PyTorch read that again."""
+    try:
         standing = await read_shared_manifest(store)
-        if standing is None or standing.attempt != manifest.attempt:
-            raise already_committed(location, standing.attempt if standing else "unknown", Tier.SHARED) from None
+        for entry in standing.metadata if standing is not None and standing.attempt != loser.attempt else ():
+            await store.put(entry.path, await store.get(entry.key))
+    except (StoreError, ManifestError) as error:  # that it has lost is what its caller must hear
+        log.warning("%s: stock PyTorch may not read what stands there: %s", store.uri, error)
+
+
+async def replace(store: Store, key: str, data: bytes, etag: str | None) -> None:
+    """Put ``data`` over the version ``etag`` of ``key``. Raises PreconditionFailedError when that is not there."""
+    if isinstance(store, Conditional) and etag is not None:
+        await store.replace(key, data, etag=etag)
+        return
+    await _check_version(store, key, etag)
+    await store.put(key, data)
+
+
+async def remove(store: Store, key: str, etag: str | None) -> bool:
+    """Delete the version ``etag`` of ``key``. False when another one is there, which stays."""
+    try:
+        if isinstance(store, Conditional) and etag is not None:
+            await store.remove(key, etag=etag)
+        else:
+            await _check_version(store, key, etag)
+            await store.delete(key)
+    except PreconditionFailedError:
+        return False
+    return True
+
+
+async def _check_version(store: Store, key: str, etag: str | None) -> None:
+    """Look, where there are no conditions: what comes between this and the next request is not seen."""
+    try:
+        now = (await store.head(key)).etag
+    except BucketNotFoundError:
+        raise
+    except ObjectNotFoundError:
+        now = None
+    if now != etag:
+        raise PreconditionFailedError(f"{store.uri}/{key} has changed", uri=store.uri, key=key)
+
+
+async def etag_of(store: Store, key: str) -> str | None:
+    """The version of ``key`` that stands now, None without one (or without versions)."""
+    try:
+        return (await store.head(key)).etag
+    except BucketNotFoundError:
+        raise
+    except ObjectNotFoundError:
+        return None
 
 
 async def _remove_replaced(store: Store, manifest: Manifest) -> None:
@@ -627,20 +771,35 @@ def check_bytes(data: bytes, entry: FileEntry, chunk_size_bytes: int, where: str
 
 
 async def _claim(store: Store, location: Location, manifest: Manifest) -> None:
+    """Take the id for this attempt: from nobody, or from exactly the holder that was seen and is to be replaced.
+
+    An attempt that it was to replace and that retention has removed meanwhile is nobody: nothing that stands is lost.
+    """
     claim = manifests.seal({"attempt": manifest.attempt, "replaces": sorted(manifest.replaces), "uri": store.uri})
-    try:
-        await store.put(CLAIM, claim, if_absent=True)
-        return
-    except PreconditionFailedError:
-        pass
-    holder = await read_claim(store)
-    if holder == manifest.attempt:
-        return  # ours already: an earlier try, or another rank's mover
-    if holder is not None and holder not in manifest.replaces:
-        raise already_committed(location, holder, Tier.SHARED)
-    # We were started to replace exactly this holder. Two attempts that replace the same one race here without a
-    # store-side condition; the reader is safe either way, because whichever manifest is last names its own files.
-    await store.put(CLAIM, claim)
+    for _ in range(CLAIM_TRIES):
+        try:
+            await store.put(CLAIM, claim, if_absent=True)
+            return
+        except PreconditionFailedError:
+            pass
+        etag = await etag_of(store, CLAIM)
+        holder = await read_claim(store)
+        if holder == manifest.attempt:
+            return  # ours already: an earlier try, or another rank's mover
+        if holder is None:
+            continue  # a removal took it away between the two requests
+        if holder not in manifest.replaces:
+            raise already_committed(location, holder, Tier.SHARED)
+        try:
+            await replace(store, CLAIM, claim, etag)
+            return
+        except PreconditionFailedError:
+            continue  # another save, or a removal, was faster: look again at whose it is
+    raise StoreUnavailableError(
+        f"the claim of {location.uri} changes faster than it can be read",
+        hint="Other saves to this id and removals of it are under way; it is tried again",
+        tier=Tier.SHARED,
+    )
 
 
 def already_committed(location: Location, winner: str, tier: Tier) -> AlreadyCommittedError:

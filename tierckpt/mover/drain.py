@@ -20,6 +20,7 @@ from ..config import Settings
 from ..errors import (
     AlreadyCommittedError,
     CommitAbandonedError,
+    ManifestError,
     ObjectNotFoundError,
     TierckptError,
 )
@@ -216,7 +217,10 @@ class Drainer:
         another node.
         """
         directory = self.directory(entry.location)
-        local = commit.read_local_manifest(directory)
+        try:
+            local = commit.read_local_manifest(directory)
+        except ManifestError:
+            return False  # nobody can know: its files are what they were, and each chunk is checked as it is sent
         if entry.manifest is not None and not entry.is_fragment:
             return local is None or not _is_commit_of(local, entry)
         if local is None or _is_commit_of(local, entry):
@@ -347,7 +351,10 @@ class Drainer:
     def _was_seen_committed(self, entry: Entry) -> bool:
         """True when another mover of this node has committed this entry's checkpoint: no request is needed to know."""
         directory = self.directory(entry.location)
-        local = commit.read_local_manifest(directory)
+        try:
+            local = commit.read_local_manifest(directory)
+        except ManifestError:
+            return False
         return local is not None and _is_commit_of(local, entry) and commit.is_drained(directory, local.attempt)
 
     async def _manifest(self, entry: Entry, store: Store) -> Manifest | None:
@@ -419,7 +426,10 @@ class Drainer:
     async def _after_commit(self, entry: Entry, manifest: Manifest) -> None:
         """Bring the commit home: a node whose coordinator was elsewhere learns of it, and eviction may know of it."""
         store, directory = self.store(entry.location), self.directory(entry.location)
-        local = await asyncio.to_thread(commit.read_local_manifest, directory)
+        try:
+            local = await asyncio.to_thread(commit.read_local_manifest, directory)
+        except ManifestError:
+            local = None  # ``adopt`` sets it aside and puts a good one there
         if local is None or local.attempt != manifest.attempt:
             await self.adopt(store, directory, manifest)
         await asyncio.to_thread(commit.mark_drained, directory, manifest.attempt)

@@ -11,6 +11,7 @@ Invariants (tests cite them by number; I5 of the failure model is N1 and N2):
         with a note that the next prune (or, on the local tier, the next process) works off.
     N5  Only what a manifest of ours names is deleted. What other people keep in the directory stays, and so does a
         directory that has no mark of ours.
+    N6  Removed is the very attempt that was judged. A save that takes its id over meanwhile ends whole or not at all.
 """
 
 from __future__ import annotations
@@ -239,34 +240,49 @@ def nearest_existing(path: Path) -> Path:
 
 
 async def remove_shared(store: Store, manifest: Manifest) -> bool:
-    """Remove a committed checkpoint from the shared tier (N4). False when another save has taken its id over.
+    """Remove a committed checkpoint from the shared tier (N4, N6). False when another save has taken its id over.
 
-    A note with the manifest is put, the manifest is deleted, then what it names, then the note. The claim is looked at
-    right before the manifest goes. A save on another node that takes it over in that instant can lose its manifest; no
-    store deletes on a condition everywhere. On one node the journal closes this (N3).
+    A note with the manifest is put, the manifest is deleted, then what it names, then the note. A save that is told to
+    replace this attempt may be at its commit meanwhile. Each of the names that both use is deleted only as the version
+    that was looked at: one of the two finds that the other was faster. On a store without such conditions a save that
+    comes between the look and the delete can lose its manifest; on one node the journal closes that (N3).
     """
     note = commit.removal_note(manifest.attempt)
     await store.put(note, manifest.encode())
-    if await commit.read_claim(store) not in {manifest.attempt, None}:
+    stock = {entry.path: await commit.etag_of(store, entry.path) for entry in manifest.metadata}
+    claim, standing = await commit.etag_of(store, CLAIM), await commit.etag_of(store, MANIFEST)
+    now = await commit.read_shared_manifest(store)
+    is_ours = await commit.read_claim(store) in {manifest.attempt, None}
+    stands = now is not None and now.attempt == manifest.attempt
+    if not (is_ours and stands and await commit.remove(store, MANIFEST, standing)):
         await store.delete(note)
         return False
-    await store.delete(MANIFEST)
-    await finish_shared(store, manifest)
+    await _finish(store, manifest, stock, claim)
     return True
 
 
 async def finish_shared(store: Store, gone: Manifest) -> None:
     """Delete what the removed ``gone`` names and nothing else does, then the note of its removal. Repeatable."""
+    stock = {entry.path: await commit.etag_of(store, entry.path) for entry in gone.metadata}
+    claim = await commit.etag_of(store, CLAIM)
+    await _finish(store, gone, stock, claim)
+
+
+async def _finish(store: Store, gone: Manifest, stock: Mapping[str, str | None], claim: str | None) -> None:
+    """``stock`` and ``claim`` are versions that were there before it is known here who owns the id. The claim goes
+    last: a crash before that leaves what nobody takes for a checkpoint of stock PyTorch."""
     standing = await commit.read_shared_manifest(store)
     if standing is None or standing.attempt != gone.attempt:
         owns_id = standing is None and await commit.read_claim(store) in {gone.attempt, None}
-        for entry in gone.metadata if owns_id else ():
-            await store.delete(entry.path)
+        for path, etag in stock.items() if owns_id else ():
+            if etag is not None:
+                await commit.remove(store, path, etag)
         for entry in commit.stale_files(gone, standing) if standing else gone.entries:
-            await store.delete(entry.key)
+            if entry.key not in stock:
+                await store.delete(entry.key)
         await _delete_parts(store, gone)
-        if owns_id:
-            await store.delete(CLAIM)
+        if owns_id and claim is not None:
+            await commit.remove(store, CLAIM, claim)
     await store.delete(commit.removal_note(gone.attempt))
 
 

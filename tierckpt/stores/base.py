@@ -75,6 +75,23 @@ class Store(Protocol):
 
 
 @runtime_checkable
+class Conditional(Protocol):
+    """What a store offers besides that can change an object on the condition that it is still the one that was seen."""
+
+    async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
+        """``put`` over the version ``etag`` and no other. Raises PreconditionFailedError, also when it is gone.
+
+        A server that ignores conditions makes this a plain ``put``.
+        """
+
+    async def remove(self, key: str, *, etag: str) -> None:
+        """``delete`` the version ``etag`` and no other; no error when the object is gone.
+
+        Raises PreconditionFailedError. A server that ignores conditions makes this a plain ``delete``.
+        """
+
+
+@runtime_checkable
 class Browsable(Protocol):
     """What a store offers besides that a file system can be made of."""
 

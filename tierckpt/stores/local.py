@@ -13,11 +13,13 @@ import asyncio
 import builtins
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -43,6 +45,10 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _MISSING = {errno.ENOENT, errno.ENOTDIR}
 # What a network mount or a FUSE daemon answers while its server is away.
 _AWAY = {errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EREMOTEIO}
+# What flock() answers on a mount without locks.
+_CANNOT_LOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
+LOCK_SECONDS = 10.0
+LOCK_POLL_SECONDS = 0.005
 # What link() answers where a hard link cannot be made: other filesystem, none supported, too many, or forbidden.
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
@@ -260,8 +266,32 @@ def _fsync_file(path: Path) -> None:
         os.close(file)
 
 
+def _lock(file: int, path: Path) -> None:
+    """Lock an open file that others change in milliseconds. Raises StoreUnavailableError when one of them hangs."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise StoreUnavailableError(f"{path} is locked by another process", path=path) from None
+            time.sleep(LOCK_POLL_SECONDS)
+        except OSError as error:
+            if error.errno in _CANNOT_LOCK:
+                return
+            raise
+
+
 def _etag(status: os.stat_result) -> str:
     return f"{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ino:x}"
+
+
+def _etag_at(path: Path) -> str:
+    try:
+        return _etag(path.stat())
+    except FileNotFoundError:
+        return ""
 
 
 class LocalStore:
@@ -351,6 +381,36 @@ class LocalStore:
             if path.exists():
                 raise exists from None
             temporary.replace(path)
+
+    async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
+        path = self._path(key)
+        await settled(asyncio.to_thread(self._change, path, etag, lambda: durable_write(path, data, tier=self.tier)))
+
+    async def remove(self, key: str, *, etag: str) -> None:
+        path = self._path(key)
+        try:
+            await settled(asyncio.to_thread(self._change, path, etag, lambda: self._delete(path)))
+        except ObjectNotFoundError:
+            pass
+
+    def _change(self, path: Path, etag: str, change: Callable[[], None]) -> None:
+        """Do ``change`` while ``path`` is the file of ``etag``, and nobody else can ``replace`` or ``remove`` it.
+
+        The lock is on the very file that goes: who comes second finds another file under the name, or none. A crash
+        gives it up. On a mount that has no locks two may both find it as they saw it.
+        """
+        with _translated(path, self.tier):
+            try:
+                file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise PreconditionFailedError(f"{path} is gone", path=path, tier=self.tier) from None
+            try:
+                _lock(file, path)
+                if {_etag(os.fstat(file)), _etag_at(path)} != {etag}:
+                    raise PreconditionFailedError(f"{path} has changed", path=path, tier=self.tier)
+                change()
+            finally:
+                os.close(file)
 
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
         path = self._path(key)

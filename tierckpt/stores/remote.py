@@ -34,6 +34,7 @@ from ..errors import (
     ObjectNotFoundError,
     PermissionDeniedError,
     PreconditionFailedError,
+    StoreError,
     StoreUnavailableError,
     TierckptError,
 )
@@ -56,6 +57,7 @@ from .remote_errors import (
     translate,
 )
 from .retry import PROBE_SECONDS_MAX, Retries
+from .signed import delete_if
 
 if TYPE_CHECKING:
     from obstore import GetOptions
@@ -363,15 +365,17 @@ class RemoteStore:
         With ``if_absent``, a request whose answer was lost and that was tried again may find its own object: what is
         there is read, and is a success when it is ``data`` byte for byte.
         """
+        await self._put(key, data, "create" if if_absent else "overwrite")
+
+    async def _put(self, key: str, data: Buffer, mode: Any) -> None:
         check_key(key)
         body = _frozen(data)  # a request that is broken off may hold it a moment longer than we do
-        mode = "create" if if_absent else "overwrite"
         size_bytes, tries = memoryview(body).nbytes, 0
 
         async def call(bucket: Bucket) -> None:
             nonlocal tries
             tries += 1
-            put = obstore.put_async(bucket, key, body, mode=mode, use_multipart=False)  # type: ignore[arg-type]
+            put = obstore.put_async(bucket, key, body, mode=mode, use_multipart=False)
             try:
                 await settled(_limited(put, self._limit_seconds(size_bytes)))
             except TimeoutError:
@@ -379,10 +383,61 @@ class RemoteStore:
                 raise self._too_slow(key, self._limit_seconds(size_bytes)) from None
 
         try:
-            await self._request(key, call, writing=True)
+            await self._request(key, call, writing=isinstance(mode, str))
         except PreconditionFailedError:
             if tries == 1 or not await self._holds(key, body):
                 raise
+
+    async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
+        """``put`` on the condition that ``etag`` is there. On GCS a HEAD more: its condition is on another number."""
+        mode: dict[str, str | None] = {"e_tag": etag, "version": None}
+        try:
+            if self.location.scheme == "gs":
+                mode["version"] = await self._generation_of(key, etag)
+            await self._put(key, data, mode)
+        except BucketNotFoundError:
+            raise
+        except ObjectNotFoundError:
+            raise PreconditionFailedError(f"{self.uri}/{key} is gone", uri=self.uri, key=key) from None
+
+    async def remove(self, key: str, *, etag: str) -> None:
+        """``delete`` on that condition. Where no DELETE can be signed, or on GCS: looked at, then deleted."""
+        check_key(key)
+
+        async def call(bucket: Bucket) -> None:
+            url = await obstore.sign_async(bucket, "DELETE", key, SIGNED_FOR)
+            limit = self._limit_seconds(0)
+            await settled(asyncio.to_thread(delete_if, url, etag, f"{self.uri}/{key}", limit))
+
+        if self.location.scheme != "gs":
+            try:
+                await self._request(key, call)
+                return
+            except BucketNotFoundError:
+                raise
+            except (PreconditionFailedError, StoreUnavailableError):
+                raise
+            except StoreError as error:
+                log.info("%s/%s is deleted without a condition: %s", self.uri, key, error.message)
+        try:
+            await self._generation_of(key, etag)
+        except BucketNotFoundError:
+            raise
+        except ObjectNotFoundError:
+            return
+        await self.delete(key)
+
+    async def _generation_of(self, key: str, etag: str) -> str | None:
+        """What GCS calls the version that ``etag`` names. Raises PreconditionFailedError when another one is there."""
+
+        async def call(bucket: Bucket) -> Any:
+            async with asyncio.timeout(self._limit_seconds(0)):
+                return await obstore.head_async(bucket, key)
+
+        meta = await self._request(key, call)
+        if _info(meta).etag != etag:
+            raise PreconditionFailedError(f"{self.uri}/{key} has changed", uri=self.uri, key=key)
+        return meta.get("version")
 
     async def _holds(self, key: str, data: Buffer) -> bool:
         try:

@@ -1,0 +1,144 @@
+"""Small files of ours under the local root that are damaged: no save, restore or start of a process fails by one."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.states import same, small_state, zeros_like
+from tierckpt import Checkpointer
+from tierckpt.client import close_all, get_client
+from tierckpt.config import Settings
+from tierckpt.errors import AlreadyCommittedError
+from tierckpt.layout import DRAINED, MANIFEST, METADATA, local_dir, parse_uri
+from tierckpt.mover import commit
+from tierckpt.mover.journal import Journal
+
+
+def make_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "garbage": lambda path: path.write_bytes(b"\x00\xffgarbage"),
+    "empty": lambda path: path.write_bytes(b""),
+    "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "a directory": make_directory,
+}
+
+
+def save(uri: str, steps: tuple[int, ...], seed: int = 0, **options: object) -> None:
+    with Checkpointer(uri, **options) as checkpointer:  # type: ignore[arg-type]
+        for step in steps:
+            checkpointer.save(step, small_state(seed + step)).result(60)
+
+
+def restored(uri: str) -> tuple[int | None, bool]:
+    state = zeros_like(small_state())
+    with Checkpointer(uri) as checkpointer:
+        step = checkpointer.restore(state)
+    return step, any(same(state, small_state(seed + (step or 0))) for seed in (0, 10))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "drain"),
+    [
+        *((MANIFEST, damage, True) for damage in DAMAGES),
+        (MANIFEST, "half", False),
+        (MANIFEST, "a directory", False),
+        (DRAINED, "a directory", True),
+        (METADATA, "a directory", True),
+    ],
+)
+def test_a_damaged_local_manifest_stops_no_save_of_its_step(
+    name: str, damage: str, drain: bool, file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(file_uri, (1, 2), drain=drain)
+    directory = local_dir(local_root, parse_uri(f"{file_uri}/step-2"))
+    DAMAGES[damage](directory / name)
+    close_all()
+    for seed in (10, 20):
+        save(file_uri, (2,), seed, drain=drain)
+        close_all()
+    assert commit.read_local_manifest(directory) is not None
+    state = zeros_like(small_state())
+    with Checkpointer(file_uri, drain=drain) as checkpointer:
+        assert checkpointer.restore(state, 2) == 2
+    assert same(state, small_state(22))
+    if name == MANIFEST:
+        assert len([*directory.glob(".tierckpt/*.bad")]) == 1
+        assert "set aside" in caplog.text
+        assert len([*directory.glob("*.distcp")]) == (1 if drain else 2), "what only the damaged one named"
+        assert commit.remove_local(directory)
+        assert not [*directory.glob(".tierckpt/*.bad")], "it goes with the checkpoint"
+
+
+def test_any_small_file_of_the_local_root(file_uri: str, local_root: Path, tmp_path: Path) -> None:
+    save(file_uri, (1, 2))
+    close_all()
+    kept = tmp_path / "kept"
+    shutil.copytree(local_root, kept / "local")
+    shutil.copytree(Path(file_uri).parent, kept / "shared")
+    names = [path.relative_to(local_root) for path in local_root.rglob("*") if path.is_file()]
+    names = [name for name in names if name.suffix != ".distcp"]
+    assert len(names) >= 8
+    for name in names:
+        for place in (local_root, Path(file_uri).parent):
+            shutil.rmtree(place)
+            shutil.copytree(kept / place.name, place)
+        DAMAGES["garbage"](local_root / name)
+        save(file_uri, (2, 3), 10, keep_last=2)
+        close_all()
+        assert restored(file_uri) == (3, True), name
+        close_all()
+
+
+def test_an_undrained_step_behind_a_damaged_manifest_is_drained_all_the_same(
+    s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal knows what it was; the damaged file says nothing against that. The good one comes back with it."""
+    location = parse_uri(f"{s3_uri}/step-1")
+    directory = local_dir(local_root, location)
+    with monkeypatch.context() as patch:
+        patch.setattr("tierckpt.client.Client.submit", lambda *_: None)
+        checkpointer = Checkpointer(s3_uri)
+        checkpointer.save(1, small_state(1)).result(60)
+    assert Journal(local_root).entries()
+    DAMAGES["garbage"](directory / MANIFEST)
+    close_all()
+    client = get_client(Settings.load())
+    client.run(lambda engine: engine.drain_all(patient=True))
+    assert not Journal(local_root).entries()
+    assert commit.read_local_manifest(directory) is not None
+    state = zeros_like(small_state())
+    assert Checkpointer(s3_uri).restore(state) == 1 and same(state, small_state(1))
+    checkpointer._closed = True
+
+
+def test_a_step_that_was_refused_for_ever_is_still_refused(file_uri: str, local_root: Path) -> None:
+    """Damage is no permission to replace: the shared tier says that something stands there."""
+    save(file_uri, (1,))
+    DAMAGES["garbage"](local_dir(local_root, parse_uri(f"{file_uri}/step-1")) / MANIFEST)
+    close_all()
+    checkpointer = Checkpointer(file_uri, overwrite=False)
+    with pytest.raises(Exception) as caught:
+        checkpointer.save(1, {"w": torch.zeros(3)}).result(60)
+    causes = [cause for cause, _ in getattr(caught.value, "failures", {0: (caught.value, None)}).values()]
+    assert any(isinstance(cause, AlreadyCommittedError) for cause in causes)
+
+
+def test_what_was_set_aside_is_said_once(file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(file_uri, (1,))
+    DAMAGES["empty"](local_dir(local_root, parse_uri(f"{file_uri}/step-1")) / MANIFEST)
+    close_all()
+    caplog.set_level(logging.ERROR)
+    save(file_uri, (1,), 10)
+    save(file_uri, (1,), 20)
+    assert caplog.text.count("was set aside") == 1
