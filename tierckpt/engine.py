@@ -36,7 +36,7 @@ from .mover.cluster import Live, cluster_of
 from .mover.disk import use_local_root
 from .mover.drain import Drainer, DrainResult
 from .mover.drill import DrillReport, choose, drill
-from .mover.journal import READY, Entry, Journal
+from .mover.journal import READY, SET_ASIDE, Entry, Journal
 from .mover.prefetch import PrefetchResult, prefetch
 from .mover.prune import Pruner, PruneResult, finish_local
 from .mover.recovery import take_up
@@ -336,6 +336,7 @@ class Engine:
                     return
                 idle_rounds = idle_rounds + 1 if local is not None and not entries else 0
                 if idle_rounds > 2:
+                    await asyncio.to_thread(self._raise_set_aside, location)
                     raise CommitAbandonedError(
                         f"{location.uri} is committed on the local tier only and nothing drains it",
                         hint="It was saved with drain=False, or its interval keeps it here (`tierckpt drain` sends the "
@@ -359,7 +360,7 @@ class Engine:
         """Journal entries of ``location`` that somebody still works on, or has to."""
         found = []
         for entry in self.journal.entries():
-            if entry.uri != location.uri:
+            if entry.uri != location.uri or entry.state == SET_ASIDE:
                 continue
             if entry.state != READY:
                 with self.journal.own(entry.token) as dead:
@@ -367,6 +368,15 @@ class Engine:
                         continue  # its saver is gone: it will never commit, recover() removes it
             found.append(entry)
         return found
+
+    def _raise_set_aside(self, location: Location) -> None:
+        for entry in self.journal.entries():
+            if entry.uri == location.uri and entry.state == SET_ASIDE:
+                raise CommitAbandonedError(
+                    f"{location.uri} is on this node only: its drain was set aside ({entry.error})",
+                    hint="`tierckpt drain --retry` tries again, when the reason is mended",
+                    rank=entry.rank,
+                )
 
     def _is_named(self, manifest: Manifest, entry: Entry) -> bool:
         return entry.token in manifest.tokens or (

@@ -34,7 +34,7 @@ from ..errors import ConfigError, TierckptError
 from ..layout import MANIFEST, step_of
 from ..mover import commit
 from ..mover.budget import Budget
-from ..mover.journal import KEPT, READY, Journal
+from ..mover.journal import KEPT, READY, SET_ASIDE, Journal
 from ..mover.retention import marked_directories, nearest_existing
 from ..stores.local import read_whole
 from ..telemetry import Labels, Metric, logger
@@ -181,7 +181,7 @@ class NodeState:
     def _queue(self) -> Iterator[Sample]:
         entries = Journal(self.local_root).entries()
         ready = [entry for entry in entries if entry.state == READY]
-        unwritten = [entry for entry in entries if entry.state not in (READY, KEPT)]
+        unwritten = [entry for entry in entries if entry.state not in (READY, KEPT, SET_ASIDE)]
         now = time.time()
         for tier, waiting in ((Tier.SHARED, ready), (Tier.LOCAL, unwritten)):
             oldest = min((entry.created_unix_seconds for entry in waiting), default=now)
@@ -189,6 +189,7 @@ class NodeState:
         yield "tierckpt_lag_bytes", {"tier": Tier.SHARED}, sum(entry.size_bytes for entry in ready)
         failed = sum(bool(entry.error) for entry in ready)
         counts = {"writing": len(unwritten), "ready": len(ready) - failed, "failed": failed}
+        counts["set_aside"] = sum(entry.state == SET_ASIDE for entry in entries)
         for state, count in counts.items():
             yield "tierckpt_queue_entries", {"state": state}, count
 

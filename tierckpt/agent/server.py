@@ -212,7 +212,8 @@ class Agent:
 
     async def _drain_what_is_ready(self) -> None:
         entries = await self._entries()
-        self._retry_at = {token: at for token, at in self._retry_at.items() if token in {e.token for e in entries}}
+        ready = {entry.token for entry in entries if entry.state == READY}  # what is set aside keeps nobody here
+        self._retry_at = {token: at for token, at in self._retry_at.items() if token in ready}
         for entry in entries:
             if entry.state == READY and time.monotonic() >= self._retry_at.get(entry.token, 0.0):
                 self._submit(entry.token)

@@ -12,11 +12,18 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ..engine import Engine
-from ..errors import ConfigError, OperationTimeoutError, PartialTransferError, TierckptError
-from ..layout import control_file
+from ..errors import (
+    CheckpointNotFoundError,
+    CommitAbandonedError,
+    ConfigError,
+    OperationTimeoutError,
+    PartialTransferError,
+    TierckptError,
+)
+from ..layout import control_file, parse_uri
 from ..mover.budget import UNCHANGED, Unchanged, change_control
 from ..mover.contact import contact_for
-from ..mover.journal import KEPT, READY, Entry
+from ..mover.journal import KEPT, READY, SET_ASIDE, Entry, Journal
 from ..types import Json
 from .output import Report, facts, human_bytes, progress_bar, table
 from .session import JsonOption, LocalRootOption, load_settings, open_client
@@ -50,12 +57,27 @@ Paused = Annotated[
 ]
 
 
+Retry = Annotated[
+    bool, typer.Option("--retry", help="First put back what was set aside because its drain had failed for too long.")
+]
+Forget = Annotated[
+    str | None,
+    typer.Option(
+        "--forget",
+        metavar="URI",
+        help="Give up draining what was set aside of this checkpoint. Its files stay on this node.",
+    ),
+]
+
+
 def drain(
     wait: Wait = False,
     timeout: Timeout = None,
     limit: Limit = None,
     concurrency: Concurrency = None,
     paused: Paused = None,
+    retry: Retry = False,
+    forget: Forget = None,
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
@@ -64,6 +86,10 @@ def drain(
     With --limit, --concurrency, --pause or --resume it only changes how this node drains; with --wait too it then
     drains.
     """
+    if forget is not None:
+        if wait or retry:
+            raise ConfigError("--forget drains nothing", hint="Leave --wait and --retry out")
+        return _forget(Journal(load_settings(local_root).local_root), parse_uri(forget).uri)
     if paused and wait:
         raise ConfigError("--pause and --wait contradict each other", hint="Leave one out")
     if limit is not None or concurrency is not None or paused is not None:
@@ -72,12 +98,26 @@ def drain(
             return report
     # drain=False keeps the engine from starting drains of its own beside the ones asked for here.
     with progress_bar(as_json=as_json) as listener, open_client(local_root, listener, drain=False) as client:
+        if retry:
+            client.engine.journal.put_back()
         work = client.run(lambda engine: _drain_within(engine, wait, timeout))
     rows = work.rows()
     document: Json = {"entries": rows, "drained": work.drained, "left": len(work.left)}
     columns = [(row["uri"], row["rank"], row["outcome"], human_bytes(row["size_bytes"]), row["error"]) for row in rows]
     view = [table("uri >rank outcome >size error", columns)] if rows else ["The journal is empty: nothing to drain."]
     return Report(document, view, work.exit_code())
+
+
+def _forget(journal: Journal, uri: str) -> Report:
+    gone = journal.forget(uri)
+    if not gone:
+        raise CheckpointNotFoundError(
+            f"nothing of {uri} is set aside on this node", hint="`tierckpt status` lists what is, and why"
+        )
+    document: Json = {"uri": uri, "forgotten": len(gone), "size_bytes": sum(entry.size_bytes for entry in gone)}
+    size = human_bytes(document["size_bytes"])
+    line = f"{uri} is not drained any more ({len(gone)} entries, {size}); its files stay here"
+    return Report(document, [line])
 
 
 def _change(local_root: Path, limit: str | None, concurrency: int | None, paused: bool | None) -> Report:
@@ -123,7 +163,7 @@ class _Work:
 
     def _row(self, entry: Entry) -> Json:
         now = self.left.get(entry.token)
-        outcome = self.outcomes.get(entry.token, "committed") if now is None else ("failed" if now.error else "held")
+        outcome = self.outcomes.get(entry.token, "committed") if now is None else _outcome_of(now)
         return {
             "uri": entry.uri,
             "rank": entry.rank,
@@ -132,14 +172,27 @@ class _Work:
             "error": now.error if now else "",
         }
 
+    @property
+    def is_done(self) -> bool:
+        """Nothing is left that this command could drain."""
+        return all(entry.state == SET_ASIDE for entry in self.left.values())
+
     def exit_code(self) -> int:
         if not self.left:
             return 0
         if self.drained:
             return PartialTransferError.exit_code
+        if not self.errors and self.is_done:
+            return CommitAbandonedError.exit_code
         if not self.errors:
             return OperationTimeoutError.exit_code  # other processes hold them: try again later
         return next((error for error in self.errors if not error.retryable), self.errors[0]).exit_code
+
+
+def _outcome_of(left: Entry) -> str:
+    if left.state == SET_ASIDE:
+        return SET_ASIDE
+    return "failed" if left.error else "held"
 
 
 async def _drain_within(engine: Engine, wait: bool, timeout_seconds: float | None) -> _Work:
@@ -166,7 +219,7 @@ async def _drain(engine: Engine, work: _Work, wait: bool) -> None:
     await engine.recover()  # with drain=False: only removes what dead processes never finished
     await engine.release()
     await _look(engine, work)
-    while work.left:
+    while not work.is_done:
         before = len(work.left)
         results, work.errors = await engine.drain_all(patient=wait)
         work.outcomes |= {result.token: result.outcome for result in results if result.outcome != "held"}
@@ -175,7 +228,7 @@ async def _drain(engine: Engine, work: _Work, wait: bool) -> None:
             return  # a patient drain raises only what waiting does not mend
         if not wait and len(work.left) == before:
             return
-        if wait and work.left:
+        if wait and not work.is_done:
             with contextlib.suppress(TierckptError, OSError):  # an agent that owns them and hangs is ended
                 await asyncio.to_thread(contact_for(engine.settings).ask, {"op": "here"}, start=False)
             await asyncio.sleep(POLL_SECONDS)

@@ -21,7 +21,7 @@ from ..mover import commit
 from ..mover.budget import UNCHANGED, read_control
 from ..mover.catalog import file_size
 from ..mover.contact import SOCKET, Contact, NoneRunsError
-from ..mover.journal import READY, Entry, Journal
+from ..mover.journal import READY, SET_ASIDE, Entry, Journal
 from ..mover.prefetch import RECEIPT
 from ..mover.retention import local_checkpoints, nearest_existing
 from ..types import Json
@@ -96,6 +96,7 @@ def _document(settings: Settings) -> Json:
     return {
         "local_root": str(root),
         "journal": journal,
+        "set_aside": sum(item["state"] == SET_ASIDE for item in journal),
         "journal_bytes": sum(item["size_bytes"] for item in journal),
         "lag_seconds": max((item["age_seconds"] for item in waiting), default=0.0),
         "budget": _budget(settings),
@@ -144,6 +145,9 @@ def _entry(entry: Entry) -> Json:
         "state": entry.state,
         "size_bytes": entry.size_bytes,
         "age_seconds": max(0.0, time.time() - entry.created_unix_seconds),
+        "failing_seconds": max(0.0, time.time() - entry.failing_since_unix_seconds)
+        if entry.failing_since_unix_seconds
+        else None,
         "last_error": entry.error,
     }
 
@@ -258,6 +262,11 @@ def _view(document: Json) -> list[RenderableType]:
         "drains": _budget_line(document["budget"]),
         "agent": _agent_line(document["agent"], document["agent_problem"]),
     }
+    if document["set_aside"]:
+        summary["set aside"] = (
+            f"{document['set_aside']} entries, which no mover tries any more: `tierckpt drain --retry` puts them back, "
+            "`tierckpt drain --forget URI` gives them up"
+        )
     if copies := (document["agent"] or {}).get("replicas"):
         summary["copies"] = _copies_line(copies)
     waiting = [

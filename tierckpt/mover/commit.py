@@ -634,13 +634,8 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
 
 
 async def _read_versioned(store: Store) -> tuple[Manifest | None, str | None]:
-    """The manifest that stands, and its etag. The etag first: bytes that are newer than it can only fail a condition."""
-    try:
-        etag = (await store.head(MANIFEST)).etag
-    except BucketNotFoundError:
-        raise
-    except ObjectNotFoundError:
-        return None, None
+    """The manifest that stands, and its etag, which comes first: newer bytes can then only fail a condition."""
+    etag = await etag_of(store, MANIFEST)
     current = await read_shared_manifest(store)
     return current, etag if current is not None else None
 

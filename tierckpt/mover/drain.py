@@ -8,20 +8,24 @@ torch collective is used. A mover that comes back after a crash repeats its step
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
 from .. import manifest as manifests
 from ..config import Settings
 from ..errors import (
     AlreadyCommittedError,
+    CapacityError,
     CommitAbandonedError,
     ManifestError,
     ObjectNotFoundError,
+    PermissionDeniedError,
     TierckptError,
 )
 from ..layout import PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, local_dir, part, pending, step_of
@@ -35,7 +39,7 @@ from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, logger
 from ..types import Progress, ProgressListener, Tier
 from . import commit, kept, leases
 from .budget import Budget
-from .journal import READY, Entry, Journal
+from .journal import READY, SET_ASIDE, Entry, Journal
 from .lock import lock_async
 from .retry import available, verified
 from .transfer import cause_of, send
@@ -44,6 +48,10 @@ log = logger("drain")
 
 POLL_SECONDS_MIN = 0.05
 POLL_SECONDS_MAX = 2.0
+PASSING_SECONDS = 7 * 86400.0
+"""How long a drain is tried whose store is away, full, or refuses us: over a long weekend and the week after it."""
+NOTE_SECONDS = 3600.0
+"""Between two looks at how long that has been."""
 STORES_MAX = 16
 """Steps that are drained or looked at at a time are few; each has connections of its own."""
 
@@ -77,6 +85,8 @@ class Drainer:
             nice=settings.flush_nice,
         )
         """What all drains of this mover together may take. It can be changed while they run."""
+        self._noted_at: dict[str, float] = {}
+        """When (monotonic seconds) the next note is due of an entry that waits for its store."""
         self.awaiting: set[str] = set()
         """Tokens whose files are sent and which wait for other ranks' parts."""
 
@@ -118,8 +128,7 @@ class Drainer:
                 outcome = await self._with_retries(entry, lambda: self._drain(entry, patient), patient)
             except TierckptError as error:
                 ERRORS.emit(1, operation="drain", error=type(error).__name__)
-                # A server may repeat our credentials in its answer; the journal is read by people.
-                await asyncio.to_thread(self.journal.fail, token, redact(f"{type(error).__name__}: {error}"))
+                await self._note_failure(entry, error, patient)
                 raise
             return await self._drained(entry, outcome, begun)
 
@@ -140,11 +149,47 @@ class Drainer:
 
     async def _drained(self, entry: Entry, outcome: str, begun: float) -> DrainResult:
         await asyncio.to_thread(self.journal.remove, entry.token)
+        self._noted_at.pop(entry.token, None)
         seconds = time.monotonic() - begun
         DRAIN_SECONDS.emit(seconds)
         facts = {"uri": entry.uri, "rank": entry.rank, "size_bytes": entry.size_bytes, "seconds": round(seconds, 3)}
         log.info("drained %s: %s", entry.uri, outcome, extra={**facts, "outcome": outcome})
         return DrainResult(entry.token, entry.uri, outcome, entry.size_bytes)
+
+    async def _note_failure(self, entry: Entry, error: TierckptError, patient: bool) -> None:
+        """Note ``error`` in the journal; an entry that fails for too long is set aside, and that is said.
+
+        What may pass by itself (the store is away or full, credentials have expired) gets ``PASSING_SECONDS``; what
+        nobody but a person mends, as long again as a mover waits for other ranks. The files stay in either case.
+        """
+        # A server may repeat our credentials in its answer; the journal is read by people.
+        text, is_passing = redact(f"{type(error).__name__}: {error}"), _may_pass(error)
+        limit = PASSING_SECONDS if is_passing else self.settings.commit_timeout_seconds
+        noted = await asyncio.to_thread(
+            self.journal.fail,
+            entry.token,
+            text,
+            patience_seconds=limit if patient else math.inf,
+            is_passing=is_passing,
+        )
+        if noted is not None and noted.state == SET_ASIDE:
+            log.error(
+                "%s (%d bytes) is set aside, as its drain has failed for %.0f s: %s. It stays on this node; `tierckpt "
+                "drain --retry` tries again, `tierckpt drain --forget %s` gives it up",
+                entry.uri,
+                entry.size_bytes,
+                time.time() - noted.failing_since_unix_seconds,
+                text,
+                entry.uri,
+            )
+
+    async def _may_wait(self, entry: Entry) -> bool:
+        """Note that ``entry`` waits for its store; False when it has done so for ``PASSING_SECONDS``, over restarts."""
+        if time.monotonic() < self._noted_at.get(entry.token, 0.0):
+            return True
+        self._noted_at[entry.token] = time.monotonic() + NOTE_SECONDS
+        noted = await asyncio.to_thread(self.journal.fail, entry.token, "", is_passing=True)
+        return noted is None or time.time() - noted.failing_since_unix_seconds <= PASSING_SECONDS
 
     async def _with_retries(self, entry: Entry, work: Callable[[], Awaitable[str]], patient: bool) -> str:
         """Try again while the store is unavailable, its own retries spent: when a store that was down is up again, at
@@ -153,15 +198,23 @@ class Drainer:
             return await work()
 
         async def pause(seconds: float) -> None:
-            if not await available(self.store(entry.location)):
-                await asyncio.sleep(seconds)
+            with contextlib.suppress(TimeoutError):  # then it is tried all the same, and noted
+                async with asyncio.timeout(NOTE_SECONDS):
+                    if not await available(self.store(entry.location)):
+                        await asyncio.sleep(seconds)
+
+        async def before_pause(state: RetryCallState) -> None:
+            RETRIES.emit(1, operation="drain")
+            error = state.outcome.exception() if state.outcome is not None else None
+            if error is not None and not await self._may_wait(entry):
+                raise error
 
         retrying = AsyncRetrying(
             retry=retry_if_exception(lambda error: isinstance(error, TierckptError) and error.retryable),
             wait=wait_random_exponential(multiplier=0.5, max=self.settings.drain_retry_seconds_max),
             sleep=pause,
             reraise=True,
-            before_sleep=lambda _: RETRIES.emit(1, operation="drain"),
+            before_sleep=before_pause,
         )
         async for attempt in retrying:
             with attempt:
@@ -446,6 +499,11 @@ class Drainer:
             metadata[item.path] = await store.get(item.key)
             commit.check_bytes(metadata[item.path], item, manifest.chunk_size_bytes, store.uri)
         await asyncio.to_thread(commit.adopt_local, directory, manifest, metadata)
+
+
+def _may_pass(error: TierckptError) -> bool:
+    """True for what ends by itself, or by somebody who does not know of this node: an outage, expired credentials."""
+    return error.retryable or isinstance(error, PermissionDeniedError | CapacityError)
 
 
 async def _read_manifest(store: Store, key: str) -> Manifest:

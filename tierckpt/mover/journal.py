@@ -6,16 +6,18 @@ Invariants (tests cite them):
     J2  One mover works on an entry at a time. Ownership is a flock held by a process, so it ends with the process;
         there is no lock file to clean up after a crash.
     J3  An entry is removed only when its files are committed on the shared tier, or were deleted because no
-        commit can name them (durably, if they were never all there), or stand on the SSD behind newer ones.
+        commit can name them (durably, if they were never all there), or stand on the SSD behind newer ones, or
+        somebody has said that they are not to be drained (`tierckpt drain --forget`).
     J4  An entry carries a digest of itself: a damaged one is reported and left alone, so nothing is sent to a wrong
         place and no file is deleted because of it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,8 +41,11 @@ WRITTEN = "written"
 READY = "ready"
 KEPT = "kept"
 """Committed on the local tier, and to stay there: it is not drained unless somebody asks for it (``kept.py``)."""
+SET_ASIDE = "set aside"
+"""Its drain has failed for so long that no mover tries again by itself. The files stay, and nothing evicts them."""
 ENTRY_BYTES_MAX = 2 * manifests.MANIFEST_BYTES_MAX
 """It holds a manifest and, on the coordinator, the entries of its own files once more."""
+FAILING_SINCE = "failing_since_unix_seconds"
 FIELDS = frozenset(
     ("token", "uri", "rank", "state", "created_unix_seconds", "chunk_size_bytes", "files", "manifest", "error")
 )
@@ -63,6 +68,9 @@ class Entry:
     files: tuple[FileEntry, ...] = ()
     manifest: Manifest | None = None
     error: str = ""
+    failing_since_unix_seconds: float = 0.0
+    """When the drain failed for the first time in the way that it still fails in, by the wall clock: restarts of the
+    mover do not begin it again. 0: it does not fail."""
 
     @property
     def location(self) -> Location:
@@ -135,17 +143,49 @@ class Journal:
             entry = self.read(token)
         except (ManifestError, StoreError):
             return  # whoever removes a damaged entry knows what it does
-        if entry is not None and entry.state not in (READY, KEPT):
+        if entry is not None and entry.state not in (READY, KEPT, SET_ASIDE):
             directory = local_dir(self.directory.parent, entry.location)
             for changed in (directory, directory / METADATA_DIR, directory / BLOCKS_DIR):
                 with suppress(ObjectNotFoundError):
                     fsync_dir(changed)
 
-    def fail(self, token: str, error: str) -> None:
-        """Remember why the last try failed; the entry stays."""
-        entry = self.read(token)
-        if entry is not None and entry.error != error:
-            self.write(replace(entry, error=error))
+    def fail(
+        self, token: str, error: str, *, patience_seconds: float = math.inf, is_passing: bool = False
+    ) -> Entry | None:
+        """Remember why the last try failed, and since when; the entry stays. One that fails for longer than
+        ``patience_seconds`` is set aside. Returns what is noted now.
+
+        A failure of another type begins its own time. ``is_passing`` and ``error`` '': it is still waited for.
+        """
+        entry, now = self.read(token), time.time()
+        if entry is None or entry.state != READY:
+            return entry
+        is_same = is_passing if not entry.error else entry.error.partition(":")[0] == error.partition(":")[0]
+        since = entry.failing_since_unix_seconds or now
+        since = min(since, now) if is_same else now  # a clock that went back begins it again
+        state = SET_ASIDE if now - since > patience_seconds else READY
+        noted = replace(entry, error=error or entry.error, failing_since_unix_seconds=since, state=state)
+        return noted if noted == entry else self.write(noted)
+
+    def put_back(self, uri: str | None = None) -> list[Entry]:
+        """Have what was set aside (of ``uri``; None: all of it) drained again. Returns the entries."""
+        return self._change_set_aside(
+            uri, lambda one: self.write(replace(one, state=READY, error="", failing_since_unix_seconds=0.0))
+        )
+
+    def forget(self, uri: str) -> list[Entry]:
+        """Give up draining what was set aside of ``uri``: the entry goes (J3), its files stay. Returns the entries."""
+        return self._change_set_aside(uri, lambda one: self.remove(one.token))
+
+    def _change_set_aside(self, uri: str | None, change: Callable[[Entry], object]) -> list[Entry]:
+        changed = []
+        for entry in self.entries():
+            if entry.state == SET_ASIDE and uri in (None, entry.uri):
+                with self.own(entry.token) as free:
+                    if free:
+                        change(entry)
+                        changed.append(entry)
+        return changed
 
     @contextmanager
     def own(self, token: str, inherited: int | None = None) -> Iterator[Hold]:
@@ -179,6 +219,8 @@ def _encode(entry: Entry) -> bytes:
         "manifest": entry.manifest.encode().decode() if entry.manifest else None,
         "error": entry.error,
     }
+    if entry.failing_since_unix_seconds:
+        body[FAILING_SINCE] = entry.failing_since_unix_seconds
     return manifests.seal(body)
 
 
@@ -191,7 +233,8 @@ def _read(path: Path) -> Entry:
 
 def decode(data: bytes, *, where: str) -> Entry:
     """Decode and validate (J4). Raises ManifestError."""
-    body = manifests.unseal(data, FIELDS, where=where, size_bytes_max=ENTRY_BYTES_MAX)
+    newer = frozenset({FAILING_SINCE})
+    body = manifests.unseal(data, FIELDS, where=where, newer=newer, size_bytes_max=ENTRY_BYTES_MAX)
     problem = _problem(body)
     if problem:
         raise ManifestError(f"{where}: {problem} is not possible", hint="The entry is damaged; it is not acted upon")
@@ -206,6 +249,7 @@ def decode(data: bytes, *, where: str) -> Entry:
         files=manifests.decode_entries(body["files"], chunk, where=where),
         manifest=None if manifest is None else manifests.decode(manifest.encode(), where=where),
         error=body["error"],
+        failing_since_unix_seconds=body.get(FAILING_SINCE, 0.0),
     )
 
 
@@ -215,12 +259,13 @@ def _problem(body: Json) -> str:
         "token": manifests.is_token(body["token"]),
         "uri": _is_uri(body["uri"]),
         "rank": _is_int(body["rank"]) and 0 <= body["rank"] < manifests.RANKS_MAX,
-        "state": body["state"] in (WRITING, WRITTEN, READY, KEPT),
+        "state": body["state"] in (WRITING, WRITTEN, READY, KEPT, SET_ASIDE),
         "created_unix_seconds": manifests.is_unix_seconds(body["created_unix_seconds"]),
         "chunk_size_bytes": _is_int(body["chunk_size_bytes"])
         and 4096 <= body["chunk_size_bytes"] <= manifests.SIZE_BYTES_MAX,
         "manifest": body["manifest"] is None or (isinstance(body["manifest"], str) and body["manifest"].isascii()),
         "error": isinstance(body["error"], str),
+        FAILING_SINCE: manifests.is_unix_seconds(body.get(FAILING_SINCE, 0.0)),
     }
     return next((name for name, is_good in checks.items() if not is_good), "")
 

@@ -13,7 +13,7 @@ from ..stores.local import matching
 from ..telemetry import logger
 from . import commit
 from .drain import Drainer
-from .journal import KEPT, READY, WRITTEN, Entry
+from .journal import KEPT, READY, SET_ASIDE, WRITTEN, Entry
 
 log = logger("recovery")
 
@@ -27,7 +27,7 @@ async def take_up(entry: Entry, drainer: Drainer) -> bool:
     The shards of a save that never finished are removed, and the entry with them. What cannot be known yet stays as it
     is; what a live process holds is left alone.
     """
-    if entry.state in (READY, KEPT):
+    if entry.state in (READY, KEPT, SET_ASIDE):
         return entry.state == READY
     try:
         if entry.state == WRITTEN:

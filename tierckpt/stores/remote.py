@@ -390,10 +390,10 @@ class RemoteStore:
 
     async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
         """``put`` on the condition that ``etag`` is there. On GCS a HEAD more: its condition is on another number."""
-        mode: dict[str, str | None] = {"e_tag": etag, "version": None}
+        mode = {"e_tag": etag}
         try:
             if self.location.scheme == "gs":
-                mode["version"] = await self._generation_of(key, etag)
+                mode["version"] = await self._generation_of(key, etag) or ""
             await self._put(key, data, mode)
         except BucketNotFoundError:
             raise
@@ -437,7 +437,8 @@ class RemoteStore:
         meta = await self._request(key, call)
         if _info(meta).etag != etag:
             raise PreconditionFailedError(f"{self.uri}/{key} has changed", uri=self.uri, key=key)
-        return meta.get("version")
+        version: str | None = meta.get("version")
+        return version
 
     async def _holds(self, key: str, data: Buffer) -> bool:
         try:

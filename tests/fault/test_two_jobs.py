@@ -1,0 +1,63 @@
+"""Two nodes that save the same steps of one run: what one was told is never taken back by one that did not see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fault.two_jobs import BUGS, Verdict, judge
+
+STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_JOBS", "12"))
+"""Of each of the two; the second half is saved twice."""
+SECONDS_MAX = 120 if STEPS < 100 else 3600
+
+pytestmark = pytest.mark.timeout(SECONDS_MAX + 30)
+
+
+def run(uri: str, folder: Path, *, keep: int = 0, store: str = "", bug: str = "", steps: int = STEPS) -> Verdict:
+    folder.mkdir(parents=True, exist_ok=True)
+    processes = []
+    for name in ("one", "two"):
+        arguments = [uri, str(folder / f"root-{name}"), name, str(steps), str(keep), store, bug]
+        with (folder / f"{name}.log").open("wb") as log:
+            command = [sys.executable, "-m", "tests.fault.two_jobs", *arguments]
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+    try:
+        deadline = time.monotonic() + SECONDS_MAX
+        while not all((folder / f"{name}.ready").exists() for name in ("one", "two")):
+            assert time.monotonic() < deadline, (folder / "one.log").read_text()
+            time.sleep(0.01)
+        (folder / "go").touch()
+        for process, name in zip(processes, ("one", "two"), strict=True):
+            assert process.wait(SECONDS_MAX) == 0, (folder / f"{name}.log").read_text()[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    lines = [json.loads(line) for name in ("one", "two") for line in (folder / f"{name}.jsonl").open()]
+    return judge(uri, lines, store)
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("where", ["file", pytest.param("s3", marks=pytest.mark.server)])
+def test_two_nodes_save_one_run(where: str, keep: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    uri = request.getfixturevalue(f"{where}_uri")
+    verdict = run(uri, tmp_path / "nodes", keep=keep)
+    print(verdict.counts)
+    assert not verdict.wrong
+    assert verdict.counts["acknowledged"] >= STEPS and verdict.counts["save"] >= 2 * STEPS
+    assert verdict.counts["removed"] >= STEPS // 2 if keep else verdict.counts["standing"] == STEPS
+
+
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug])
+def test_a_seeded_bug_is_found(bug: str, file_uri: str, tmp_path: Path) -> None:
+    for turn in range(4):
+        if run(f"{file_uri}-{turn}", tmp_path / f"nodes-{turn}", keep=1, bug=bug, steps=25).wrong:
+            return
+    pytest.fail(f"nobody saw {bug!r}")

@@ -1,0 +1,207 @@
+"""One node of two that save the same steps of one run, by mistake, with other content.
+
+    python -m tests.fault.two_jobs URI LOCAL_ROOT NAME STEPS KEEP STORE BUG      writes LOCAL_ROOT/../NAME.jsonl
+
+It saves as ``dcp/writer.py`` does, drains each save at once, and goes back to the middle when it is through: a node
+that comes back. Each line says what was told: what a save replaces, that it is committed on the shared tier, that it
+was refused, what retention has removed. ``judge`` holds all lines against what stands in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from tests.fault.sweep.saver import CHUNK_BYTES, Saver, content
+from tierckpt.config import Settings
+from tierckpt.errors import AlreadyCommittedError, TierckptError
+from tierckpt.layout import Location, parse_uri, step_name
+from tierckpt.mover import commit, retention
+from tierckpt.mover.drain import Drainer
+from tierckpt.mover.retention import Policy, Rule
+from tierckpt.stores import open_store
+from tierckpt.stores.base import Store
+from tierckpt.stores.retry import Retries
+from tierckpt.stores.universal import UniversalStore
+
+START_SECONDS = 30.0
+
+
+def plain_store(location: Location) -> Store:
+    """A directory through fsspec, which has no conditional puts."""
+    return UniversalStore(fsspec.filesystem("file"), location.path, location.uri)
+
+
+def settings_of(root: Path) -> Settings:
+    return Settings.load(
+        local_root=root,
+        mover="inline",
+        chunk_size_bytes=CHUNK_BYTES,
+        flush_threads_max=1,
+        drain_retry_seconds_max=0.05,
+        commit_timeout_seconds=5.0,
+        allow_tmpfs=True,
+    )
+
+
+class Node:
+    def __init__(self, uri: str, root: Path, name: str, keep: int) -> None:
+        self.run, self.name, self.keep = parse_uri(uri), name, keep
+        self._runner = asyncio.Runner()
+        self.saver = Saver(settings_of(root), self._runner.run)
+        self.engine = self.saver.engine
+        self._lines = (root.parent / f"{name}.jsonl").open("a", buffering=1)
+        self._attempts: dict[str, str] = {}
+        self._told: set[str] = set()
+
+    def tell(self, what: str, **facts: Any) -> None:
+        self._lines.write(json.dumps({"what": what, "by": self.name, **facts}) + "\n")
+
+    def save(self, step: int, turn: int) -> None:
+        location, label = self.run.child(step_name(step)), f"{self.name}-{step}-{turn}"
+
+        def committed() -> None:
+            for entry in self.engine.journal.entries():
+                if entry.uri == location.uri and entry.manifest is not None and entry.token not in self._attempts:
+                    self._attempts[entry.token] = label
+                    replaces = sorted(entry.manifest.replaces)
+                    self.tell("save", step=step, attempt=entry.token, label=label, replaces=replaces)
+
+        try:
+            self.saver.save(location, label, committed=committed)
+            results, errors = self._runner.run(self.engine.drain_all(patient=True))
+        except TierckptError as error:
+            results, errors = [], [error]
+        outcomes = {result.token: result.outcome for result in results}
+        for attempt in [one for one in self._attempts if one not in self._told]:
+            # Where links can, the commit was done before the save returned: then the local copy bears the mark.
+            is_linked = commit.is_drained(self.engine.directory(location), attempt)
+            if outcomes.get(attempt) == "committed" or is_linked:
+                self._told.add(attempt)
+                self.tell("acknowledged", step=step, attempt=attempt)
+        for error in errors:
+            if not isinstance(error, AlreadyCommittedError):
+                self.tell("failed", step=step, error=repr(error))
+        for entry in self.engine.journal.entries():
+            if entry.error:
+                self.engine.journal.remove(entry.token)  # refused, and told so: what the next save says counts
+                self.tell("refused", step=step, attempt=entry.token)
+
+    def prune(self) -> None:
+        if not self.keep:
+            return
+        try:
+            result = self._runner.run(self.engine.prune(self.run, Policy(shared=Rule(self.keep))))
+        except TierckptError as error:
+            self.tell("failed", step=-1, error=repr(error))
+            return
+        for one in result.only("removed"):
+            self.tell("removed", step=one.copy.step, attempt=one.copy.attempt)
+
+
+@dataclass
+class Verdict:
+    """``wrong`` names each acknowledged attempt that is gone and nobody has decided on, or that is not whole."""
+
+    wrong: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def judge(uri: str, lines: list[dict[str, Any]], store: str) -> Verdict:
+    return asyncio.run(_judge(parse_uri(uri), lines, store))
+
+
+async def _judge(run: Location, lines: list[dict[str, Any]], kind: str) -> Verdict:
+    verdict = Verdict(counts=Counter(line["what"] for line in lines))
+    saves = {line["attempt"]: line for line in lines if line["what"] == "save"}
+    acknowledged = {line["attempt"] for line in lines if line["what"] == "acknowledged"}
+    removed = {line["attempt"] for line in lines if line["what"] == "removed"}
+    replaced = {seen for attempt in acknowledged for seen in saves[attempt]["replaces"]}
+    verdict.wrong += [f"failed: {line}" for line in lines if line["what"] == "failed"]
+    settings = Settings.load(allow_tmpfs=True)
+    for step in sorted({save["step"] for save in saves.values()}):
+        location = run.child(step_name(step))
+        store = plain_store(location) if kind == "plain" else open_store(location, settings, Retries(settings))
+        standing = await commit.read_shared_manifest(store)
+        mine = {attempt for attempt in acknowledged if saves[attempt]["step"] == step}
+        for attempt in mine - removed - replaced - ({standing.attempt} if standing else set()):
+            verdict.wrong.append(f"step {step}: {attempt} was acknowledged and nobody who saw it took it away")
+        if standing is not None:
+            verdict.counts["standing"] += 1
+            verdict.wrong += [text async for text in _torn(store, standing.attempt, saves, location)]
+        await store.close()
+    return verdict
+
+
+async def _torn(store: Store, attempt: str, saves: dict[str, Any], location: Location) -> AsyncIterator[str]:
+    label = saves[attempt]["label"]
+    manifest = await commit.read_shared_manifest(store)
+    assert manifest is not None
+    for index, entry in enumerate(one for one in manifest.files if one.path.endswith(".distcp")):
+        try:
+            if await store.get(entry.key) != content(label, 0, index):
+                yield f"{location.uri}: {entry.key} is not what {label} saved"
+        except TierckptError as error:
+            yield f"{location.uri}: {label} stands and lacks {entry.key}: {error.message}"
+    for entry in manifest.metadata:
+        try:
+            commit.check_bytes(await store.get(entry.path), entry, manifest.chunk_size_bytes, store.uri)
+        except TierckptError as error:
+            yield f"{location.uri}: stock PyTorch does not read {label}: {error.message}"
+
+
+def no_condition() -> None:
+    """What stands is replaced, whatever was seen."""
+
+    async def replace(store: Store, key: str, data: bytes, etag: str | None) -> None:
+        await store.put(key, data)
+
+    commit.replace = replace
+
+
+def no_look() -> None:
+    """Retention removes the step, whoever it belongs to by then."""
+
+    async def remove(store: Store, key: str, etag: str | None) -> bool:
+        await store.delete(key)
+        return True
+
+    commit.remove = remove
+    assert retention.commit is commit
+
+
+BUGS = {"": lambda: None, "no condition": no_condition, "no look": no_look}
+
+
+def main() -> None:
+    uri, root, name, steps, keep, kind, bug = sys.argv[1:8]
+    root_path = Path(root)
+    root_path.mkdir(parents=True, exist_ok=True)
+    BUGS[bug]()
+    if kind == "plain":
+        Drainer.store = lambda self, location: plain_store(location)  # type: ignore[method-assign]
+    node = Node(uri, root_path, name, int(keep))
+    (root_path.parent / f"{name}.ready").touch()
+    deadline = time.monotonic() + START_SECONDS
+    while not (root_path.parent / "go").exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    draw, last = random.Random(name), int(steps)
+    for turn, begin in enumerate((1, last // 2)):
+        for step in range(begin, last + 1):
+            node.save(step, turn)
+            node.prune()
+            time.sleep(draw.random() * 0.005)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""What can never be drained is set aside after a bounded time: said, kept on the SSD, put back or given up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.states import load, same, save, small_state
+from tierckpt.cli.app import run as cli
+from tierckpt.client import Client, close_all, wait
+from tierckpt.config import Settings
+from tierckpt.engine import Engine
+from tierckpt.errors import CommitAbandonedError, PermissionDeniedError, StoreUnavailableError, TierckptError
+from tierckpt.layout import CLAIM, local_dir, parse_uri
+from tierckpt.manifest import seal
+from tierckpt.mover import drain, space
+from tierckpt.mover.drain import Drainer
+from tierckpt.mover.journal import READY, SET_ASIDE, Entry, Journal
+
+AGENT = (
+    "import sys\n"
+    "from pathlib import Path\n"
+    "from tierckpt.agent.server import run\n"
+    "from tierckpt.config import Settings\n"
+    "sys.exit(run(Settings.load(local_root=Path(sys.argv[1]), agent_idle_seconds=0.5, commit_timeout_seconds=1.0)))\n"
+)
+
+
+@pytest.fixture
+def saved(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A step that is committed on this node and whose drain has not begun."""
+    uri = f"{file_uri}/step-1"
+    with monkeypatch.context() as patch:
+        patch.setattr(Client, "submit", lambda *_: None)
+
+        async def is_no_link(*_: object) -> bool:
+            return False
+
+        patch.setattr(Engine, "send_linked", is_no_link)
+        save(uri, small_state(1))
+    close_all()
+    return uri
+
+
+def only_entry(local_root: Path) -> Entry:
+    [entry] = Journal(local_root).entries()
+    return entry
+
+
+def another_save_owns(uri: str) -> None:
+    claim = Path(uri) / CLAIM
+    claim.parent.mkdir(parents=True, exist_ok=True)
+    claim.write_bytes(seal({"attempt": "rival", "replaces": []}))
+
+
+def a_rank_that_will_not_come(uri: str, local_root: Path) -> None:
+    """The journal of a node whose rank 1 of 2 has written nothing here: its part never comes to the shared tier."""
+    entry = only_entry(local_root)
+    assert entry.manifest is not None
+    alien = replace(entry.manifest.files[0], path="__1_0-0123456789abcdef.distcp", token="0123456789abcdef", rank=1)
+    manifest = replace(entry.manifest, files=(*entry.manifest.files, alien))
+    Journal(local_root).write(replace(entry, manifest=manifest))
+
+
+def run_agent(local_root: Path) -> int:
+    return subprocess.run([sys.executable, "-c", AGENT, str(local_root)], timeout=90, check=False).returncode
+
+
+def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = cli([*arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out or "{}")
+
+
+def drained_by(local_root: Path, **settings: Any) -> TierckptError | None:
+    """One patient drain of the only entry."""
+
+    async def work() -> TierckptError | None:
+        engine = Engine(Settings.load(local_root=local_root, **settings))
+        try:
+            _, errors = await engine.drain_all(patient=True)
+            return errors[0] if errors else None
+        finally:
+            await engine.close()
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize("cause", ["another save", "a rank"])
+def test_the_agent_sets_it_aside_and_leaves(
+    cause: str, saved: str, local_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    another_save_owns(saved) if cause == "another save" else a_rank_that_will_not_come(saved, local_root)
+    assert run_agent(local_root) == 0, "it has left by itself"
+    entry = only_entry(local_root)
+    assert entry.state == SET_ASIDE
+    reason = "belongs to another save" if cause == "another save" else "other ranks' parts"
+    assert reason in entry.error
+    begun = time.monotonic()
+    assert run_agent(local_root) == 0 and time.monotonic() - begun < 60, "the next one has nothing to do"
+
+    code, document = told(["status"], capsys)
+    assert code == 0 and document["set_aside"] == 1 and document["lag_seconds"] == 0.0
+    assert document["journal"][0]["state"] == SET_ASIDE and reason in document["journal"][0]["last_error"]
+    assert cli(["status"]) == 0 and "--forget" in capsys.readouterr().out
+    assert told(["drain", "--wait"], capsys)[0] == CommitAbandonedError.exit_code, (
+        "it ends, and says that all is not there"
+    )
+    assert same(load(saved, small_state(1)), small_state(1)), "what was acknowledged is there"
+    with pytest.raises(CommitAbandonedError, match="set aside"):
+        wait(saved, timeout_seconds=30)
+
+
+def test_it_is_put_back_when_the_cause_is_mended(
+    saved: str, local_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    another_save_owns(saved)
+    set_aside(local_root)
+    (Path(saved) / CLAIM).unlink()
+    code, document = told(["drain", "--retry", "--wait"], capsys)
+    assert (code, document["left"], document["entries"][0]["outcome"]) == (0, 0, "committed")
+    assert not Journal(local_root).entries()
+
+
+def test_it_is_given_up_and_the_local_copy_stays(
+    saved: str, local_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    another_save_owns(saved)
+    set_aside(local_root)
+    assert told(["drain", "--forget", f"{saved}9"], capsys)[0] == 4
+    code, document = told(["drain", "--forget", saved], capsys)
+    assert code == 0 and document["forgotten"] == 1
+    assert not Journal(local_root).entries()
+    assert same(load(saved, small_state(1)), small_state(1))
+
+
+def set_aside(local_root: Path) -> None:
+    drained_by(local_root, commit_timeout_seconds=0.2)
+    time.sleep(0.3)
+    drained_by(local_root, commit_timeout_seconds=0.2)
+    assert only_entry(local_root).state == SET_ASIDE
+
+
+def test_the_time_counts_over_restarts_of_the_mover(saved: str, local_root: Path) -> None:
+    another_save_owns(saved)
+    assert drained_by(local_root, commit_timeout_seconds=1000) is not None
+    entry = only_entry(local_root)
+    assert entry.state == READY and entry.failing_since_unix_seconds > 0
+    Journal(local_root).write(replace(entry, failing_since_unix_seconds=entry.failing_since_unix_seconds - 900))
+    drained_by(local_root, commit_timeout_seconds=1000)
+    assert only_entry(local_root).state == READY
+    Journal(local_root).write(replace(entry, failing_since_unix_seconds=entry.failing_since_unix_seconds - 1100))
+    drained_by(local_root, commit_timeout_seconds=1000)
+    assert only_entry(local_root).state == SET_ASIDE
+
+
+@pytest.mark.parametrize("error", [PermissionDeniedError, StoreUnavailableError])
+@pytest.mark.parametrize(("days", "state"), [(6.9, READY), (7.1, SET_ASIDE)])
+def test_what_may_pass_gets_a_week(
+    error: Callable[[str], TierckptError],
+    days: float,
+    state: str,
+    saved: str,
+    local_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries = 0
+
+    async def fails(*_: object) -> None:
+        nonlocal tries
+        tries += 1
+        if tries > 3:
+            raise asyncio.CancelledError
+        raise error("not now")
+
+    monkeypatch.setattr(Drainer, "send_files", fails)
+    monkeypatch.setattr(drain, "NOTE_SECONDS", 0.0)
+    settings = {"commit_timeout_seconds": 0.01, "drain_retry_seconds_max": 0.01}
+    with pytest.raises(asyncio.CancelledError) if error is StoreUnavailableError else _nothing():
+        drained_by(local_root, **settings)
+    entry = only_entry(local_root)
+    assert entry.state == READY and entry.failing_since_unix_seconds > 0
+    if error is StoreUnavailableError:
+        assert entry.error == "", "whoever waits for room still waits for it"
+    tries = 0
+    Journal(local_root).write(replace(entry, failing_since_unix_seconds=time.time() - days * 86400))
+    waits = error is StoreUnavailableError and state == READY
+    with pytest.raises(asyncio.CancelledError) if waits else _nothing():
+        drained_by(local_root, **settings)
+    assert only_entry(local_root).state == state
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_nothing_evicts_it(saved: str, local_root: Path) -> None:
+    another_save_owns(saved)
+    set_aside(local_root)
+    settings = Settings.load(local_root=local_root, local_bytes_max=1, local_full_policy="error")
+    directory = local_dir(local_root, parse_uri(saved))
+    assert not space.has_room(settings, 1 << 20, directory.parent / "step-2")
+    assert cli(["prune", str(Path(saved).parent), "--keep-last", "1"]) == 0
+    assert same(load(saved, small_state(1)), small_state(1))
