@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import ConfigError, ManifestError, StoreError
+from ..errors import BucketNotFoundError, ConfigError, ManifestError, ObjectNotFoundError, StoreError
 from ..layout import CLAIM, MANIFEST, PARTS_DIR, PRIVATE_DIR, pending
 from ..manifest import Manifest, decode
 from ..stores.base import Store
@@ -300,6 +300,10 @@ async def removals_begun(store: Store) -> list[Manifest]:
     async for info in store.list(commit.REMOVED_DIR):
         try:
             found.append(decode(await store.get(info.key), where=f"{store.uri}/{info.key}"))
+        except BucketNotFoundError:
+            raise
+        except ObjectNotFoundError:
+            continue  # another node has ended that removal meanwhile
         except ManifestError as error:
             log.warning("%s; what it names stays", error)
     return found
