@@ -53,7 +53,7 @@ async def read_history(directory: Path, store: Store) -> dict[str, Lines]:
     for name, data in zip(wanted, await asyncio.gather(*map(get, wanted)), strict=True):
         if data is not None:
             here[name] = data
-    return {name: _lines(data) for name, data in sorted(here.items())}
+    return {name: parse_lines(data) for name, data in sorted(here.items())}
 
 
 def _local(directory: Path) -> dict[str, bytes]:
@@ -66,13 +66,14 @@ def _local(directory: Path) -> dict[str, bytes]:
     return found
 
 
-def _lines(data: bytes) -> Lines:
+def parse_lines(data: bytes) -> Lines:
+    """The records in ``data``; a line that a crash has torn off is left out."""
     lines = []
     for text in data.splitlines():
         try:
             line = json.loads(text)
         except ValueError:
-            continue  # torn off by a crash
+            continue
         if isinstance(line, dict):
             lines.append(line)
     return lines

@@ -543,6 +543,8 @@ class Checkpointer:
             policy = replace(policy, shared=Rule())
         if not policy or int(os.environ.get("LOCAL_RANK", 0)) != 0:
             return
+        if not self._ledger.is_alone():
+            return  # what this job counts as old may be the newest of another
         try:
             self._client.run(lambda engine: until(deadline, engine.prune(self.location, policy)))
         except Exception as error:  # whatever it is: the save is committed

@@ -10,6 +10,7 @@ Nothing there belongs to a checkpoint. Every line carries totals, so a torn or m
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -28,15 +29,20 @@ from ..layout import HISTORY_DIR, Location, local_dir
 from ..stores.local import make_dirs
 from ..stores.quarantine import open_regular
 from ..telemetry import logger
+from .other_jobs import OtherJobs, identity
 
 log = logger("ledger")
 
 LINES_MAX = 4000
 LINE_SECONDS = 1.0
 """Time between two lines of progress that stay. The last step is always there."""
-SEND_SECONDS = 30.0
+SEND_SECONDS = 5.0
 """Time between two copies on shared storage."""
 LAST_SEND_SECONDS = 5.0
+LOOK_SECONDS = 5.0
+"""What a look at the records of others may take."""
+_own: set[str] = set()
+"""The names of the records of this process."""
 PROGRESS = ("step", "save", "durable")
 
 
@@ -66,6 +72,9 @@ class Ledger:
         name = f"{int(now * 1000):014d}-{os.getpid()}.jsonl"
         self._key = f"{HISTORY_DIR}/{name}"
         self._path = local_dir(settings.local_root, location) / self._key
+        _own.add(name)
+        self._others = OtherJobs(location, self._process_at)
+        self._looking: Future[None] | None = None
         self._file: int | None = None
         self._is_on = is_on
         self._begun_at = time.monotonic()
@@ -121,6 +130,32 @@ class Ledger:
         if is_written:
             _make_durable(self._path)  # here, where no step waits for it
         self.send()
+        self._look()
+
+    def _look(self) -> None:
+        """Look, in the background, whether another job saves here too; it is to see us as soon as we see it."""
+        if not (self._is_on and self._settings.drain) or (self._looking is not None and not self._looking.done()):
+            return
+
+        async def look(engine: Engine) -> None:
+            try:
+                async with asyncio.timeout(LOOK_SECONDS):
+                    has_news = await self._others.look(engine, frozenset(_own))
+            except Exception as error:  # L1
+                log.debug("whether other jobs save to %s is not known now: %s", self._location.uri, error)
+                return
+            if has_news:
+                self.send(at_once=True)
+
+        with contextlib.suppress(Exception):  # L1: a client that is closing
+            self._looking = get_client(self._settings).start(look)
+
+    def is_alone(self) -> bool:
+        """False when another job is known to save to this run. A look that is under way is waited for a moment."""
+        if self._looking is not None:
+            with contextlib.suppress(Exception):
+                self._looking.result(LOOK_SECONDS)
+        return self._others.is_alone
 
     def ended(self, reason: str, *, wait_seconds: float = 0.0) -> None:
         """The job closes its Checkpointer (``closed``), or ends for another reason."""
@@ -153,6 +188,7 @@ class Ledger:
             "start",
             process_at=round(self._process_at, 3),
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
+            **identity(),
         )
 
     def _count(self, seconds: float) -> None:

@@ -1,0 +1,135 @@
+"""Two jobs in one run, by mistake or because a node comes back: each knows it within one save, and says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tierckpt import Checkpointer
+from tierckpt.client import close_all
+from tierckpt.layout import MANIFEST
+
+JOB = """
+import logging, os, sys
+import torch
+from tierckpt import Checkpointer
+uri, root, value, keep = sys.argv[1:5]
+logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+checkpointer = Checkpointer(uri, local_root=root, keep_last=int(keep) or None)
+print("ready", flush=True)
+for line in sys.stdin:
+    step = int(line)
+    try:
+        checkpointer.save(step, {"w": torch.full((1000,), float(value))}).result(60)
+        checkpointer.wait()
+        print("saved", step, flush=True)
+    except Exception as error:
+        print("failed", step, type(error).__name__, flush=True)
+"""
+
+
+class Process:
+    def __init__(self, uri: str, folder: Path, value: int, keep: int = 0) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._errors = folder / "stderr"
+        with self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", JOB, uri, str(folder / "local"), str(value), str(keep)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "TIERCKPT_MOVER": "inline"},
+            )
+        assert self._answer() == "ready", self.said
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def save(self, step: int) -> str:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{step}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    @property
+    def said(self) -> str:
+        return self._errors.read_text()
+
+    @property
+    def knows(self) -> bool:
+        return "not alone" in self.said
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "jobs"
+
+
+@pytest.mark.parametrize("where", ["file", pytest.param("s3", marks=pytest.mark.server)])
+def test_each_knows_within_one_save_and_removes_nothing_of_the_other(
+    where: str, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    uri = request.getfixturevalue(f"{where}_uri")
+    one, two = Process(uri, folder / "one", 1, keep=1), Process(uri, folder / "two", 2, keep=1)
+    try:
+        assert one.save(1) == "saved 1"
+        assert two.save(2) == "saved 2"
+        assert one.save(3) == "saved 3"
+        assert two.save(4) == "saved 4"
+        assert one.save(5) == "saved 5"
+        for job, other in ((one, two), (two, one)):
+            assert job.knows, job.said
+            assert job.said.count("not alone") == 1, "once for each other"
+            assert f"process {other._process.pid}" in job.said
+    finally:
+        one.kill()
+        two.kill()
+    close_all()
+    for step, value in ((3, 1), (4, 2), (5, 1)):
+        state: dict[str, Any] = {"w": torch.zeros(1000)}
+        assert Checkpointer(uri).restore(state, step) == step
+        assert state["w"][0] == value, "since they know, nobody removes anything"
+
+
+def test_a_job_that_is_started_again_is_alone(file_uri: str, folder: Path) -> None:
+    first = Process(file_uri, folder, 1, keep=1)
+    assert first.save(1) == "saved 1"
+    first.kill()
+    again = Process(file_uri, folder, 1, keep=1)
+    try:
+        assert [again.save(step) for step in (2, 3)] == ["saved 2", "saved 3"]
+        assert not again.knows, again.said
+    finally:
+        again.kill()
+    assert [path.name for path in Path(file_uri).glob("step-*") if (path / MANIFEST).exists()] == ["step-3"]
+
+
+def test_a_run_that_ends_in_order_and_goes_on_elsewhere_is_alone(
+    file_uri: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for node in ("one", "two"):
+        with Checkpointer(file_uri, local_root=folder / node, keep_last=2) as checkpointer:
+            for step in (1, 2, 3) if node == "one" else (4, 5, 6):
+                checkpointer.save(step, {"w": torch.zeros(10)}).result(60)
+        close_all()
+    assert "not alone" not in caplog.text
+
+
+def test_a_store_without_conditional_puts_is_said_at_the_first_save(caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer("memory://two-jobs/run") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": torch.zeros(10)}).result(60)
+            assert caplog.text.count("no conditional puts") == 1
+    assert "not alone" not in caplog.text
