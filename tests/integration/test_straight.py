@@ -181,6 +181,28 @@ def test_a_full_ssd_does_not_end_the_saves(file_uri: str, local_root: Path, capl
     assert Checkpointer(file_uri).restore(state) == 4 and same(state, state_of(4))
 
 
+@pytest.mark.parametrize("full_policy", ["error", "wait"])
+@pytest.mark.parametrize("mib", [0, 1, 3])
+def test_saves_back_to_back_on_a_full_ssd(
+    full_policy: str, mib: int, file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The policy decides on the second when it knows nothing yet of the first: that it was too large for this SSD."""
+    caplog.set_level(logging.INFO)
+    limits = {**FULL, "local_bytes_max": mib * MiB + 64 * KiB, "local_full_policy": full_policy}
+    with Checkpointer(file_uri, local_full_timeout_seconds=20.0, **limits) as checkpointer:
+        futures = [checkpointer.save(step, state_of(step, 2)) for step in (1, 2, 3, 4)]
+        for future in futures:
+            future.result(60)
+        assert not any(record.error for record in checkpointer.stats)
+        assert all(record.is_sent for record in checkpointer.stats if record.is_straight)
+    state = zeros_like(state_of(4, 2))
+    assert Checkpointer(file_uri).restore(state) == 4 and same(state, state_of(4, 2))
+    if mib < 2:
+        assert "on the local tier (" not in caplog.text, "nothing lies there"
+        assert caplog.text.count("lies on the shared tier") == 4
+    assert not Journal(local_root).entries()
+
+
 def test_without_the_policy_a_full_ssd_is_an_error(file_uri: str) -> None:
     """The control."""
     checkpointer = Checkpointer(file_uri, local_bytes_max=64 * KiB, local_full_policy="error")

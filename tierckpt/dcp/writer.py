@@ -206,6 +206,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self._begun: tuple[LaidOut, _Save] | None = None
         self._holds_back = False
         self._is_kept: bool | None = None
+        self._has_straight_ranks = False
         self._stands_in = False
         self._epoch: str | None = None
         self._route: Route = "local"
@@ -375,8 +376,13 @@ class TierStorageWriter(Mount, StorageWriter):
         except BaseException:
             self._abort()
             raise
-        COMMITS.emit(1, tier=Tier.LOCAL)
-        log.info("committed %s on the local tier (%d bytes)", self.path, manifest.size_bytes)
+        if self.went_straight or self._has_straight_ranks:
+            # What is committed here names shards that lie there: the checkpoint is one when that tier says so too.
+            size_bytes = manifest.size_bytes
+            log.info("%s (%d bytes) lies on the shared tier; it is committed there next", self.path, size_bytes)
+        else:
+            COMMITS.emit(1, tier=Tier.LOCAL)
+            log.info("committed %s on the local tier (%d bytes)", self.path, manifest.size_bytes)
         self._hand_over(save)
 
     def _fence(self) -> contextlib.AbstractContextManager[None]:
@@ -677,6 +683,11 @@ class TierStorageWriter(Mount, StorageWriter):
     def keep(self, is_kept: bool) -> None:
         """Say whether this save stays on the local tier instead of being drained. Every rank says the same."""
         self._is_kept = is_kept
+
+    def send_after_all(self) -> None:
+        """Some rank's shards went straight to the shared tier: all ranks' follow, whatever was to stay here."""
+        self._has_straight_ranks = True
+        self._is_kept = False if self._is_kept is not None else None
 
     def route(self, route: Route) -> None:
         """Say which way this rank's shards go: to the SSD, straight to the shared tier, or there if the SSD is full.

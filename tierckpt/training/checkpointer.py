@@ -280,7 +280,7 @@ class Checkpointer:
         """Which way this save goes, and how fast the drains of this node may be from now on."""
         if not self._pacer.is_adaptive:
             return
-        writer.route("straight" if order.is_straight else "local if it fits" if order.is_sent else "local")
+        writer.route("straight" if order.is_straight else "local if it fits")
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and (order.bytes_per_second is not None or self._is_throttled):
             self._is_throttled = order.bytes_per_second is not None
             self._client.throttle(order.throttle_of_node(), order.throttle_seconds)
@@ -382,12 +382,17 @@ class Checkpointer:
             if job.metadata is None:
                 raise RuntimeError("only the coordinator commits")
             results = [result for result, _ in outcomes]
+            if any(straight for _, straight in outcomes):
+                job.writer.send_after_all()
             job.writer.finish(job.metadata, results)
             files = [file for rank in results for item in rank for file in getattr(item, "files", ())]
             return sum(file.size_bytes for file in files), any(straight for _, straight in outcomes)
 
         try:
             record.size_bytes, record.is_straight = job.exchange.gather_then(write, commit)
+            if record.is_straight:
+                job.writer.send_after_all()
+                record.is_sent = True
             job.writer.hand_over()
             if record.is_straight:
                 self._wait_shared(record, self.timeout_seconds)  # until then no other node could restore it
