@@ -1,0 +1,151 @@
+"""Two jobs on one local root: what one removes while the other looks at it is no error of either.
+
+TIERCKPT_TEST_TWO_JOBS sets how many steps each job saves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import tierckpt
+from tests.services import REPOSITORY
+from tierckpt.agent.metrics import NodeState
+from tierckpt.cache.pool import Pool
+from tierckpt.config import Settings
+from tierckpt.engine import Engine
+from tierckpt.errors import TierckptError
+from tierckpt.layout import MANIFEST, METADATA, OWN_DIR, PARTS_DIR, local_dir, parse_uri
+from tierckpt.manifest import FileEntry, Manifest
+from tierckpt.mover import commit, space
+from tierckpt.mover.budget import Budget
+from tierckpt.mover.catalog import _has_shards
+from tierckpt.mover.disk import clear_leftovers
+from tierckpt.mover.held import LocalTier
+from tierckpt.mover.history import _local
+from tierckpt.mover.journal import Journal
+from tierckpt.mover.kept import _newest_drained
+from tierckpt.mover.prune import finish_local
+from tierckpt.mover.retention import local_checkpoints
+from tierckpt.stores.local import make_dirs
+from tierckpt.training.checkpointer import Checkpointer
+
+STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_JOBS", "12"))
+LOOK_SECONDS = 1.0
+COMMITTED = Manifest("cd34", 1, 65536, (FileEntry(METADATA, 0, ()),), ()).encode()
+
+JOB = """
+import sys
+import torch
+from tierckpt import Checkpointer
+uri, steps = sys.argv[1], int(sys.argv[2])
+with Checkpointer(uri, keep_last=2) as checkpointer:
+    for step in range(1, steps + 1):
+        checkpointer.save(step, {"w": torch.full((4096,), float(step))})
+print("saved", steps)
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings.load(None, local_root=tmp_path / "local", mover="inline", local_bytes_max="10GiB")
+
+
+def run_of(settings: Settings) -> Path:
+    return local_dir(settings.local_root, parse_uri("file:///elsewhere/run/step-1")).parent
+
+
+LOOKS: dict[str, Callable[[Settings], object]] = {
+    "what removals left": lambda settings: finish_local(settings.local_root, Journal(settings.local_root)),
+    "checkpoints": lambda settings: list(local_checkpoints(settings.local_root)),
+    "bytes": lambda settings: space._counter(settings.local_root).total(exact=True),
+    "room": lambda settings: space._evict(settings, 1 << 50, settings.local_root),
+    "whose": lambda settings: LocalTier(settings.local_root).look(),
+    "metrics": lambda settings: list(NodeState(settings.local_root, Budget(settings))._committed()),
+    "leftovers": lambda settings: clear_leftovers(settings.local_root),
+    "journal": lambda settings: Journal(settings.local_root).entries(),
+    "cache": lambda settings: Pool(settings).scan(),
+    "drained": lambda settings: _newest_drained(run_of(settings)),
+    "shards": lambda settings: [_has_shards(run_of(settings) / f"step-{step}") for step in range(8)],
+    "history": lambda settings: [_local(run_of(settings) / f"step-{step}") for step in range(8)],
+    "forgotten": lambda settings: [commit.forget_local(run_of(settings) / f"step-{step}", "ab12") for step in range(8)],
+    "made": lambda settings: [make_dirs(run_of(settings) / f"step-{step}" / PARTS_DIR) for step in range(8)],
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_directories_come_and_go_while_they_are_looked_at(name: str, settings: Settings) -> None:
+    """The other job, as fast as it can: each instant between a look at a name and its use comes up."""
+    stop = threading.Event()
+
+    def comes_and_goes() -> None:
+        for number in itertools.count():
+            directory = run_of(settings) / f"step-{number % 8}"
+            try:
+                for inside in (PARTS_DIR, OWN_DIR, commit.REMOVED_DIR, "history"):
+                    (directory / inside).mkdir(parents=True, exist_ok=True)
+                (directory / MANIFEST).write_bytes(COMMITTED)
+                (directory / "__0_0-ab12.distcp").write_bytes(bytes(100))
+            except OSError:
+                pass  # somebody has removed what was empty
+            shutil.rmtree(run_of(settings) / f"step-{(number + 4) % 8}", ignore_errors=True)
+            if stop.is_set():
+                return
+
+    other = threading.Thread(target=comes_and_goes)
+    other.start()
+    try:
+        deadline, looks = time.monotonic() + LOOK_SECONDS, 0
+        while time.monotonic() < deadline:
+            LOOKS[name](settings)
+            looks += 1
+    finally:
+        stop.set()
+        other.join()
+    assert looks > 0
+
+
+@pytest.mark.timeout(60 + 10 * STEPS)
+def test_two_jobs_that_save_and_remove_on_one_local_root_both_end_well(tmp_path: Path) -> None:
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOB, str(tmp_path / "shared" / f"run-{number}"), str(STEPS)],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    ends = [job.communicate(timeout=60 + 10 * STEPS) for job in jobs]
+    for job, (said, error) in zip(jobs, ends, strict=True):
+        assert (job.returncode, said) == (0, f"saved {STEPS}\n"), error[-3000:]
+        assert "Traceback" not in error
+    for number in range(2):
+        newest = tierckpt.latest(str(tmp_path / "shared" / f"run-{number}"))
+        assert newest is not None
+        assert newest.endswith(f"step-{STEPS}")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("x"), RuntimeError("x"), TierckptError("x")])
+def test_retention_that_fails_in_whatever_way_fails_no_save(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Engine, "prune", fails)
+    with Checkpointer(str(tmp_path / "shared" / "run"), keep_last=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": torch.ones(3)})
+    assert (tierckpt.latest(str(tmp_path / "shared" / "run")) or "").endswith("step-2")
