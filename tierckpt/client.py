@@ -61,6 +61,8 @@ class Client:
         self._recovered = False
         self._recovering = threading.Lock()
         self._telling: set[asyncio.Task[None]] = set()
+        self._calls: set[concurrent.futures.Future[Any]] = set()
+        """What threads wait for."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tierckpt", daemon=True)
         self._thread.start()
@@ -75,11 +77,14 @@ class Client:
             return await work(self.engine)
 
         future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+        self._calls.add(future)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+        finally:
+            self._calls.discard(future)
 
     def start(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
         """Begin ``work(engine)`` on the loop and return at once."""
@@ -207,6 +212,8 @@ class Client:
         if self._loop.is_closed():
             return
         self.run(self._stop)
+        for call in tuple(self._calls):
+            call.cancel()  # it hangs, and the thread that waits for it would keep the process from ending
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10.0)
         if not self._thread.is_alive():

@@ -54,6 +54,10 @@ from .types import Buffer, ByteRange, ObjectInfo, Progress, ProgressListener, Ti
 log = logger("engine")
 
 PROBE_TIMEOUT_SECONDS = 10.0
+PROBE_SILENT_SECONDS = 0.5
+SILENT_SECONDS = 60.0
+"""For so long a store that has let a save wait in vain is asked no longer than ``PROBE_SILENT_SECONDS``: training waits
+for it once a minute, and not at each save."""
 OTHER_RANKS_SECONDS = 10.0
 ANSWER_SECONDS_MIN = 0.5
 """What a store may take at least to say what it has, when the time to wait for it is nearly up."""
@@ -94,6 +98,8 @@ class Engine:
         self._failures: dict[str, tuple[str, TierckptError]] = {}
         self._drained_to: set[tuple[str, str]] = set()
         """The stores (``place_of``) to which this process has drained something."""
+        self._silent_until: dict[tuple[str, str], float] = {}
+        """Until when (monotonic seconds) saves do not wait for stores that have let one wait in vain."""
         self._not_waited_for: set[str] = set()
         """Tokens of drains that somebody has waited for as long as a process waits at its end."""
         self._blind: set[Location] = set()
@@ -150,7 +156,8 @@ class Engine:
             standing |= {*local.replaces}  # the shared tier may still be at one of those
         if self.settings.drain:
             try:
-                async with asyncio.timeout(PROBE_TIMEOUT_SECONDS):
+                is_silent = time.monotonic() < self._silent_until.get(place_of(location), 0.0)
+                async with asyncio.timeout(PROBE_SILENT_SECONDS if is_silent else PROBE_TIMEOUT_SECONDS):
                     store = self.store(location)
                     self._say_if_blind(store, location)
                     found = await commit.attempts_standing(store)
@@ -160,7 +167,10 @@ class Engine:
                 if stock:
                     raise commit.already_committed(location, "of stock DCP", Tier.SHARED)
             except (StoreUnavailableError, TimeoutError) as error:
-                log.warning("%s: the shared tier does not answer, saving locally (%s)", location.uri, error)
+                if not is_silent:
+                    self._silent_until[place_of(location)] = time.monotonic() + SILENT_SECONDS
+                problem = error if isinstance(error, StoreError) else "no answer in time"
+                log.warning("%s: the shared tier does not answer, saving locally (%s)", location.uri, problem)
             except StoreError as error:
                 if place_of(location) not in self.selector.reached:
                     raise
@@ -320,7 +330,8 @@ class Engine:
         """
         deadline = time.monotonic() + timeout_seconds
         pause, idle_rounds = POLL_SECONDS_MIN, 0
-        self._forget_passing(location)  # it is tried once more, and its outcome is what is raised
+        self._forget_passing(location)
+        may_fail = True  # a try that had begun before this call; the outcome of the next one is what is raised
         while True:
             entries = await asyncio.to_thread(self._unsettled, location)
             try:
@@ -331,6 +342,8 @@ class Engine:
                 if local is not None and all(self._is_named(local, entry) for entry in entries):
                     return
             else:
+                if may_fail and self._forget_passing(location):
+                    may_fail = False
                 self._raise_failure(location)
                 if not entries and await self._is_committed(location, local, deadline - time.monotonic()):
                     return
@@ -347,7 +360,7 @@ class Engine:
                         self.submit(entry.token)  # left by a process that is gone; held elsewhere it is a no-op
             if time.monotonic() > deadline:
                 raise OperationTimeoutError(
-                    f"{location.uri} is not committed on the {tier} tier after {timeout_seconds:g} s",
+                    f"{location.uri} is not committed on the {tier} tier after {round(timeout_seconds, 1):g} s",
                     hint="`tierckpt status` shows what is in the journal and the last error",
                     tier=tier,
                     draining=len(entries),
@@ -400,10 +413,16 @@ class Engine:
                 del self._failures[token]
                 raise error
 
-    def _forget_passing(self, location: Location) -> None:
-        for token, (uri, error) in list(self._failures.items()):
-            if uri == location.uri and self.may_pass(location, error):
-                del self._failures[token]
+    def _forget_passing(self, location: Location) -> bool:
+        """Forget failures that ``may_pass``, so that their drains are tried again. False when there are none."""
+        passing = [
+            token
+            for token, (uri, error) in self._failures.items()
+            if uri == location.uri and self.may_pass(location, error)
+        ]
+        for token in passing:
+            del self._failures[token]
+        return bool(passing)
 
     def take_failures(self, uris: set[str]) -> dict[str, tuple[str, TierckptError]]:
         """Return the errors of drains to ``uris`` since the last call, with the URI, by token; and forget those."""

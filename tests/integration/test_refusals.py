@@ -156,8 +156,7 @@ with tierckpt.Checkpointer(sys.argv[1], keep_last=2) as checkpointer:
 """
 
 
-@pytest.mark.parametrize("mover", ["inline", "agent"])
-@pytest.mark.parametrize("kind", ["refused", "hanging"])
+@pytest.mark.parametrize(("kind", "mover"), [("refused", "agent"), ("hanging", "inline")])
 def test_leaving_while_the_store_is_away_ends_when_it_was_said(
     kind: str, mover: str, run: str, proxy: FaultProxy, local_root: Path, tmp_path: Path
 ) -> None:
