@@ -49,11 +49,13 @@ def check_same(left: Any, right: Any, where: str = "$") -> None:
 
 
 def _check_dict(left: dict[Any, Any], right: dict[Any, Any], where: str) -> None:
-    assert list(map(_typed, left)) == list(map(_typed, right)), (where, left, right)
+    assert list(map(_typed, left)) == list(map(_typed, right)), where
     assert getattr(left, "default_factory", None) is getattr(right, "default_factory", None), where
     for (key, one), other in zip(left.items(), right.values(), strict=True):
-        check_same(one, other, f"{where}.{key!r}")
+        check_same(one, other, f"{where}.{_typed(key)[1][:60]}")
 
 
 def _typed(key: Any) -> tuple[str, str]:
+    if type(key) is int:
+        return "int", format(key, "x")
     return type(key).__name__, repr(sorted(map(repr, key)) if isinstance(key, frozenset) else key)
