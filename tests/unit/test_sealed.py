@@ -15,13 +15,14 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path, PureWindowsPath
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -36,6 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import tierckpt
 from tests.compat.everything import everything
+from tests.compat.extensions import Flipped
 from tests.fault import attacks, attacks_try
 from tests.states import load, raises_ours, save, small_state
 from tierckpt import TierStorageReader, TierStorageWriter
@@ -812,3 +814,36 @@ def test_a_length_in_place_of_data_is_refused(kind: str) -> None:
         made.writestr("archive/version", "3\n")
     with pytest.raises(UnsafeCheckpointError, match="much more would come of its"):
         Objects().inert(stream.getvalue(), "x")
+
+
+class Endless(Flipped):
+    """A stream extension of which more comes than went in, as of a compressor: here without an end."""
+
+    @staticmethod
+    def from_descriptor(version: str) -> Endless:
+        return Endless()
+
+    def transform_from(self, source: IO[bytes]) -> IO[bytes]:
+        return cast(IO[bytes], EndlessReader())
+
+
+class EndlessReader(io.RawIOBase):
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return len(buffer)
+
+
+@pytest.mark.parametrize("name", ["weight", "text"])
+def test_what_an_extension_unpacks_is_bounded(name: str, file_uri: str) -> None:
+    state: dict[str, Any] = {"weight": torch.ones(1000), "text": "x"}
+    dcp.save(dict(state), storage_writer=TierStorageWriter(file_uri, _extensions=[Flipped()]))
+    fine, endless = ExtensionRegistry(), ExtensionRegistry()
+    fine.register(Flipped)
+    endless.register(Endless)
+    loaded = {name: torch.zeros(1000) if name == "weight" else ""}
+    dcp.load(loaded, storage_reader=TierStorageReader(file_uri, fine))
+    assert torch.equal(loaded["weight"], state["weight"]) if name == "weight" else loaded["text"] == "x"
+    with pytest.raises(CheckpointException, match=f"{name} is refused: more than"):
+        dcp.load(loaded, storage_reader=TierStorageReader(file_uri, endless))
