@@ -27,6 +27,7 @@ from tierckpt.mover import epochs
 from tierckpt.mover.breaker import LOCK
 from tierckpt.mover.commit import read_local_manifest
 from tierckpt.mover.contact import SOCKET
+from tierckpt.mover.disk import use_local_root
 from tierckpt.mover.journal import Journal
 from tierckpt.mover.lock import try_lock
 
@@ -73,6 +74,11 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
     except OSError:
         return True
+
+
+@pytest.fixture(autouse=True)
+def known_root(local_root: Path) -> None:
+    use_local_root(Settings.load(local_root=local_root))
 
 
 @pytest.fixture(scope="module")

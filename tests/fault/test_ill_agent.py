@@ -36,6 +36,7 @@ from tierckpt.mover import contact as contacts
 from tierckpt.mover.breaker import LOCK, PATIENCE_SECONDS, STARVED_SECONDS
 from tierckpt.mover.budget import change_control
 from tierckpt.mover.contact import SOCKET, Contact, NoAgentError, encode
+from tierckpt.mover.disk import use_local_root
 from tierckpt.mover.journal import Journal
 from tierckpt.mover.lock import try_lock
 
@@ -55,6 +56,7 @@ def until(is_true: Callable[[], Any], timeout_seconds: float, what: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_agent_is_left(local_root: Path) -> Iterator[None]:
+    use_local_root(Settings.load(local_root=local_root))
     yield
     close_all()
     with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):

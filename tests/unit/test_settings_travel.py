@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -68,6 +68,8 @@ def _another(name: str) -> Any:
         return OTHER[name]
     default = Settings.model_fields[name].default
     annotation = str(Settings.model_fields[name].annotation)
+    if isinstance(default, str):
+        return next(choice for choice in get_args(Settings.model_fields[name].annotation) if choice != default)
     if default is None:
         return "/some/file" if "Path" in annotation else 1 * MiB
     if isinstance(default, bool):

@@ -574,7 +574,7 @@ class TierStorageWriter(Mount, StorageWriter):
         shards, memories = described
         try:
             epoch = epochs.current(self.settings.local_root, self.location.parent)
-        except OSError as error:
+        except (OSError, TierckptError) as error:
             log.warning("%s is lost if this process ends before it is on the local tier: %s", self.path, error)
             return None
         if metadata is not None:

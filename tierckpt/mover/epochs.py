@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CommitAbandonedError
+from ..errors import CommitAbandonedError, TierckptError
 from ..layout import Location, agent_dir, epoch_file
 from ..stores.local import make_dirs
 from ..telemetry import logger
@@ -86,12 +86,12 @@ def enter(local_root: Path, run: Location, *, trains: bool) -> None:
             elif trains:
                 _wait_for(found.file, ALIVE, fcntl.LOCK_SH, PATIENCE_SECONDS)  # another rank is beginning it
             found.is_joined = trains
-    except OSError as error:
+    except (OSError, TierckptError) as error:
         log.warning("%s: what an earlier start of it had staged may still be committed: %s", run.uri, error)
 
 
 def current(local_root: Path, run: Location) -> str:
-    """The epoch of ``run``, '' before the first. Raises OSError."""
+    """The epoch of ``run``, '' before the first. Raises OSError, PermissionDeniedError."""
     with _lock:
         return os.pread(_open(local_root, run).file, EPOCH_BYTES, 0).decode("ascii", "replace")
 
