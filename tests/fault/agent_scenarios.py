@@ -454,8 +454,21 @@ def restarts(uri: str, folder: str, world_size: int = 1, **settings: Any) -> Non
 def restarts_and_saves(
     uri: str, folder: str, step: int, as_step: int, way: str = "Checkpointer", **settings: Any
 ) -> None:
-    """Start again and save, as ``step``, the state of ``as_step``: what the job was about to save is another one."""
+    """Start again and save, as ``step``, the state of ``as_step``: what the job was about to save is another one.
+
+    It stands still before it commits that, until the file ``go`` is there.
+    """
     points = Points(folder)
+
+    def late(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            points.reach("commits")
+            points.until(lambda: (points.folder / "go").exists())
+            return real(*args, **kwargs)
+
+        return call
+
+    _replace(commit, "keep_metadata", late)
     if way == "Checkpointer":
         checkpointer = _checkpointer(uri, **settings)
         found = {
@@ -465,14 +478,12 @@ def restarts_and_saves(
         (points.folder / "restored").write_text(str(checkpointer.restore(found)))
         checkpointer.save(step, state_of(0, as_step))
         checkpointer.wait("local")
-        points.reach("saved")
         checkpointer.close()
         return
     (points.folder / "restored").write_text(str(tierckpt.latest(uri, **settings)))
     job = _job(way, uri, **settings)
     job.save(step, state_of(0, as_step))
     job.wait("local")
-    points.reach("saved")
     tierckpt.wait(f"{uri}/step-{step}", **settings)
 
 

@@ -166,12 +166,13 @@ def test_a_staged_save_is_not_committed_beside_the_job_that_was_started_again(
     again = nursery.start(
         "restarts_and_saves", tmp_path / "again", uri=s3_uri, way=way, step=2, as_step=OTHER, **SETTINGS
     )
-    until(lambda: list((tmp_path / "again").glob("saved.*")) or again.codes(0.0) != [None], 90, "the save")
-    (tmp_path / "points" / "go").touch()
+    until(lambda: list(again.folder.glob("commits.*")) or again.codes(0.0) != [None], 120, "the save")
+    (tmp_path / "points" / "go").touch()  # the old one comes first, when the new one has seen that nothing stands there
+    until(lambda: is_gone(finisher), 60, "the process that finishes the old save to give up")
+    (again.folder / "go").touch()
     assert again.codes(120.0) == [0], again.output()  # no AlreadyCommittedError
     restored = (tmp_path / "again" / "restored").read_text()
     assert restored in ("1", f"{s3_uri}/step-1")
-    until(lambda: is_gone(finisher), 60, "the process that finishes the old save to give up")
     until(lambda: Journal(local_root).entries() == [], 60, "all to be drained or put away")
     close_all()
     wanted = whole_state(OTHER, 1)
