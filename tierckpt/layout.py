@@ -29,6 +29,7 @@ The local root holds::
     <local_root>/cache/                                          the node cache: models and data files (cache/pool.py)
     <local_root>/leases/                                         flocks of those who read a checkpoint
     <local_root>/epochs/                                         of each run, which start of its job may commit
+    <local_root>/quarantine/                                     what was of another kind than belongs in its place
     <local_root>/agent/                                          the agent's socket, lock and log; wills of staged saves
 """
 

@@ -89,6 +89,12 @@ def check(directory: Path) -> bool:
     return True
 
 
+def check_owner(status: os.stat_result, path: Path) -> None:
+    """Raise PermissionDeniedError when ``path``, whose status that is, is neither this user's nor root's."""
+    if not _is_trusted(status.st_uid):
+        raise _refused(path, _fault(status))
+
+
 def mode_of(directory: Path) -> int:
     """The mode with which to make ``directory``: nobody else can write at, below, or on the way to a local root."""
     root = root_of(directory)

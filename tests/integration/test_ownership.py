@@ -23,6 +23,7 @@ from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.errors import PermissionDeniedError
 from tierckpt.mover.disk import use_local_root
+from tierckpt.stores.local import read_whole
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be several users")
 
@@ -140,6 +141,20 @@ def test_a_directory_below_the_local_root_that_others_can_write_to_is_refused(ma
 
 
 @VICTIMS
+def test_a_file_that_another_user_put_where_all_could_write_once_is_refused(machine: Path, victim: int) -> None:
+    root = machine / "root"
+    assert not as_user(victim, lambda: make(make(root, 0o700) / "journal", 0o777) and root.chmod(0o777))
+    assert not as_user(ATTACKER, lambda: (root / "journal" / "planted.json").write_text("{}"))
+    assert not as_user(victim, lambda: [path.chmod(0o700) for path in (root, root / "journal")])
+
+    def work() -> None:
+        use(root)()
+        read_whole(root / "journal" / "planted.json", 100)
+
+    assert f"belongs to user {ATTACKER}" in as_user(victim, work)
+
+
+@VICTIMS
 @pytest.mark.parametrize("where", ["root", "above", "below"])
 def test_a_link_of_another_user_is_refused_and_one_of_our_own_is_followed(
     machine: Path, victim: int, where: str
@@ -244,7 +259,7 @@ def test_a_planted_checkpoint_and_a_planted_cache_are_not_believed(machine: Path
 def test_the_command_line_says_it_and_ends_with_its_code(machine: Path) -> None:
     root = machine / "root"
     assert not as_user(ATTACKER, lambda: make(root, 0o777))
-    for verb in (["status"], ["drain", "--pause"], ["ls", "/tmp/none"], ["agent"]):
+    for verb in (["drain", "--pause"], ["agent"]):
         ended = subprocess.run(
             [sys.executable, "-m", "tierckpt.cli", *verb, "--json", "--local-root", str(root)],
             capture_output=True,

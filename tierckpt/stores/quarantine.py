@@ -17,7 +17,7 @@ import stat
 from pathlib import Path
 
 from ..errors import StoreError
-from ..ownership import check, root_of
+from ..ownership import check, check_owner, root_of
 from ..telemetry import QUARANTINES, logger
 from ..types import Tier
 
@@ -43,9 +43,11 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int
     Raises:
         OSError: as ``os.open``.
         StoreError: something else lies there and cannot be set aside.
-        PermissionDeniedError: its directory is not safe to use (``ownership``).
+        PermissionDeniedError: its directory is not safe to use, or below a local root another user owns it
+            (``ownership``): it was put there when the directory could still be written by others.
     """
-    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if check(path.parent) else 0)
+    is_state = check(path.parent)
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_state else 0)
     for _ in range(2):
         try:
             file = os.open(path, flags, mode)
@@ -53,12 +55,23 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int
             if error.errno not in _OTHER_KIND:
                 raise
         else:
-            if stat.S_ISREG(os.fstat(file).st_mode):
+            status = os.fstat(file)
+            if stat.S_ISREG(status.st_mode):
+                if is_state:
+                    _check_owner(file, status, path)
                 return file
             os.close(file)
         if not set_aside(path):
             break
     raise StoreError(f"{path} is {kind_of(path)} and not a file", hint="Move it away", path=path, tier=Tier.LOCAL)
+
+
+def _check_owner(file: int, status: os.stat_result, path: Path) -> None:
+    try:
+        check_owner(status, path)
+    except BaseException:
+        os.close(file)
+        raise
 
 
 def set_aside(path: Path) -> bool:
