@@ -184,8 +184,9 @@ def _refused(path: Path, fault: str) -> PermissionDeniedError:
     what = f"local_root {path}" if root == path else f"{path}, below local_root," if root else str(path)
     return PermissionDeniedError(
         f"{what} {fault}",
-        hint="Set TIERCKPT_LOCAL_ROOT (or local_root=) to a directory of your own that nobody else can write to. If "
-        "this one is yours and you know all that is in it: `chmod -R go-w` it",
+        hint="Set TIERCKPT_LOCAL_ROOT (or local_root=) to a directory of your own that nobody else can write to, "
+        "or to a new one below it, which is made for you alone. If this one is yours and you know all that is in it: "
+        "`chmod -R go-w` it",
         path=path,
         tier=Tier.LOCAL,
     )

@@ -124,7 +124,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 4 MiB."""
     directory = tmp_path / "small"
     directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", directory], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "tmpfs", directory], check=True)
     yield directory
     subprocess.run(["umount", "-l", directory], check=True)
 

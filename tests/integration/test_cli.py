@@ -581,7 +581,7 @@ def test_doctor_finds_a_local_root_that_cannot_be(tmp_path: Path) -> None:
 def test_doctor_warns_of_memory_and_leaves_nothing_behind(tmp_path: Path) -> None:
     directory = tmp_path / "memory"
     directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", directory], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", directory], check=True)
     try:
         done = tierckpt_("doctor", tmp_path / "new/place", "--local-root", directory, TIERCKPT_ALLOW_TMPFS="false")
         assert list(directory.iterdir()) == []

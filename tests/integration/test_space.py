@@ -38,7 +38,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "ssd"
     place.mkdir()
     if request.param == "tmpfs":
-        command = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(place)]
+        command = ["mount", "-t", "tmpfs", "-o", "size=40m,mode=700", "tmpfs", str(place)]
     else:
         image = tmp_path / "image"
         with image.open("wb") as file:
