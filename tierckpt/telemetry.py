@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -155,6 +156,10 @@ def emit_rows(rows: list[list[Any]]) -> int:
 LogFormat: TypeAlias = Literal["text", "json"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
+REPEAT_SECONDS = 60.0
+EVENTS_A_MINUTE = 120
+SOURCES_MAX = 256
+
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
 
@@ -184,6 +189,58 @@ def logger(name: str) -> logging.Logger:
     return found
 
 
+class Repeats:
+    """Says of what happens again and again, from each source, the first time at once and then once a minute how often.
+
+    Any thread. Bounded: of more sources than ``SOURCES_MAX`` the rest are one.
+    """
+
+    def __init__(self, log: logging.Logger, level: int, what: str) -> None:
+        """``what``: a format of the source and of the reason."""
+        self._log, self._level, self._what = log, level, what
+        self._seen: dict[str, tuple[float, int]] = {}
+        self._lock = threading.Lock()
+
+    def note(self, source: str, reason: object) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if source not in self._seen and len(self._seen) >= SOURCES_MAX:
+                self._seen = {key: one for key, one in self._seen.items() if now - one[0] < REPEAT_SECONDS}
+                if len(self._seen) >= SOURCES_MAX:
+                    source = "others"
+            said_at, count = self._seen.get(source, (-REPEAT_SECONDS, 0))
+            is_due = now - said_at >= REPEAT_SECONDS
+            self._seen[source] = (now, 0) if is_due else (said_at, count + 1)
+        if is_due:
+            more = f" (and {count} more since it was said last)" if count else ""
+            self._log.log(self._level, f"{self._what}%s", source, reason, more)
+
+
+class _Sparing(logging.Filter):
+    """Of events from one line of the program so many a minute; then one that says how many were left out.
+
+    So that no stranger, and nothing that is tried again for ever, fills a disk with what is known already.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[tuple[str, int], list[float]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        counted = self._counts.setdefault((record.pathname, record.lineno), [now, 0, 0])
+        if now - counted[0] >= REPEAT_SECONDS:
+            if counted[2]:
+                text = f"{record.getMessage()} ({int(counted[2])} events like this one were left out before it)"
+                record.msg, record.args = text, None
+            counted[:] = [now, 0, 0]
+        counted[1] += 1
+        if counted[1] > EVENTS_A_MINUTE:
+            counted[2] += 1
+            return False
+        return True
+
+
 class JsonFormatter(logging.Formatter):
     """One line of JSON for an event: time (UTC), level, logger, event, then the fields given as ``extra``."""
 
@@ -205,11 +262,15 @@ class _TextFormatter(logging.Formatter):
         return redact(super().format(record))
 
 
-def log_to(stream: TextIO, log_format: LogFormat, level: LogLevel, name: str = "tierckpt") -> Callable[[], None]:
+def log_to(
+    stream: TextIO, log_format: LogFormat, level: LogLevel, name: str = "tierckpt", *, is_sparing: bool = False
+) -> Callable[[], None]:
     """Write the events of logger ``name`` to ``stream``, redacted. For processes of our own: the CLI and the agent.
 
     Returns what ends it. ``name`` may be "" for every library's events. Where events go to ``stream`` already, no event
     is written twice: until this ends, it writes what either asks for.
+
+    ``is_sparing``: for a process that lives for months; at most ``EVENTS_A_MINUTE`` from one line of the program.
     """
     target = logging.getLogger(name)
     standing = [each for each in target.handlers if isinstance(each, logging.StreamHandler) and each.stream is stream]
@@ -218,6 +279,8 @@ def log_to(stream: TextIO, log_format: LogFormat, level: LogLevel, name: str = "
     handler.setFormatter(
         JsonFormatter() if log_format == "json" else _TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     )
+    if is_sparing:
+        handler.addFilter(_Sparing())
     before = target.level
     for each in standing:
         target.removeHandler(each)

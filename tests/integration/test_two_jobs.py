@@ -28,7 +28,6 @@ from tierckpt.errors import TierckptError
 from tierckpt.layout import MANIFEST, METADATA, OWN_DIR, PARTS_DIR, local_dir, parse_uri
 from tierckpt.manifest import FileEntry, Manifest
 from tierckpt.mover import commit, space
-from tierckpt.mover.budget import Budget
 from tierckpt.mover.catalog import _has_shards
 from tierckpt.mover.disk import clear_leftovers
 from tierckpt.mover.held import LocalTier
@@ -71,7 +70,7 @@ LOOKS: dict[str, Callable[[Settings], object]] = {
     "bytes": lambda settings: space._counter(settings.local_root).total(exact=True),
     "room": lambda settings: space._evict(settings, 1 << 50, settings.local_root),
     "whose": lambda settings: LocalTier(settings.local_root).look(),
-    "metrics": lambda settings: list(NodeState(settings.local_root, Budget(settings))._committed()),
+    "metrics": lambda settings: list(NodeState(settings.local_root, None)._committed()),
     "leftovers": lambda settings: clear_leftovers(settings.local_root),
     "journal": lambda settings: Journal(settings.local_root).entries(),
     "cache": lambda settings: Pool(settings).scan(),
@@ -79,7 +78,7 @@ LOOKS: dict[str, Callable[[Settings], object]] = {
     "shards": lambda settings: [_has_shards(run_of(settings) / f"step-{step}") for step in range(8)],
     "history": lambda settings: [_local(run_of(settings) / f"step-{step}") for step in range(8)],
     "forgotten": lambda settings: [commit.forget_local(run_of(settings) / f"step-{step}", "ab12") for step in range(8)],
-    "made": lambda settings: [make_dirs(run_of(settings) / f"step-{step}" / PARTS_DIR) for step in range(8)],
+    "made": lambda settings: all(make_dirs(run_of(settings) / f"step-{step}" / PARTS_DIR) is None for step in range(8)),
 }
 
 

@@ -11,7 +11,7 @@ from .server import run
 
 def main() -> int:
     settings = Settings.model_validate_json(sys.stdin.read())
-    log_to(sys.stderr, settings.log_format, "info")
+    log_to(sys.stderr, settings.log_format, "info", is_sparing=True)
     return run(settings)
 
 

@@ -42,11 +42,13 @@ from ..telemetry import emit_rows, logger
 from ..types import Json, Progress
 from .connection import Connection, close_all
 from .estate import Estate
+from .log_file import LogFile
 from .peers import Peers
 
 log = logger("agent")
 
 RESCAN_SECONDS = 1.0
+LOG_CHECK_SECONDS = 1.0
 RETRY_SECONDS_MIN = 5.0
 RETRY_SECONDS_MAX = 300.0
 CONNECTIONS_MAX = 1024
@@ -120,6 +122,7 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         self._serve_metrics()
+        looking = asyncio.create_task(self._keep_log_small())
         if self.peers is not None:
             self.peers.start()
         copying = asyncio.create_task(self.replicator.run()) if self.replicator is not None else None
@@ -134,15 +137,22 @@ class Agent:
                 with contextlib.suppress(FileNotFoundError):
                     (self._directory / SOCKET).unlink()
         self.estate.leave()
-        if copying is not None:
-            copying.cancel()
-            await asyncio.wait([copying])
+        for task in (looking, copying):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
         if self.peers is not None:
             await self.peers.close()
         await self.engine.close()
         if self._metrics is not None:
             self._metrics.close()
         return code
+
+    async def _keep_log_small(self) -> None:
+        log_file = LogFile(self._directory)
+        while True:
+            log_file.keep_small()
+            await asyncio.sleep(LOG_CHECK_SECONDS)
 
     def _serve_metrics(self) -> None:
         """Prometheus, where it is asked for. An agent that cannot serve it drains all the same."""

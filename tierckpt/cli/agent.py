@@ -41,7 +41,7 @@ def agent(
     settings = load_settings(local_root)
     if stop:
         return _stop(settings)
-    stop_logging = log_to(sys.stderr, settings.log_format, "info")
+    stop_logging = log_to(sys.stderr, settings.log_format, "info", is_sparing=True)
     try:
         code = run(settings, stay=not leave_when_idle)
     finally:

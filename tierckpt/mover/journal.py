@@ -146,8 +146,9 @@ class Journal:
         if entry is not None and entry.state not in (READY, KEPT, SET_ASIDE):
             directory = local_dir(self.directory.parent, entry.location)
             for changed in (directory, directory / METADATA_DIR, directory / BLOCKS_DIR):
-                with suppress(ObjectNotFoundError):
-                    fsync_dir(changed)
+                if changed.is_dir():
+                    with suppress(ObjectNotFoundError):  # it has gone since
+                        fsync_dir(changed)
 
     def fail(
         self, token: str, error: str, *, patience_seconds: float = math.inf, is_passing: bool = False

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import resource
 import time
@@ -29,7 +30,7 @@ from typing import Protocol, TypeVar
 
 from ..config import Settings
 from ..errors import ConfigError
-from ..telemetry import BYTES, logger
+from ..telemetry import BYTES, Repeats, logger
 from ..types import Json, Tier
 from .auth import Crowded, OtherTime, Refused, Verifier, check_listen, read_secret, server_tls
 from .holdings import Holdings, Opened
@@ -168,6 +169,9 @@ class PeerServer:
         self.settings, self.holdings, self.members = settings, holdings, members
         self._where = check_listen(settings)
         self._verifier = Verifier(read_secret(settings), members.me.name)
+        self._strangers = Repeats(log, logging.WARNING, "requests are refused from %s: %s")
+        self._malformed = Repeats(log, logging.INFO, "malformed requests from %s: %s")
+        self._failures = Repeats(log, logging.ERROR, "a peer's request could not be answered: %s: %s")
         self._tls = server_tls(settings)
         self._fresh, self._asked = fresh, asked
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="tierckpt-peer")
@@ -233,7 +237,7 @@ class PeerServer:
     # --- one connection ------------------------------------------------------------------------------------------
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        most, host = _connections_max(), str((writer.get_extra_info("peername") or ("?",))[0])
+        most, host = _connections_max(), _host_of(writer)
         if len(self._connections) >= most or self._from[host] >= max(1, most // 2):
             self.counts["overflowed"] += 1
             writer.transport.abort()
@@ -256,8 +260,9 @@ class PeerServer:
                 patience = IDLE_SECONDS
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, asyncio.CancelledError) as error:
             log.debug("a peer's connection ends: %s", type(error).__name__)
-        except Exception:
-            log.exception("a peer's request could not be answered")
+        except Exception as error:
+            log.debug("a peer's request could not be answered", exc_info=True)
+            self._failures.note(type(error).__name__, error)
         finally:
             writer.transport.abort()
 
@@ -271,7 +276,7 @@ class PeerServer:
             request = parse_request(head)
         except WireError as error:
             self.counts["malformed"] += 1
-            log.debug("a malformed request: %s", error)
+            self._malformed.note(_host_of(writer), error)
             return await _Reply(self, writer).refuse(HTTPStatus.BAD_REQUEST)
         if request.method not in ("GET", "HEAD"):
             self.counts["malformed"] += 1
@@ -285,7 +290,7 @@ class PeerServer:
             return await _Reply(self, writer, error.nonce).refuse(HTTPStatus.UNAUTHORIZED, told)
         except Refused as error:
             self.counts["refused"] += 1
-            log.warning("a request is refused from %s: %s", writer.get_extra_info("peername"), error)
+            self._strangers.note(_host_of(writer), error)
             return await _Reply(self, writer).refuse(HTTPStatus.UNAUTHORIZED)
         except Crowded as error:
             self.counts["busy"] += 1
@@ -526,6 +531,10 @@ class _Reply:
 
 def _connections_max() -> int:
     return min(CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+
+def _host_of(writer: asyncio.StreamWriter) -> str:
+    return str((writer.get_extra_info("peername") or ("?",))[0])
 
 
 def _row(headers: Mapping[str, str]) -> Json | None:

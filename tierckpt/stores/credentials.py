@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..errors import ConfigError, PermissionDeniedError
 from ..redaction import printable
@@ -25,6 +26,8 @@ METADATA_ADDRESSES = {
     "gs": ("metadata.google.internal", 80),
 }
 """Where each cloud's machines find their own role."""
+
+_AWS_HOSTS = ("amazonaws.com", "amazonaws.com.cn")
 
 _S3_HINT = (
     "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (with boto3 installed), "
@@ -54,6 +57,9 @@ class Access:
     options: dict[str, Any] = field(repr=False)
     provider: Callable[[], dict[str, Any]] | None = None
     keys: str = ""
+    hosts: tuple[str, ...] = ()
+    """Where requests may lead (and to what is below these), because they carry what others could use. (): they carry
+    nothing that a client does not leave out by itself where it follows a redirect."""
 
     def is_newer_than(self, other: Access) -> bool:
         """True when requests that ``other`` was refused may pass with this one."""
@@ -81,7 +87,27 @@ def s3_access(bucket: str) -> Access:
         region = region or profile_region
     options["region"] = region or "us-east-1"
     keys = (_first("AWS_ACCESS_KEY_ID"), _first("AWS_SECRET_ACCESS_KEY"), _first("AWS_SESSION_TOKEN", "AWS_TOKEN"))
-    return Access(endpoint, options, provider, _digest(*keys) if keys[0] and keys[1] else "")
+    digest = _digest(*keys) if keys[0] and keys[1] else ""
+    return Access(endpoint, options, provider, digest, _s3_hosts(endpoint, provider))
+
+
+def _s3_hosts(endpoint: str, provider: object) -> tuple[str, ...]:
+    """A session token goes along in a header of S3's own, which a client that follows redirects takes for harmless.
+
+    Where the client finds credentials by itself, the services that issue them belong to it.
+    """
+    has_keys = bool(_first("AWS_ACCESS_KEY_ID") and _first("AWS_SECRET_ACCESS_KEY"))
+    if _is_true("AWS_SKIP_SIGNATURE") or (has_keys and not _first("AWS_SESSION_TOKEN", "AWS_TOKEN")):
+        return ()
+    hosts = [_host(endpoint)] if endpoint else list(_AWS_HOSTS)
+    if provider is None and not has_keys:
+        services = map(_first, ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT"))
+        hosts += [*_AWS_HOSTS, "169.254.0.0/16", "fd00:ec2::/32", *(_host(url) for url in services if url)]
+    return tuple(hosts)
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).hostname or ""
 
 
 def _digest(*values: str) -> str:
@@ -156,7 +182,9 @@ def azure_access(container: str) -> Access:
         if _azure_environment_has_identity()
         else _digest(*(str(options.get(n, "")) for n in ("account_key", "sas_key")))
     )
-    return Access(endpoint, options, keys=keys)
+    # A signature of Azure's is in the URL, and that is told to where a redirect leads (Referer).
+    hosts = (_host(endpoint) if endpoint else "core.windows.net",) if "sas_key" in options else ()
+    return Access(endpoint, options, keys=keys, hosts=hosts)
 
 
 def _azure_options() -> dict[str, Any]:

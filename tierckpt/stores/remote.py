@@ -45,6 +45,7 @@ from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, settled, short_answer
 from .credentials import Access, azure_access, gcs_access, s3_access
 from .ranges import Get, NotThisWay, Ranges, is_behind_proxy
+from .redirects import bounds
 from .remote_errors import (
     error_code,
     first_line,
@@ -630,6 +631,7 @@ def _build(location: Location, access: Access, part_retries: int, timeout_second
             "allow_http": access.endpoint.startswith("http://"),
             "timeout": timeout,
             "connect_timeout": min(timeout, timedelta(seconds=CONNECT_TIMEOUT_SECONDS)),
+            **bounds(access),
         },
         retry_config={"max_retries": part_retries, "retry_timeout": timeout},
         credential_provider=access.provider,

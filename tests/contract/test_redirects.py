@@ -1,0 +1,177 @@
+"""A server that sends us elsewhere: nothing that others could use goes along (stores/redirects.py)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.services import S3Server
+from tierckpt.config import Settings
+from tierckpt.errors import TierckptError
+from tierckpt.layout import parse_uri
+from tierckpt.stores import redirects, remote
+from tierckpt.stores.remote import RemoteStore
+from tierckpt.types import ByteRange
+
+TOKEN = "canaryToken0123456789"
+SIGNATURE = "canarySignature0123456789"
+
+
+class Server(ThreadingHTTPServer):
+    """Remembers what it was asked, and sends everybody to ``elsewhere``, if there is one."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, elsewhere: str = "", status: int = 404) -> None:
+        self.elsewhere, self.status = elsewhere, status
+        self.seen: list[str] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                server.seen.append(f"{self.command} {self.path}\n{self.headers}")
+                self.send_response(server.status)
+                if server.elsewhere:
+                    self.send_header("Location", f"{server.elsewhere}{urlsplit(self.path).path}")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer
+
+            def log_message(self, *_: Any) -> None: ...
+
+        super().__init__((host, 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def url(self, host: str) -> str:
+        return f"http://{host}:{self.server_port}"
+
+
+@pytest.fixture
+def settings(tmp_path: Any) -> Settings:
+    return Settings.load(None, local_root=tmp_path / "local", retry_attempts_max=0, store_timeout_seconds=2)
+
+
+@pytest.fixture(params=[302, 307])
+def elsewhere(request: pytest.FixtureRequest) -> Iterator[tuple[Server, int]]:
+    with Server("127.0.0.1") as server:
+        yield server, request.param
+
+
+async def ask_everything(store: RemoteStore) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield bytes(6 << 20)
+
+    async def listed() -> None:
+        async for _ in store.list():
+            pass
+
+    for request in (
+        lambda: store.head("key"),
+        lambda: store.get("key"),
+        lambda: store.get_range("key", ByteRange(0, 100)),
+        lambda: store.get_range_into("key", ByteRange(0, 1 << 20), memoryview(bytearray(1 << 20))),
+        listed,
+        lambda: store.list_dirs(),
+        lambda: store.put("key", b"value"),
+        lambda: store.put("key", b"value", if_absent=True),
+        lambda: store.put_stream("key", pieces(), 18 << 20),
+        lambda: store.delete("key"),
+    ):
+        with pytest.raises(TierckptError):
+            await request()
+            raise TierckptError("a store that has nothing may say so")
+    await store.close()
+
+
+async def s3(endpoint: str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "canaryKey",
+        "AWS_SECRET_ACCESS_KEY": "canarySecret",
+        "AWS_SESSION_TOKEN": TOKEN,
+    }.items():
+        monkeypatch.setenv(name, value)
+    await ask_everything(RemoteStore(parse_uri("s3://bucket/run"), settings))
+
+
+async def azure(endpoint: str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "AZURE_STORAGE_ACCOUNT_NAME": "account",
+        "AZURE_STORAGE_ENDPOINT": f"{endpoint}/account",
+        "AZURE_STORAGE_SAS_TOKEN": f"sv=2024-11-04&ss=b&srt=co&sp=rwdl&sig={SIGNATURE}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    await ask_everything(RemoteStore(parse_uri("az://container/run"), settings))
+
+
+@pytest.mark.parametrize("cloud", [s3, azure])
+@pytest.mark.parametrize(("here", "there"), [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "localhost")])
+async def test_nobody_else_is_asked_anything(
+    cloud: Any,
+    here: str,
+    there: str,
+    elsewhere: tuple[Server, int],
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other, status = elsewhere
+    with Server("127.0.0.1", other.url(there), status) as server:
+        await cloud(server.url(here), settings, monkeypatch)
+        assert any(TOKEN in one or SIGNATURE in one for one in server.seen)
+    assert other.seen == []
+
+
+@pytest.mark.parametrize("cloud", [s3, azure])
+async def test_of_another_machine_its_hosts_count(
+    cloud: Any, elsewhere: tuple[Server, int], settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redirects, "_is_this_machine", lambda _: False)
+    other, status = elsewhere
+    with Server("127.0.0.1", other.url("localhost"), status) as server:
+        await cloud(server.url("127.0.0.1"), settings, monkeypatch)
+        assert any(TOKEN in one or SIGNATURE in one for one in server.seen)
+    assert other.seen == []
+
+
+@pytest.mark.parametrize("cloud", [s3, azure])
+async def test_without_bounds_it_is_seen(cloud: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control."""
+    monkeypatch.setattr(remote, "bounds", lambda _: {})
+    with Server("127.0.0.1") as other, Server("127.0.0.1", other.url("localhost"), 307) as server:
+        await cloud(server.url("127.0.0.1"), settings, monkeypatch)
+        assert any(TOKEN in one or SIGNATURE in one for one in other.seen)
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+async def test_a_store_that_sends_nobody_away_is_used_as_before(
+    is_near: bool, s3_uri: str, moto: S3Server, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redirects, "_is_this_machine", lambda _: is_near)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    store, data = RemoteStore(parse_uri(s3_uri), settings), bytes(range(256)) * 4096
+    await store.put("a/key", data)
+    into = memoryview(bytearray(1 << 20))
+    await store.get_range_into("a/key", ByteRange(0, len(into)), into)
+    assert into == data
+    assert bytes(await store.get("a/key")) == data
+    assert [info.key async for info in store.list()] == ["a/key"]
+    await store.delete("a/key")
+    assert [info.key async for info in store.list()] == []
+    await store.close()

@@ -1,0 +1,52 @@
+"""The log of an agent that was started on demand: its standard error, a file that is bounded while the agent runs.
+
+    <local_root>/agent/agent.log      appended to
+    <local_root>/agent/agent.log.1    what was there before
+
+The agent itself puts a full one aside, so that all that it says goes along: events, and what libraries write. Both
+together take twice ``LOG_BYTES_MAX``, and what is said between two looks (a second).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+from pathlib import Path
+
+from ..mover.contact import LOG, LOG_BYTES_MAX
+from ..stores.quarantine import open_regular
+
+OUTPUTS = (1, 2)
+
+
+class LogFile:
+    """Whatever of this process's outputs goes to the log in ``directory``. None does where the site runs the agent."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LOG
+        self._outputs = [file for file in OUTPUTS if _is(file, self._path)]
+
+    def keep_small(self) -> None:
+        """Begin a new file where this one is full. One that cannot be begun stays, and it is tried again."""
+        if not self._outputs or os.fstat(self._outputs[0]).st_size <= LOG_BYTES_MAX:
+            return
+        with contextlib.suppress(OSError):
+            if _is(self._outputs[0], self._path):  # else whoever started another agent has put it aside already
+                self._path.replace(self._path.with_name(f"{LOG}.1"))
+            file = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                sys.stderr.flush()
+                for output in self._outputs:
+                    os.dup2(file, output)
+            finally:
+                os.close(file)
+
+
+def _is(file: int, path: Path) -> bool:
+    try:
+        status = os.fstat(file)
+        return stat.S_ISREG(status.st_mode) and os.path.samestat(status, path.lstat())
+    except OSError:
+        return False
