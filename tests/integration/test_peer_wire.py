@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import time
@@ -467,3 +468,18 @@ async def test_who_is_no_member_learns_no_time_and_teaches_none(tmp_path: Path) 
         node.server._verifier.prove = lambda *_: {"x-tierckpt-proof": "0" * 64}  # type: ignore[method-assign]
         with pytest.raises(PermissionDeniedError, match="not proven"):
             await node.client().members(node.member)
+
+
+async def test_who_is_no_member_fills_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(tmp_path) as node:
+        host, _, port = node.member.address.rpartition(":")
+        for number in range(200):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET /v1/members HTTP/1.1\r\nHost: x\r\n\r\n" if number % 2 else b"nothing\r\n\r\n")
+            await reader.read()
+            writer.close()
+        assert node.server.counts["refused"] == node.server.counts["malformed"] == 100
+    said = [
+        record for record in caplog.records if record.levelno >= logging.INFO and "127.0.0.1" in record.getMessage()
+    ]
+    assert len(said) <= 2

@@ -227,3 +227,67 @@ def test_a_uri_with_a_credential_in_it_is_refused_without_repeating_it(uri: str)
 )
 def test_other_uris_are_what_they_were(uri: str) -> None:
     parse_uri(uri)
+
+
+# --- what repeats ------------------------------------------------------------------------------------------------
+
+
+class Seconds:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(telemetry.time, "monotonic", lambda: self.now)
+
+
+def test_what_repeats_is_said_once_a_minute_for_each_source(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = Seconds(monkeypatch)
+    repeats = telemetry.Repeats(logger("test"), logging.WARNING, "refused from %s: %s")
+    for _ in range(1000):
+        repeats.note("one", "no proof")
+        repeats.note("two", "no proof")
+    assert caplog.messages == ["refused from one: no proof", "refused from two: no proof"]
+    seconds.now += telemetry.REPEAT_SECONDS
+    repeats.note("one", "a wrong proof")
+    assert caplog.messages[2:] == ["refused from one: a wrong proof (and 999 more since it was said last)"]
+
+
+def test_sources_without_number_are_bounded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = Seconds(monkeypatch)
+    repeats = telemetry.Repeats(logger("test"), logging.WARNING, "refused from %s: %s")
+    for minute in range(3):
+        for number in range(5000):
+            repeats.note(f"{minute}-{number}", "no proof")
+        assert len(repeats._seen) <= telemetry.SOURCES_MAX + 1
+        seconds.now += telemetry.REPEAT_SECONDS + 1
+    assert len(caplog.messages) <= 3 * (telemetry.SOURCES_MAX + 1)
+
+
+def test_a_line_that_is_said_again_and_again_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, stream = Seconds(monkeypatch), io.StringIO()
+    stop = log_to(stream, "text", "info", is_sparing=True)
+    try:
+        for number in range(5000):
+            logger("test").warning("drain of %d failed", number)
+        logger("test").warning("something else")
+        assert stream.getvalue().count("\n") == telemetry.EVENTS_A_MINUTE + 1
+        assert "something else" in stream.getvalue()
+        seconds.now += telemetry.REPEAT_SECONDS
+        for _ in range(3):
+            logger("test").warning("something else")
+    finally:
+        stop()
+    assert stream.getvalue().count("\n") == telemetry.EVENTS_A_MINUTE + 4
+
+
+def test_how_many_were_left_out_is_said_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, stream = Seconds(monkeypatch), io.StringIO()
+    stop = log_to(stream, "text", "info", is_sparing=True)
+    try:
+        for number in range(telemetry.EVENTS_A_MINUTE + 77):
+            if number == telemetry.EVENTS_A_MINUTE + 76:
+                seconds.now += telemetry.REPEAT_SECONDS
+            logger("test").warning("drain of %d failed", number)
+    finally:
+        stop()
+    assert "(76 events like this one were left out before it)" in stream.getvalue().splitlines()[-1]
