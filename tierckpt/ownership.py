@@ -99,7 +99,7 @@ def mode_of(directory: Path) -> int:
     """The mode with which to make ``directory``: nobody else can write at, below, or on the way to a local root."""
     root = root_of(directory)
     if root is None:
-        return 0o755 if any(one.is_relative_to(directory) for one in _roots) else 0o777
+        return 0o755 if any(one.is_relative_to(directory) for one in tuple(_roots)) else 0o777
     if directory == root or (directory.parent == root and directory.name in _DATA):
         return _roots[root]
     return 0o700 if directory.parent == root else 0o755
@@ -107,7 +107,7 @@ def mode_of(directory: Path) -> int:
 
 def root_of(path: Path) -> Path | None:
     """The local root of this process at or above ``path``."""
-    return next((root for root in _roots if path.is_relative_to(root)), None)
+    return next((root for root in tuple(_roots) if path.is_relative_to(root)), None)
 
 
 def resolve(path: Path) -> Path:
