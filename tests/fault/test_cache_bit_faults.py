@@ -117,7 +117,7 @@ def lazily(model: Model, entry: Path) -> bool:
 
 def in_parts(model: Model, entry: Path) -> bool:
     """Rows of each tensor, and of the last one columns: each part alone is less than a block."""
-    parts = [tierckpt.load_safetensors(entry, shard=(rank, 5, 0)) for rank in range(5)]
+    parts = [tierckpt.load_safetensors(entry, shard=(rank, 3, 0)) for rank in range(3)]
     columns = [tierckpt.load_safetensors(model.uri, shard=(rank, 2, 1), prefix="w") for rank in range(2)]
     rows = all(same(torch.cat([part[name] for part in parts]), tensor) for name, tensor in model.tensors.items())
     return rows and all(same(torch.cat([one[n] for one in columns], 1), model.tensors[n]) for n in columns[0])

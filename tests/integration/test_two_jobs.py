@@ -39,7 +39,7 @@ from tierckpt.mover.retention import local_checkpoints
 from tierckpt.stores.local import make_dirs
 from tierckpt.training.checkpointer import Checkpointer
 
-STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_JOBS", "12"))
+STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_JOBS", "8"))
 LOOK_SECONDS = 1.0
 COMMITTED = Manifest("cd34", 1, 65536, (FileEntry(METADATA, 0, ()),), ()).encode()
 
@@ -93,7 +93,8 @@ def test_directories_come_and_go_while_they_are_looked_at(name: str, settings: S
             try:
                 for inside in (PARTS_DIR, OWN_DIR, commit.REMOVED_DIR, "history"):
                     (directory / inside).mkdir(parents=True, exist_ok=True)
-                (directory / MANIFEST).write_bytes(COMMITTED)
+                (directory / "new").write_bytes(COMMITTED)
+                (directory / "new").replace(directory / MANIFEST)
                 (directory / "__0_0-ab12.distcp").write_bytes(bytes(100))
             except OSError:
                 pass  # somebody has removed what was empty
