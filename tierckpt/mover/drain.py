@@ -30,6 +30,7 @@ from ..errors import (
 )
 from ..layout import PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, local_dir, part, pending, step_of
 from ..manifest import Manifest
+from ..quantities import human_bytes
 from ..redaction import redact
 from ..stores import open_store
 from ..stores.base import Store
@@ -174,10 +175,10 @@ class Drainer:
         )
         if noted is not None and noted.state == SET_ASIDE:
             log.error(
-                "%s (%d bytes) is set aside, as its drain has failed for %.0f s: %s. It stays on this node; `tierckpt "
+                "%s (%s) is set aside, as its drain has failed for %.0f s: %s. It stays on this node; `tierckpt "
                 "drain --retry` tries again, `tierckpt drain --forget %s` gives it up",
                 entry.uri,
-                entry.size_bytes,
+                human_bytes(entry.size_bytes),
                 time.time() - noted.failing_since_unix_seconds,
                 text,
                 entry.uri,

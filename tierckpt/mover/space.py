@@ -72,7 +72,7 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserve
         if settings.local_full_policy == "error" or waited > settings.local_full_timeout_seconds:
             raise _full(settings, needed_bytes, lack, waits, waited)
         if not said:
-            log.warning("the local tier is full: a save of %d bytes waits for %s", needed_bytes, waits)
+            log.warning("the local tier is full: a save of %s waits for %s", human_bytes(needed_bytes), waits)
             said = True
         time.sleep(pause)
         pause = min(pause * 1.5, POLL_SECONDS_MAX)

@@ -1,0 +1,207 @@
+"""Documentation does what it says: each Python block runs, each command line is one that the command takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+import typer
+import yaml
+
+from tests.services import S3Server
+from tierckpt import telemetry
+from tierckpt.agent.metrics import GAUGES
+from tierckpt.cli.app import app
+from tierckpt.config import Settings
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guide").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+PREPARE = """
+import os, torch
+from safetensors.torch import save_file
+import fsspec
+
+os.makedirs("model")
+save_file({"w": torch.arange(64.0).reshape(8, 8)}, "model/model.safetensors")
+fsspec.filesystem("tierckpt").put_file("model/model.safetensors", "tierckpt://s3/models/llama-70b/model.safetensors")
+"""
+RUN = """
+import json, sys, traceback
+
+wrong = {}
+for name, block in json.load(sys.stdin).items():
+    try:
+        exec(compile(block, name, "exec"), {"__name__": "__main__"})
+    except BaseException:
+        wrong[name] = traceback.format_exc()
+print("WRONG" + json.dumps(wrong))
+"""
+
+
+def blocks(page: Path, *languages: str) -> Iterator[tuple[str, str]]:
+    """Each block of a page in one of ``languages``, and the line it begins at."""
+    text = page.read_text()
+    for found in BLOCK.finditer(text):
+        if found[1] in languages:
+            yield f"{page.relative_to(ROOT)}:{text[: found.start()].count(chr(10)) + 1}", found[2]
+
+
+@pytest.mark.server
+def test_every_python_block_runs_by_itself(moto: S3Server, tmp_path: Path) -> None:
+    """Each in a namespace of its own, in one process; what it names on this machine lies below ``tmp_path``."""
+    written = dict(block for page in PAGES for block in blocks(page, "python"))
+    assert len(written) > 15
+    here = re.compile(r"/tmp/tierckpt-demo|/nvme(?=/)|/mnt/nfs")
+    runnable = {name: here.sub(str(tmp_path), block) for name, block in written.items()}
+    store = boto3.client("s3", endpoint_url=moto.environment()["AWS_ENDPOINT_URL"], region_name="us-east-1",
+                         aws_access_key_id="testing", aws_secret_access_key="testing")  # fmt: skip
+    for bucket in ("bucket", "models"):
+        store.create_bucket(Bucket=bucket)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
+    environment = os.environ | moto.environment() | alone | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARE + RUN],
+        input=json.dumps(runnable),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=500,
+    )
+    assert "WRONG" in done.stdout, done.stderr
+    wrong = json.loads(done.stdout.rpartition("WRONG")[2])
+    assert not wrong, "\n".join(f"{name}\n{text}" for name, text in wrong.items())
+    assert "1 0 True" in done.stdout  # what the quickstart says that it prints
+
+
+def command_lines(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """Every ``tierckpt VERB ...`` of a page: lines of its shell blocks, and those in backticks."""
+    lines = [(name, line) for name, block in blocks(page, "", "sh", "bash") for line in block.splitlines()]
+    lines += [(page.name, found) for found in re.findall(r"`(tierckpt [a-z][^`|\n]*)`", page.read_text())]
+    for name, line in lines:
+        words = shlex.split(line, comments=True)
+        while "tierckpt" in words:
+            words = words[words.index("tierckpt") + 1 :]
+            end = next((at for at, word in enumerate(words) if word in ("&&", "|", ";", ">")), len(words))
+            yield name, words[:end]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_line_is_one_that_the_command_takes(page: Path) -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for where, words in command_lines(page):
+        if not words or words[0].startswith("-") or words[0] in ("on", "is"):
+            continue
+        assert words[0] in commands, (where, words)
+        options = {
+            option for parameter in commands[words[0]].params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        unknown = [word for word in words[1:] if word.startswith("--") and word.partition("=")[0] not in options]
+        assert [word for word in unknown if word != "--help"] == [], (where, words)
+
+
+def test_there_are_command_lines_to_check() -> None:
+    assert sum(1 for page in PAGES for _ in command_lines(page)) > 60
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    for page in [*PAGES, *(ROOT / "docs/internals").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:\s]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), (page.name, target)
+
+
+def test_every_metric_is_on_the_page_and_no_other() -> None:
+    page = (ROOT / "docs/guide/monitoring.md").read_text()
+    there = re.findall(r"^\| `(tierckpt_\w+)` \|", page, re.MULTILINE)
+    assert sorted(there) == sorted([*GAUGES, *(metric.name for metric in telemetry.METRICS.values())])
+
+
+def test_alerts_and_the_scrape_configuration_name_what_there_is() -> None:
+    alerts = yaml.safe_load((ROOT / "deploy/prometheus/tierckpt-alerts.yaml").read_text())
+    named = {
+        name
+        for group in alerts["groups"]
+        for rule in group["rules"]
+        for name in re.findall(r"\btierckpt_\w+", rule["expr"])
+    }
+    known = {*GAUGES, *(metric.name for metric in telemetry.METRICS.values())}
+    histograms = {f"{name}{suffix}" for name in known for suffix in ("_bucket", "_count", "_sum")}
+    assert named <= known | histograms
+    page = ROOT / "docs/guide/monitoring.md"
+    configurations = [yaml.safe_load(block) for _, block in blocks(page, "yaml")]
+    (scrape,) = (one["scrape_configs"][0] for one in configurations if "scrape_configs" in one)
+    (containers,) = (one["containers"] for one in configurations if "containers" in one)
+    assert f'up{{job="{scrape["job_name"]}"}}' in (ROOT / "deploy/prometheus/tierckpt-alerts.yaml").read_text()
+    variables = {item["name"]: item["value"] for item in containers[0]["env"]}
+    port = variables["TIERCKPT_METRICS_PORT"]
+    assert f"127.0.0.1:{port}" in containers[1]["args"][1]
+    assert {name.removeprefix("TIERCKPT_").lower() for name in variables} <= Settings.model_fields.keys()
+
+
+MEASURE = """
+import os, resource, sys, threading, time
+import torch
+from tierckpt import Checkpointer
+
+def resident():
+    fields = dict(line.split(":") for line in open("/proc/self/status") if line.startswith("Rss"))
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+
+def stored():
+    total = 0
+    for folder, _, names in os.walk(sys.argv[1] + "/checkpoints"):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(folder, name)).st_blocks * 512
+            except FileNotFoundError:
+                pass
+    return total
+
+state = {"weights": torch.ones(16 << 20)}
+peak, done = [0], threading.Event()
+def watch():
+    while not done.wait(0.005):
+        peak[0] = max(peak[0], stored())
+with Checkpointer("s3://bucket-of-sizes/small") as checkpointer:  # what is imported and connected once is no part of it
+    checkpointer.save(1, {"weights": torch.ones(16)})
+with Checkpointer("s3://bucket-of-sizes/run", keep_last={"local": 1, "shared": 2}) as checkpointer:
+    before = resident()
+    threading.Thread(target=watch).start()
+    for step in range(1, 3):
+        checkpointer.save(step, state)
+        checkpointer.save(step + 100, state)  # two in flight
+        checkpointer.wait("shared")
+    done.set()
+    print(resident() - before, peak[0], checkpointer.stats[-1].size_bytes)
+"""
+
+
+@pytest.mark.server
+def test_memory_and_disk_are_what_the_formula_says(moto: S3Server, tmp_path: Path) -> None:
+    """S x 2 in memory; on the SSD N x (2 + what is not drained), of which there is one more here."""
+    store = boto3.client("s3", endpoint_url=moto.environment()["AWS_ENDPOINT_URL"], region_name="us-east-1",
+                         aws_access_key_id="testing", aws_secret_access_key="testing")  # fmt: skip
+    store.create_bucket(Bucket="bucket-of-sizes")
+    root = tmp_path / "ssd"
+    environment = os.environ | moto.environment() | {"TIERCKPT_LOCAL_ROOT": str(root), "PYTHONPATH": str(ROOT)}
+    environment |= {"TIERCKPT_STAGING_MEMORY": "private"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(root)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    memory_bytes, disk_bytes, size_bytes = map(int, done.stdout.split())
+    assert 64 << 20 <= size_bytes < 65 << 20
+    print(f"{memory_bytes >> 20} MiB of memory and {disk_bytes >> 20} MiB of disk for {size_bytes >> 20} MiB")
+    # The mover is in this process here, and has a few chunks of each file in flight.
+    assert 2 * size_bytes <= memory_bytes <= 2 * size_bytes + (112 << 20), memory_bytes
+    assert size_bytes <= disk_bytes <= 3 * size_bytes + (1 << 20), disk_bytes
