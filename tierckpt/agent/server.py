@@ -37,6 +37,7 @@ from ..mover.disk import use_local_root
 from ..mover.journal import READY, Entry
 from ..mover.lock import try_lock
 from ..mover.replicate import Replicator
+from ..quantities import human_bytes
 from ..stores.quarantine import set_aside
 from ..telemetry import emit_rows, logger
 from ..types import Json, Progress
@@ -264,9 +265,9 @@ class Agent:
         left = await self._left()
         for entry in left:
             log.warning(
-                "%s (%d bytes) is not on the shared tier yet; the next agent goes on",
+                "%s (%s) is not on the shared tier yet; the next agent goes on",
                 entry.uri,
-                entry.size_bytes,
+                human_bytes(entry.size_bytes),
             )
         for save in self.estate.saves:
             log.warning("%s is staged and not on the local tier", save.name)
