@@ -327,7 +327,7 @@ class Filling:
             return  # of one block: its digest is the chunk's
         path = self.incoming / BLOCKS
         with translated(path):
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file = open_regular(path, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
                 os.pwrite(file, blocks, self.frozen.blocks_range(index, chunk).start)
             finally:

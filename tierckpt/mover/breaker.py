@@ -22,7 +22,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
+from ..errors import TierckptError
 from ..layout import agent_dir
+from ..stores.local import read_whole
 from ..telemetry import logger
 
 log = logger("agent")
@@ -98,6 +100,9 @@ class CircuitBreaker:
         return pid is not None
 
 
+LOCK_BYTES_MAX = 64
+
+
 def kill_agent(local_root: Path, *, only_stopped: bool = False) -> int | None:
     """Kill the process that holds the agent's lock. Returns its id; None when it is not certain which one that is.
 
@@ -105,8 +110,8 @@ def kill_agent(local_root: Path, *, only_stopped: bool = False) -> int | None:
     file open; by its pidfd no other process can be hit that gets the id meanwhile.
     """
     lock = agent_dir(local_root) / LOCK
-    with contextlib.suppress(OSError, ValueError):
-        pid = int(lock.read_text())
+    with contextlib.suppress(OSError, ValueError, TierckptError):
+        pid = int(read_whole(lock, LOCK_BYTES_MAX))
         pidfd = os.pidfd_open(pid)
         try:
             is_meant = pid != os.getpid() and (not only_stopped or _is_stopped(pid)) and _has_open(pid, lock)

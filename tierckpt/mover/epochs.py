@@ -35,6 +35,7 @@ from pathlib import Path
 from ..errors import CommitAbandonedError, TierckptError
 from ..layout import Location, agent_dir, epoch_file
 from ..stores.local import make_dirs
+from ..stores.quarantine import open_regular
 from ..telemetry import logger
 from .breaker import PATIENCE_SECONDS
 from .lock import POLL_SECONDS
@@ -138,7 +139,7 @@ def _open(local_root: Path, run: Location) -> _Run:
     path = epoch_file(local_root, run)
     if path not in _runs:
         make_dirs(path.parent)
-        _runs[path] = _Run(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        _runs[path] = _Run(open_regular(path, os.O_RDWR | os.O_CREAT))
     return _runs[path]
 
 
