@@ -33,7 +33,7 @@ from .mover.browse import Browser
 from .mover.budget import Budget
 from .mover.catalog import Checkpoint, Row
 from .mover.cluster import Live, cluster_of
-from .mover.disk import use_local_root
+from .mover.disk import clear_leftovers, use_local_root
 from .mover.drain import Drainer, DrainResult
 from .mover.drill import DrillReport, choose, drill
 from .mover.journal import READY, SET_ASIDE, Entry, Journal
@@ -242,6 +242,7 @@ class Engine:
         Safe beside live savers and movers: each holds its entries, and what is held is left alone.
         """
         await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
+        await asyncio.to_thread(clear_leftovers, self.settings.local_root)
         for entry in await asyncio.to_thread(self.journal.entries):
             if await take_up(entry, self._drainer) and self.settings.drain:
                 self.submit(entry.token)

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..config import Settings
 from ..errors import ConfigError, ObjectNotFoundError, TierckptError
 from ..ownership import open_root
-from ..stores.common import is_temporary
+from ..stores.common import is_abandoned, is_temporary
 from ..stores.local import make_dirs, translate_os_error
 from ..telemetry import logger
 from ..types import Tier
@@ -72,7 +72,8 @@ def check_local_root(settings: Settings) -> None:
 def clear_leftovers(local_root: Path) -> int:
     """Remove what killed processes left under names nobody looks for: temporary files, locks. Returns how many.
 
-    Only what was not touched for LEFTOVER_SECONDS. A lock is removed while it is held (K3), and never one whose journal
+    What a process of this machine wrote that has ended goes at once: the name says whose it is. Of the rest only what
+    was not touched for LEFTOVER_SECONDS. A lock is removed while it is held (K3), and never one whose journal
     entry stands: its next owner takes the lock's name for the entry's.
 
     Cost: one walk over the names below ``local_root``, and a stat for each temporary file and lock.
@@ -90,6 +91,9 @@ def clear_leftovers(local_root: Path) -> int:
 
 
 def _clear(path: Path, before_unix_seconds: float) -> bool:
+    if is_abandoned(path.name):
+        path.unlink()  # its process has ended, and no other writes under this name
+        return True
     if path.stat().st_mtime > before_unix_seconds:
         return False
     if is_temporary(path.name):

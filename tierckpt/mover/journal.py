@@ -159,8 +159,10 @@ class Journal:
         A failure of another type begins its own time. ``is_passing`` and ``error`` '': it is still waited for.
         """
         entry, now = self.read(token), time.time()
-        if entry is None or entry.state != READY:
+        if entry is None or entry.state == SET_ASIDE:
             return entry
+        if entry.state != READY:
+            return entry if entry.error == error else self.write(replace(entry, error=error))
         is_same = is_passing if not entry.error else entry.error.partition(":")[0] == error.partition(":")[0]
         since = entry.failing_since_unix_seconds or now
         since = min(since, now) if is_same else now  # a clock that went back begins it again

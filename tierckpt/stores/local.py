@@ -35,7 +35,17 @@ from ..errors import (
 )
 from ..ownership import check, mode_of
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
-from .common import check_key, check_prefix, check_range, check_size, closing, is_temporary, settled, short_answer
+from .common import (
+    check_key,
+    check_prefix,
+    check_range,
+    check_size,
+    closing,
+    is_temporary,
+    settled,
+    short_answer,
+    temporary_of_this_process,
+)
 from .quarantine import open_regular, set_aside
 
 MAKES_MAX = 100
@@ -188,7 +198,7 @@ def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:
 
     The directory must exist. Cost: two fsyncs.
     """
-    with _translated(path, tier), _temporary(path) as temporary:
+    with _translated(path, tier), _temporary(path, is_owned=tier is Tier.LOCAL) as temporary:
         _write_new(temporary, data, 0o644 if check(path.parent) else 0o666)
         replace_file(temporary, path)
         fsync_dir(path.parent)
@@ -226,9 +236,10 @@ def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool
 
 
 @contextlib.contextmanager
-def _temporary(path: Path) -> Iterator[Path]:
-    """Yield a new name beside ``path``; whatever is left under it is removed."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+def _temporary(path: Path, *, is_owned: bool = False) -> Iterator[Path]:
+    """Yield a new name beside ``path``; whatever is left under it is removed. ``is_owned``: it says whose it is."""
+    name = temporary_of_this_process(path.name) if is_owned else f".{path.name}.{secrets.token_hex(6)}.tmp"
+    temporary = path.with_name(name)
     try:
         yield temporary
     finally:
