@@ -197,10 +197,16 @@ class AzureServer:
 
 
 @contextmanager
-def moto_server() -> Iterator[S3Server]:
-    """Start moto in a process of its own, so that it shares neither the interpreter lock nor a crash with the tests."""
+def moto_server(*, keep_alive: bool = False) -> Iterator[S3Server]:
+    """Start moto in a process of its own, so that it shares neither the interpreter lock nor a crash with the tests.
+
+    ``keep_alive``: it leaves connections open after an answer, as every real server does.
+    """
     port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    protocol = "HTTP/1.1" if keep_alive else "HTTP/1.0"
+    served = f"import werkzeug.serving as w; w.WSGIRequestHandler.protocol_version = {protocol!r}"
+    started = f"import moto.server as m; m.main(['-H', '127.0.0.1', '-p', '{port}'])"
+    command = [sys.executable, "-c", f"{served}; {started}"]
     with _running(command, f"http://127.0.0.1:{port}/", {}):
         yield S3Server(f"http://127.0.0.1:{port}", "testing", "testing")
 

@@ -11,9 +11,11 @@ import asyncio
 import concurrent.futures
 import concurrent.futures.thread  # imported first, so that its own exit hook runs after ours
 import contextlib
+import ctypes
 import os
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,14 +68,23 @@ class Client:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tierckpt", daemon=True)
         self._thread.start()
+        self._pid = os.getpid()
+        _every.add(self)
 
     @short_traceback
     def run(self, work: Callable[[Engine], Awaitable[T]]) -> T:
         """Run ``work(engine)`` on the loop and return its result. Never call it from the loop itself."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("a blocking tierckpt call was made on tierckpt's own event loop")
+        if not self.is_ours:
+            raise TierckptError(
+                "what a process has opened was used in a forked child of it", hint="Open it again, in the child"
+            )
+
+        tasks: list[asyncio.Task[Any]] = []
 
         async def call() -> T:
+            tasks.extend(filter(None, [asyncio.current_task()]))
             return await work(self.engine)
 
         future = asyncio.run_coroutine_threadsafe(call(), self._loop)
@@ -81,10 +92,13 @@ class Client:
         try:
             return future.result()
         except BaseException:
-            future.cancel()
+            if not future.done():  # interrupted: the caller closes what the work uses, so first the work ends
+                future.cancel()
+                asyncio.run_coroutine_threadsafe(_ended(tasks), self._loop).result(CLOSE_TIMEOUT_SECONDS)
             raise
         finally:
             self._calls.discard(future)
+            del future  # it holds its error, whose traceback holds this frame
 
     def start(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
         """Begin ``work(engine)`` on the loop and return at once."""
@@ -207,9 +221,14 @@ class Client:
             with contextlib.suppress(TierckptError, OSError):
                 await asyncio.to_thread(contact_for(self.settings).ask, {"op": "here"}, start=False)
 
+    @property
+    def is_ours(self) -> bool:
+        """False in a forked child, which has neither the thread nor the connections."""
+        return self._pid == os.getpid()
+
     def close(self) -> None:
         """Stop the drains (the journal keeps them) and the thread. Idempotent."""
-        if self._loop.is_closed():
+        if self._loop.is_closed() or not self.is_ours:
             return
         self.run(self._stop)
         for call in tuple(self._calls):
@@ -226,7 +245,9 @@ class Client:
             task.cancel()
         if left:
             patience = max(CLOSE_SECONDS_MIN, self.settings.exit_timeout_seconds)
-            await asyncio.wait(left, timeout=min(CLOSE_TIMEOUT_SECONDS, patience))
+            _, hung = await asyncio.wait(left, timeout=min(CLOSE_TIMEOUT_SECONDS, patience))
+            for task in hung:
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # it ends with the process
         await engine.close()
 
     def finish(self) -> None:
@@ -251,6 +272,11 @@ class Client:
         if self._telling:
             await asyncio.wait(set(self._telling), timeout=max(0.0, deadline - time.monotonic()))
         return await engine.idle(max(0.0, deadline - time.monotonic()))
+
+
+async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_SECONDS / 2)
 
 
 class _Watch:
@@ -284,6 +310,7 @@ _tally = Tally()
 listen(_tally)
 
 _clients: dict[Settings, Client] = {}
+_every: weakref.WeakSet[Client] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
@@ -472,6 +499,8 @@ class CachedView:
 
     def close(self) -> None:
         """Give up the lease; end what fills in the background. What has landed stays. Idempotent."""
+        if not self._client.is_ours:
+            return
         if self._filling is not None:
             self._filling.cancel()
             concurrent.futures.wait([self._filling], timeout=CLOSE_TIMEOUT_SECONDS)
@@ -529,12 +558,18 @@ def _finish_all() -> None:
     close_contacts()
 
 
-def _forget_after_fork() -> None:
-    global _lock
+def _start_anew() -> None:
+    """In a forked child: what the parent's clients hold stays the parent's."""
+    # None of it may be freed here, not even when the child ends: a coroutine that is closed lets go of its locks and
+    # connections, which are the parent's, and what is native waits for threads that are not here. So it lives for ever.
+    parents = [(client, asyncio.all_tasks(client._loop)) for client in list(_every)]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(parents))
+    _every.clear()
     _clients.clear()
-    _lock = threading.Lock()
+    _lock._at_fork_reinit()  # type: ignore[attr-defined]
+    _tally.start_anew()
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_start_anew)
 # atexit would be too late: by then the interpreter has stopped thread pools, and file I/O of the drains with them.
 threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import cached_property
 from pathlib import Path
 
 from .cache.pool import Room
@@ -63,6 +64,8 @@ ANSWER_SECONDS_MIN = 0.5
 """What a store may take at least to say what it has, when the time to wait for it is nearly up."""
 POLL_SECONDS_MIN = 0.02
 POLL_SECONDS_MAX = 1.0
+NOTED_MAX = 1024
+"""How many of its latest drains an engine can still tell the end of."""
 
 
 class Engine:
@@ -88,12 +91,11 @@ class Engine:
         self._drainer = Drainer(settings, listener)
         # The agent, which says itself who is there, fetches nothing that it would have to ask others for.
         self.sharing = Sharing(settings) if settings.peers is not None and live is None else None
-        self.shelf = Shelf(settings, self.store, listener, self.sharing)
+        self.shelf = Shelf(settings, self._drainer.store, listener, self.sharing)
         self.cluster = cluster_of(settings, live)
         """The other nodes, where there are ``peers``."""
-        self.selector = Selector(settings, self.store, self.directory, self.cluster)
+        self.selector = Selector(settings, self._drainer.store, self._drainer.directory, self.cluster)
         """The newest checkpoint of a run, and the waiting for a store that does not answer."""
-        self.browser = Browser(self.store, self.find, self.directory)
         self._drains: dict[str, asyncio.Task[DrainResult]] = {}
         self._failures: dict[str, tuple[str, TierckptError]] = {}
         self._drained_to: set[tuple[str, str]] = set()
@@ -105,7 +107,11 @@ class Engine:
         self._blind: set[Location] = set()
         """Runs of which it was said that other jobs cannot be seen there."""
         self.committed_at: dict[str, float] = {}
-        """When (monotonic seconds) this process saw each URI committed on the shared tier."""
+        """When (monotonic seconds) this process saw each of its latest URIs committed on the shared tier."""
+
+    @cached_property
+    def browser(self) -> Browser:
+        return Browser(self.store, self.find, self.directory)
 
     @property
     def journal(self) -> Journal:
@@ -254,12 +260,14 @@ class Engine:
             uri = entry.uri if entry else ""
             result = await self._drainer.drain(token)
             if result.outcome == "committed":
-                self.committed_at[uri] = time.monotonic()
+                self._note_commit(uri)
                 self._drained_to.add(place_of(parse_uri(uri)))
             return result
         except TierckptError as error:
             log.error("drain of %s failed: %s", uri, error)
             self._failures[token] = (uri, error)
+            if len(self._failures) > NOTED_MAX:  # of saves that nobody waits for: the journal has them
+                del self._failures[next(iter(self._failures))]
             raise
         finally:
             self._drains.pop(token, None)
@@ -277,8 +285,13 @@ class Engine:
         result = await self._drainer.commit_if_complete(token)
         if result.outcome == "waiting":
             return False
-        self.committed_at[result.uri] = time.monotonic()
+        self._note_commit(result.uri)
         return True
+
+    def _note_commit(self, uri: str) -> None:
+        self.committed_at[uri] = time.monotonic()
+        if len(self.committed_at) > NOTED_MAX:
+            del self.committed_at[next(iter(self.committed_at))]
 
     async def drain_all(self, *, patient: bool) -> tuple[builtins.list[DrainResult], builtins.list[TierckptError]]:
         """Drain everything in the journal, newest first. Returns what was drained and what was not, with the reason."""

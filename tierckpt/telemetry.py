@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -60,6 +61,7 @@ class Metric:
 
 _listeners: tuple[MetricListener, ...] = ()
 _changing = threading.Lock()
+os.register_at_fork(after_in_child=_changing._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def listen(listener: MetricListener) -> Callable[[], None]:
@@ -100,7 +102,7 @@ PEER_REFUSED = Metric(
 )
 PEER_BANS = Metric("counter", "tierckpt_peer_bans_total", "Peers that are not asked for a while: wrong bytes.")
 
-RELAYED_VALUES_MAX = 10_000
+RELAYED_VALUES_MAX = 2000
 
 
 class Tally:
@@ -124,6 +126,11 @@ class Tally:
                 self._sums[key] = value
             else:
                 self._sums[key] = self._sums.get(key, 0.0) + value
+
+    def start_anew(self) -> None:
+        """In a forked child: what was collected before is the parent's to tell."""
+        self._lock = threading.Lock()
+        self._sums, self._values = {}, []
 
     def take(self) -> list[list[Any]]:
         """Return what was collected as ``[name, value, labels]`` rows, and begin again."""

@@ -208,7 +208,7 @@ async def test_an_idle_connection_that_the_server_has_closed_is_no_failure(
     store: RemoteStore, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await read(store) == expected()
-    [[(_, connection)]] = store._ranges._connections._idle.values()
+    [[(_, connection)]] = store._bucket.ranges._connections._idle.values()
     connection.sock.shutdown(socket.SHUT_RDWR)
     assert await read(store) == expected()
     assert store.retries.counts["failures"] == 0

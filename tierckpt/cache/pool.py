@@ -92,8 +92,11 @@ class Pool:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.root = settings.local_root / "cache"
-        self.index = Index(self.root / "index.sqlite", self.scan)
         self._agreed = False
+
+    @property
+    def index(self) -> Index:
+        return Index(self.root / "index.sqlite", self.scan)
 
     def directory(self, name: str) -> Path:
         return self.root / name

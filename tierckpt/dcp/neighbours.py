@@ -63,14 +63,17 @@ def spans(item: ReadItem, info: _StorageInfo, stored: tuple[torch.dtype, torch.S
 class Neighbours:
     """What a reader has of the other ranks of its node, from its offer to the end of its load."""
 
-    def __init__(self, settings: Settings, spans_of: Spans) -> None:
-        self._settings, self._spans_of = settings, spans_of
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._memory: Memory | None = None
 
-    def offered(self, plan: LoadPlan, checkpoint: Checkpoint, fetched: Callable[[], Sequence[str]]) -> LoadPlan:
+    def offered(
+        self, plan: LoadPlan, spans_of: Spans, checkpoint: Checkpoint, fetched: Callable[[], Sequence[str]]
+    ) -> LoadPlan:
         """Return ``plan`` with an offer, where there may be other ranks.
 
         Args:
+            spans_of: tells where in the files an item lies.
             fetched: tells which files this rank would bring to the local tier.
         """
         self._memory = None  # that of the load before: all ranks have ended it, or have failed
@@ -81,7 +84,7 @@ class Neighbours:
         try:
             self._memory = reserve(window_bytes)
             for item in plan.items:
-                name, ranges = self._spans_of(item)
+                name, ranges = spans_of(item)
                 wanted.setdefault(name, []).extend(ranges)
             missing = fetched()
         except TierckptError as error:  # of no memory, or of metadata that cannot be: then the load itself says it
@@ -115,13 +118,13 @@ class Neighbours:
         ]
 
     @contextlib.contextmanager
-    def reading(self, plan: LoadPlan) -> Iterator[Reading]:
+    def reading(self, plan: LoadPlan, spans_of: Spans) -> Iterator[Reading]:
         """How the bytes of ``plan`` are read."""
         crew = self._crew(plan.storage_data) if isinstance(plan.storage_data, Pact) else None
         if crew is None:
             self._memory = None
         try:
-            yield Reading(self._spans_of, crew)
+            yield Reading(spans_of, crew)
         finally:
             if crew is not None:
                 crew.leave()

@@ -113,7 +113,7 @@ class TierStorageReader(Mount, StorageReader):
         self._infos: dict[int, _StorageInfo] = {}
         self._lease = contextlib.ExitStack()
         self._error: TierckptError | None = None
-        self._neighbours = Neighbours(self.settings, self._spans)
+        self._neighbours = Neighbours(self.settings)
         self._point_to(uri if uri is not None else path)
 
     # --- contract of StorageReader ------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class TierStorageReader(Mount, StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         if self._is_over_group:
             return replace(plan, storage_data=broadcast.Offer(frozenset(self._names_here(plan))))
-        return self._neighbours.offered(plan, self._find(), lambda: self._names_to_fetch(plan))
+        return self._neighbours.offered(plan, self._spans, self._find(), lambda: self._names_to_fetch(plan))
 
     @short_traceback
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -215,7 +215,7 @@ class TierStorageReader(Mount, StorageReader):
     def _read_own(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         with no_collection():
             self._infos = {id(item): self._info(item) for item in plan.items}
-        with self._neighbours.reading(plan) as reading:
+        with self._neighbours.reading(plan, self._spans) as reading:
             self._read_data(self._find(), plan, planner, reading)
 
     def _read_shares(self, plan: LoadPlan, planner: LoadPlanner, shares: broadcast.Shares) -> None:

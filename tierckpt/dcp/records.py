@@ -20,6 +20,7 @@ from ..errors import CheckpointError, StateMismatchError
 from ..mover.flush import BLOCK_BYTES, Image, Record, round_up
 from . import image, split, wire
 from .loadable import warn_of_refusal
+from .pickling import resolve_object
 from .stager import StagedItems, refuse_tensor
 
 
@@ -55,7 +56,8 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
     objects = getattr(planner, "state_dict", {})
     for item in items:
         if item.type is WriteItemType.BYTE_IO:
-            data = cast(Any, planner.resolve_data(item)).getbuffer()
+            made = planner.resolve_data(item) if isinstance(planner, StagedItems) else resolve_object(planner, item)
+            data = cast(Any, made).getbuffer()
             if item.index.fqn in objects:
                 warn_of_refusal(item.index.fqn, objects[item.index.fqn], data)
             found.objects.append(Record(0, data, item=item))

@@ -31,6 +31,7 @@ from ..mover.flush import round_up
 from . import image, split, testament, wire
 from .collection import no_collection
 from .copying import Copies
+from .pickling import resolve_object
 
 Mode = Literal["eager", "lazy"]
 
@@ -110,7 +111,7 @@ class TierStager:
         tensors = []
         for item in items:
             if item.type is WriteItemType.BYTE_IO:
-                staged.data[item.index] = planner.resolve_data(item)
+                staged.data[item.index] = resolve_object(planner, item)
             else:
                 tensors.append((item, split.resolve(planner, item).detach()))
         refuse_tensors({item.index.fqn: tensor for item, tensor in tensors})
@@ -248,9 +249,11 @@ class _Walk:
         self.leaves: list[torch.Tensor] = []
         self._places: list[tuple[Any, Any, DTensor | None]] = []
         self._tuples: list[tuple[Any, Any]] = []
-        self._others = StateDictStager()
+        self._others: StateDictStager | None = None
         self._root: list[Any] = [None]
         self._visit(self._root, 0, state)
+        if self._others is not None:
+            vars(self._others).clear()  # it refers to itself: where no collector runs it would stay, and its copies
 
     def rebuild(self, targets: Sequence[torch.Tensor]) -> Any:
         """The state dict with ``targets`` in place of the leaves. Once."""
@@ -292,6 +295,7 @@ class _Walk:
 
     def _copied(self, value: Any) -> Any:
         """Anything else: a copy in ordinary memory, tensors inside it moved to the CPU."""
+        self._others = self._others or StateDictStager()
         return self._others.stage({"": value})[""]
 
 

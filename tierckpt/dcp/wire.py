@@ -15,6 +15,7 @@ Source: PKWARE APPNOTE 4.3 (records, data descriptors, central directory); torch
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from dataclasses import dataclass
@@ -179,6 +180,7 @@ def _tuple(values: Any) -> bytes:
 
 
 _config_lock = threading.Lock()
+os.register_at_fork(after_in_child=_config_lock._at_fork_reinit)  # type: ignore[attr-defined]
 """torch's settings are the process's: two threads that change and restore them would leave the wrong ones."""
 
 

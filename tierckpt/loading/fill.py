@@ -431,8 +431,13 @@ class _Reading:
                 self._ready.put(None)
         if buffers:
             self._work(buffers[0], through[0])
-        for thread in started:
-            thread.join()
+        try:
+            for thread in started:
+                thread.join()
+        except BaseException as error:  # interrupted: what they read, and where to, is closed after this
+            self._fail(error)
+            for thread in started:
+                thread.join()
         if self._error is not None:
             raise self._error
 

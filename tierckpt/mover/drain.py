@@ -15,8 +15,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
-
 from .. import manifest as manifests
 from ..config import Settings
 from ..errors import (
@@ -35,7 +33,7 @@ from ..redaction import redact
 from ..stores import open_store
 from ..stores.base import Store
 from ..stores.local import make_dirs, translate_os_error
-from ..stores.retry import Retries
+from ..stores.retry import Retries, jitter_seconds
 from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, logger
 from ..types import Progress, ProgressListener, Tier
 from . import commit, kept, leases
@@ -49,12 +47,13 @@ log = logger("drain")
 
 POLL_SECONDS_MIN = 0.05
 POLL_SECONDS_MAX = 2.0
+PAUSE_SECONDS_MIN = 0.5
 PASSING_SECONDS = 7 * 86400.0
 """How long a drain is tried whose store is away, full, or refuses us: over a long weekend and the week after it."""
 NOTE_SECONDS = 3600.0
 """Between two looks at how long that has been."""
 STORES_MAX = 16
-"""Steps that are drained or looked at at a time are few; each has connections of its own."""
+"""Steps that are drained or looked at at a time are few."""
 
 
 @dataclass
@@ -95,7 +94,7 @@ class Drainer:
         store = self._stores.pop(location, None) or open_store(location, self.settings, self.retries)
         self._stores[location] = store
         if len(self._stores) > STORES_MAX:
-            del self._stores[next(iter(self._stores))]  # its connections close when whoever uses it is done
+            del self._stores[next(iter(self._stores))]
         return store
 
     def directory(self, location: Location) -> Path:
@@ -105,6 +104,7 @@ class Drainer:
         for store in self._stores.values():
             await store.close()
         self._stores.clear()
+        self.retries.close()
         self.budget.close()
 
     async def drain(self, token: str, *, patient: bool = True) -> DrainResult:
@@ -197,30 +197,22 @@ class Drainer:
         once, else after a jittered pause."""
         if not patient:
             return await work()
-
-        async def pause(seconds: float) -> None:
+        tries = 0
+        while True:
+            try:
+                return await work()
+            except TierckptError as error:
+                if not error.retryable:
+                    raise
+                RETRIES.emit(1, operation="drain")
+                if not await self._may_wait(entry):
+                    raise
+            tries += 1
             with contextlib.suppress(TimeoutError):  # then it is tried all the same, and noted
                 async with asyncio.timeout(NOTE_SECONDS):
                     if not await available(self.store(entry.location)):
-                        await asyncio.sleep(seconds)
-
-        async def before_pause(state: RetryCallState) -> None:
-            RETRIES.emit(1, operation="drain")
-            error = state.outcome.exception() if state.outcome is not None else None
-            if error is not None and not await self._may_wait(entry):
-                raise error
-
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(lambda error: isinstance(error, TierckptError) and error.retryable),
-            wait=wait_random_exponential(multiplier=0.5, max=self.settings.drain_retry_seconds_max),
-            sleep=pause,
-            reraise=True,
-            before_sleep=before_pause,
-        )
-        async for attempt in retrying:
-            with attempt:
-                return await work()
-        raise AssertionError("unreachable")  # AsyncRetrying without a stop never falls through
+                        longest = self.settings.drain_retry_seconds_max
+                        await asyncio.sleep(jitter_seconds(tries, PAUSE_SECONDS_MIN, longest))
 
     async def _drain(self, entry: Entry, patient: bool) -> str:
         try:

@@ -23,9 +23,8 @@ from pathlib import Path
 from ..errors import TierckptError
 from ..manifest import digest_of
 from ..stores.local import make_dirs, matching
-from ..stores.quarantine import open_regular
 from ..telemetry import logger
-from .lock import POLL_SECONDS, _is_file, try_lock
+from .lock import POLL_SECONDS, _is_file, close_lock, open_lock, try_lock
 
 log = logger("leases")
 
@@ -39,19 +38,19 @@ def reading(local_root: Path, directory: Path) -> Iterator[None]:
 
     Look again, once inside, whether the checkpoint still stands: it may have gone before the lease was held.
     """
-    deadline = time.monotonic() + REMOVAL_SECONDS_MAX
+    deadline, pid = time.monotonic() + REMOVAL_SECONDS_MAX, os.getpid()
     while (lease := _try_lease(local_root, directory)) == _HELD and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     try:
         yield
     finally:
-        _release(lease, lease_path(local_root, directory))
+        _release(lease, pid, lease_path(local_root, directory))
 
 
 @asynccontextmanager
 async def reading_async(local_root: Path, directory: Path) -> AsyncIterator[None]:
     """``reading`` for coroutines."""
-    deadline = time.monotonic() + REMOVAL_SECONDS_MAX
+    deadline, pid = time.monotonic() + REMOVAL_SECONDS_MAX, os.getpid()
     lease = _try_lease(local_root, directory)
     while lease == _HELD and time.monotonic() < deadline:
         await asyncio.sleep(POLL_SECONDS)  # another process holds it: it sets no event of ours
@@ -59,7 +58,7 @@ async def reading_async(local_root: Path, directory: Path) -> AsyncIterator[None
     try:
         yield
     finally:
-        _release(lease, lease_path(local_root, directory))
+        _release(lease, pid, lease_path(local_root, directory))
 
 
 @contextmanager
@@ -100,7 +99,7 @@ def _try_lease(local_root: Path, directory: Path) -> int:
     path = lease_path(local_root, directory)
     try:
         make_dirs(path.parent)
-        file = open_regular(path, os.O_RDWR | os.O_CREAT)
+        file = open_lock(path)
     except (OSError, TierckptError) as error:
         log.debug("no lease on %s: %s", directory, error)
         return _NONE
@@ -112,15 +111,16 @@ def _try_lease(local_root: Path, directory: Path) -> int:
         pass
     except OSError as error:
         log.debug("no lease on %s: %s", directory, error)
-        os.close(file)
+        close_lock(file)
         return _NONE
-    os.close(file)
+    close_lock(file)
     return _HELD  # a removal is under way, or has just ended and taken the file with it
 
 
-def _release(file: int, path: Path) -> None:
-    """Give the lease up; the last reader takes the file along. Unlocked by name: a forked child has the descriptor."""
-    if file < 0:
+def _release(file: int, pid: int, path: Path) -> None:
+    """Give the lease up, where it is of this process (K5). The last reader takes the file along. Unlocked by name: a
+    child that C code forked has the descriptor."""
+    if file < 0 or pid != os.getpid():
         return
     try:
         with contextlib.suppress(BlockingIOError):
@@ -130,4 +130,4 @@ def _release(file: int, path: Path) -> None:
     finally:
         with contextlib.suppress(OSError):  # closing lets go of it too, unless there is such a child
             fcntl.flock(file, fcntl.LOCK_UN)
-        os.close(file)
+        close_lock(file)

@@ -8,6 +8,9 @@ Invariants:
         or another file, and has not got it.
     K4  A lock can be inherited: it belongs to the open file, so a process that was handed the descriptor keeps it when
         the first holder is killed, and loses it when the first holder lets go of it in order (K2).
+    K5  A forked child holds nothing of its parent's: its copies of the descriptors are closed at the fork, so a lock
+        ends with the parent though a DataLoader worker lives on. Nor does it let go of anything: a block that the fork
+        has copied, and that ends in the child, leaves lock and file alone (an unlock would be the parent's).
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ from ..types import Tier
 POLL_SECONDS = 0.02
 
 
+_files: set[int] = set()
+"""Descriptors of this process that may hold a lock, but for those that it was handed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hold:
     """What came of a try for a lock: true while it is held."""
@@ -46,7 +53,7 @@ def try_lock(path: Path, *, remove: bool = False, inherited: int | None = None) 
 
     Its directory must exist. ``inherited``: the descriptor of a holder that may have ended (K4); closed at the end.
     """
-    file = open_regular(path, os.O_RDWR | os.O_CREAT) if inherited is None else inherited
+    file, pid = open_lock(path) if inherited is None else inherited, os.getpid()
     held = False
     try:
         try:
@@ -56,14 +63,15 @@ def try_lock(path: Path, *, remove: bool = False, inherited: int | None = None) 
             pass
         yield Hold(held, file)
     finally:
-        try:
-            if held and remove:
-                with suppress(OSError):  # a file that stays is what the next holder locks
-                    path.unlink()
-        finally:
-            with suppress(OSError):  # closing lets go of it too, unless there is such a child
-                fcntl.flock(file, fcntl.LOCK_UN)  # K2
-            os.close(file)
+        if os.getpid() == pid:  # K5
+            try:
+                if held and remove:
+                    with suppress(OSError):  # a file that stays is what the next holder locks
+                        path.unlink()
+            finally:
+                with suppress(OSError):  # closing lets go of it too, unless there is such a child
+                    fcntl.flock(file, fcntl.LOCK_UN)  # K2
+                close_lock(file)
 
 
 @contextmanager
@@ -99,6 +107,28 @@ def _check_deadline(deadline: float, timeout_seconds: float, what: str) -> None:
             hint="Look for a hung tierckpt process on this node",
             tier=Tier.LOCAL,
         )
+
+
+def open_lock(path: Path) -> int:
+    """Open the file of a lock; a forked child closes its copy (K5)."""
+    file = open_regular(path, os.O_RDWR | os.O_CREAT)
+    _files.add(file)
+    return file
+
+
+def close_lock(file: int) -> None:
+    _files.discard(file)
+    os.close(file)
+
+
+def _let_go() -> None:
+    for file in _files:
+        with suppress(OSError):
+            os.close(file)
+    _files.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _is_file(file: int, path: Path) -> bool:

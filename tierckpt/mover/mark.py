@@ -22,6 +22,7 @@ from ..layout import flush_mark
 from ..stores.quarantine import open_regular
 from ..telemetry import BYTES, FLUSH_SECONDS, STEPPED_BACK_SECONDS, logger
 from ..types import Tier
+from .lock import close_lock, open_lock
 
 log = logger("flush")
 
@@ -38,30 +39,30 @@ def flushing(local_root: Path, size_bytes: int = 0) -> Iterator[None]:
     Best effort, and never a reason for a save to fail or to wait: the mark is a shared lock, which nobody ever holds
     against us (movers test it and take nothing), and it ends with the process. Cost: about 5 microseconds.
     """
-    file = _mark(local_root)
+    file, pid = _mark(local_root), os.getpid()
     begun = time.monotonic()
     try:
         yield
         FLUSH_SECONDS.emit(time.monotonic() - begun)
         BYTES.emit(size_bytes, tier=Tier.LOCAL, direction="written")
     finally:
-        if file >= 0:
+        if file >= 0 and pid == os.getpid():
             with suppress(OSError):
-                # Not only by closing: a child forked meanwhile has a copy of the descriptor.
+                # Not only by closing: a child that C code forked meanwhile has a copy of the descriptor.
                 fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_UNLCK, 0, 0, 0, 0))
-            os.close(file)
+            close_lock(file)
 
 
 def _mark(local_root: Path) -> int:
     file = -1
     try:
-        file = open_regular(flush_mark(local_root), os.O_RDWR | os.O_CREAT)
+        file = open_lock(flush_mark(local_root))
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, 0, 0, 0, 0))
         return file
     except (OSError, TierckptError) as error:
         log.debug("drains do not see this flush: %s", error)
         if file >= 0:
-            os.close(file)
+            close_lock(file)
         return -1
 
 

@@ -198,6 +198,15 @@ _tuners: dict[tuple[Path, str, int, tuple[Way, ...]], ReadTuner] = {}
 _making = threading.Lock()
 
 
+def _start_anew() -> None:
+    global _making
+    _making = threading.Lock()
+    _tuners.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)
+
+
 def read_tuner_for(settings: Settings, ways: tuple[Way, ...] = WAYS) -> ReadTuner:
     """The process's tuner for these settings."""
     key = (settings.local_root, settings.read_mode, settings.read_threads_max, ways)

@@ -400,8 +400,16 @@ class Cached:
         if task is None:
             task = asyncio.ensure_future(bring(*key[:2]))
             self._bringing[key] = task
-            task.add_done_callback(lambda _: self._bringing.pop(key, None))
-        return await asyncio.shield(task)
+            task.add_done_callback(lambda done: self._brought(key, done))
+        try:
+            return await asyncio.shield(task)
+        finally:
+            del task  # it holds its error, whose traceback holds this frame
+
+    def _brought(self, key: tuple[int, int, bool], done: asyncio.Task[Buffer | None]) -> None:
+        self._bringing.pop(key, None)
+        if not done.cancelled():
+            done.exception()  # looked at: those who waited for it may have been cancelled
 
     async def _bring(self, index: int, chunk: int) -> Buffer | None:
         """Return None when the chunk has landed through somebody else."""

@@ -7,6 +7,7 @@ neighbours change. No test writes: the only bytes on the disk are checkpoints.
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 from collections import deque
@@ -91,6 +92,15 @@ class Tuner:
 
 _tuners: dict[tuple[int, int], Tuner] = {}
 _lock = threading.Lock()
+
+
+def _start_anew() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _tuners.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)
 
 
 def tuner_for(directory: Path, threads_max: int) -> Tuner:

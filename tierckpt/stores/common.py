@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import ConfigError, IntegrityError
 from ..types import Buffer, ByteRange
@@ -84,11 +84,20 @@ async def settled(work: Awaitable[T]) -> T:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        if not task.done():
-            await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # looked at, so that asyncio does not log it: the cancellation is what the caller sees
+        await ended(task)
         raise
+    finally:
+        del task  # it holds its error, whose traceback holds this frame
+
+
+async def ended(work: asyncio.Future[Any]) -> None:
+    """Return when ``work`` has ended, however often the caller is cancelled meanwhile: who cancels, and then closes
+    what it has cancelled, does so twice. Its error is looked at, so that asyncio does not log it."""
+    while not work.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([work])
+    if not work.cancelled():
+        work.exception()
 
 
 @contextlib.asynccontextmanager

@@ -34,6 +34,7 @@ from urllib.parse import SplitResult, urlsplit
 from ..errors import PreconditionFailedError, StoreUnavailableError
 from ..telemetry import logger
 from ..types import ByteRange, Tier
+from .common import ended
 from .watermark import Watermark
 
 IDLE_SECONDS_MAX: Final = 15.0
@@ -220,10 +221,10 @@ class Ranges:
             self._misses = 0
         except asyncio.CancelledError:
             get.abort()
-            await asyncio.wait([future])
-            if not future.cancelled():
-                future.exception()
+            await ended(future)
             raise
+        finally:
+            del future  # it holds its error, whose traceback holds this frame
 
     def miss(self, reason: NotThisWay) -> None:
         """Note that a request had to go the other way."""

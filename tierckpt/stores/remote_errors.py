@@ -7,9 +7,7 @@ the server's answer.
 from __future__ import annotations
 
 import re
-from typing import Any
-
-from obstore import exceptions as obstore_errors
+from typing import TYPE_CHECKING, Any
 
 from ..errors import (
     IntegrityError,
@@ -23,12 +21,17 @@ from ..errors import (
 from ..layout import Location
 from ..redaction import redact
 from ..types import Tier
+from .native import Module
+
+if TYPE_CHECKING:
+    from obstore import exceptions as obstore_errors
+else:
+    obstore_errors = Module("exceptions")
 
 ENDPOINT_VARIABLES = {"s3": "AWS_ENDPOINT_URL", "az": "AZURE_STORAGE_ENDPOINT", "gs": "GOOGLE_BASE_URL"}
 
 EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 """What S3 says, with status 400, of credentials whose time is over."""
-_DENIED_TYPES = obstore_errors.PermissionDeniedError | obstore_errors.UnauthenticatedError
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 
@@ -51,7 +54,8 @@ def translate(error: Exception, location: Location, key: str | None, endpoint: s
         return PreconditionFailedError(f"{target} exists", **context)
     if isinstance(error, obstore_errors.PreconditionError | obstore_errors.NotModifiedError):
         return PreconditionFailedError(f"{target} has changed", **context)
-    if isinstance(error, _DENIED_TYPES) or status in {401, 403} or code in EXPIRED_CODES:
+    denied = obstore_errors.PermissionDeniedError | obstore_errors.UnauthenticatedError
+    if isinstance(error, denied) or status in {401, 403} or code in EXPIRED_CODES:
         return refused(location, key, endpoint, code)
     if isinstance(error, ValueError | obstore_errors.InvalidPathError | obstore_errors.NotSupportedError):
         return StoreError(f"{target}: {first_line(error)}", **context)

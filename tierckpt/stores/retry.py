@@ -21,15 +21,16 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
-
-from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
+from typing import TYPE_CHECKING, TypeVar
 
 from ..config import Settings
 from ..errors import StoreUnavailableError, TierckptError
 from ..telemetry import RETRIES, logger
 from ..types import Tier
 from .congestion import Congestion
+
+if TYPE_CHECKING:
+    from .bucket import Bucket
 
 log = logger("stores.retry")
 
@@ -188,6 +189,7 @@ class Retries:
         self.counts: Counter[str] = Counter()
         self._breakers: dict[str, Breaker] = {}
         self._congestion: dict[str, Congestion] = {}
+        self._buckets: dict[tuple[str, str], Bucket] = {}
 
     def breaker(self, name: str) -> Breaker:
         """The breaker of the store ``name`` (a bucket): one for all checkpoints in it."""
@@ -199,6 +201,19 @@ class Retries:
     def congestion(self, name: str) -> Congestion:
         """How many GETs the store ``name`` is asked at a time: one number for all checkpoints in it."""
         return self._congestion.setdefault(name, Congestion(name, int(self.settings.throughput_min_bytes_per_second)))
+
+    def bucket(self, scheme: str, authority: str) -> Bucket:
+        """What a bucket or container is reached through: one for all checkpoints in it."""
+        from .bucket import Bucket  # late: where nothing but directories is used, nothing of it is needed
+
+        if (scheme, authority) not in self._buckets:
+            self._buckets[scheme, authority] = Bucket(scheme, authority, self.counts)
+        return self._buckets[scheme, authority]
+
+    def close(self) -> None:
+        """Close the connections to every bucket. Idempotent."""
+        for bucket in self._buckets.values():
+            bucket.close()
 
     async def run(self, breaker: Breaker, probe: Probe, request: Callable[[], Awaitable[T]]) -> T:
         """Make one idempotent request, again while it fails in a way that may pass, with full jitter.
@@ -241,41 +256,37 @@ class Retries:
         A failure that went through here before, further down, is not tried again: retries do not multiply. What a GET
         waited for others beside it (``crowded_seconds``, congestion.py) is no part of ``timeout_seconds``.
         """
-        attempts = 0
-        last: StoreUnavailableError | None = None
+        attempts, tries = 0, 0  # a retry that the budget refuses is a try, though nothing was asked
         deadline = time.monotonic() + timeout_seconds
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(_may_pass),
-            # Counted by tenacity: a retry that the budget refuses is one of them, though nothing was asked.
-            stop=lambda state: state.attempt_number > self.settings.retry_attempts_max or time.monotonic() >= deadline,
-            wait=wait_random_exponential(multiplier=BACKOFF_SECONDS_MIN, max=BACKOFF_SECONDS_MAX),
-            reraise=True,
-        )
-        try:
-            async for attempt in retrying:
-                with attempt:
-                    if last is not None:
-                        await self.pay(last, deadline)
-                    attempts += 1
-                    try:
-                        return await work()
-                    except StoreUnavailableError as error:
-                        last = error
-                        deadline += error.context.get("crowded_seconds", 0.0)
-                        raise
-        except StoreUnavailableError as error:
-            error.context.setdefault("attempts", attempts)
-            raise
-        raise AssertionError("unreachable")  # reraise=True: the last failure is raised above
+        while True:
+            try:
+                attempts, tries = attempts + 1, tries + 1
+                return await work()
+            except StoreUnavailableError as error:
+                deadline += error.context.get("crowded_seconds", 0.0)
+                while _may_pass(error) and tries <= self.settings.retry_attempts_max and time.monotonic() < deadline:
+                    await asyncio.sleep(jitter_seconds(tries, BACKOFF_SECONDS_MIN, BACKOFF_SECONDS_MAX))
+                    if await self.pay(deadline):
+                        break
+                    tries += 1
+                else:
+                    error.context.setdefault("attempts", attempts)
+                    raise
 
-    async def pay(self, failure: TierckptError, deadline: float = math.inf) -> None:
-        """Take one retry from the budget; raise ``failure`` when there is none before ``deadline`` (monotonic)."""
+    async def pay(self, deadline: float = math.inf) -> bool:
+        """Take one retry from the budget; False when there is none before ``deadline`` (monotonic)."""
         left = min(deadline - time.monotonic(), self.settings.store_timeout_seconds)
         if not await self.budget.wait(left):
             self.counts["retries_refused"] += 1
-            raise failure
+            return False
         self.counts["retries"] += 1
         RETRIES.emit(1, operation="request")
+        return True
+
+
+def jitter_seconds(tries: int, seconds_min: float, seconds_max: float) -> float:
+    """Full jitter: how long to wait after ``tries`` (1 or more) failed, anything up to an exponential backoff."""
+    return random.uniform(0.0, min(seconds_max, seconds_min * 2.0 ** min(tries - 1, 64)))
 
 
 def _may_pass(error: BaseException) -> bool:

@@ -72,6 +72,7 @@ T = TypeVar("T")
 PROMPT_SECONDS = 0.02
 LATEST = 64
 """Saves that are looked at again: what is decided is decided by the latest ones."""
+STATS_MAX = 4096
 LOOK_SECONDS = 0.1
 RETENTION_SECONDS = 2.0
 """How long a save that is committed waits for retention, so that what it makes superfluous is gone when it is done."""
@@ -105,7 +106,7 @@ class Checkpointer:
         settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``, ``drain=False``).
 
     Attributes:
-        stats: one SaveRecord for each save of this object.
+        stats: one SaveRecord for each save of this object, the latest 4096.
         restore_seconds: time of the last ``restore``, None before.
     """
 
@@ -142,7 +143,6 @@ class Checkpointer:
         self._pruning.set_result(None)
         self._running: deque[tuple[SaveRecord, Future[None]]] = deque()
         self._reported: set[str] = set()
-        self._started: dict[str, float] = {}
         self._job = agree_on_name(self.location.uri)
         self._saves = 0
         self._closed = False
@@ -246,7 +246,7 @@ class Checkpointer:
         self._note_commits()
         order = self._pacer.before_save(step, self.stats[-LATEST:], is_asked=is_asked)
         record.is_sent, record.is_straight = order.is_sent, order.is_straight
-        overwrite = self._overwrite and not (self._is_blind and record.uri not in self._started)
+        overwrite = self._overwrite and not (self._is_blind and all(other.uri != record.uri for other in self.stats))
         writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=overwrite)
         writer.hold_back()
         if self._pacer.keeps_some:
@@ -256,9 +256,8 @@ class Checkpointer:
             plan, planner, metadata = self._plan(state, writer)
         staged, failure = self._stage(plan, planner, state)
         self._unsaved = None
-        self.stats.append(record)
+        self._note(record)
         self._ledger.saved(step)
-        self._started[record.uri] = begun
         self._saves += 1
         name = f"tierckpt/{self._job}"
         exchange = Exchange(
@@ -322,6 +321,10 @@ class Checkpointer:
             if not futures.wait([oldest], self.timeout_seconds + EXTRA_SECONDS).done:
                 raise self._not_ended(record)
 
+    def _note(self, record: SaveRecord) -> None:
+        self.stats.append(record)
+        del self.stats[:-STATS_MAX]
+
     def _skip(self, record: SaveRecord) -> Future[None]:
         error = CheckpointSkippedError(
             f"step {record.step} was left out: {self.settings.checkpoints_in_flight_max} saves are still being written",
@@ -330,7 +333,7 @@ class Checkpointer:
         )
         log.warning("%s", error)
         record.error = f"{type(error).__name__}: {error}"
-        self.stats.append(record)
+        self._note(record)
         skipped: Future[None] = Future()
         skipped.set_exception(error)
         return skipped
@@ -446,18 +449,18 @@ class Checkpointer:
         location = parse_uri(record.uri)
         self._client.wait(location, Tier.SHARED, timeout_seconds)
         seen = self._client.engine.committed_at.get(record.uri, time.monotonic())
-        record.shared_commit_seconds = seen - self._started[record.uri]
+        record.shared_commit_seconds = seen - record.begun_at
 
     def _note_commits(self) -> None:
         for record in self.stats[-LATEST:]:
-            if record.shared_commit_seconds is None and record.is_sent and record.uri in self._started:
+            if record.shared_commit_seconds is None and record.is_sent and not record.error:
                 seconds = self._drained_after(record)
                 if seconds is not None and seconds > 0:
                     record.shared_commit_seconds = seconds
 
     def _drained_after(self, record: SaveRecord) -> float | None:
         """Seconds until the shared commit: as this process saw it, or as the agent noted it on the SSD."""
-        started = self._started[record.uri]
+        started = record.begun_at
         seen = self._client.engine.committed_at.get(record.uri)
         if seen is not None:
             return seen - started

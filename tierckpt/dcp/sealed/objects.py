@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import os
 import pickle
 import re
 import threading
@@ -22,6 +23,7 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from ...errors import TierckptError, UnsafeCheckpointError
+from ..pickling import save
 
 SMALL_BYTES = 4096
 KNOWN_MAX = 4096
@@ -35,6 +37,7 @@ _DATA_CLASSES = (io.BytesIO,)
 
 _WANTED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 _lock = threading.Lock()
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class Objects:
@@ -65,7 +68,7 @@ class Objects:
         if _size_bytes(value, set()) > _size_bytes_max(len(data)):
             raise _too_large(name, len(data))
         try:
-            torch.save(value, stream)
+            save(value, stream)
         except Exception as error:
             raise UnsafeCheckpointError(
                 f"{name} is refused: it cannot be written anew ({type(error).__name__}: {error})"

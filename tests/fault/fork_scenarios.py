@@ -1,0 +1,224 @@
+"""A process that has used storage, and its children by each start method: what they can do, and what they hold.
+
+``python -m tests.fault.fork_scenarios ROOT HOW...`` makes a run and a model below ROOT, keeps a transfer and a loop of
+requests under way, starts children of each kind and has every verb that makes sense in a worker run there. Prints, as
+JSON, what each child said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save as saved
+from torch.utils.data import DataLoader, Dataset
+
+import tierckpt
+
+logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)  # its pool does not survive a fork either
+
+STEPS = 3
+CHILD_SECONDS = 150.0
+STATE = {"w": torch.arange(100_000.0), "lr": 0.1}
+
+
+def _ours(uri: str) -> str:
+    return f"tierckpt://{uri.replace('://', '/')}" if "://" in uri else f"tierckpt://file{uri}"
+
+
+def _fresh() -> dict[str, Any]:
+    return {"w": torch.zeros(100_000), "lr": 0.0}
+
+
+def _elsewhere() -> Path:
+    """A local root where nothing is: what is read comes from the store."""
+    return Path(tempfile.mkdtemp(prefix="child", dir=os.environ["TIERCKPT_LOCAL_ROOT"]))
+
+
+def latest(root: str) -> object:
+    return tierckpt.latest(f"{root}/run", local_root=_elsewhere())
+
+
+def prefetch(root: str) -> object:
+    return max(path.name for path in tierckpt.prefetch(f"{root}/model", to=_elsewhere() / "to").iterdir())
+
+
+def load_safetensors(root: str) -> object:
+    return float(tierckpt.load_safetensors(f"{root}/model", local_root=_elsewhere())["w"].sum())
+
+
+def load_model(root: str) -> object:
+    return float(tierckpt.load_model(f"{root}/own", local_root=_elsewhere())["w"].sum())
+
+
+def read(root: str) -> object:
+    with fsspec.open(f"{_ours(root)}/model/model.safetensors", "rb") as file:
+        return len(file.read())
+
+
+def ls(root: str) -> object:
+    return sorted(name.rpartition("/")[2] for name in fsspec.filesystem("tierckpt").ls(f"{_ours(root)}/run", False))
+
+
+def reader(root: str) -> object:
+    state = _fresh()
+    where = f"{root}/run/step-1"
+    dcp.load(state, storage_reader=tierckpt.TierStorageReader(where, local_root=_elsewhere()), no_dist=True)
+    return float(state["w"].sum())
+
+
+def restore(root: str) -> object:
+    state = {"model": {"w": torch.zeros(1000)}}
+    step = tierckpt.Checkpointer(f"{root}/own", local_root=_elsewhere()).restore(state)
+    return [step, float(state["model"]["w"].sum())]
+
+
+def save(root: str) -> object:
+    where = f"{root}/child-{os.getpid()}"
+    dcp.save(dict(STATE), storage_writer=tierckpt.TierStorageWriter(where), no_dist=True)
+    tierckpt.wait(where, timeout_seconds=30)
+    return "saved"
+
+
+VERBS: list[Callable[[str], object]] = [latest, ls, read, load_safetensors, prefetch, load_model, reader, restore, save]
+
+
+def _all_verbs(root: str, answers: Any) -> None:
+    faulthandler.dump_traceback_later(CHILD_SECONDS - 5)  # where it hangs, on stderr
+    said: dict[str, Any] = {}
+    for verb in VERBS:
+        begun = time.monotonic()
+        try:
+            said[verb.__name__] = verb(root)
+        except BaseException:
+            said[verb.__name__] = traceback.format_exc()[-1500:]
+        if time.monotonic() - begun > 20:
+            said[f"{verb.__name__} took"] = time.monotonic() - begun
+    answers.put(said)
+
+
+class Bytes(Dataset[int]):
+    """Reads a file of the model through the node cache, in each worker; the first one was opened by the parent."""
+
+    def __init__(self, root: str) -> None:
+        self.url = f"{_ours(root)}/model/model.safetensors"
+        self.file = fsspec.open(self.url, "rb").open()
+        self.file.read(8)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        self.file.seek(index * 100)
+        with fsspec.open(self.url, "rb") as other:
+            other.seek(index * 100)
+            return int(other.read(50) == self.file.read(50))
+
+
+def _in_children(root: str, how: str) -> object:
+    if how.startswith("loader-"):
+        loader = DataLoader(Bytes(root), num_workers=2, multiprocessing_context=how.removeprefix("loader-"))
+        return sum(int(batch.sum()) for batch in loader)
+    if how == "grandchild":
+        return _in_children_of(root, "fork", lambda answers: answers.put(_in_children(root, "fork")))
+    context: Any = multiprocessing.get_context(how)
+    answers = context.Queue()
+    child = context.Process(target=_all_verbs, args=(root, answers))
+    return _answer(child, answers)
+
+
+def _in_children_of(root: str, how: str, act: Callable[[Any], None]) -> object:
+    context: Any = multiprocessing.get_context(how)
+    answers = context.Queue()
+    return _answer(context.Process(target=act, args=(answers,), daemon=False), answers)
+
+
+def _answer(child: Any, answers: Any) -> object:
+    child.start()
+    try:
+        return answers.get(timeout=CHILD_SECONDS)
+    except Exception as error:
+        return f"no answer: {type(error).__name__}"
+    finally:
+        child.join(5)
+        child.kill()
+
+
+def _exit_of_a_fork(root: str) -> object:
+    """How long a child that ends by ``sys.exit`` takes, while the parent drains."""
+    begun = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(7)
+    _, status = os.waitpid(pid, 0)
+    return [os.waitstatus_to_exitcode(status), time.monotonic() - begun < 20]
+
+
+@contextlib.contextmanager
+def _busy(root: str) -> Any:
+    """Requests, reads and saves under way at whatever moment a child is forked."""
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            tierckpt.latest(f"{root}/run")
+            tierckpt.load_safetensors(f"{root}/model", local_root=_elsewhere())
+
+    def write() -> None:
+        count = 0
+        while not stop.is_set():
+            count += 1
+            writer = tierckpt.TierStorageWriter(f"{root}/busy/step-{count}")
+            dcp.save({"w": torch.zeros(3_000_000)}, storage_writer=writer, no_dist=True)
+            time.sleep(0.2)
+
+    threads = [threading.Thread(target=ask), threading.Thread(target=write)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def main() -> None:
+    root, *hows = sys.argv[1:]
+    for step in range(STEPS):
+        writer = tierckpt.TierStorageWriter(f"{root}/run/step-{step}")
+        dcp.save(dict(STATE), storage_writer=writer, no_dist=True)
+        tierckpt.wait(f"{root}/run/step-{step}")
+    own = tierckpt.Checkpointer(f"{root}/own")
+    own.save(5, {"model": {"w": torch.ones(1000)}})
+    own.wait()
+    with fsspec.open(f"{_ours(root)}/model/model.safetensors", "wb") as file:
+        file.write(saved({"w": torch.ones(300_000)}))
+    said: dict[str, object] = {}
+    with _busy(root):
+        for how in hows:
+            said[how] = _exit_of_a_fork(root) if how == "exit" else _in_children(root, how)
+    assert tierckpt.latest(f"{root}/run") == f"{root}/run/step-{STEPS - 1}"
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

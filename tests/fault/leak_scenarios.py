@@ -1,0 +1,178 @@
+"""What stays in a process that saves and reads again and again and never collects garbage, as training loops do.
+
+``python -m tests.fault.leak_scenarios URI OPERATIONS SCENARIO...`` prints for each, as JSON, what grew between
+the end of a warm-up and the end of so many operations more: descriptors, connections, threads, memory, objects that
+only a collector would free, and objects of ours that are not freed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import shutil
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import tierckpt
+from tests.services import ENVIRONMENT
+
+WARM_UP = 5
+LOCAL_ROOT = Path(ENVIRONMENT.get("TIERCKPT_LOCAL_ROOT", "."))
+STATE = {"w": torch.zeros(1000), "b": torch.zeros(10), "lr": 0.1}
+
+logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
+warnings.simplefilter("ignore")
+
+
+def _save(uri: str) -> None:
+    dcp.save(dict(STATE), storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)
+    tierckpt.wait(uri)
+
+
+def _prepared(uri: str) -> str:
+    for step in range(3):
+        _save(f"{uri}/step-{step}")
+    return f"{uri}/step-1"
+
+
+def save(uri: str) -> Callable[[int], None]:
+    return lambda step: _save(f"{uri}/step-{step}")
+
+
+def save_async(uri: str) -> Callable[[int], None]:
+    def one(step: int) -> None:
+        where = f"{uri}/step-{step}"
+        dcp.async_save(dict(STATE), storage_writer=tierckpt.TierStorageWriter(where), no_dist=True).result()
+        tierckpt.wait(where)
+
+    return one
+
+
+def staged(uri: str) -> Callable[[int], None]:
+    stager = tierckpt.TierStager()
+
+    def one(step: int) -> None:
+        where = f"{uri}/step-{step}"
+        writer = tierckpt.TierStorageWriter(where)
+        state = {**STATE, "args": [bytearray(b"x"), {1}]}
+        dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True).result()
+        tierckpt.wait(where)
+
+    return one
+
+
+def checkpointer(uri: str) -> Callable[[int], None]:
+    made = tierckpt.Checkpointer(uri, keep_last=3)
+
+    def one(step: int) -> None:
+        made.save(step, {"model": dict(STATE)}).result()
+        if step % 5 == 0:
+            tierckpt.wait(f"{uri}/step-{step}")
+
+    return one
+
+
+def restore(uri: str) -> Callable[[int], None]:
+    made = tierckpt.Checkpointer(uri)
+    made.save(1, {"model": dict(STATE)})
+    made.wait()
+
+    def one(step: int) -> None:
+        assert made.restore({"model": dict(STATE)}) == 1
+
+    return one
+
+
+def load(uri: str) -> Callable[[int], None]:
+    where = _prepared(uri)
+
+    def one(step: int) -> None:
+        shutil.rmtree(LOCAL_ROOT / "reader", ignore_errors=True)  # so that each time the bytes come from the store
+        reader = tierckpt.TierStorageReader(where, local_root=LOCAL_ROOT / "reader")
+        dcp.load(dict(STATE), storage_reader=reader, no_dist=True)
+
+    return one
+
+
+def latest(uri: str) -> Callable[[int], None]:
+    _prepared(uri)
+
+    def one(step: int) -> None:
+        assert tierckpt.latest(uri) == f"{uri}/step-2"
+        assert tierckpt.latest(f"{uri}/nothing") is None
+
+    return one
+
+
+def prefetch(uri: str) -> Callable[[int], None]:
+    where = _prepared(uri)
+    return lambda step: shutil.rmtree(tierckpt.prefetch(where, to=LOCAL_ROOT / "fetched"))
+
+
+def model(uri: str) -> Callable[[int], None]:
+    import fsspec
+
+    save_file({"w": torch.zeros(1000)}, LOCAL_ROOT / "model.safetensors")
+    with fsspec.open(f"tierckpt://{uri.replace('://', '/')}/model/model.safetensors", "wb") as target:
+        target.write((LOCAL_ROOT / "model.safetensors").read_bytes())
+
+    def one(step: int) -> None:
+        assert tierckpt.load_safetensors(f"{uri}/model")["w"].shape == (1000,)
+
+    return one
+
+
+def _objects() -> Counter[str]:
+    gc.collect()
+    return Counter(f"{type(found).__module__}.{type(found).__qualname__}" for found in gc.get_objects())
+
+
+def _numbers() -> dict[str, int]:
+    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    status = Path("/proc/self/status").read_text()
+    return {
+        "descriptors": len(links),
+        "connections": sum(link.startswith("socket:") for link in links),
+        "threads": threading.active_count(),
+        "memory_kib": int(status.partition("RssAnon:")[2].split()[0]),
+    }
+
+
+def grown(operation: Callable[[int], None], operations: int) -> dict[str, Any]:
+    """What grew in so many operations without a collection, and what of it would not go in one."""
+    for step in range(WARM_UP):
+        operation(step)
+    before = _objects()
+    gc.disable()
+    first = _numbers()
+    for step in range(WARM_UP, WARM_UP + operations):
+        operation(step)
+    time.sleep(0.5)  # what threads let go of a moment after it was done
+    growth: dict[str, Any] = {name: value - first[name] for name, value in _numbers().items()}
+    growth["unreachable"] = gc.collect()
+    gc.enable()
+    kept = _objects() - before
+    growth["kept"] = {name: count for name, count in kept.items() if name.startswith("tierckpt.") and count > 2}
+    return growth
+
+
+def main() -> None:
+    uri, operations, *scenarios = sys.argv[1:]
+    for scenario in scenarios:
+        growth = grown(globals()[scenario](f"{uri}/{scenario}"), int(operations))
+        print(json.dumps({"scenario": scenario, **growth}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Children of a process that has used storage: each start method, each verb that makes sense in a worker, while the
+parent transfers (fork_scenarios.py); and what a child holds of its parent's (nothing)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.services import ENVIRONMENT, REPOSITORY, azurite_server, moto_server
+from tierckpt.mover import leases
+from tierckpt.mover.lock import try_lock
+
+EVERY = bool(ENVIRONMENT.get("TIERCKPT_TEST_FORKS"))
+FULL_SUM = float(sum(range(100_000)))
+WAYS = ("fork", "grandchild", "loader-fork", "exit", "forkserver", "spawn", "loader-spawn")
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    with ExitStack() as stack:
+        if request.param == "directory":
+            yield str(tmp_path / "shared"), {}
+            return
+        if request.param == "s3":
+            server: Any = stack.enter_context(moto_server(keep_alive=True))
+            root = f"s3://{stack.enter_context(server.bucket())}/top"
+        else:
+            server = stack.enter_context(azurite_server(tmp_path / "azurite"))
+            root = f"az://{stack.enter_context(server.container())}/top"
+        yield root, server.environment()
+
+
+CASES = [
+    ("s3", "inline", ("fork", "loader-fork", "exit")),
+    *([("s3", mover, WAYS) for mover in ("inline", "agent")] if EVERY else []),
+    *([("az", "inline", WAYS), ("directory", "agent", WAYS), ("directory", "inline", WAYS)] if EVERY else []),
+]
+
+
+@pytest.mark.timeout(900 if EVERY else 300)
+@pytest.mark.parametrize(("place", "mover", "ways"), CASES, indirect=["place"])
+def test_children_can_do_all_that_their_parent_can(
+    place: tuple[str, dict[str, str]], tmp_path: Path, mover: str, ways: tuple[str, ...]
+) -> None:
+    root, environment = place
+    (tmp_path / "local").mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fault.fork_scenarios", root, *ways],
+        cwd=REPOSITORY,
+        env={**os.environ, **environment, "TIERCKPT_MOVER": mover, "TIERCKPT_AGENT_IDLE_SECONDS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    wanted = {
+        "latest": f"{root}/run/step-2",
+        "ls": ["step-0", "step-1", "step-2"],
+        "read": 1_200_080,
+        "load_safetensors": 300_000.0,
+        "prefetch": "model.safetensors",
+        "load_model": 1000.0,
+        "reader": pytest.approx(FULL_SUM, rel=1e-5),
+        "restore": [5, 1000.0],
+        "save": "saved",
+    }
+    for way in ways:
+        if way == "exit":
+            assert said[way] == [7, True]
+        else:
+            assert said[way] == (8 if way.startswith("loader") else wanted), (way, said[way], done.stderr[-6000:])
+
+
+def test_a_lock_and_a_lease_end_with_their_process_though_a_child_lives_on(tmp_path: Path) -> None:
+    path, directory = tmp_path / "entry.lock", tmp_path / "step-1"
+    reading, writing = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        with try_lock(path), leases.reading(tmp_path, directory):
+            worker = os.fork()
+            if worker:
+                os.write(writing, f"{worker}\n".encode())
+            time.sleep(60)
+        os._exit(0)
+    worker = int(os.read(reading, 32))
+    try:
+        with try_lock(path) as held:
+            assert not held
+        assert leases.is_read(tmp_path, directory)
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+        with try_lock(path) as held:
+            assert held
+        assert not leases.is_read(tmp_path, directory)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_child_that_ends_what_its_parent_began_lets_go_of_nothing(tmp_path: Path) -> None:
+    path, directory = tmp_path / "entry.lock", tmp_path / "step-1"
+    with ExitStack() as block:
+        assert block.enter_context(try_lock(path, remove=True))
+        block.enter_context(leases.reading(tmp_path, directory))
+        pid = os.fork()
+        if pid == 0:
+            block.close()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert path.exists()
+        with try_lock(path) as other:
+            assert not other
+        assert leases.is_read(tmp_path, directory)
+    assert not leases.is_read(tmp_path, directory)

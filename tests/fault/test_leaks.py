@@ -1,0 +1,60 @@
+"""Nothing stays behind: connections, descriptors and memory are flat over any number of saves and reads, also where
+no collector runs (leak_scenarios.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.services import ENVIRONMENT, S3Server, moto_server
+
+OPERATIONS = int(ENVIRONMENT.get("TIERCKPT_TEST_LEAK_OPERATIONS", "10"))
+SCENARIOS = {
+    "inline": ["save", "save_async", "staged", "checkpointer", "restore", "load", "latest", "prefetch", "model"],
+    "agent": ["save", "checkpointer"],
+}
+LOADS = {"restore", "load"}
+"""There ``torch.load`` leaves a class behind for each object."""
+BOUNDED = {
+    "tierckpt.training.record.SaveRecord",  # the latest 4096
+    "tierckpt.stores.remote.RemoteStore",  # the latest 16, with their places
+    "tierckpt.layout.Location",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with moto_server(keep_alive=True) as started:
+        yield started
+
+
+@pytest.mark.timeout(300 + 20 * OPERATIONS)
+@pytest.mark.parametrize("mover", SCENARIOS)
+def test_nothing_stays_without_a_collector(server: S3Server, tmp_path: Path, mover: str) -> None:
+    (tmp_path / "local").mkdir()
+    with server.bucket() as bucket:
+        arguments = [f"s3://{bucket}/run", str(OPERATIONS), *SCENARIOS[mover]]
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.fault.leak_scenarios", *arguments],
+            env={**os.environ, **server.environment(), "TIERCKPT_MOVER": mover, "TIERCKPT_AGENT_IDLE_SECONDS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr[-4000:]
+    grown = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [growth["scenario"] for growth in grown] == SCENARIOS[mover]
+    for growth in grown:
+        assert growth["descriptors"] <= 4, growth  # a pool may grow by a connection or two when requests meet
+        assert growth["threads"] <= 8, growth  # pools fill up to their size
+        assert growth["unreachable"] < OPERATIONS or growth["scenario"] in LOADS, growth
+        assert not growth["kept"].keys() - BOUNDED, growth
+        if OPERATIONS > 1000:
+            assert growth["memory_kib"] / OPERATIONS < 4, growth

@@ -1,0 +1,148 @@
+"""One bucket or container: its clients, connections and credentials, shared by every prefix that a mover uses in it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from ..errors import ConfigError, PermissionDeniedError, TierckptError
+from ..redaction import printable
+from ..telemetry import logger
+from .common import settled
+from .credentials import Access, azure_access, gcs_access, s3_access
+from .native import Module
+from .ranges import Ranges
+from .redirects import bounds
+from .remote_errors import first_line, is_expiry, still_refused
+
+if TYPE_CHECKING:
+    from obstore import exceptions as obstore_errors
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    Client: TypeAlias = S3Store | AzureStore | GCSStore
+else:
+    obstore_errors = Module("exceptions")
+    Client = Any
+
+log = logger("stores.bucket")
+
+CONNECT_TIMEOUT_SECONDS = 5.0
+RENEWAL_SECONDS_MIN: Final = 10.0
+"""Least time between two looks for newer credentials: a key that may not delete is not looked up for every delete."""
+
+_ACCESS = {"s3": s3_access, "az": azure_access, "gs": gcs_access}
+_CLASSES = {"s3": "S3Store", "az": "AzureStore", "gs": "GCSStore"}
+_classes = Module("_store")
+
+
+class Bucket:
+    """Clients and connections to one bucket. Safe to use from one event loop at a time.
+
+    Credentials are looked up when the first client is asked for, off the event loop, and by ``renewed``.
+    """
+
+    def __init__(self, scheme: str, authority: str, counts: Counter[str]) -> None:
+        """``counts`` is told of each renewal."""
+        self._counts = counts
+        self.scheme = scheme
+        self.authority = authority
+        self.name = f"{scheme}://{authority}"
+        self.endpoint = ""
+        self.exists = False
+        """True once a request has shown it."""
+        self.ranges = Ranges()
+        self.generation = 0
+        """Counts the credentials used so far, so that of many requests refused at once one looks for newer ones."""
+        self.is_proven = False
+        """True when the server has taken the present credentials: only then can a refusal mean that they expired."""
+        self._renewed_at = -RENEWAL_SECONDS_MIN
+        self._lock = asyncio.Lock()
+        self._access: Access | None = None
+        self._clients: dict[tuple[int, float], Client] = {}
+        """By how many retries they make themselves, and their timeout."""
+
+    async def client(self, part_retries: int, timeout_seconds: float) -> Client:
+        """A client whose requests are tried again ``part_retries`` times.
+
+        Raises:
+            ConfigError: the environment makes no client.
+            PermissionDeniedError: there are no credentials.
+        """
+        key = (part_retries, timeout_seconds)
+        if key not in self._clients:
+            async with self._lock:
+                if key not in self._clients:
+                    self._clients[key] = await settled(asyncio.to_thread(self._open, *key))
+        return self._clients[key]
+
+    def _open(self, part_retries: int, timeout_seconds: float) -> Client:
+        if self._access is None:
+            self._access = self._look_up()
+        self.endpoint = self._access.endpoint
+        timeout = timedelta(seconds=timeout_seconds)
+        try:
+            client: Client = getattr(_classes, _CLASSES[self.scheme])(
+                self.authority,
+                config=self._access.options,
+                client_options={
+                    "allow_http": self.endpoint.startswith("http://"),
+                    "timeout": timeout,
+                    "connect_timeout": min(timeout, timedelta(seconds=CONNECT_TIMEOUT_SECONDS)),
+                    **bounds(self._access),
+                },
+                retry_config={"max_retries": part_retries, "retry_timeout": timeout},
+                credential_provider=self._access.provider,
+            )
+        except (obstore_errors.BaseError, ValueError) as error:
+            raise ConfigError(
+                f"cannot open {self.name}: {first_line(error)}", hint="Check the environment variables of this cloud"
+            ) from printable(error)
+        return client
+
+    def _look_up(self) -> Access:
+        return _ACCESS[self.scheme](self.authority)
+
+    async def renewed(self, generation: int, refusal: PermissionDeniedError) -> bool:
+        """Replace the credentials that a request of ``generation`` was refused with. True when there are newer ones.
+
+        Once per expiry: what was never accepted has not expired, and whoever comes second finds it done.
+        """
+        async with self._lock:
+            if generation != self.generation:
+                return True
+            if not self.is_proven or self._access is None:
+                return False
+            if time.monotonic() < self._renewed_at + RENEWAL_SECONDS_MIN:
+                return False
+            self._renewed_at = time.monotonic()
+            try:
+                newer = await settled(asyncio.to_thread(self._look_up))
+            except TierckptError as error:
+                raise still_refused(refusal) from error
+            if not newer.is_newer_than(self._access):
+                if is_expiry(refusal):
+                    raise still_refused(refusal) from refusal
+                return False
+            self._access, self.is_proven = newer, False
+            self.generation += 1
+            self._clients.clear()
+        self._counts["credentials_renewed"] += 1
+        log.warning("%s no longer takes our credentials: going on with newer ones", self.name)
+        return True
+
+    def proves(self, generation: int) -> None:
+        """Note that the server has taken the credentials of ``generation``."""
+        self.is_proven |= generation == self.generation
+
+    def reconnect(self) -> None:
+        """Give up the connections. Requests under way keep the client they have; the next ones get another."""
+        self._clients.clear()
+        self.ranges.close()
+
+    def close(self) -> None:
+        """Close the connections and forget the credentials. Idempotent; it can be used on."""
+        self.reconnect()
+        self._access = None
