@@ -246,7 +246,8 @@ class Checkpointer:
         self._note_commits()
         order = self._pacer.before_save(step, self.stats[-LATEST:], is_asked=is_asked)
         record.is_sent, record.is_straight = order.is_sent, order.is_straight
-        overwrite = self._overwrite and not (self._is_blind and all(other.uri != record.uri for other in self.stats))
+        is_new_here = all(other.error or other.uri != record.uri for other in self.stats)
+        overwrite = self._overwrite and not (self._is_blind and is_new_here)
         writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=overwrite)
         writer.hold_back()
         if self._pacer.keeps_some:
