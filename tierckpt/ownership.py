@@ -68,16 +68,15 @@ def check(directory: Path) -> bool:
     Raises:
         PermissionDeniedError: it, or a directory between it and the root, is not ours alone to write.
     """
+    root = root_of(directory)
+    if root is None:
+        return False
     try:
         status = os.stat(directory)  # noqa: PTH116
     except OSError:  # missing, or no directory: what is made in its place is made in its parent
-        root = root_of(directory)
-        return root is not None and (check(directory.parent) if directory != root else bool(resolve(root)))
+        return check(directory.parent) if directory != root else bool(resolve(root))
     key = (os.geteuid(), status.st_dev, status.st_ino)
     if key not in _known:
-        root = root_of(directory)
-        if root is None:
-            return False
         if directory != root:
             check(directory.parent)
         resolve(directory)

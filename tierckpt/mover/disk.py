@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -53,7 +54,8 @@ def check_local_root(settings: Settings) -> None:
         make_dirs(root)
     except TierckptError as error:
         hint = "Set TIERCKPT_LOCAL_ROOT (or local_root=) to a writable directory on node-local SSD"
-        kind = ConfigError if isinstance(error, ObjectNotFoundError) else type(error)
+        is_no_directory = error.context.get("errno") in (errno.EEXIST, errno.ENOTDIR)
+        kind = ConfigError if is_no_directory or isinstance(error, ObjectNotFoundError) else type(error)
         raise kind(f"local_root {root} cannot be used: {error.message}", hint=hint, **error.context) from error
     if root in _checked:
         return
