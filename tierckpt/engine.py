@@ -248,7 +248,8 @@ class Engine:
         Safe beside live savers and movers: each holds its entries, and what is held is left alone.
         """
         await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
-        await asyncio.to_thread(clear_leftovers, self.settings.local_root)
+        for folder in (self.journal.directory, self.settings.local_root / "checkpoints"):  # the cache has its own way
+            await asyncio.to_thread(clear_leftovers, folder)
         for entry in await asyncio.to_thread(self.journal.entries):
             if await take_up(entry, self._drainer) and self.settings.drain:
                 self.submit(entry.token)

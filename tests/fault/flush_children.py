@@ -291,16 +291,16 @@ def shmem_bytes() -> int:
 # --- with the kernel's own answers --------------------------------------------------------------------------------
 
 TRACED = {
-    "EIO on the 1st write": "pwrite64:error=EIO:when=1",
-    "EIO on the 5th write": "pwrite64:error=EIO:when=5",
-    "ENOSPC on the 2nd write": "pwrite64:error=ENOSPC:when=2",
-    "a 3rd write that writes nothing": "pwrite64:retval=0:when=3",
+    "EIO on the 1st write": "pwrite64:error=EIO:when={write1}",
+    "EIO on the 5th write": "pwrite64:error=EIO:when={write5}",
+    "ENOSPC on the 2nd write": "pwrite64:error=ENOSPC:when={write2}",
+    "a 3rd write that writes nothing": "pwrite64:retval=0:when={write3}",
     "EIO on every fsync": "fsync:error=EIO",
     "EIO on the fsync of the shard": "fsync:error=EIO:when={shard}",
     "ENOSPC from fallocate": "fallocate:error=ENOSPC",
     "fallocate not supported": "fallocate:error=EOPNOTSUPP",
     "EROFS when the shard is opened": "openat:error=EROFS:when={open}",
-    "killed in the 4th write": "pwrite64:signal=SIGKILL:when=4",
+    "killed in the 4th write": "pwrite64:signal=SIGKILL:when={write4}",
     "killed in the fsync of the shard": "fsync:signal=SIGKILL:when={shard}",
     "nothing": "pwrite64:error=EIO:when=60000",
 }
@@ -313,6 +313,9 @@ def traced(folder: Path) -> dict[str, Any]:
     for call, name in (("fsync", "shard"), ("openat", "open")):
         calls = trace(folder / f"count-{call}", f"{call}:delay_enter=1")["calls"]
         positions[name] = 1 + next(number for number, line in enumerate(calls) if ".distcp" in line)
+    calls = trace(folder / "count-pwrite64", "pwrite64:delay_enter=1")["calls"]
+    first = next(number for number, line in enumerate(calls) if ".distcp" in line)  # small files of state come before
+    positions |= {f"write{count}": first + count for count in range(1, 6)}
     found = {}
     for number, (name, injection) in enumerate(TRACED.items()):
         for again in range(TRIES):

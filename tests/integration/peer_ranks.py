@@ -14,4 +14,4 @@ def meet(roots: list[str]) -> None:
     """Each rank is the first of a node of its own, whose agent runs already."""
     os.environ["LOCAL_RANK"] = "0"
     root = roots[dist.get_rank()]
-    Checkpointer(f"{root}-run", settings=Settings.load(local_root=root, peers="torchrun")).close()
+    Checkpointer(f"{roots[0]}-run", settings=Settings.load(local_root=root, peers="torchrun")).close()

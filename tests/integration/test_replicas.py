@@ -121,15 +121,15 @@ def test_a_copy_makes_room_for_a_newer_one_only_when_that_is_on_all_its_holders(
         save(f"{uri}/step-1", small_state(1), settings=nodes[0].settings)
         all_copied(nodes, f"{uri}/step-1", 0)
         full = nodes[2].directory(f"{uri}/step-2")
-        full.parent.mkdir(parents=True, exist_ok=True)
-        full.write_text("no copy can be made here")
+        full.mkdir(parents=True)
+        full.chmod(0o777)  # others can write there: no copy can be made
         save(f"{uri}/step-2", small_state(2), settings=nodes[0].settings)
         nodes.until(lambda: len(shards(nodes[1])) == 2, "the second step on the holder that works")
         nodes.until(lambda: nodes[2].replicas()["failed"] >= 2, "two tries on the holder that does not")
         assert len(shards(nodes[1])) == 2
         assert nodes[1].replicas()["removed"] == 0
         assert not nodes[0].has_all_replicas(f"{uri}/step-2")
-        full.unlink()
+        full.rmdir()
         all_copied(nodes, f"{uri}/step-2", 0)
         nodes.until(lambda: all(len(shards(node)) == 1 for node in (nodes[1], nodes[2])), "the old copies to go")
         assert commit.read_local_manifest(nodes[1].directory(f"{uri}/step-1")) is None

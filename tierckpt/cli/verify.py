@@ -52,6 +52,8 @@ def verify(
 
 async def _checkpoint_at(engine: Engine, location: Location) -> Location:
     """``location``, or of a run its newest step that was committed."""
+    if await _damaged_manifests(engine, location):
+        return location
     try:
         rows = await engine.list(location)
     except CheckpointNotFoundError:

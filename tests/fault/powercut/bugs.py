@@ -68,7 +68,7 @@ def rename_before_fsync() -> None:
 def write_after_fsync() -> None:
     """A buffer that is flushed when the file is closed, after the fsync."""
 
-    def write_new(path: Path, data: Any) -> None:
+    def write_new(path: Path, data: Any, mode: int = 0o666) -> None:
         file = local._create(path)
         try:
             _fsync(file)
@@ -79,7 +79,7 @@ def write_after_fsync() -> None:
     local._write_new = write_new
 
 
-def _unsynced(path: Path, data: Any) -> None:
+def _unsynced(path: Path, data: Any, mode: int = 0o666) -> None:
     file = local._create(path)
     try:
         local._write_all(file, data)

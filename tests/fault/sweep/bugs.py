@@ -50,7 +50,7 @@ def rename_before_fsync() -> None:
 def no_flush_before_fsync() -> None:
     """The bug of stock DCP: the bytes are in a buffer of the process when the file is fsynced."""
 
-    def write_new(path: Path, data: Any) -> None:
+    def write_new(path: Path, data: Any, mode: int = 0o666) -> None:
         with path.open("xb", buffering=1 << 20) as file:
             file.write(data)
             os.fsync(file.fileno())
