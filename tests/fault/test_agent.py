@@ -36,6 +36,7 @@ from tierckpt.mover.commit import is_drained, read_local_manifest
 from tierckpt.mover.contact import SOCKET, Contact, NoAgentError
 from tierckpt.mover.journal import Journal
 from tierckpt.mover.lock import try_lock
+from tierckpt.quantities import human_bytes
 
 pytestmark = pytest.mark.distributed
 
@@ -704,7 +705,7 @@ def test_sigterm_drains_newest_first_as_far_as_the_grace_period_allows(s3_uri: s
     assert process.wait(20) == 3
     assert 3.5 < time.monotonic() - begun < 10
     assert [entry.uri for entry in Journal(local_root).entries()] == [oldest.uri]
-    assert f"{oldest.uri} ({oldest.size_bytes} bytes) is not on the shared tier yet" in log_of(local_root)
+    assert f"{oldest.uri} ({human_bytes(oldest.size_bytes)}) is not on the shared tier yet" in log_of(local_root)
 
     process = _agent(local_root, grace_seconds=20.0)
     until((agent_dir(local_root) / SOCKET).exists, 20, "the next agent to start")

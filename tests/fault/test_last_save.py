@@ -140,7 +140,7 @@ def test_torchrun_passes_the_signal_on_and_the_last_step_is_saved(
     ("cost", "seconds", "fits", "says"),
     [
         (Cost(), 5.0, True, "nothing was measured yet"),
-        (Cost(10**9, 2.0, None), 5.0, True, "1000000000 bytes at 5e.08 bytes/s take 2 s to the SSD, and 5 s are left"),
+        (Cost(10**9, 2.0, None), 5.0, True, "953.7 MiB at 476.8 MiB/s take 2 s to the SSD, and 5 s are left"),
         (Cost(10**9, 2.0, 2.0), 5.0, True, r"shared storage \(2 s more\) fits too"),
         (Cost(10**9, 2.0, 9.0), 5.0, True, r"shared storage \(9 s more\) does not fit, and is drained later"),
         (Cost(10**9, 6.0, 9.0), 5.0, False, "step 7 is not saved: .* take 6 s to the SSD, and 5 s are left"),

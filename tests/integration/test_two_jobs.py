@@ -39,8 +39,8 @@ from tierckpt.mover.retention import local_checkpoints
 from tierckpt.stores.local import make_dirs
 from tierckpt.training.checkpointer import Checkpointer
 
-STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_JOBS", "8"))
-LOOK_SECONDS = 1.0
+STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_JOBS", "6"))
+LOOK_SECONDS = 0.3
 COMMITTED = Manifest("cd34", 1, 65536, (FileEntry(METADATA, 0, ()),), ()).encode()
 
 JOB = """

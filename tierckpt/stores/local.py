@@ -395,7 +395,10 @@ class LocalStore:
 
     async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
         path = self._path(key)
-        await settled(asyncio.to_thread(self._change, path, etag, lambda: durable_write(path, data, tier=self.tier)))
+        try:
+            await settled(asyncio.to_thread(self._change, path, etag, lambda: durable_write(path, data, tier=self.tier)))
+        except ObjectNotFoundError:
+            raise PreconditionFailedError(f"{path} is gone", path=path, tier=self.tier) from None
 
     async def remove(self, key: str, *, etag: str) -> None:
         path = self._path(key)
@@ -411,10 +414,7 @@ class LocalStore:
         gives it up. On a mount that has no locks two may both find it as they saw it.
         """
         with _translated(path, self.tier):
-            try:
-                file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            except FileNotFoundError:
-                raise PreconditionFailedError(f"{path} is gone", path=path, tier=self.tier) from None
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 _lock(file, path)
                 if {_etag(os.fstat(file)), _etag_at(path)} != {etag}:

@@ -22,7 +22,7 @@ import pytest
 
 from ..config import MiB
 from ..errors import ConfigError, IntegrityError, ObjectNotFoundError, PreconditionFailedError
-from ..stores.base import Browsable, Store
+from ..stores.base import Browsable, Conditional, Store
 from ..types import Buffer, ByteRange
 
 PART = 8 * MiB
@@ -138,6 +138,26 @@ class StoreContract(abc.ABC):
         place.raw_put("dir/object", b"changed")
         assert (await store.head("dir/object")).size_bytes == 7
         assert await keys_of(store) == ["dir/object"]
+
+    async def test_only_the_version_that_was_seen_is_replaced_or_removed(self, place: Place, store: Store) -> None:
+        if not isinstance(store, Conditional):
+            assert not place.has_put_if_absent
+            return
+        await store.put("object", b"one")
+        seen = (await store.head("object")).etag or ""
+        await store.replace("object", b"three", etag=seen)
+        assert place.raw_get("object") == b"three"
+        for change in (store.replace("object", b"four", etag=seen), store.remove("object", etag=seen)):
+            with pytest.raises(PreconditionFailedError):
+                await change
+        assert place.raw_get("object") == b"three"
+        seen = (await store.head("object")).etag or ""
+        await store.remove("object", etag=seen)
+        await store.remove("object", etag=seen)
+        with pytest.raises(PreconditionFailedError):
+            await store.replace("object", b"five", etag=seen)
+        with pytest.raises(ObjectNotFoundError):
+            await store.head("object")
 
     async def test_put_replaces(self, place: Place, store: Store) -> None:
         await store.put("object", b"long old content")
