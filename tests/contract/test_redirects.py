@@ -14,7 +14,7 @@ from tests.services import S3Server
 from tierckpt.config import Settings
 from tierckpt.errors import TierckptError
 from tierckpt.layout import parse_uri
-from tierckpt.stores import redirects, remote
+from tierckpt.stores import bucket, redirects
 from tierckpt.stores.remote import RemoteStore
 from tierckpt.types import ByteRange
 
@@ -153,7 +153,7 @@ async def test_of_another_machine_its_hosts_count(
 @pytest.mark.parametrize("cloud", [s3, azure])
 async def test_without_bounds_it_is_seen(cloud: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control."""
-    monkeypatch.setattr(remote, "bounds", lambda _: {})
+    monkeypatch.setattr(bucket, "bounds", lambda _: {})
     with Server("127.0.0.1") as other, Server("127.0.0.1", other.url("localhost"), 307) as server:
         await cloud(server.url("127.0.0.1"), settings, monkeypatch)
         assert any(TOKEN in one or SIGNATURE in one for one in other.seen)

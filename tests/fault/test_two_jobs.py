@@ -13,7 +13,7 @@ import pytest
 
 from tests.fault.two_jobs import BUGS, Verdict, judge
 
-STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_NODES", "8"))
+STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_NODES", "12"))
 """Of each of the two; the second half is saved twice."""
 SECONDS_MAX = 120 if STEPS < 100 else 3600
 

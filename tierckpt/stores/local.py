@@ -21,6 +21,7 @@ import stat
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 from ..errors import (
@@ -396,7 +397,8 @@ class LocalStore:
     async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
         path = self._path(key)
         try:
-            await settled(asyncio.to_thread(self._change, path, etag, lambda: durable_write(path, data, tier=self.tier)))
+            write = partial(durable_write, path, data, tier=self.tier)
+            await settled(asyncio.to_thread(self._change, path, etag, write))
         except ObjectNotFoundError:
             raise PreconditionFailedError(f"{path} is gone", path=path, tier=self.tier) from None
 
