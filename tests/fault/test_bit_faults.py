@@ -306,7 +306,7 @@ def test_nothing_is_found_in_a_good_checkpoint(node: Node) -> None:
     assert restored(node, "good") == contents(node)
 
 
-@pytest.mark.timeout(180 if FLIPS != "every" else 7200)
+@pytest.mark.timeout(400 if FLIPS != "every" else 7200)
 def test_every_flipped_bit_is_found(node: Node) -> None:
     tally, begun = Tally(), time.monotonic()
     if FLIPS == "every":
@@ -325,7 +325,7 @@ def test_every_flipped_bit_is_found(node: Node) -> None:
     assert tally.undetected == []
 
 
-@pytest.mark.timeout(180 if FLIPS != "every" else 1800)
+@pytest.mark.timeout(400 if FLIPS != "every" else 1800)
 @pytest.mark.parametrize("damage", BLOCK_DAMAGES, ids=lambda damage: damage.__name__)
 def test_every_bad_block_is_found(damage: Damage, node: Node) -> None:
     tally, chance = Tally(), random.Random(0)
