@@ -37,7 +37,7 @@ from tierckpt.mover.leases import lease_path
 from tierckpt.mover.mark import flushing
 
 ALL = os.environ.get("TIERCKPT_TEST_STRANGE_FILES") == "all"
-PART = 8
+PART = 4
 """Without ``all``: so many pairs of a place and a kind, the same in every run, and four verbs for each."""
 VERB_SECONDS = 60.0
 

@@ -12,6 +12,7 @@ Invariants (tests cite them):
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -381,5 +382,7 @@ def _newest_first(names: set[str], step_max: int | None = None) -> list[str]:
 def _directories(directory: Path) -> list[str]:
     try:
         return [path.name for path in directory.iterdir() if path.is_dir() and path.name != PRIVATE_DIR]
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
         return []  # also when retention removes it meanwhile

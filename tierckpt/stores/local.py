@@ -133,7 +133,9 @@ def matching(directory: Path, pattern: str) -> list[Path]:
     """
     try:
         names = os.listdir(directory)  # noqa: PTH208  # a third of the time
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
         return []
     return [directory / name for name in sorted(names) if fnmatchcase(name, pattern)]
 
