@@ -68,6 +68,8 @@ PART_SIZE_BYTES_MIN = 8 * MiB
 PARTS_MAX = 10_000
 """S3's and GCS's limit on parts of one object; Azure allows more."""
 DELETE_BATCH = 1000
+BUCKET_MISSING = {"NoSuchBucket", "ContainerNotFound"}
+"""Said of a bucket that was there before, too: a place that has gone is not an empty place."""
 PART_RETRIES_MAX = 3
 DIRECT_BYTES_MIN = 256 << 10
 """Smaller ranges are not worth a request of our own."""
@@ -532,7 +534,9 @@ class RemoteStore:
         """The error of ours for ``error``, of a request made with ``credentials`` (generation, whether proven)."""
         generation, was_proven = credentials
         ours = self._translate(error, key, was_proven)
-        if isinstance(ours, ObjectNotFoundError) and await self._bucket_is_missing(key, writing):
+        if isinstance(ours, ObjectNotFoundError) and (
+            error_code(error) in BUCKET_MISSING or await self._bucket_is_missing(key, writing)
+        ):
             ours = self._missing_bucket()
         if not isinstance(ours, PermissionDeniedError | StoreUnavailableError):
             self._bucket.proves(generation)
