@@ -74,7 +74,7 @@ TORTURE_forks := TIERCKPT_TEST_FORKS=every test_forks.py
 TORTURE_interrupts := TIERCKPT_TEST_INTERRUPTS=50 test_interrupts.py
 TORTURE_order := TIERCKPT_TEST_SWEEP=full ../integration/test_data_order.py
 TORTURE_strange := TIERCKPT_TEST_STRANGE_FILES=all test_strange_files.py
-TORTURE_nodes := TIERCKPT_TEST_TWO_NODES=120 test_two_jobs.py
+TORTURE_nodes := TIERCKPT_TEST_TWO_NODES=120 test_two_nodes.py
 TORTURE_simulated := TIERCKPT_TEST_SWEEP=full ../integration/test_simulated_run.py
 
 torture: $(STAMP) ## every fault harness at full length (hours); TORTURE="sweeps crash" for a part

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from ..errors import StoreUnavailableError, TierckptError
-from ..stores.base import Browsable, Store
+from ..stores.base import Browsable, Conditional, Store
 from ..types import Buffer, ByteRange, ObjectInfo
 
 T = TypeVar("T")
@@ -37,7 +37,10 @@ _POSSIBLE = {
     Kind.CORRUPT: _READS,
     Kind.CUT: {"put_stream"},
 }
-VERBS = ("head", "get", "get_range", "put", "put_stream", "link", "list", "list_dirs", "delete", "delete_dir")
+VERBS = (
+    *("head", "get", "get_range", "put", "put_stream", "replace", "remove"),
+    *("link", "list", "list_dirs", "delete", "delete_dir"),
+)
 
 
 @dataclass(slots=True)
@@ -158,6 +161,16 @@ class FaultyStore:
             pieces = _cut(pieces, fault, key)
         await self.inner.put_stream(key, pieces, size_bytes)
         self._after(fault, "put_stream", key)
+
+    async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
+        fault = await self._before("replace", key)
+        await cast(Conditional, self.inner).replace(key, data, etag=etag)
+        self._after(fault, "replace", key)
+
+    async def remove(self, key: str, *, etag: str) -> None:
+        fault = await self._before("remove", key)
+        await cast(Conditional, self.inner).remove(key, etag=etag)
+        self._after(fault, "remove", key)
 
     async def link(self, key: str, source: Path) -> bool:
         fault = await self._before("link", key)

@@ -8,11 +8,13 @@ committed, all others AlreadyCommittedError, and what stands on each tier is, by
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import gc
 import json
 import os
+import random
 import shutil
 import sys
 from collections import Counter
@@ -25,11 +27,13 @@ from tests.fault.sweep import checker
 from tests.fault.sweep.child import Child, Ended
 from tests.fault.sweep.child import run as run_child
 from tests.fault.sweep.phases import LOCAL, SHARED, Job, World
+from tierckpt.layout import CLAIM, MANIFEST
 from tierckpt.mover import commit
 from tierckpt.stores.local import LocalStore
 
 WRITERS = (2, 3, 5, 8, 13, 32)
 ONE_NODE, NODES = "one node", "a node each"
+LATE_SECONDS = 0.3
 LOSERS_ARE_TOLD = "AlreadyCommittedError"
 
 
@@ -116,10 +120,15 @@ def no_lock() -> None:
 
 
 def no_precondition() -> None:
-    """A claim that is there already is taken over, whoever's it is."""
+    """A claim that is there already is taken over, whoever's it is.
+
+    The writers come one after the other, each while those before it are between their last look and the commit.
+    """
     real = LocalStore.put
 
     async def put(self: LocalStore, key: str, data: Any, *, if_absent: bool = False) -> None:
+        if key in {CLAIM, MANIFEST}:
+            await asyncio.sleep(LATE_SECONDS * (random.random() if key == CLAIM else 1.0))
         await real(self, key, data)
 
     LocalStore.put = put  # type: ignore[method-assign, assignment]

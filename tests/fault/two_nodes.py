@@ -1,6 +1,6 @@
 """One node of two that save the same steps of one run, by mistake, with other content.
 
-    python -m tests.fault.two_jobs URI LOCAL_ROOT NAME STEPS KEEP STORE BUG      writes LOCAL_ROOT/../NAME.jsonl
+    python -m tests.fault.two_nodes URI LOCAL_ROOT NAME STEPS KEEP STORE BUG      writes LOCAL_ROOT/../NAME.jsonl
 
 It saves as ``dcp/writer.py`` does, drains each save at once, and goes back to the middle when it is through: a node
 that comes back. Each line says what was told: what a save replaces, that it is committed on the shared tier, that it
@@ -25,7 +25,7 @@ import fsspec
 from tests.fault.sweep.saver import CHUNK_BYTES, Saver, content
 from tierckpt.config import Settings
 from tierckpt.errors import AlreadyCommittedError, TierckptError
-from tierckpt.layout import Location, parse_uri, step_name
+from tierckpt.layout import CLAIM, Location, parse_uri, step_name
 from tierckpt.mover import commit, retention
 from tierckpt.mover.drain import Drainer
 from tierckpt.mover.retention import Policy, Rule
@@ -35,6 +35,9 @@ from tierckpt.stores.retry import Retries
 from tierckpt.stores.universal import UniversalStore
 
 START_SECONDS = 30.0
+MEET_SECONDS = 1.0
+LATE_SECONDS = 0.3
+"""A bug that is seeded takes this long, so that the other node comes between."""
 
 
 def plain_store(location: Location) -> Store:
@@ -55,7 +58,7 @@ def settings_of(root: Path) -> Settings:
 
 
 class Node:
-    def __init__(self, uri: str, root: Path, name: str, keep: int) -> None:
+    def __init__(self, uri: str, root: Path, name: str, keep: int, *, is_met: bool) -> None:
         self.run, self.name, self.keep = parse_uri(uri), name, keep
         self._runner = asyncio.Runner()
         self.saver = Saver(settings_of(root), self._runner.run)
@@ -63,6 +66,14 @@ class Node:
         self._lines = (root.parent / f"{name}.jsonl").open("a", buffering=1)
         self._attempts: dict[str, str] = {}
         self._told: set[str] = set()
+        self._folder, self._is_met = root.parent, is_met
+
+    def meet(self, moment: str) -> None:
+        """Wait for the other node to be as far, if it comes."""
+        (self._folder / f"{self.name}-{moment}").touch()
+        deadline = time.monotonic() + MEET_SECONDS
+        while self._is_met and len(list(self._folder.glob(f"*-{moment}"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def tell(self, what: str, **facts: Any) -> None:
         self._lines.write(json.dumps({"what": what, "by": self.name, **facts}) + "\n")
@@ -78,7 +89,7 @@ class Node:
                     self.tell("save", step=step, attempt=entry.token, label=label, replaces=replaces)
 
         try:
-            self.saver.save(location, label, committed=committed)
+            self.saver.save(location, label, planned=lambda: self.meet(f"{step}-{turn}"), committed=committed)
             results, errors = self._runner.run(self.engine.drain_all(patient=True))
         except TierckptError as error:
             results, errors = [], [error]
@@ -161,18 +172,20 @@ async def _torn(store: Store, attempt: str, saves: dict[str, Any], location: Loc
 
 
 def no_condition() -> None:
-    """What stands is replaced, whatever was seen."""
+    """What stands is replaced, whatever was seen. A claim comes when the other is between its last look and the commit."""
 
     async def replace(store: Store, key: str, data: bytes, etag: str | None) -> None:
+        await asyncio.sleep(LATE_SECONDS * (random.random() if key == CLAIM else 1.0))
         await store.put(key, data)
 
     commit.replace = replace
 
 
 def no_look() -> None:
-    """Retention removes the step, whoever it belongs to by then."""
+    """Retention removes the step, whoever it belongs to by then: it takes long enough for the other to save it."""
 
     async def remove(store: Store, key: str, etag: str | None) -> bool:
+        await asyncio.sleep(LATE_SECONDS)
         await store.delete(key)
         return True
 
@@ -190,17 +203,19 @@ def main() -> None:
     BUGS[bug]()
     if kind == "plain":
         Drainer.store = lambda self, location: plain_store(location)  # type: ignore[method-assign]
-    node = Node(uri, root_path, name, int(keep))
+    if bug == "no look" and name == "two":
+        keep = "0"  # what this one saves is gone for no reason of its own
+    node = Node(uri, root_path, name, int(keep), is_met=bug == "no condition")
     (root_path.parent / f"{name}.ready").touch()
     deadline = time.monotonic() + START_SECONDS
     while not (root_path.parent / "go").exists() and time.monotonic() < deadline:
         time.sleep(0.001)
-    draw, last = random.Random(name), int(steps)
+    draw, last, pause = random.Random(name), int(steps), LATE_SECONDS if bug == "no look" else 0.005
     for turn, begin in enumerate((1, last // 2)):
         for step in range(begin, last + 1):
             node.save(step, turn)
             node.prune()
-            time.sleep(draw.random() * 0.005)
+            time.sleep(draw.random() * pause)
 
 
 if __name__ == "__main__":
