@@ -123,6 +123,7 @@ def prefetch(uri: str) -> Callable[[int], None]:
 def model(uri: str) -> Callable[[int], None]:
     import fsspec
 
+    LOCAL_ROOT.mkdir(parents=True, exist_ok=True)
     save_file({"w": torch.zeros(1000)}, LOCAL_ROOT / "model.safetensors")
     with fsspec.open(f"tierckpt://{uri.replace('://', '/')}/model/model.safetensors", "wb") as target:
         target.write((LOCAL_ROOT / "model.safetensors").read_bytes())

@@ -16,9 +16,7 @@ from tests.services import ENVIRONMENT, S3Server, moto_server
 
 OPERATIONS = int(ENVIRONMENT.get("TIERCKPT_TEST_LEAK_OPERATIONS", "10"))
 SCENARIOS = {
-    "inline": ["save", "checkpointer", "latest"]
-    if OPERATIONS <= 10
-    else ["save", "save_async", "staged", "checkpointer", "restore", "load", "latest", "prefetch", "model"],
+    "inline": ["save", "save_async", "staged", "checkpointer", "restore", "load", "latest", "prefetch", "model"],
     "agent": ["save", "checkpointer"],
 }
 LOADS = {"restore", "load"}

@@ -25,7 +25,7 @@ import fsspec
 from tests.fault.sweep.saver import CHUNK_BYTES, Saver, content
 from tierckpt.config import Settings
 from tierckpt.errors import AlreadyCommittedError, TierckptError
-from tierckpt.layout import CLAIM, Location, parse_uri, step_name
+from tierckpt.layout import CLAIM, MANIFEST, Location, parse_uri, step_name
 from tierckpt.mover import commit, retention
 from tierckpt.mover.drain import Drainer
 from tierckpt.mover.retention import Policy, Rule
@@ -66,13 +66,13 @@ class Node:
         self._lines = (root.parent / f"{name}.jsonl").open("a", buffering=1)
         self._attempts: dict[str, str] = {}
         self._told: set[str] = set()
-        self._folder, self._is_met = root.parent, is_met
+        self.folder, self._is_met = root.parent, is_met
 
     def meet(self, moment: str) -> None:
         """Wait for the other node to be as far, if it comes."""
-        (self._folder / f"{self.name}-{moment}").touch()
+        (self.folder / f"{self.name}-{moment}").touch()
         deadline = time.monotonic() + MEET_SECONDS
-        while self._is_met and len(list(self._folder.glob(f"*-{moment}"))) < 2 and time.monotonic() < deadline:
+        while self._is_met and len(list(self.folder.glob(f"*-{moment}"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def tell(self, what: str, **facts: Any) -> None:
@@ -172,7 +172,10 @@ async def _torn(store: Store, attempt: str, saves: dict[str, Any], location: Loc
 
 
 def no_condition() -> None:
-    """What stands is replaced, whatever was seen. A claim comes when the other is between its last look and the commit."""
+    """What stands is replaced, whatever was seen.
+
+    A claim comes when the other node is between its last look and the commit.
+    """
 
     async def replace(store: Store, key: str, data: bytes, etag: str | None) -> None:
         await asyncio.sleep(LATE_SECONDS * (random.random() if key == CLAIM else 1.0))
@@ -182,15 +185,32 @@ def no_condition() -> None:
 
 
 def no_look() -> None:
-    """Retention removes the step, whoever it belongs to by then: it takes long enough for the other to save it."""
+    """Retention removes the step, whoever it belongs to by then: between its look and the delete the other saves it."""
 
     async def remove(store: Store, key: str, etag: str | None) -> bool:
-        await asyncio.sleep(LATE_SECONDS)
+        if key == MANIFEST:
+            step = Path(store.uri).name.removeprefix("step-")
+            removing, saved = Path(sys.argv[2]).with_name("removing"), Path(sys.argv[2]).with_name(f"saved-{step}")
+            removing.write_text(step)
+            for _ in range(1000):
+                await asyncio.sleep(0 if saved.exists() else 0.001)
         await store.delete(key)
         return True
 
     commit.remove = remove
     assert retention.commit is commit
+
+
+def save_what_is_removed(node: Node, last: int) -> None:
+    """Save each step that the other node is about to remove, until it removes none any more."""
+    deadline = time.monotonic() + 10 * MEET_SECONDS
+    removing = node.folder / "removing"
+    while len(list(node.folder.glob("saved-*"))) < last // 2 and time.monotonic() < deadline:
+        step = int(removing.read_text() or 0) if removing.exists() else 0
+        if step and not (node.folder / f"saved-{step}").exists():
+            node.save(step, 1)
+            (node.folder / f"saved-{step}").touch()
+        time.sleep(0.001)
 
 
 BUGS = {"": lambda: None, "no condition": no_condition, "no look": no_look}
@@ -203,19 +223,20 @@ def main() -> None:
     BUGS[bug]()
     if kind == "plain":
         Drainer.store = lambda self, location: plain_store(location)  # type: ignore[method-assign]
-    if bug == "no look" and name == "two":
-        keep = "0"  # what this one saves is gone for no reason of its own
     node = Node(uri, root_path, name, int(keep), is_met=bug == "no condition")
     (root_path.parent / f"{name}.ready").touch()
     deadline = time.monotonic() + START_SECONDS
     while not (root_path.parent / "go").exists() and time.monotonic() < deadline:
         time.sleep(0.001)
-    draw, last, pause = random.Random(name), int(steps), LATE_SECONDS if bug == "no look" else 0.005
+    draw, last = random.Random(name), int(steps)
+    if bug == "no look" and name == "two":
+        save_what_is_removed(node, last)
+        return
     for turn, begin in enumerate((1, last // 2)):
         for step in range(begin, last + 1):
             node.save(step, turn)
             node.prune()
-            time.sleep(draw.random() * pause)
+            time.sleep(draw.random() * 0.005)
 
 
 if __name__ == "__main__":

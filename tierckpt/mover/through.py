@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..cache.checker import Checker
 from ..cache.filling import Filling, read_file, read_receipt, same_digest, tidy, whole_receipt
@@ -42,6 +43,8 @@ from .retry import verified
 if TYPE_CHECKING:
     from ..peer.swarm import Swarm
     from .sharing import Sharing
+
+T = TypeVar("T")
 
 log = logger("prefetch")
 
@@ -89,6 +92,18 @@ class Tally:
         if seconds > self.slowest_seconds:
             self.slowest_seconds, self.slowest = seconds, f"{path} {at.start}-{at.stop}"
             self.slowest_from = peer or SHARED_NAME
+
+
+def _weak(method: Callable[..., T]) -> Callable[..., T]:
+    """``method`` of an object that its holder belongs to: a cycle of the two would last until a garbage collection."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*given: Any) -> T:
+        method = reference()
+        assert method is not None
+        return method(*given)
+
+    return call
 
 
 class Cached:
@@ -305,7 +320,7 @@ class Cached:
         return self.checker.is_good(self._check(path, byte_range), byte_range, data)
 
     def _new_checker(self) -> Checker:
-        return Checker(self.frozen, self.digest, self._read_here, self.directories)
+        return Checker(self.frozen, _weak(self.digest), _weak(self._read_here), _weak(self.directories))
 
     def digest(self, index: int, chunk: int) -> str:
         """With which digest a chunk landed; '' when that is not known."""
