@@ -114,7 +114,7 @@ def slow_storage(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_two_levels_every_nth_goes_to_shared_storage_and_the_last_one_does(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_storage(monkeypatch, 1.0)
+    slow_storage(monkeypatch, 3.0)
     with Checkpointer(file_uri, interval="auto", overhead_max=0.9) as checkpointer:
         train(checkpointer, 200)
         checkpointer.wait("local")
