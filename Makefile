@@ -1,6 +1,6 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
-.PHONY: help test azurite check lint types layers demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
+.PHONY: help test test-all azurite check lint types layers demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
   bench-fanout bench-fanout-simulation bench-gpu bench-load bench-load-ranks bench-load-s3 bench-plan bench-safetensors bench-save bench-serve clean
 
 PYTHON ?= python3
@@ -31,8 +31,17 @@ azurite:
 	  || ! command -v npm >/dev/null || { mkdir -p .services && npm install --prefix .services --no-audit --no-fund \
 	  --loglevel=error azurite; } || echo "Azurite could not be installed; its tests will be skipped"
 
-test: $(STAMP) azurite ## run every test suite (servers that are not there are skipped, with the reason)
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
+# A short pass of each harness of tests/fault. What each number is in test-all: docs/internals/testing.md.
+QUICK := SWEEP=quick BIT_FLIPS=120 CACHE_FLIPS=1 CRASH_STATES=600 FUZZ_SECONDS=1 STORE_FAULT_SECONDS=1 \
+  STORE_OUTAGE_SECONDS=2 TWO_NODES=6 LEAK_OPERATIONS=4
+
+test: $(STAMP) azurite ## the quick suite: what a contributor needs, in five minutes
+	env $(addprefix TIERCKPT_TEST_,$(QUICK)) $(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(STAMP) azurite ## every test (servers that are not there are skipped, with the reason)
+	$(PYTEST) $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -43,7 +52,7 @@ types: $(STAMP)
 layers: $(STAMP)
 	$(BIN)/lint-imports
 
-check: lint types layers test ## what CI runs: lint, types, layers, tests
+check: lint types layers test-all ## what CI runs: lint, types, layers, every test
 
 demo: $(STAMP) ## train, kill, lose the node, resume from S3, export, prefetch, generate
 	$(BIN)/python examples/demo/run.py

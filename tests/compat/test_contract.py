@@ -24,18 +24,21 @@ def all_true(outcome: dict[str, bool], count: int) -> None:
     assert [name for name, right in outcome.items() if right is not True] == []
 
 
+@pytest.mark.slow
 @distributed
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_async_saves_on_two_ranks(executor: str, file_uri: str) -> None:
     all_true(launch(f"{SCENARIOS}:async_saves", 2, folder=file_uri, executor=executor), 3)
 
 
+@pytest.mark.slow
 @distributed
 @pytest.mark.server
 def test_async_saves_drain_to_s3(s3_uri: str) -> None:
     all_true(launch(f"{SCENARIOS}:async_saves", 2, folder=s3_uri, executor="process"), 3)
 
 
+@pytest.mark.slow
 @distributed
 def test_one_writer_serves_many_ids_on_two_ranks(file_uri: str) -> None:
     all_true(launch(f"{SCENARIOS}:one_writer_many_ids", 2, folder=file_uri), 2)
@@ -56,6 +59,7 @@ def test_sharded_tensors(file_uri: str) -> None:
     all_true(launch(f"{SCENARIOS}:sharded_tensors", 2, folder=file_uri), 16)
 
 
+@pytest.mark.slow
 @distributed
 @pytest.mark.server
 @pytest.mark.parametrize("place", ["file_uri", "s3_uri"])

@@ -50,12 +50,14 @@ def assert_stock_loads(state: dict[str, Any], tmp_path: Path, *uris: str) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_plain_pytorch_reads_both_tiers(file_uri: str, local_root: Path, tmp_path: Path) -> None:
     uri, state = f"{file_uri}/step-1", everything(1)
     save_ours(uri, state)
     assert_stock_loads(state, tmp_path, uri, str(local_dir(local_root, parse_uri(uri))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -76,6 +78,7 @@ def test_stock_reads_ours_however_it_was_written(options: dict[str, Any], file_u
         assert differences(target, state) == []
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_stock_reads_ours_from_s3(s3_uri: str, tmp_path: Path) -> None:
     uri, state = f"{s3_uri}/step-1", everything(2)
@@ -83,6 +86,7 @@ def test_stock_reads_ours_from_s3(s3_uri: str, tmp_path: Path) -> None:
     assert_stock_loads(state, tmp_path, uri)
 
 
+@pytest.mark.slow
 def test_stock_reads_what_replaced_an_older_checkpoint(file_uri: str, local_root: Path, tmp_path: Path) -> None:
     uri = f"{file_uri}/step-1"
     for seed in (1, 2):
@@ -97,6 +101,7 @@ def test_torch_converts_ours_to_one_file(file_uri: str, tmp_path: Path) -> None:
     assert differences(torch.load(tmp_path / "whole.pt", weights_only=False), state) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thread_count", [1, 3])
 @pytest.mark.parametrize("single_file_per_rank", [True, False])
 def test_ours_reads_stock(single_file_per_rank: bool, thread_count: int, file_uri: str) -> None:
@@ -115,6 +120,7 @@ def test_ours_reads_stock_from_s3(s3_uri: str) -> None:
     assert tierckpt.latest(s3_uri) == uri
 
 
+@pytest.mark.slow
 def test_ours_replaces_stock(file_uri: str, tmp_path: Path) -> None:
     """Saving over a checkpoint of stock DCP: the new one is what everybody reads."""
     uri = f"{file_uri}/step-1"
@@ -124,6 +130,7 @@ def test_ours_replaces_stock(file_uri: str, tmp_path: Path) -> None:
     assert_stock_loads(everything(7), tmp_path, uri)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", EXTENSIONS)
 def test_stream_extensions_cross_both_ways(chain: str, file_uri: str, tmp_path: Path) -> None:
     state = everything(8)

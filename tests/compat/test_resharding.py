@@ -30,6 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_every_checkpoint_loads_into_every_layout(world: int, saved: Path) -> None:
     env = {"TIERCKPT_LOCAL_ROOT": str(saved / f"node-of-{world}")}

@@ -22,6 +22,7 @@ def total(load: dict[str, Any]) -> float:
     return float(sum(load["read"].values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded", "window", "apart"),
     [
@@ -37,6 +38,7 @@ def test_what_every_rank_wants_is_read_once(saved: str, loaded: str, window: str
     assert total(found["apart"]) >= apart * 0.95 * found["size"], found  # the control: else there was nothing to share
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded", "bucket_bytes"),
     [("replicated", "replicated", 32 << 20), ("mixed", "mixed", 1), ("rows", "whole", 3 << 20)],
@@ -57,6 +59,7 @@ def test_over_the_process_group_each_byte_is_read_once(
     assert len(found["sent"]) >= common // max(bucket_bytes, 2 << 20)
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_read_its_part_is_named_and_nobody_waits(file_uri: str) -> None:
     """B1: the others read for themselves what it should have sent."""
     found = launch(f"{SCENARIOS}:damaged_over_group", RANKS, folder=file_uri, damage="a rank that cannot read")
@@ -64,12 +67,14 @@ def test_a_rank_that_cannot_read_its_part_is_named_and_nobody_waits(file_uri: st
     assert [fits for rank, fits in enumerate(found["right"]) if rank != 2] == [True] * (RANKS - 1)
 
 
+@pytest.mark.slow
 def test_targets_that_are_not_alike_are_not_broadcast_into(file_uri: str) -> None:
     """B1."""
     found = launch(f"{SCENARIOS}:damaged_over_group", RANKS, folder=file_uri, damage="targets of another dtype")
     assert found["errors"] == [""] * RANKS and found["right"] == [True] * RANKS
 
 
+@pytest.mark.slow
 def test_on_more_ranks_than_have_saved_it(file_uri: str) -> None:
     launch(f"{SCENARIOS}:only_save", 2, folder=file_uri, saved="rows")
     found = launch(f"{SCENARIOS}:load_twice", RANKS, folder=file_uri, loaded="rows")
@@ -77,6 +82,7 @@ def test_on_more_ranks_than_have_saved_it(file_uri: str) -> None:
     assert total(found["shared"]) <= 1.15 * found["size"], found  # two ranks read the chunk where their rows meet
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_a_checkpointer_on_a_new_node_fetches_once_what_its_ranks_restore(s3_uri: str, tmp_path: Path) -> None:
     found = launch(f"{SCENARIOS}:restore_elsewhere", RANKS, uri=s3_uri, local_root=str(tmp_path / "elsewhere"))
@@ -86,6 +92,7 @@ def test_a_checkpointer_on_a_new_node_fetches_once_what_its_ranks_restore(s3_uri
     assert size <= found["read"]["local"] <= size + EXTRA_BYTES, found
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_over_the_process_group_a_job_reads_the_store_once(s3_uri: str, tmp_path: Path) -> None:
     """Four nodes without a peer between them; the control is that each reads all of it."""

@@ -83,14 +83,17 @@ class TestOpenOverFiles(abstract.AbstractOpenTests, OverFiles): ...
 class TestPipeOverFiles(abstract.AbstractPipeTests, OverFiles): ...
 
 
+@pytest.mark.slow
 class TestCopyOverS3(abstract.AbstractCopyTests, OverS3):
     test_copy_glob_edge_cases = sampled(abstract.AbstractCopyTests.test_copy_glob_edge_cases)
 
 
+@pytest.mark.slow
 class TestGetOverS3(abstract.AbstractGetTests, OverS3):
     test_get_glob_edge_cases = sampled(abstract.AbstractGetTests.test_get_glob_edge_cases)
 
 
+@pytest.mark.slow
 class TestPutOverS3(abstract.AbstractPutTests, OverS3):
     test_put_glob_edge_cases = sampled(abstract.AbstractPutTests.test_put_glob_edge_cases)
 

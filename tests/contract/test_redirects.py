@@ -121,6 +121,7 @@ async def azure(endpoint: str, settings: Settings, monkeypatch: pytest.MonkeyPat
     await ask_everything(RemoteStore(parse_uri("az://container/run"), settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cloud", [s3, azure])
 @pytest.mark.parametrize(("here", "there"), [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "localhost")])
 async def test_nobody_else_is_asked_anything(
@@ -138,6 +139,7 @@ async def test_nobody_else_is_asked_anything(
     assert other.seen == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cloud", [s3, azure])
 async def test_of_another_machine_its_hosts_count(
     cloud: Any, elsewhere: tuple[Server, int], settings: Settings, monkeypatch: pytest.MonkeyPatch

@@ -268,6 +268,7 @@ async def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stub.requests == ["PUT"] * 3
 
 
+@pytest.mark.slow
 async def test_no_retries_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = StubServer([BUSY])
     with stub.running() as endpoint:
@@ -326,6 +327,7 @@ async def test_a_failed_part_is_aborted_and_the_source_closed(monkeypatch: pytes
     assert source.closed
 
 
+@pytest.mark.slow
 async def test_the_source_is_asked_only_for_what_fits_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stalled bucket must stall the source: what was asked for stays within a few parts of 8 MiB."""
     asked_mib = 0

@@ -23,6 +23,7 @@ class TestRgw(StoreContract):
         return S3Place(rgw, rgw_uri)
 
 
+@pytest.mark.slow
 class TestS3fs(StoreContract):
     @pytest.fixture
     def place(self, moto: S3Server, s3_uri: str) -> Place:

@@ -65,6 +65,7 @@ def test_the_corpus_is_as_large_as_planned() -> None:
     assert len([attack for attack in live if attack.control == "dies"]) >= 3
 
 
+@pytest.mark.slow
 def test_every_seeded_bug_is_found(tmp_path: Path) -> None:
     found = run("bugs", tmp_path)
     assert [report["bug"] for report in found] == list(attacks_try.BUGS)
@@ -72,6 +73,7 @@ def test_every_seeded_bug_is_found(tmp_path: Path) -> None:
     assert not missed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(FUZZ_SECONDS + 170)
 def test_mutated_metadata_and_manifests(tmp_path: Path) -> None:
     """Only errors of ours, nothing unsafe accepted, no class changed, memory bounded. Prints what was tried."""
@@ -85,6 +87,7 @@ def test_mutated_metadata_and_manifests(tmp_path: Path) -> None:
     assert 0 < counts["manifest_accepted"] < counts["manifest"]
 
 
+@pytest.mark.slow
 def test_the_command_line_unpickles_nothing(tmp_path: Path, local_root: Path) -> None:
     """`ls`, `info` and `verify` do their work, on our checkpoints and on stock's, where pickle and torch are not."""
     save(str(tmp_path / "run/step-1"), small_state())

@@ -173,6 +173,7 @@ def test_disk_full_in_the_middle_of_a_save(small_disk: Path, file_uri: str, monk
     save(f"{file_uri}/step-3", small_state(3), **options)  # and the next one works
 
 
+@pytest.mark.slow
 def test_drained_copies_make_room_for_a_new_save(small_disk: Path, tmp_path: Path) -> None:
     shared = str(tmp_path / "shared")  # another file system: links do not help
     for step in (1, 2, 3, 4):
@@ -299,6 +300,7 @@ def test_meta_tensors_are_refused_by_name(file_uri: str) -> None:
     assert tierckpt.latest(file_uri) is None
 
 
+@pytest.mark.slow
 def test_other_shapes_than_the_checkpoint_are_refused(file_uri: str) -> None:
     model = torch.nn.Linear(4, 4)
     with tierckpt.Checkpointer(file_uri) as checkpointer:

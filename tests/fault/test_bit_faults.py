@@ -37,7 +37,7 @@ from tierckpt.mover.verify import VerifyReport
 from tierckpt.stores.local import LocalStore
 from tierckpt.types import Tier
 
-FLIPS = os.environ.get("TIERCKPT_TEST_BIT_FLIPS", "5000")
+FLIPS = os.environ.get("TIERCKPT_TEST_BIT_FLIPS", "2500")
 BLOCK_FAULTS = 600 if FLIPS != "every" else 10_000
 BLOCK_BYTES = 512
 
@@ -337,6 +337,7 @@ def test_every_bad_block_is_found(damage: Damage, node: Node) -> None:
     assert len(tally.kinds) == len(node.kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", (flipped, *BLOCK_DAMAGES), ids=lambda damage: damage.__name__)
 def test_a_damaged_copy_is_restored_from_the_other_tier(damage: Damage, node: Node) -> None:
     chance = random.Random(1)
@@ -413,6 +414,7 @@ def no_seal(body: dict[str, Any], data: Any, bad: Any) -> None:
     body.pop("self_digest", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "stand_in", "missed"),
     [
@@ -468,6 +470,7 @@ def test_a_shard_that_was_damaged_before_the_drain_is_not_sent(tmp_path: Path, m
     assert drained_after_damage(tmp_path) == ("IntegrityError", False)
 
 
+@pytest.mark.slow
 def test_a_digest_taken_from_what_is_sent_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: "digest after upload" says yes to whatever lies on the disk."""
     monkeypatch.setattr(LocalStore, "link", never_links)

@@ -167,6 +167,7 @@ READERS: dict[str, Reader] = {
 # --- whole entries -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_no_flipped_bit_is_read_and_the_file_is_mended(name: str, model: Model, quarantined: list[float]) -> None:
     entry, read = tierckpt.prefetch(model.uri), READERS[name]
@@ -247,6 +248,7 @@ def test_a_small_read_costs_a_block_not_a_chunk(model: Model, monkeypatch: pytes
 # --- what knows less -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["lost", "zeros", "torn"])
 def test_digests_of_blocks_that_are_lost_or_damaged_cost_a_larger_read(damage: str, model: Model) -> None:
     entry = tierckpt.prefetch(model.uri)

@@ -49,6 +49,7 @@ def test_what_killed_readers_had_claimed_is_taken_over_and_fetched_once_more_at_
     assert (outcome["directories"], outcome["whole"], outcome["left"]) == (1, True, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_mistake_put_in_on_purpose_is_found(bug: str, tmp_path: Path) -> None:
     outcome = readers(tmp_path, 5, 0, bug)

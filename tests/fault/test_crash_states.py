@@ -696,6 +696,7 @@ SEEDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEEDED)
 def test_a_seeded_bug_is_found(name: str, tmp_path: Path) -> None:
     """None of these is seen by a run that is not cut off, nor, most of them, by one that is killed."""

@@ -129,6 +129,7 @@ def _is_held(root: Path) -> bool:
         return not free
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ill", "at", "way"),
     [
@@ -228,6 +229,7 @@ def here(local_root: Path) -> Iterator[Path]:
     epochs._runs.clear()
 
 
+@pytest.mark.slow
 def test_a_second_rank_begins_no_epoch_and_a_second_start_does(here: Path) -> None:
     with another(here, "trains") as (first, epoch):
         with another(here, "trains") as (_, same_epoch), another(here, "looks") as (_, seen):

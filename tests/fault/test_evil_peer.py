@@ -32,6 +32,7 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- a peer that lies ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_patience")
 async def test_nothing_that_a_peer_does_makes_a_wrong_byte_land(tmp_path: Path) -> None:
     report = await evil_peer.run(tmp_path, known=True)
@@ -42,6 +43,7 @@ async def test_nothing_that_a_peer_does_makes_a_wrong_byte_land(tmp_path: Path) 
     assert errors | set(report.taken) == WILES
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_patience")
 async def test_lists_that_cannot_be_are_not_believed(tmp_path: Path) -> None:
     report = await evil_peer.run_lists(tmp_path)

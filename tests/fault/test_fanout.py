@@ -106,6 +106,7 @@ def test_four_nodes_together_read_a_model_from_the_store_once(cluster: Cluster) 
     assert sum(result.source("peer") for result in results) >= 3 * cluster.model.size_bytes - 2 * CHUNK_BYTES
 
 
+@pytest.mark.slow
 def test_who_comes_late_reads_nothing_from_the_store(cluster: Cluster) -> None:
     first, late = cluster.nodes[:2], cluster.nodes[4]
     cluster.fetch(first)
@@ -118,6 +119,7 @@ def test_who_comes_late_reads_nothing_from_the_store(cluster: Cluster) -> None:
     assert results[0].source("peer") == cluster.model.size_bytes
 
 
+@pytest.mark.slow
 def test_what_a_killed_node_owned_comes_from_elsewhere_and_it_goes_on_where_it_stopped(cluster: Cluster) -> None:
     nodes = cluster.nodes[:4]
     victim, *others = nodes
@@ -133,6 +135,7 @@ def test_what_a_killed_node_owned_comes_from_elsewhere_and_it_goes_on_where_it_s
     assert store_bytes(cluster) <= most_from_store(cluster.model, IN_FLIGHT_MAX)
 
 
+@pytest.mark.slow
 def test_an_owner_that_stands_still_holds_nobody_up(cluster: Cluster) -> None:
     nodes = cluster.nodes[:4]
     victim, *others = nodes
@@ -148,6 +151,7 @@ def test_an_owner_that_stands_still_holds_nobody_up(cluster: Cluster) -> None:
     cluster.await_members(NODES)
 
 
+@pytest.mark.slow
 def test_256_clients_of_one_agent_get_what_it_is_fetching_and_the_store_is_read_once(
     bench: Bench, cluster: Cluster
 ) -> None:
@@ -206,6 +210,7 @@ async def served_to(count: int, member: Member, local_root: Path, model: Model) 
     return len(answers), sum(not answer.held.whole for answer in answers)
 
 
+@pytest.mark.slow
 def test_a_node_whose_disk_lies_is_found_out_and_nothing_wrong_lands(cluster: Cluster) -> None:
     liar, *others = cluster.nodes[:4]
     damage(cluster, liar)
@@ -216,6 +221,7 @@ def test_a_node_whose_disk_lies_is_found_out_and_nothing_wrong_lands(cluster: Cl
     assert least <= store_bytes(cluster) <= most, dumped(results)
 
 
+@pytest.mark.slow
 def test_a_peer_that_sends_wrong_bytes_is_banned_and_nothing_wrong_lands(bench: Bench, cluster: Cluster) -> None:
     """On a busy machine all may be fetched before the peer, which has just begun to lie, is asked for anything."""
     liar, other = cluster.nodes[:2]
@@ -257,6 +263,7 @@ def damage(cluster: Cluster, node: Node) -> None:
 # --- controls ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_control_nodes_that_ignore_ownership_are_seen_at_the_store(cluster: Cluster) -> None:
     nodes = cluster.nodes[:4]
     cluster.fetch(nodes, bug="ownership ignored")
@@ -265,6 +272,7 @@ def test_control_nodes_that_ignore_ownership_are_seen_at_the_store(cluster: Clus
     assert store_bytes(cluster) > most_from_store(cluster.model)
 
 
+@pytest.mark.slow
 def test_control_nodes_that_verify_nothing_are_found_to_have_wrong_bytes(cluster: Cluster) -> None:
     liar, other = cluster.nodes[:2]
     damage(cluster, liar)
@@ -277,6 +285,7 @@ def test_control_nodes_that_verify_nothing_are_found_to_have_wrong_bytes(cluster
 # --- at random -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nodes_that_are_killed_and_stopped_at_random_end_whole(bench: Bench) -> None:
     chance, cluster, fired = random.Random(7), bench.cluster, 0
     for number in range(SWEEP_ROUNDS):

@@ -76,6 +76,7 @@ def _restore(saved: Saved, cluster: Cluster, *, peers: bool) -> dict[str, int]:
     return {"shards": sum(size for key, size in sent.items() if key.endswith(".distcp")), "all": sum(sent.values())}
 
 
+@pytest.mark.slow
 def test_eight_ranks_on_four_nodes_take_each_byte_from_the_store_once(saved: Saved, tmp_path: Path) -> None:
     """A node that does not answer for a second counts as away, and others read its part: on a machine with too much to
     do that is so now and then. So it is tried a few times; without sharing it would never be."""
@@ -92,5 +93,6 @@ def test_eight_ranks_on_four_nodes_take_each_byte_from_the_store_once(saved: Sav
     pytest.fail(f"never once in {TRIES} runs: {tried}")
 
 
+@pytest.mark.slow
 def test_control_nodes_without_peers_take_more(saved: Saved, tmp_path: Path) -> None:
     assert restore(saved, tmp_path / "nodes", peers=False)["shards"] > 2 * saved.size_bytes

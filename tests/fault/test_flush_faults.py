@@ -168,6 +168,7 @@ def test_a_call_on_a_shard_that_fails(
     assert loads(f"{file_uri}/step-2", 2, local_root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, 7))
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, 0])
 def test_a_write_ahead_that_fails(
@@ -203,6 +204,7 @@ def test_a_fault_that_is_not_reached_changes_nothing(file_uri: str, local_root: 
     assert loads(f"{file_uri}/step-1", 1, local_root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, 13))
 def test_an_fsync_of_names_and_manifests_that_fails(number: int, file_uri: str, local_root: Path, disk: Disk) -> None:
     """Directories, journal, metadata, manifest: what ``latest`` names afterwards loads, whichever it is."""
@@ -378,6 +380,7 @@ def check_restart(found: dict[str, Any], newest: int) -> None:
     assert found["shards_left"] == 1 and found["journal_left"] == 0, "nothing of the dead attempt is left"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("phase", "way"), ACTS)
 def test_kill_9(phase: str, way: str, outcomes: Outcomes) -> None:
     if phase == "while staging" and way == "sync":

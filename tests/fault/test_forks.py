@@ -47,6 +47,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900 if EVERY else 300)
 @pytest.mark.parametrize(("place", "mover", "ways"), CASES, indirect=["place"])
 def test_children_can_do_all_that_their_parent_can(

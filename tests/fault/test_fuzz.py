@@ -329,6 +329,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=int(40 * min(SECONDS, 60)), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(field=st.sampled_from(sorted(json.loads(FORMATS[2].good))), value=JSON)
 def test_any_value_of_any_field_is_refused_or_safe(field: str, value: Any) -> None:
@@ -402,6 +403,7 @@ def lax_seal(body: dict[str, Any], data: Any, bad: Any) -> None:
         bad("its own digest does not match")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "stand_in", "found"),
     [

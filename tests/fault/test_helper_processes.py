@@ -69,6 +69,7 @@ def test_the_agent_and_what_it_starts_run_no_planted_code(
     assert marks_of(hostile) == []
 
 
+@pytest.mark.slow
 def test_what_finishes_a_staged_save_runs_no_planted_code(hostile: Path) -> None:
     """Started by an agent that a person has started there. It imports torch, and ends at the first descriptor."""
     save = Save("none", 1, True, {0: Will(Owner(1), {"will": os.open(os.devnull, os.O_RDONLY)})})
@@ -79,6 +80,7 @@ def test_what_finishes_a_staged_save_runs_no_planted_code(hostile: Path) -> None
     assert marks_of(hostile) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("-m",), ("-P", "-m")])
 def test_the_command_line_runs_no_planted_code(options: tuple[str, ...], hostile: Path, local_root: Path) -> None:
     (Path.cwd() / "tierckpt.py").unlink()  # nobody can help who names the module that is planted

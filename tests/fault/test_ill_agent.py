@@ -166,6 +166,7 @@ def real_agent(s3_uri: str, local_root: Path) -> int:
 # --- a real agent ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_that_is_stopped_costs_half_a_second_and_is_replaced(
     real_agent: int, s3_uri: str, local_root: Path, waits: Waits, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,6 +177,7 @@ def test_one_that_is_stopped_costs_half_a_second_and_is_replaced(
     assert len([text for text in warnings_of(caplog) if f"process {real_agent}) has said nothing" in text]) == 1
 
 
+@pytest.mark.slow
 def test_one_without_descriptors_costs_half_a_second(
     real_agent: int, s3_uri: str, local_root: Path, waits: Waits, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,6 +203,7 @@ def test_one_that_comes_back_works_again(real_agent: int, local_root: Path, capl
     assert len([text for text in warnings_of(caplog) if WARNING in text]) == 1
 
 
+@pytest.mark.slow
 def test_what_a_stopped_one_owns_is_drained_while_its_job_waits(
     real_agent: int, s3_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,6 +229,7 @@ RESTARTS = (
 )
 
 
+@pytest.mark.slow
 def test_a_new_process_restores_beside_a_stopped_one_and_says_so_once(
     real_agent: int, s3_uri: str, local_root: Path
 ) -> None:
@@ -247,6 +251,7 @@ def test_a_new_process_restores_beside_a_stopped_one_and_says_so_once(
     assert run.stderr.count(WARNING) == 1, run.stderr
 
 
+@pytest.mark.slow
 def test_the_commands_tell_of_a_stopped_one(real_agent: int, local_root: Path) -> None:
     os.kill(real_agent, signal.SIGSTOP)
     command = [sys.executable, "-m", "tierckpt.cli"]
@@ -369,6 +374,7 @@ def works_for(seconds: float, *, comes_on: bool) -> Callable[[socket.socket], No
     return serve
 
 
+@pytest.mark.slow
 def test_one_that_works_on_what_was_staged_is_waited_for_and_it_is_said_what_for(
     s3_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

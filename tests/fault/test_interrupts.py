@@ -52,6 +52,7 @@ def _begin(verb: str, root: str, environment: dict[str, str]) -> subprocess.Pope
     return subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600 + 120 * TIMES)
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("seed", range(TIMES))

@@ -86,6 +86,7 @@ def test_without_a_last_save_those_steps_are_lost(
     assert newest(local_root, file_uri) == 0
 
 
+@pytest.mark.slow
 def test_a_save_that_does_not_fit_is_not_begun(
     nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_save_that_does_not_fit_is_not_begun(
     assert "s to the SSD, and" in job.output()
 
 
+@pytest.mark.slow
 def test_torchrun_passes_the_signal_on_and_the_last_step_is_saved(
     tmp_path: Path, local_root: Path, file_uri: str
 ) -> None:

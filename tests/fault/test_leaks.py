@@ -34,6 +34,7 @@ def server() -> Iterator[S3Server]:
         yield started
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300 + 20 * OPERATIONS)
 @pytest.mark.parametrize("mover", SCENARIOS)
 def test_nothing_stays_without_a_collector(server: S3Server, tmp_path: Path, mover: str) -> None:

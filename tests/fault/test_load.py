@@ -41,6 +41,7 @@ def shared() -> Iterator[str]:
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_savers_of_one_node_share_it_fairly(
     nursery: Nursery, tmp_path: Path, shared: str, record_property: Any
 ) -> None:

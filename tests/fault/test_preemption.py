@@ -69,6 +69,7 @@ def comes_back(nursery: Nursery, folder: Path, shared: str, **arguments: Any) ->
     return step, whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stuck", [False, True])
 @pytest.mark.parametrize("time_of", range(TIMES))
 def test_what_fits_into_the_grace_period_is_on_shared_storage(
@@ -79,6 +80,7 @@ def test_what_fits_into_the_grace_period_is_on_shared_storage(
     assert comes_back(nursery, tmp_path, shared, mover="inline", local_root=str(tmp_path / "another node")) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time_of", range(TIMES))
 def test_what_does_not_fit_is_on_the_ssd_and_said_and_drained_by_the_next_process(
     nursery: Nursery, tmp_path: Path, shared: str, time_of: int
@@ -93,6 +95,7 @@ def test_what_does_not_fit_is_on_the_ssd_and_said_and_drained_by_the_next_proces
     assert comes_back(nursery, tmp_path, shared, **other) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time_of", range(TIMES))
 def test_with_an_agent_the_trainer_leaves_when_its_step_is_safe_and_the_agent_drains_it(
     nursery: Nursery, tmp_path: Path, shared: str, time_of: int
@@ -105,6 +108,7 @@ def test_with_an_agent_the_trainer_leaves_when_its_step_is_safe_and_the_agent_dr
     assert comes_back(nursery, tmp_path, shared, **other) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_does_not_listen_loses_the_step(nursery: Nursery, tmp_path: Path, shared: str) -> None:
     """Control."""
     code, _, _ = preempt(nursery, tmp_path, shared, mover="inline", grace_seconds=0)

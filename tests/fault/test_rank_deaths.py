@@ -114,6 +114,7 @@ def _problems_after(home: Path, codes: list[int | None], job: Job) -> Iterator[s
         yield f"went back to step 1, though a rank was told that step 2 was saved: {_told(home)}"
 
 
+@pytest.mark.slow
 def test_the_others_return_and_the_job_comes_back(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:

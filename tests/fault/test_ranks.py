@@ -28,6 +28,7 @@ from tierckpt.stores import open_store
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_when_one_rank_cannot_write_all_ranks_raise(failing: int, file_uri: str) -> None:
     outcome = launch("tests.fault.scenarios:dcp_save_with_a_failing_rank", 3, uri=file_uri, failing=failing)
@@ -37,6 +38,7 @@ def test_when_one_rank_cannot_write_all_ranks_raise(failing: int, file_uri: str)
     assert outcome["value"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_in_the_background_too(failing: int, s3_uri: str) -> None:
     outcome = launch("tests.fault.scenarios:checkpointer_with_a_failing_rank", 2, uri=s3_uri, failing=failing)
@@ -47,6 +49,7 @@ def test_in_the_background_too(failing: int, s3_uri: str) -> None:
     assert (outcome["step"], outcome["value"]) == (1, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_when_a_rank_dies_the_others_raise_within_the_deadline(killed: int, file_uri: str, tmp_path: Path) -> None:
     # The rank that hosts the rendezvous store takes it along when it dies; the others then lose the store at once.
@@ -101,6 +104,7 @@ def _race(nursery: Nursery, folder: Path, uri: str, roots: list[Path]) -> list[s
     return [(folder / f"told.{index}").read_text() for index in range(len(roots))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", ["one", "many"])
 def test_of_saves_that_race_for_one_id_exactly_one_wins(
     node: str, shared_uri: str, tmp_path: Path, nursery: Nursery
@@ -114,6 +118,7 @@ def test_of_saves_that_race_for_one_id_exactly_one_wins(
     assert loaded["w"].unique().tolist() == [float(winners[0])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("point", "survivor"),
     [

@@ -45,6 +45,7 @@ def torn(outcome: dict[str, Any], found: str = "found") -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_a_prune_that_is_killed_leaves_each_checkpoint_whole_or_invisible(tmp_path: Path) -> None:
     outcome = sweep(tmp_path)
     assert outcome["changes"] >= POINTS_MIN
@@ -68,6 +69,7 @@ def test_a_removal_that_begins_with_the_shards_is_caught(bug: str, tmp_path: Pat
     assert any(f"{bug}/1 torn" in wrong for wrong in torn(sweep(tmp_path, bug)))
 
 
+@pytest.mark.slow
 def test_a_removal_without_a_note_is_caught(tmp_path: Path) -> None:
     left = [point["left"] for point in sweep(tmp_path, "no note")["points"]]
     assert any(any(name.endswith(".distcp") for name in names) for names in left)

@@ -129,6 +129,7 @@ def run(fleet: Fleet, folder: Path, operations: Sequence[int], bug: str, on: str
     return result
 
 
+@pytest.mark.slow
 def test_a_killed_copy_is_never_wrong_and_never_counts_before_it_is_whole(fleet: Fleet, tmp_path: Path) -> None:
     chance = random.Random(KILLS)
     result = run(fleet, tmp_path, [chance.randint(1, OPERATIONS) for _ in range(KILLS)], "kill")
@@ -136,6 +137,7 @@ def test_a_killed_copy_is_never_wrong_and_never_counts_before_it_is_whole(fleet:
     assert result.fired == KILLS, f"{result.fired} of {KILLS} kills fired, at {result.at}"
 
 
+@pytest.mark.slow
 def test_control_a_name_that_comes_before_the_bytes_is_found(fleet: Fleet, tmp_path: Path) -> None:
     """Killed when the first shard has been opened, and the first of its three pieces written."""
     result = run(fleet, tmp_path, [3], "names before bytes", on=".distcp")
@@ -143,6 +145,7 @@ def test_control_a_name_that_comes_before_the_bytes_is_found(fleet: Fleet, tmp_p
     assert any("wrong bytes" in problem for problem in result.problems), result.at
 
 
+@pytest.mark.slow
 def test_a_copy_is_not_made_of_damaged_bytes(fleet: Fleet, tmp_path: Path) -> None:
     """The source's disk has lost a bit since the save: what it gives is not taken, and the copy is not said to be."""
     with cluster(fleet, tmp_path, 2, **SETTINGS) as nodes:

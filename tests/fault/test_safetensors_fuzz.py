@@ -159,6 +159,7 @@ def run(folder: Path, seed: int, files: int = FILES, seconds: float = 0.0) -> Co
     return counted
 
 
+@pytest.mark.slow
 def test_damaged_files_are_refused_or_harmless(tmp_path: Path) -> None:
     counted = run(tmp_path, seed=11, seconds=float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", 0)))
     assert counted["tried"] >= FILES

@@ -52,6 +52,7 @@ def restored(run: str, step: int | None = None) -> tuple[int | None, dict[str, A
     return Checkpointer(run).restore(target, step), target
 
 
+@pytest.mark.slow
 def test_a_bad_local_copy_is_set_aside_and_the_shared_one_used(
     run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,6 +101,7 @@ def test_when_no_step_is_left_the_newest_ones_error_is_raised(run: str, tmp_path
     assert "step-3" in str(caught.value.context["checkpoint"])
 
 
+@pytest.mark.slow
 def test_a_step_that_was_asked_for_by_number_is_not_replaced_by_another(run: str, tmp_path: Path) -> None:
     damage(shards(local(run, 2, tmp_path))[0])
     damage(shards(Path(run, "step-2"))[0])
@@ -108,6 +110,7 @@ def test_a_step_that_was_asked_for_by_number_is_not_replaced_by_another(run: str
     assert restored(run)[0] == 3
 
 
+@pytest.mark.slow
 def test_the_command_walks_back_too(run: str, tmp_path: Path) -> None:
     from tierckpt.cli.app import run as command
 
@@ -121,6 +124,7 @@ def test_the_command_walks_back_too(run: str, tmp_path: Path) -> None:
     assert target["n"] == 2.0
 
 
+@pytest.mark.slow
 def test_all_ranks_go_back_together_when_one_of_them_finds_no_good_copy(file_uri: str) -> None:
     """Only rank 1 reads the damaged shard; rank 0 could have loaded the newest step."""
     found = launch("tests.fault.set_cover:two_ranks_one_bad_shard", 2, uri=file_uri, timeout_seconds=90)

@@ -52,6 +52,7 @@ def survivors(
         job.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "nth"), [(VICTIM, 1), (VICTIM, 9), (0, 5)])
 def test_what_a_killed_rank_had_begun_is_read_by_another(
     victim: int, nth: int, nursery: Nursery, tmp_path: Path, uri: str
@@ -61,6 +62,7 @@ def test_what_a_killed_rank_had_begun_is_read_by_another(
     assert [outcome["alone"] for outcome in outcomes] == [0] * (RANKS - 1)
 
 
+@pytest.mark.slow
 def test_nobody_waits_longer_than_the_deadline_for_a_rank_that_stands_still(
     nursery: Nursery, tmp_path: Path, uri: str
 ) -> None:
@@ -69,6 +71,7 @@ def test_nobody_waits_longer_than_the_deadline_for_a_rank_that_stands_still(
     assert [outcome["alone"] for outcome in outcomes] == [1] * (RANKS - 1)  # and no more than once
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_when_the_others_have_gone_on_reads_for_itself(
     nursery: Nursery, tmp_path: Path, uri: str
 ) -> None:
@@ -77,12 +80,14 @@ def test_a_rank_that_comes_when_the_others_have_gone_on_reads_for_itself(
     assert outcomes[VICTIM]["alone"] == 1
 
 
+@pytest.mark.slow
 def test_a_slow_rank_gets_what_it_should(nursery: Nursery, tmp_path: Path, uri: str) -> None:
     outcomes = survivors(nursery, tmp_path / "job", uri, "slow")
     assert [(outcome["right"], outcome["alone"]) for outcome in outcomes] == [(True, 0)] * RANKS
     assert SIZE <= sum(outcome["read"] for outcome in outcomes) <= SIZE * 1.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bug", "fault"),
     [("a slot is used again at once", "slow"), ("what a dead rank began stays begun", "kill")],

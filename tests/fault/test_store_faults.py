@@ -4,7 +4,7 @@ The loop: save, drain, then as another node find, fetch, verify and restore, for
 of the requests, all kinds side by side. What came back is compared by digests of the test's own. When a phase ends the
 faults stop, and everything it saved must reach the shared tier: nothing is lost.
 
-TIERCKPT_TEST_STORE_FAULT_SECONDS    for each kind, over its four shares (20; `make torture`: 600)
+TIERCKPT_TEST_STORE_FAULT_SECONDS    for each kind, over its four shares (12; `make torture`: 600)
 TIERCKPT_TEST_STORE_OUTAGE_SECONDS   of 100 % failures (10; `make torture`: 300)
 
 Each harness here has a control: a seeded bug that it must report. Each counts the faults that really happened.
@@ -38,7 +38,7 @@ from tierckpt.types import Tier
 
 pytestmark = pytest.mark.server
 
-SECONDS = float(ENVIRONMENT.get("TIERCKPT_TEST_STORE_FAULT_SECONDS", "20"))
+SECONDS = float(ENVIRONMENT.get("TIERCKPT_TEST_STORE_FAULT_SECONDS", "12"))
 OUTAGE_SECONDS = float(ENVIRONMENT.get("TIERCKPT_TEST_STORE_OUTAGE_SECONDS", "10"))
 SHARES = (0.01, 0.05, 0.2, 0.5)
 
@@ -75,6 +75,7 @@ def planned(server: S3Server, proxy: FaultProxy, kind: Kind, **more: object) -> 
         proxy.plans.pop(bucket)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300 + 6 * SECONDS)
 async def test_every_kind_at_every_share(server: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     async def one(kind: Kind) -> Loop:
@@ -99,6 +100,7 @@ async def test_every_kind_at_every_share(server: S3Server, proxy: FaultProxy, tm
         assert loop.outcomes["restore ok"] > 0, f"{loop.plan.kind}: nothing was ever read back"
 
 
+@pytest.mark.slow
 async def test_a_loop_without_digests_is_found_out(
     server: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +112,7 @@ async def test_a_loop_without_digests_is_found_out(
     assert any("wrong bytes" in violation for violation in loop.violations)
 
 
+@pytest.mark.slow
 async def test_a_blind_verdict_is_found_out(
     server: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +135,7 @@ async def test_a_blind_verdict_is_found_out(
 # --- total outage --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240 + 2 * OUTAGE_SECONDS)
 async def test_a_total_outage(server: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     """100 % failures: the server is asked no more than in good times, nothing is lost, all is drained in a minute."""
@@ -149,6 +153,7 @@ async def test_a_total_outage(server: S3Server, proxy: FaultProxy, tmp_path: Pat
         assert result.slowest_save_seconds <= 10, "a save must not wait for a shared tier that is away"
 
 
+@pytest.mark.slow
 async def test_a_flood_is_found_out(
     server: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +179,7 @@ LOST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", LOST)
 async def test_an_answer_is_lost(server: S3Server, proxy: FaultProxy, tmp_path: Path, what: str) -> None:
     """The server did it, nobody heard. Done again or looked up, it counts once, and nobody else is said to have won."""
@@ -199,6 +205,7 @@ async def test_damage_is_asked_for_again_on_another_connection(
         assert connection not in asked[asked.index(connection) + 1 :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["GET", "PUT"])
 async def test_a_drip_is_broken_off(server: S3Server, proxy: FaultProxy, tmp_path: Path, verb: str) -> None:
     """5 KiB/s keeps every socket timeout quiet. At that speed the megabyte would take three minutes."""
@@ -228,6 +235,7 @@ async def test_a_conflict_is_not_a_defeat(server: S3Server, proxy: FaultProxy, t
     assert conflicts == [0]
 
 
+@pytest.mark.slow
 async def test_a_race_has_one_winner(server: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     """Also when the answers to some of the conditional puts are lost."""
     with planned(server, proxy, Kind.LOST_ANSWER, share=0.3, only=LOST["claim"]) as (uri, plan):

@@ -23,8 +23,9 @@ from tests.fault.sweep.bugs import FOUND_BY, KILLS, TRIED_IN_A_PART
 from tests.fault.sweep.phases import PHASES
 from tests.fault.sweep.races import BUGS as RACE_BUGS
 
-FULL = os.environ.get("TIERCKPT_TEST_SWEEP") == "full"
-KILLS_MIN, ANSWERS_MIN, PAIRS_MIN = (5000, 5000, 2000) if FULL else (300, 450, 0)
+LENGTH = os.environ.get("TIERCKPT_TEST_SWEEP", "part")
+FULL = LENGTH == "full"
+KILLS_MIN, ANSWERS_MIN, PAIRS_MIN = {"full": (5000, 5000, 2000), "part": (210, 450, 0), "quick": (40, 60, 0)}[LENGTH]
 SECONDS_MAX = 6 * 3600 if FULL else 400
 PROCESSES = 3
 """Half of their time they wait."""
@@ -84,6 +85,7 @@ def test_killed_before_any_call_nothing_is_torn_or_lost(folder: Path, record_pro
     judge(sweep("kills", folder), KILLS_MIN, record_property)
 
 
+@pytest.mark.slow
 def test_an_error_of_any_call_is_gone_on_with_or_told_and_nothing_is_torn_or_lost(
     folder: Path, record_property: Any
 ) -> None:
@@ -95,6 +97,7 @@ def test_two_errors_in_one_run(folder: Path, record_property: Any) -> None:
     judge(sweep("pairs", folder), PAIRS_MIN, record_property)
 
 
+@pytest.mark.slow
 def test_every_seeded_bug_is_found(folder: Path) -> None:
     found = {bug: set(hits) for outcome in sweep("bugs", folder) for bug, hits in outcome["found"].items()}
     assert found.keys() == FOUND_BY.keys()
@@ -110,6 +113,7 @@ def raced(folder: Path, races: int, *bug: str) -> dict[str, Any]:
     return outcome
 
 
+@pytest.mark.slow
 def test_of_two_to_32_writers_of_one_id_exactly_one_wins_and_the_others_are_told(
     tmp_path: Path, record_property: Any
 ) -> None:
@@ -119,6 +123,7 @@ def test_of_two_to_32_writers_of_one_id_exactly_one_wins_and_the_others_are_told
     assert sum(outcome["races"].values()) == RACES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", RACE_BUGS)
 def test_a_race_that_several_win_is_found(bug: str, tmp_path: Path) -> None:
     assert raced(tmp_path, BUG_RACES_MAX, bug)["violations"]

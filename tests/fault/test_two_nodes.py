@@ -55,6 +55,7 @@ def test_two_nodes_save_one_run(where: str, keep: int, tmp_path: Path, request: 
     assert verdict.counts["removed"] >= STEPS // 2 if keep else verdict.counts["standing"] == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bug", "keep"), [("no condition", 0), ("no look", 1)])
 def test_a_seeded_bug_is_found(bug: str, keep: int, file_uri: str, tmp_path: Path) -> None:
     for turn in range(5):

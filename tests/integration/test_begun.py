@@ -45,6 +45,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers.TierStorageWriter, "set_up_storage_writer", late)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("how", ["own stager", "TierStager", "lazy", "checkpoint_id"])
 @pytest.mark.parametrize("tier", ["local", "shared"])
@@ -65,6 +66,7 @@ def test_wait_is_for_the_save_that_has_begun(how: str, tier: str, file_uri: str,
     getattr(saving, "upload_completion", saving).result(timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow")
 def test_a_begun_save_that_fails_is_an_error_of_wait(file_uri: str) -> None:
     uri = f"{file_uri}/step-1"
@@ -103,6 +105,7 @@ def test_a_save_that_failed_in_the_callers_own_thread_is_not_told_twice(file_uri
     tierckpt.wait(uri, timeout_seconds=60)
 
 
+@pytest.mark.slow
 def test_wait_sees_the_saves_of_a_checkpointer(file_uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     finish, is_free = writers.TierStorageWriter.finish, threading.Event()
 

@@ -36,6 +36,7 @@ def run(*given: str, at: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(program, capture_output=True, text=True, timeout=150)
 
 
+@pytest.mark.slow
 def test_every_row_saves_is_loaded_back_and_has_its_figures(tmp_path: Path) -> None:
     ended = run("--device", "cpu", *SMALL, at=tmp_path)
     assert ended.returncode == 0, ended.stderr[-2000:]
@@ -48,6 +49,7 @@ def test_every_row_saves_is_loaded_back_and_has_its_figures(tmp_path: Path) -> N
     assert not list((tmp_path / "disk").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_it_says_so(tmp_path: Path) -> None:
     ended = run(at=tmp_path)

@@ -111,6 +111,7 @@ def test_saves_own_their_copy_while_training_goes_on(file_uri: str) -> None:
             assert model.weight.unique().tolist() == [step]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keep", "local", "shared"), [(2, 2, 2), ({"local": 1, "shared": 3}, 1, 3), ({"shared": 1}, 5, 1)]
 )
@@ -212,6 +213,7 @@ def test_retention_that_would_keep_nothing_is_refused(keep: Any, file_uri: str) 
         Checkpointer(file_uri, keep_last=keep)
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_store_is_away(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens there
     checkpointer = Checkpointer(s3_uri, retry_attempts_max=0, store_timeout_seconds=2, exit_timeout_seconds=0)

@@ -133,6 +133,7 @@ def read_by_stock_pytorch(directory: Path, state: dict[str, Any], scratch: Path)
 # --- every verb, on every kind of storage -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_main_path_of_every_verb(shared_uri: str, tmp_path: Path) -> None:
     states = {step: saved(f"{shared_uri}/step-{step}", step) for step in (1, 10)}
     uri = f"{shared_uri}/step-10"
@@ -194,6 +195,7 @@ def test_the_main_path_of_every_verb(shared_uri: str, tmp_path: Path) -> None:
     assert {row["name"] for row in tierckpt_("ls", shared_uri).document["checkpoints"]} == {"step-1", "step-10"}
 
 
+@pytest.mark.slow
 def test_what_people_read(file_uri: str, tmp_path: Path) -> None:
     saved(f"{file_uri}/step-1")
     uri = f"{file_uri}/step-1"
@@ -214,6 +216,7 @@ def test_what_people_read(file_uri: str, tmp_path: Path) -> None:
         assert expected in done.out
 
 
+@pytest.mark.slow
 def test_the_local_root_can_be_given(file_uri: str, tmp_path: Path) -> None:
     saved(f"{file_uri}/step-1", local_root=tmp_path / "elsewhere")
     assert tierckpt_("status").document["local"] == []
@@ -243,6 +246,7 @@ print(codes)
 """
 
 
+@pytest.mark.slow
 def test_everything_but_export_runs_without_torch(s3_uri: str, tmp_path: Path) -> None:
     state = saved(f"{s3_uri}/step-1")
     uri = f"{s3_uri}/step-1"
@@ -263,6 +267,7 @@ def test_everything_but_export_runs_without_torch(s3_uri: str, tmp_path: Path) -
 # --- exit codes: what is not there, not committed, damaged, partial ---------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["ls", "info", "verify", "prefetch", "restore", "export"])
 def test_nothing_there_is_exit_4(verb: str, s3_uri: str, tmp_path: Path) -> None:
     to = ["--to", tmp_path / "out"] if verb in {"prefetch", "restore", "export"} else []
@@ -277,6 +282,7 @@ def test_nothing_there_is_exit_4(verb: str, s3_uri: str, tmp_path: Path) -> None
     assert "hint: " in said.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["info", "verify", "prefetch", "restore", "export"])
 def test_an_unfinished_save_is_exit_4_and_says_so(verb: str, file_uri: str, tmp_path: Path) -> None:
     uri = f"{file_uri}/step-2"
@@ -382,6 +388,7 @@ def test_a_damaged_manifest_is_exit_5_though_the_other_tier_is_good(tier: str, f
     assert done.document["warnings"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_stock_pytorch_cannot_be_verified_but_is_shown_and_restored(
     file_uri: str, tmp_path: Path
 ) -> None:
@@ -418,6 +425,7 @@ def test_a_partial_prefetch_is_exit_3_names_the_file_and_publishes_nothing(
 # --- restore ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_restore_takes_good_local_copies_and_replaces_bad_ones(s3_uri: str, tmp_path: Path) -> None:
     uri = f"{s3_uri}/step-1"
     state = saved(uri)
@@ -436,6 +444,7 @@ def test_restore_takes_good_local_copies_and_replaces_bad_ones(s3_uri: str, tmp_
     assert same(read_by_stock_pytorch(tmp_path / "out", state, tmp_path), state)
 
 
+@pytest.mark.slow
 def test_restore_reads_shared_storage_for_nothing_that_is_here(s3_uri: str, moto: S3Server, tmp_path: Path) -> None:
     uri = f"{s3_uri}/step-1"
     state = saved(uri)
@@ -512,6 +521,7 @@ def test_drain_of_some_is_exit_3_and_of_none_is_the_error(s3_uri: str, dead_endp
     assert "no-such-bucket-here" in for_people("drain").out
 
 
+@pytest.mark.slow
 def test_drain_wait_gives_up_at_its_deadline(s3_uri: str, dead_endpoint: pytest.MonkeyPatch) -> None:
     save(f"{s3_uri}/step-1", small_state(1))
     close_all()
@@ -520,6 +530,7 @@ def test_drain_wait_gives_up_at_its_deadline(s3_uri: str, dead_endpoint: pytest.
     assert time.monotonic() - begun < 20
 
 
+@pytest.mark.slow
 def test_drain_commits_what_several_ranks_left(
     s3_uri: str, local_root: Path, dead_endpoint: pytest.MonkeyPatch
 ) -> None:
@@ -542,6 +553,7 @@ def save_and_leave(uri: str) -> int:
     return rank
 
 
+@pytest.mark.slow
 def test_drain_leaves_what_another_process_is_draining(
     s3_uri: str, local_root: Path, dead_endpoint: pytest.MonkeyPatch
 ) -> None:
@@ -594,6 +606,7 @@ def test_doctor_warns_of_memory_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_traceback(file_uri: str) -> None:
     saved(f"{file_uri}/step-1")
     process = subprocess.Popen([*COMMAND, "ls", file_uri], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -101,6 +101,7 @@ def held(directory: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_a_model_directory_is_shown_and_prefetched(s3_uri: str, model: dict[str, bytes], tmp_path: Path) -> None:
     info = tierckpt_("info", f"{s3_uri}/model").document
     assert info["kind"] == "files"
@@ -117,6 +118,7 @@ def test_a_model_directory_is_shown_and_prefetched(s3_uri: str, model: dict[str,
     assert len(loaded) == 6
 
 
+@pytest.mark.slow
 def test_a_prefetch_killed_half_way_goes_on_where_it_stopped(
     proxy: SlowProxy, s3_uri: str, model: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +179,7 @@ def landed_bytes(served: Path, model: dict[str, bytes]) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_a_model_that_changes_under_a_killed_prefetch_is_fetched_whole(
     proxy: SlowProxy,
     moto: S3Server,
@@ -202,6 +205,7 @@ def test_a_model_that_changes_under_a_killed_prefetch_is_fetched_whole(
     assert held(served) == changed
 
 
+@pytest.mark.slow
 def test_a_person_at_a_terminal_sees_a_bar_and_a_pipe_does_not(
     proxy: SlowProxy, s3_uri: str, model: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -239,6 +243,7 @@ def read_all(terminal: int) -> str:
     return data.decode()
 
 
+@pytest.mark.slow
 def test_interrupting_leaves_no_directory_and_no_traceback(
     proxy: SlowProxy, s3_uri: str, model: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

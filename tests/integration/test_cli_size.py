@@ -157,6 +157,7 @@ def test_a_missing_extra_says_how_to_get_it(
 # --- pictures -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_and_the_same_numbers_draw_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +170,7 @@ def test_pictures_are_drawn_and_the_same_numbers_draw_the_same(
     assert (tmp_path / "runs.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_written_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["size", *GPT3, "--plot", str(tmp_path / "no" / "such" / "place.svg")]) != 0
     assert "place.svg" in capsys.readouterr().err

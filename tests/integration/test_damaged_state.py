@@ -82,6 +82,7 @@ def test_a_damaged_local_manifest_stops_no_save_of_its_step(
         assert not [*directory.glob(".tierckpt/*.bad")], "it goes with the checkpoint"
 
 
+@pytest.mark.slow
 def test_any_small_file_of_the_local_root(file_uri: str, local_root: Path, tmp_path: Path) -> None:
     save(file_uri, (1, 2))
     close_all()

@@ -77,12 +77,14 @@ def killed_and_finished(
     return Counter(sample for samples in steps_seen(folder).values() for sample in samples), fired
 
 
+@pytest.mark.slow
 def test_every_sample_once_an_epoch_over_random_kills_and_other_world_sizes(nursery: Nursery, tmp_path: Path) -> None:
     seen, fired = killed_and_finished(nursery, tmp_path / "job", str(tmp_path / "run"), KILLS)
     assert fired == KILLS
     assert seen == dict.fromkeys(range(SAMPLES), EPOCHS)
 
 
+@pytest.mark.slow
 def test_a_job_that_forgets_its_place_is_found(nursery: Nursery, tmp_path: Path) -> None:
     """Control: a seeded bug. A job that is killed before its first checkpoint stands has nothing to forget."""
     job, run = tmp_path / "job", str(tmp_path / "run")

@@ -56,6 +56,7 @@ def blocks(page: Path, *languages: str) -> Iterator[tuple[str, str]]:
             yield f"{page.relative_to(ROOT)}:{text[: found.start()].count(chr(10)) + 1}", found[2]
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_every_python_block_runs_by_itself(moto: S3Server, tmp_path: Path) -> None:
     """Each in a namespace of its own, in one process; what it names on this machine lies below ``tmp_path``."""
@@ -186,6 +187,7 @@ with Checkpointer("s3://bucket-of-sizes/run", keep_last={"local": 1, "shared": 2
 """
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_memory_and_disk_are_what_the_formula_says(moto: S3Server, tmp_path: Path) -> None:
     """S x 2 in memory; on the SSD N x (2 + what is not drained), of which there is one more here."""

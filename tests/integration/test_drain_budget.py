@@ -96,6 +96,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]
     return run_it
 
 
+@pytest.mark.slow
 def test_a_drain_takes_the_bytes_per_second_it_is_given_and_no_more(shared: str, local_root: Path) -> None:
     state = saved_and_not_drained(shared, local_root)
     seconds = Drain(drain_bytes_per_second="8MiB").finish()
@@ -104,6 +105,7 @@ def test_a_drain_takes_the_bytes_per_second_it_is_given_and_no_more(shared: str,
     assert same(load(shared, state, local_root=local_root / "elsewhere"), state)
 
 
+@pytest.mark.slow
 def test_the_command_line_changes_the_rate_of_a_drain_that_runs(
     shared: str, local_root: Path, command: Callable[..., dict[str, Any]]
 ) -> None:
@@ -119,6 +121,7 @@ def test_the_command_line_changes_the_rate_of_a_drain_that_runs(
     assert drain.client.engine.budget.concurrency == 2
 
 
+@pytest.mark.slow
 def test_a_pause_stops_every_mover_of_the_node_and_resume_lets_them_go_on(
     file_uri: str, local_root: Path, command: Callable[..., dict[str, Any]]
 ) -> None:
@@ -152,6 +155,7 @@ def test_status_tells_of_a_damaged_control_file(local_root: Path, command: Calla
     assert command("status")["budget"]["problem"] is None
 
 
+@pytest.mark.slow
 def test_a_save_of_another_process_has_the_disk_to_itself_while_it_writes(file_uri: str, local_root: Path) -> None:
     saved_and_not_drained(f"{file_uri}/step-1", local_root)
     code = (
@@ -168,6 +172,7 @@ def test_a_save_of_another_process_has_the_disk_to_itself_while_it_writes(file_u
     assert drain.moments[0] >= ended
 
 
+@pytest.mark.slow
 def test_a_flush_that_never_ends_does_not_keep_a_drain_from_ending(file_uri: str, local_root: Path) -> None:
     saved_and_not_drained(f"{file_uri}/step-1", local_root)
     with flushing(local_root):

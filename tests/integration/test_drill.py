@@ -91,6 +91,7 @@ def test_a_good_checkpoint_comes_back_from_any_storage(
     assert left_in(local_root) == []
 
 
+@pytest.mark.slow
 def test_one_seed_chooses_one_step_and_many_seeds_choose_all(file_uri: str, drill: Callable[..., Drill]) -> None:
     saved(file_uri, 1, 2, 3)
     chosen = [drill(file_uri, "--seed", seed).document["uri"] for seed in (1, 1, *range(12))]

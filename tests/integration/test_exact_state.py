@@ -415,6 +415,7 @@ def one_rank_cannot(uri: str) -> list[str]:
 HERE = "tests.integration.test_exact_state"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_sharded_values_come_back_as_the_destination_has_them(tmp_path: Path) -> None:
     uri, env = str(tmp_path / "run"), {"TIERCKPT_LOCAL_ROOT": str(tmp_path / "local"), "TIERCKPT_MOVER": "inline"}

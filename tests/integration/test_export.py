@@ -90,6 +90,7 @@ def test_without_only_every_tensor_keeps_its_name(file_uri: str, tmp_path: Path)
     assert same(contents(tmp_path / "out"), expected | {"optimizer.m": state["optimizer"]["m"]})
 
 
+@pytest.mark.slow
 def test_files_are_cut_at_the_limit_and_the_index_is_true(s3_uri: str, tmp_path: Path) -> None:
     state = {f"layer.{index}": torch.randn(100, 100) for index in range(7)}  # 40 kB each
     save(f"{s3_uri}/step-1", state, shard_size_bytes_max="90KB", chunk_size_bytes="16KiB")
@@ -159,6 +160,7 @@ def save_sharded(uri: str) -> int:
     return dist.get_rank()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_shards_of_several_ranks_are_joined(file_uri: str, tmp_path: Path) -> None:
     launch("tests.integration.test_export:save_sharded", 3, uri=f"{file_uri}/step-1")
@@ -229,6 +231,7 @@ export.export_safetensors(sys.argv[1], sys.argv[2], shard_size_bytes_max=1000)
 """
 
 
+@pytest.mark.slow
 def test_a_kill_between_two_files_shows_no_directory(file_uri: str, tmp_path: Path) -> None:
     state = {"a": torch.randn(500), "b": torch.randn(500)}
     save(f"{file_uri}/step-1", state)

@@ -78,6 +78,7 @@ def measured(checkpoint: str, to: Path, window_bytes: int, dtype: str = "") -> d
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["", "bf16"])
 def test_memory_is_two_windows_whatever_the_tensors_are(dtype: str, checkpoint: str, tmp_path: Path) -> None:
     found = measured(checkpoint, tmp_path / "out", WINDOW, dtype)
@@ -89,10 +90,12 @@ def test_memory_is_two_windows_whatever_the_tensors_are(dtype: str, checkpoint: 
     assert bool((loaded["other"] == 1).all())
 
 
+@pytest.mark.slow
 def test_the_control_windows_of_everything_are_seen_by_the_same_measure(checkpoint: str, tmp_path: Path) -> None:
     assert measured(checkpoint, tmp_path / "out", 256 * MIB)["peak"] > ENOUGH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window_bytes", [96, 1000, 4096, 50_000])
 def test_windows_of_any_size_write_the_same_file(window_bytes: int, tmp_path: Path, file_uri: str) -> None:
     generator = torch.Generator().manual_seed(4)

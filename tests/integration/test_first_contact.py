@@ -42,6 +42,7 @@ def save_three_steps(uri: str) -> list[Any]:
     return [gathered, (Path(uri) / "step-3/.tierckpt/manifest.json").exists()]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("mover", ["inline", "agent"])
 def test_two_ranks_on_a_shared_file_system_save_without_a_warning(mover: str, file_uri: str) -> None:
@@ -131,6 +132,7 @@ def told(moto: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.server
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_in_a_few_lines(name: str, told: dict[str, str]) -> None:
@@ -139,6 +141,7 @@ def test_a_mistake_is_told_in_a_few_lines(name: str, told: dict[str, str]) -> No
     assert len(text.splitlines()) < 20, text
 
 
+@pytest.mark.slow
 @pytest.mark.server
 @pytest.mark.parametrize("name", OF_DCP)
 def test_through_dcp_what_is_long_is_not_ours(name: str, told: dict[str, str]) -> None:
@@ -149,6 +152,7 @@ def test_through_dcp_what_is_long_is_not_ours(name: str, told: dict[str, str]) -
     assert "direct cause" not in text and "another exception" not in text
 
 
+@pytest.mark.slow
 def test_all_of_it_is_shown_to_who_asks() -> None:
     code = "import tierckpt; tierckpt.load_safetensors('/nothing/at/all')"
     environment = os.environ | {"TIERCKPT_TRACEBACK": "1"}
@@ -165,6 +169,7 @@ def test_without_torch_the_error_says_what_to_install() -> None:
     assert len(done.stderr.splitlines()) < 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -236,6 +241,7 @@ def test_a_simulation_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsy
     assert len(seen) > 2 and all(len(moves) == 100 for moves in seen.values()), seen.keys()
 
 
+@pytest.mark.slow
 def test_a_hundred_shards_of_a_data_set_are_one_line_of_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

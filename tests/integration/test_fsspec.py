@@ -95,6 +95,7 @@ def run_uri(request: pytest.FixtureRequest) -> str:
     return uri
 
 
+@pytest.mark.slow
 def test_a_client_that_lists_finds_the_newest_committed_checkpoint_and_no_other(run_uri: str, fs: Any) -> None:
     run = url_of(run_uri)
     save_step(run_uri, 1)
@@ -301,6 +302,7 @@ def test_pandas_reads_and_writes_through_it(place: Path) -> None:
     assert (place / "frame.csv").read_text() == frame.to_csv(index=False)
 
 
+@pytest.mark.slow
 def test_datasets_and_webdataset_read_through_it(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own: ``datasets`` takes its settings when it is imported."""
     import tarfile

@@ -52,6 +52,7 @@ def go_straight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TierStorageWriter, "__init__", straight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["by the SSD", "straight"])
 @pytest.mark.parametrize("before", [False, True], ids=["new", "replaces another"])
 def test_it_stands_whole_and_is_drained(

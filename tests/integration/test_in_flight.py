@@ -190,6 +190,7 @@ def staged_bytes(uri: str, rows: int) -> list[dict[str, int]]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_replicas_are_neither_staged_nor_written_more_than_once(file_uri: str, tmp_path: Path) -> None:
     rows, whole = 8192, 8192 * 1024 * 4
@@ -199,6 +200,7 @@ def test_replicas_are_neither_staged_nor_written_more_than_once(file_uri: str, t
         assert whole < rank["written"] < 1.1 * whole
 
 
+@pytest.mark.slow
 def test_a_save_that_hangs_is_waited_for_once_and_named(
     file_uri: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

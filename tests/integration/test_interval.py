@@ -111,6 +111,7 @@ def slow_storage(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr("tierckpt.engine.Engine.send_linked", never)
 
 
+@pytest.mark.slow
 def test_two_levels_every_nth_goes_to_shared_storage_and_the_last_one_does(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +132,7 @@ def test_two_levels_every_nth_goes_to_shared_storage_and_the_last_one_does(
     assert state["w"].unique().tolist() == [newest]
 
 
+@pytest.mark.slow
 def test_what_was_passed_over_may_be_evicted_and_can_be_restored_until_then(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +209,7 @@ def decide_apart_and_tell(uri: str) -> list[Any]:
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_all_ranks_decide_the_same(file_uri: str) -> None:
     found = launch(f"{HERE}:decide_together", 2, uri=file_uri, interval="auto")
@@ -257,6 +260,7 @@ def keep_on_two_nodes(uri: str, roots: str) -> dict[str, Any]:
     return {key: [one[key] for one in outcomes] for key in outcome}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_nodes_keep_the_same_checkpoints_and_send_the_last(tmp_path: Path, file_uri: str) -> None:
     found = launch(f"{HERE}:keep_on_two_nodes", 2, uri=file_uri, roots=str(tmp_path))

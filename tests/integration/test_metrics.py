@@ -59,6 +59,7 @@ def page(local_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
     page.metrics.close()
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_a_checkpoint_is_seen_waiting_then_on_its_way_then_committed(page: Page, s3_uri: str, local_root: Path) -> None:
     change_control(local_root, paused=True)
@@ -91,6 +92,7 @@ def test_a_checkpoint_is_seen_waiting_then_on_its_way_then_committed(page: Page,
     assert free is not None and size is not None and 0 < free < size
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_a_drain_that_cannot_succeed_is_counted_by_its_error(page: Page, s3_uri: str, local_root: Path) -> None:
     change_control(local_root, paused=True)

@@ -101,16 +101,19 @@ async def get_all(*, into: bool, retries: int) -> list[BaseException | None]:
         await store.close()
 
 
+@pytest.mark.slow
 async def test_gets_become_fewer_and_all_arrive(server: Narrow) -> None:
     assert await get_all(into=True, retries=1) == [None] * GETS
     assert server.most >= GETS  # they had begun together
 
 
+@pytest.mark.slow
 async def test_gets_by_the_library_too(server: Narrow) -> None:
     """The first time that one of those does not end in time, nobody knows whether it crept: that takes a retry more."""
     assert await get_all(into=False, retries=2) == [None] * GETS
 
 
+@pytest.mark.slow
 async def test_otherwise_they_would_be_broken_off_again(server: Narrow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Congestion, "_reduce", lambda *_: None)
     failed = [error for error in await get_all(into=True, retries=1) if error is not None]

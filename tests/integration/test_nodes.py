@@ -12,6 +12,7 @@ pytestmark = pytest.mark.distributed
 SCENARIOS = "tests.integration.scenarios"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("use_collectives", [True, False])
 def test_whoever_drains_last_commits(use_collectives: bool, slow: int, s3_uri: str, tmp_path: Path) -> None:
@@ -28,6 +29,7 @@ def test_whoever_drains_last_commits(use_collectives: bool, slow: int, s3_uri: s
         assert outcome[claim] == [True, True], (claim, outcome)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lose", [0, 1])
 def test_a_node_lost_before_its_drain_costs_that_step_and_mixes_nothing(lose: int, s3_uri: str, tmp_path: Path) -> None:
     outcome = launch(f"{SCENARIOS}:restart_from_what_is_left", 2, uri=s3_uri, roots=str(tmp_path), lose=lose)

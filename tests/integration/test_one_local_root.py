@@ -115,6 +115,7 @@ def test_directories_come_and_go_while_they_are_looked_at(name: str, settings: S
     assert looks > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60 + 10 * STEPS)
 def test_two_jobs_that_save_and_remove_on_one_local_root_both_end_well(tmp_path: Path) -> None:
     jobs = [

@@ -77,6 +77,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "jobs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["file", pytest.param("s3", marks=pytest.mark.server)])
 def test_each_knows_within_one_save_and_removes_nothing_of_the_other(
     where: str, folder: Path, request: pytest.FixtureRequest
@@ -103,6 +104,7 @@ def test_each_knows_within_one_save_and_removes_nothing_of_the_other(
         assert state["w"][0] == value, "since they know, nobody removes anything"
 
 
+@pytest.mark.slow
 def test_a_job_that_is_started_again_is_alone(file_uri: str, folder: Path) -> None:
     first = Process(file_uri, folder, 1, keep=1)
     assert first.save(1) == "saved 1"

@@ -256,6 +256,7 @@ def test_a_planted_checkpoint_and_a_planted_cache_are_not_believed(machine: Path
     assert as_user(victim, lambda: _save(run, root, step=2)).startswith("PermissionDeniedError: local_root")
 
 
+@pytest.mark.slow
 def test_the_command_line_says_it_and_ends_with_its_code(machine: Path) -> None:
     root = machine / "root"
     assert not as_user(ATTACKER, lambda: make(root, 0o777))

@@ -115,6 +115,7 @@ def test_from_a_store_only_what_is_wanted_comes_in_few_requests(
     assert not list(local(uri).glob("*.distcp"))
 
 
+@pytest.mark.slow
 def test_a_load_that_wants_most_of_a_file_keeps_the_file_for_the_next(
     s3_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def await_holders(nodes: Nodes, index: int, uri: str, count: int, by: Node) -> N
         close_all()
 
 
+@pytest.mark.slow
 def test_a_rollout_node_prefetches_a_step_that_only_the_training_node_has(nodes: Nodes, uri: str) -> None:
     trainer, rollout = nodes[0], nodes[2]
     step = f"{uri}/step-1"
@@ -113,6 +114,7 @@ def test_a_rollout_node_prefetches_a_step_that_only_the_training_node_has(nodes:
         nodes.meet(3)
 
 
+@pytest.mark.slow
 def test_two_rollout_nodes_at_once_have_a_large_step_from_the_trainer_and_each_other(nodes: Nodes, uri: str) -> None:
     """Large enough for chunks to be shared while they come; nothing is on shared storage all the time."""
     step = f"{uri}/step-1"

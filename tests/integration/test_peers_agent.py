@@ -150,6 +150,7 @@ def land(filling: Filling, data: bytes, chunks: Sequence[int]) -> None:
 # --- who is there -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_eight_agents_find_each_other_and_notice_death_goodbye_and_return(nodes: Callable[..., list[Node]]) -> None:
     cluster = [node.start() for node in nodes(8)]
     until(lambda: agree(cluster), "eight agents that know each other")
@@ -166,6 +167,7 @@ def test_eight_agents_find_each_other_and_notice_death_goodbye_and_return(nodes:
     assert killed.name == name
 
 
+@pytest.mark.slow
 def test_a_stopped_agent_is_left_out_and_taken_back_when_it_goes_on(nodes: Callable[..., list[Node]]) -> None:
     cluster = [node.start() for node in nodes(3)]
     until(lambda: agree(cluster), "three agents that know each other")
@@ -186,6 +188,7 @@ def test_who_does_not_know_the_secret_is_no_member_and_is_told_why(nodes: Callab
     assert agree([one, other])
 
 
+@pytest.mark.slow
 def test_a_copied_local_root_gets_a_name_of_its_own(nodes: Callable[..., list[Node]]) -> None:
     cluster = nodes(3)
     for node in cluster[1:]:
@@ -200,6 +203,7 @@ def test_a_copied_local_root_gets_a_name_of_its_own(nodes: Callable[..., list[No
 # --- an agent whose peers cannot be served works without ---------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_told_and_taken_up_when_it_is_free(nodes: Callable[..., list[Node]]) -> None:
     (node,) = nodes(1)
     host, port = node.address.split(":")
@@ -281,6 +285,7 @@ def test_what_a_process_fills_is_served_for_as_long_as_it_is_connected(
         node.ask("peers", version="../etc", directory="/tmp")
 
 
+@pytest.mark.slow
 def test_that_others_find_this_node_slow_is_told_to_who_fills_here_for_a_while(
     nodes: Callable[..., list[Node]],
 ) -> None:
@@ -302,6 +307,7 @@ def test_that_others_find_this_node_slow_is_told_to_who_fills_here_for_a_while(
     until(lambda: node.ask("peers", version=version)["slow_to"] == [], "the end of it")
 
 
+@pytest.mark.slow
 def test_an_agent_leaves_though_others_ask_for_members_and_stays_while_somebody_fills(
     nodes: Callable[..., list[Node]], tmp_path: Path
 ) -> None:
@@ -328,6 +334,7 @@ def test_the_jobs_own_store_tells_where_the_agents_are(nodes: Callable[..., list
     until(lambda: agree(cluster), "three that know each other")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_job_under_torchrun_introduces_its_nodes_agents(nodes: Callable[..., list[Node]]) -> None:
     cluster = [node.start() for node in nodes(3, peers="torchrun")]
@@ -397,6 +404,7 @@ def test_status_shows_members_and_what_would_survive(nodes: Callable[..., list[N
         assert word in text
 
 
+@pytest.mark.slow
 def test_the_agents_page_tells_prometheus_who_is_there(nodes: Callable[..., list[Node]]) -> None:
     (one,) = nodes(1, TIERCKPT_METRICS_PORT=str(free_port()))
     (other,) = nodes(1, peers=one.address)
@@ -415,6 +423,7 @@ def test_status_without_an_agent_says_so(nodes: Callable[..., list[Node]], fleet
     assert "no agent runs" in said(fleet.start(["status", "--peers", "--json"], node.environment()))["problem"]
 
 
+@pytest.mark.slow
 def test_a_rollout_is_watched_until_it_is_whole_everywhere(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
     one, other = cluster = [node.start() for node in nodes(2)]
     until(lambda: agree(cluster), "two that know each other")
@@ -437,6 +446,7 @@ def test_a_rollout_is_watched_until_it_is_whole_everywhere(nodes: Callable[..., 
     assert "100 % on 2 nodes" in watching.out.read_text()
 
 
+@pytest.mark.slow
 def test_watch_on_every_node_fetches_and_ends_when_all_nodes_have_it(
     nodes: Callable[..., list[Node]], fleet: Fleet, tmp_path: Path
 ) -> None:

@@ -171,6 +171,7 @@ def test_a_model_lands_in_the_cache_once_and_the_document_says_where_its_bytes_c
     assert bucket.requests == CHUNKS
 
 
+@pytest.mark.slow
 def test_killed_and_run_again_at_most_one_chunk_a_worker_is_fetched_twice(
     tierckpt_: Callable[..., Done], bucket: Bucket, local_root: Path
 ) -> None:
@@ -198,6 +199,7 @@ def test_killed_and_run_again_at_most_one_chunk_a_worker_is_fetched_twice(
     assert list((local_root / "cache").glob(".*.incoming")) == []
 
 
+@pytest.mark.slow
 def test_two_processes_that_prefetch_one_uri_share_the_work(bucket: Bucket, tmp_path: Path) -> None:
     bucket.request_seconds = 0.03
     command = [*COMMAND, "prefetch", MODEL, "--to", str(tmp_path / "served"), "--json"]
@@ -209,6 +211,7 @@ def test_two_processes_that_prefetch_one_uri_share_the_work(bucket: Bucket, tmp_
     assert sum(document["fetched_bytes"] for document in documents) == TOTAL
 
 
+@pytest.mark.slow
 def test_a_model_that_changes_in_the_middle_of_a_pull_is_an_error_and_nothing_is_published(
     tierckpt_: Callable[..., Done], bucket: Bucket, local_root: Path
 ) -> None:
@@ -224,6 +227,7 @@ def test_a_model_that_changes_in_the_middle_of_a_pull_is_an_error_and_nothing_is
     assert same(done.document["directory"], files)
 
 
+@pytest.mark.slow
 def test_globs_choose_files_and_what_holds_them_all_is_used(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
     chosen = tierckpt_("prefetch", MODEL, "--include", "*.safetensors", "--include", "*.json", "--exclude", "*00002*")
     names = ["config.json", "model-00001.safetensors"]
@@ -235,6 +239,7 @@ def test_globs_choose_files_and_what_holds_them_all_is_used(tierckpt_: Callable[
     assert (again["directory"], bucket.requests) == (whole, before)
 
 
+@pytest.mark.slow
 def test_check_lists_what_is_missing_and_read_data_finds_what_has_rotted(
     tierckpt_: Callable[..., Done], bucket: Bucket
 ) -> None:
@@ -260,6 +265,7 @@ def test_check_lists_what_is_missing_and_read_data_finds_what_has_rotted(
     assert [(entry["uri"], entry["state"]) for entry in listed["entries"]] == [(MODEL, "complete")]
 
 
+@pytest.mark.slow
 def test_pinned_is_kept_and_evict_says_what_went_and_what_stayed(
     tierckpt_: Callable[..., Done], bucket: Bucket, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +300,7 @@ def test_what_a_process_was_given_is_not_evicted_while_it_lives(tierckpt_: Calla
     assert same(directory)
 
 
+@pytest.mark.slow
 def test_several_uris_in_one_command_and_one_that_fails_does_not_keep_the_others(
     tierckpt_: Callable[..., Done], bucket: Bucket
 ) -> None:
@@ -320,6 +327,7 @@ def test_one_object_is_an_entry_of_its_own_unless_its_directory_is_here(
     assert bucket.requests == before
 
 
+@pytest.mark.slow
 def test_wait_waits_for_what_is_not_there_yet_and_for_no_longer_than_it_is_told(
     tmp_path: Path, tierckpt_: Callable[..., Done], bucket: Bucket, file_uri: str
 ) -> None:

@@ -78,6 +78,7 @@ def outcomes(done: Done) -> dict[tuple[str, str], tuple[str, str]]:
 # --- looking and removing ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_would_go_and_removes_nothing(run_uri: str) -> None:
     save_steps(run_uri, 10, 20, 25, 30)
     done = tierckpt_("prune", run_uri, "--keep-last", 1, "--keep-every", 20)
@@ -101,6 +102,7 @@ def test_a_dry_run_says_what_would_go_and_removes_nothing(run_uri: str) -> None:
     assert "not among the newest 1" in text
 
 
+@pytest.mark.slow
 def test_yes_removes_and_leaves_no_trace(run_uri: str) -> None:
     save_steps(run_uri, 1, 2, 3)
     done = tierckpt_("prune", run_uri, "--keep-last", 2, "--yes")
@@ -164,6 +166,7 @@ def test_a_place_without_our_marks_is_exit_4_and_untouched(tmp_path: Path) -> No
     assert tierckpt_("prune", "/", "--keep-last", 1, "--yes").code == 4
 
 
+@pytest.mark.slow
 def test_beside_ours_the_things_of_others_stay_and_are_named(file_uri: str) -> None:
     save_steps(file_uri, 1, 2, 3)
     dcp.save(small_state(0), checkpoint_id=f"{file_uri}/step-0", no_dist=True)
@@ -206,6 +209,7 @@ def test_storage_that_does_not_answer_is_exit_7_and_nothing_goes(s3_uri: str, mo
 # --- what may not go --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_one_keeps_the_newest_good_one(run_uri: str) -> None:
     save_steps(run_uri, 1, 2, 3)
     client = get_client(Settings.load())
@@ -322,6 +326,7 @@ def reader(uri: str) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_being_read_stays_until_its_reader_is_gone(run_uri: str) -> None:
     save_steps(run_uri, 1, 2, 3)
     with reader(f"{run_uri}/step-1") as process:
@@ -421,6 +426,7 @@ def test_a_read_only_local_root_is_no_obstacle_to_reading(tmp_path: Path) -> Non
 # --- in training ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("last", "every", "local", "shared"),
     [

@@ -76,6 +76,7 @@ def test_at_first_contact_a_refusal_is_said_at_the_first_save(how: str, run: str
         Checkpointer(run, exit_timeout_seconds=0).save(1, {"value": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", REFUSALS)
 def test_credentials_that_expire_in_the_middle_of_a_run_cost_no_save(
     how: str, run: str, proxy: FaultProxy, local_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -156,6 +157,7 @@ with tierckpt.Checkpointer(sys.argv[1], keep_last=2) as checkpointer:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mover"), [("refused", "agent"), ("hanging", "inline")])
 def test_leaving_while_the_store_is_away_ends_when_it_was_said(
     kind: str, mover: str, run: str, proxy: FaultProxy, local_root: Path, tmp_path: Path
@@ -192,6 +194,7 @@ def test_a_close_that_has_nothing_to_wait_for_says_nothing(run: str, caplog: pyt
     assert not [line for line in caplog.messages if "closing" in line]
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_does_not_wait_again(run: str, proxy: FaultProxy) -> None:
     proxy.plans[run.split("/")[2]] = Plan(Kind.SLOW_DOWN, share=1.0)
     checkpointer = Checkpointer(run, exit_timeout_seconds=3)
@@ -223,6 +226,7 @@ def differ(uris: list[str]) -> dict[str, Any]:
     return {"told": told}
 
 
+@pytest.mark.slow
 def test_ranks_with_different_uris_are_told(file_uri: str) -> None:
     uris = [f"{file_uri}/a", f"{file_uri}/a", f"{file_uri}/b"]
     told = launch("tests.integration.test_refusals:differ", 3, timeout_seconds=90, uris=uris)["told"]

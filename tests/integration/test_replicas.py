@@ -78,6 +78,7 @@ def all_copied(nodes: Nodes, uri: str, *of: int) -> None:
     nodes.until(lambda: all(nodes[index].has_all_replicas(uri) for index in of), f"the copies of {uri}")
 
 
+@pytest.mark.slow
 def test_a_node_lost_right_after_its_local_commit_costs_nothing(
     bucket: EmptyBucket, fleet: Fleet, tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_node_lost_right_after_its_local_commit_costs_nothing(
         assert shards(nodes[0]) == shards(nodes[1]), "what was read is here again, for the next restart"
 
 
+@pytest.mark.slow
 def test_all_ranks_of_a_job_restore_when_any_of_its_nodes_is_lost(fleet: Fleet, tmp_path: Path) -> None:
     """Each rank saved its part on its own node; only the coordinator's had the manifest."""
     uri = str(tmp_path / "shared" / "run")
@@ -114,6 +116,7 @@ def test_all_ranks_of_a_job_restore_when_any_of_its_nodes_is_lost(fleet: Fleet, 
         assert outcome["outcomes"] == [[1, True], [1, True]]
 
 
+@pytest.mark.slow
 def test_a_copy_makes_room_for_a_newer_one_only_when_that_is_on_all_its_holders(fleet: Fleet, tmp_path: Path) -> None:
     """Three copies: while one holder is away, the other keeps both steps."""
     uri = str(tmp_path / "shared" / "run")
@@ -136,6 +139,7 @@ def test_a_copy_makes_room_for_a_newer_one_only_when_that_is_on_all_its_holders(
         assert len(shards(nodes[0])) == 2, "what the node itself has saved is for retention, not for this"
 
 
+@pytest.mark.slow
 def test_a_full_ssd_holds_no_copy_and_loses_nothing_of_its_own(fleet: Fleet, tmp_path: Path) -> None:
     uri = str(tmp_path / "shared" / "run")
     other = str(tmp_path / "shared" / "other")
@@ -151,6 +155,7 @@ def test_a_full_ssd_holds_no_copy_and_loses_nothing_of_its_own(fleet: Fleet, tmp
         assert shards(nodes[1]) == own
 
 
+@pytest.mark.slow
 def test_a_damaged_copy_is_never_read_as_if_it_were_good(fleet: Fleet, tmp_path: Path) -> None:
     """The one copy on a peer is damaged: the load ends with an error that says so, and with no wrong byte."""
     uri = str(tmp_path / "shared" / "run" / "step-1")
@@ -175,6 +180,7 @@ def test_a_damaged_copy_is_never_read_as_if_it_were_good(fleet: Fleet, tmp_path:
         assert shards(nodes[1]) == good
 
 
+@pytest.mark.slow
 def test_retention_keeps_the_newest_step_that_a_peer_has_whole(fleet: Fleet, tmp_path: Path) -> None:
     """A node that is lost while its newest step is still being copied must not cost the step before too."""
     uri = str(tmp_path / "shared" / "run")

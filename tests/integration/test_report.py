@@ -58,6 +58,7 @@ def killed_once(nursery: Nursery, folder: Path, uri: str) -> tuple[float, float]
     return time.monotonic() - begun, again - died
 
 
+@pytest.mark.slow
 def test_a_killed_run_tells_where_its_time_went(
     nursery: Nursery, tmp_path: Path, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +177,7 @@ checkpointer.close()
 """
 
 
+@pytest.mark.slow
 def test_the_steps_of_the_last_second_before_a_kill_are_known(
     file_uri: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

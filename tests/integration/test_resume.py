@@ -163,6 +163,7 @@ def is_denial(breaks: Breaks) -> bool:
     return breaks in (denied, newest_denied)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", BLIND)
 def test_nobody_could_look_is_an_error_and_never_none(
     breaks: Breaks, run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -185,6 +186,7 @@ def test_nobody_could_look_is_an_error_and_never_none(
         tierckpt.latest(run)
 
 
+@pytest.mark.slow
 def test_every_verb_says_so(run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
     listing_fails(proxy, run, monkeypatch)
@@ -203,6 +205,7 @@ def test_every_verb_says_so(run: str, proxy: FaultProxy, tmp_path: Path, monkeyp
             pytest.fail(f"{name} returned {verb()}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", [refused, unavailable, denied, half_listed, newest_fails])
 def test_a_drained_step_on_the_ssd_is_not_taken_for_the_newest(
     breaks: Breaks, advanced: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +229,7 @@ def test_a_drained_step_on_the_ssd_is_not_taken_for_the_newest(
     assert tierckpt.latest(f"{run}/step-3") == f"{run}/step-3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", [refused, unavailable, denied, hanging])
 def test_a_step_that_is_still_to_be_drained_is_taken_with_a_warning(
     breaks: Breaks, run: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -263,6 +267,7 @@ def test_what_is_never_drained_is_this_nodes_own(
         close_all()
 
 
+@pytest.mark.slow
 def test_a_newer_drained_step_hides_an_older_pending_one(
     run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +280,7 @@ def test_a_newer_drained_step_hides_an_older_pending_one(
         tierckpt.latest(run)
 
 
+@pytest.mark.slow
 def test_a_store_that_comes_back_within_the_wait_is_believed(
     run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,6 +296,7 @@ def test_a_store_that_comes_back_within_the_wait_is_believed(
     assert told and run in told[0] and "of 60 s" in told[0] and "Ctrl-C" in told[0]
 
 
+@pytest.mark.slow
 def test_a_passing_denial_is_no_error(
     run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +341,7 @@ def test_a_file_whose_shared_copy_could_not_be_asked_for_is_not_lost(
         Checkpointer(run).restore(state, step=3)
 
 
+@pytest.mark.slow
 def test_what_could_not_be_looked_at_is_not_replaced(
     proxy: FaultProxy, moto: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +375,7 @@ def _steps(entries: list[dict[str, Any]]) -> int:
     return sum("/step-" in entry["name"] for entry in entries)
 
 
+@pytest.mark.slow
 def test_a_listing_shows_no_old_step_as_the_newest(
     run: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, local_root: Path
 ) -> None:
@@ -414,6 +423,7 @@ def _resumed(uri: str, roots: list[Path], endpoints: list[str], **settings: str)
     return ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_old_steps", [False, True])
 def test_one_blind_rank_of_four_does_not_decide_for_all(
     has_old_steps: bool, advanced: str, proxy: FaultProxy, moto: S3Server, tmp_path: Path
@@ -428,6 +438,7 @@ def test_one_blind_rank_of_four_does_not_decide_for_all(
     assert all("rank=2" in rank["told"] and rank["value"] == 0 for rank in ranks)
 
 
+@pytest.mark.slow
 def test_a_pending_step_of_a_blind_rank_does_not_set_back_the_others(
     run: str, proxy: FaultProxy, moto: S3Server, tmp_path: Path
 ) -> None:

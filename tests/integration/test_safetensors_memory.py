@@ -67,6 +67,7 @@ def measured(script: str, model: Path, small: Path) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_load_takes_the_tensors_and_no_second_copy_and_gives_all_of_it_back(model: Path, small: Path) -> None:
     found = measured(
         """
@@ -93,6 +94,7 @@ print(json.dumps(dict(size=size, peak=peak, present=present, half=half, left=sta
     assert found["right"]
 
 
+@pytest.mark.slow
 def test_a_stream_takes_what_may_be_in_flight_however_large_the_model_is(model: Path, small: Path) -> None:
     found = measured(
         """
@@ -109,6 +111,7 @@ print(json.dumps(dict(total=total, peak=status("VmHWM") - before)))
     assert found["peak"] <= 48 * MIB + 32 * MIB + 24 * MIB  # the largest tensor, what is read meanwhile, and change
 
 
+@pytest.mark.slow
 def test_the_control_a_load_of_the_whole_is_seen_by_the_same_measure(model: Path, small: Path) -> None:
     found = measured(
         """
@@ -121,6 +124,7 @@ print(json.dumps(dict(peak=status("VmHWM") - before)))
     assert found["peak"] > 48 * MIB + 32 * MIB + 24 * MIB
 
 
+@pytest.mark.slow
 def test_tensors_are_writable_and_each_has_its_own_storage(model: Path, tmp_path: Path) -> None:
     tensors = tierckpt.load_safetensors(model)
     expected = {name: value for path in sorted(model.glob("*.safetensors")) for name, value in load_file(path).items()}
@@ -242,6 +246,7 @@ def test_what_torch_keeps_by_thread_changes_nothing(model: Path) -> None:
         torch.set_default_dtype(default)
 
 
+@pytest.mark.slow
 def test_where_direct_reads_are_refused_and_where_the_page_cache_has_it_the_bytes_are_the_same(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def needed_bytes(directory: Path) -> int:
     return sum((directory / file).stat().st_size for file in [*FILES, "model.safetensors.index.json"])
 
 
+@pytest.mark.slow
 def test_each_byte_that_is_needed_is_fetched_once(
     uri: str, tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: list[float]
 ) -> None:
@@ -101,6 +102,7 @@ def test_of_one_tensor_its_chunks_are_fetched(uri: str, tensors: dict[str, torch
         assert sum(fetched) - before <= tensors["w1"].nbytes + 2 * 64 * KIB
 
 
+@pytest.mark.slow
 def test_a_model_that_was_prefetched_is_read_from_its_files(
     uri: str, tensors: dict[str, torch.Tensor], fetched: list[float]
 ) -> None:

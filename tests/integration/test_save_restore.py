@@ -54,6 +54,7 @@ def test_many_small_shards_all_arrive(shared_uri: str, local_root: Path) -> None
     assert same(load(uri, state), state)
 
 
+@pytest.mark.slow
 def test_latest_is_the_newest_committed_step(shared_uri: str, local_root: Path) -> None:
     assert tierckpt.latest(shared_uri) is None
     for step in (9, 10, 100):
@@ -65,6 +66,7 @@ def test_latest_is_the_newest_committed_step(shared_uri: str, local_root: Path) 
     assert tierckpt.latest(f"{shared_uri}/step-9") == f"{shared_uri}/step-9"
 
 
+@pytest.mark.slow
 def test_saving_again_replaces_the_checkpoint_and_its_files(shared_uri: str, local_root: Path) -> None:
     uri = f"{shared_uri}/step-1"
     for seed in (1, 2, 3):
@@ -118,6 +120,7 @@ def test_on_one_filesystem_a_link_replaces_the_copy(file_uri: str, local_root: P
     assert Journal(local_root).entries() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["shared", "local"])
 def test_plain_pytorch_reads_both_tiers_where_tierckpt_is_not_installed(
     where: str, file_uri: str, local_root: Path
@@ -178,6 +181,7 @@ def test_a_reused_stager_saves_each_step_and_not_the_first_again(file_uri: str) 
     stager.close()
 
 
+@pytest.mark.slow
 def test_a_drain_goes_on_in_the_next_process(s3_uri: str, local_root: Path) -> None:
     """The trainer saves and is killed before the drain; the next process finds the work in the journal."""
     code = (
@@ -198,6 +202,7 @@ def test_a_drain_goes_on_in_the_next_process(s3_uri: str, local_root: Path) -> N
     assert torch.equal(load(uri, {"w": torch.zeros(1000, dtype=torch.int64)})["w"], torch.arange(1000))
 
 
+@pytest.mark.slow
 def test_exit_waits_for_the_drain(s3_uri: str, local_root: Path) -> None:
     code = (
         "import sys, torch, torch.distributed.checkpoint as dcp, tierckpt\n"
@@ -235,6 +240,7 @@ def test_saving_twice_while_the_store_is_away_drains_the_newer_one(
     assert same(load(uri, small_state(3)), small_state(3))
 
 
+@pytest.mark.slow
 def test_wait_is_for_the_newest_save_of_an_id(s3_uri: str, local_root: Path) -> None:
     uri = f"{s3_uri}/step-1"
     for seed in (1, 2, 3, 4):

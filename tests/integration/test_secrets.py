@@ -181,6 +181,7 @@ def settings(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_the_whole_path_to_s3_at_debug_tells_no_secret(tmp_path: Path, moto: S3Server) -> None:
     with moto.bucket() as bucket:
@@ -204,6 +205,7 @@ def test_the_whole_path_to_s3_at_debug_tells_no_secret(tmp_path: Path, moto: S3S
     assert "tierckpt.commit" in runs.log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["s3", "az"])
 def test_a_server_that_repeats_our_credentials_is_not_repeated_by_us(scheme: str, tmp_path: Path, echo: str) -> None:
     runs = Runs(tmp_path, {**settings(tmp_path), **cloud(scheme, echo)})
@@ -215,6 +217,7 @@ def test_a_server_that_repeats_our_credentials_is_not_repeated_by_us(scheme: str
     assert leaks(runs.everything()) == []
 
 
+@pytest.mark.slow
 def test_control_without_redaction_that_server_makes_us_tell(tmp_path: Path, echo: str) -> None:
     """What the last test found to be 0 is not 0 by itself."""
     runs = Runs(tmp_path, {**settings(tmp_path), **cloud("s3", echo)})
@@ -252,6 +255,7 @@ def test_the_same_log_by_a_logger_of_ours_tells_nothing(tmp_path: Path) -> None:
     assert leaks(runs.everything()) == []
 
 
+@pytest.mark.slow
 def test_a_uri_that_carries_a_credential_is_refused_and_not_repeated(tmp_path: Path) -> None:
     uris = (
         f"https://bucket.s3.amazonaws.com/run?X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Signature={IN_A_URL}",

@@ -95,6 +95,7 @@ def drained_by(local_root: Path, **settings: Any) -> TierckptError | None:
     return asyncio.run(work())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", ["another save", "a rank"])
 def test_the_agent_sets_it_aside_and_leaves(
     cause: str, saved: str, local_root: Path, capsys: pytest.CaptureFixture[str]

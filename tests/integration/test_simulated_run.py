@@ -71,6 +71,7 @@ def as_simulated(found: Goodput, *, fails: bool = True) -> tuple[Run, float]:
     return simulate(cluster, plan, days=wall / 86400), found.kept_seconds / wall
 
 
+@pytest.mark.slow
 def test_a_simulated_run_has_the_ettr_of_the_real_one(
     tmp_path: Path, file_uri: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

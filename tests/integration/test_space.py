@@ -88,6 +88,7 @@ def used_share(disk: Path) -> float:
 # --- evicting ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_above_the_high_water_mark_the_oldest_drained_ones_go(disk: Path, uri: str) -> None:
     for step in range(1, 9):
         save_step(uri, step, disk, local_high_water=0.7)
@@ -98,6 +99,7 @@ def test_above_the_high_water_mark_the_oldest_drained_ones_go(disk: Path, uri: s
         assert intact(uri, step, disk)
 
 
+@pytest.mark.slow
 def test_a_limit_in_bytes_counts_checkpoints_and_nothing_else(disk: Path, uri: str) -> None:
     (disk / "datasets").write_bytes(bytes(8 * MiB))
     for step in range(1, 6):
@@ -107,6 +109,7 @@ def test_a_limit_in_bytes_counts_checkpoints_and_nothing_else(disk: Path, uri: s
     assert on_local(uri, disk) == [4, 5]
 
 
+@pytest.mark.slow
 def test_the_oldest_step_goes_first_whatever_the_clock_said(
     disk: Path, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +123,7 @@ def test_the_oldest_step_goes_first_whatever_the_clock_said(
     assert on_local(uri, disk) == [2, 3, 4]
 
 
+@pytest.mark.slow
 def test_what_is_read_and_what_is_newest_stays(disk: Path, uri: str) -> None:
     for step in (1, 2, 3):
         save_step(uri, step, disk)
@@ -147,6 +151,7 @@ def test_the_newest_one_is_not_given_up_for_the_next(disk: Path, uri: str) -> No
     assert on_local(uri, disk) == [1]
 
 
+@pytest.mark.slow
 def test_linked_copies_are_not_removed_because_that_would_free_nothing(disk: Path) -> None:
     uri, root = str(disk / "shared"), disk / "local"
     for step in (1, 2, 3, 4):
@@ -187,6 +192,7 @@ def held_drains(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disk", ["ext4"], indirect=True)
 def test_a_save_waits_until_a_drain_has_ended_and_then_goes_on(
     disk: Path, uri: str, held_drains: threading.Event, caplog: pytest.LogCaptureFixture
@@ -211,6 +217,7 @@ def test_a_save_waits_until_a_drain_has_ended_and_then_goes_on(
         tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=30, local_root=disk, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disk", ["ext4"], indirect=True)
 @pytest.mark.parametrize(("policy", "seconds"), [("error", 0.0), ("wait", 0.5)])
 def test_a_save_that_finds_no_room_is_refused_by_policy(

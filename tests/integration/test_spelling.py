@@ -114,6 +114,7 @@ def test_nothing_is_saved_over_http(kind: Callable[[str], Any]) -> None:
         kind("https://host/run/step-1")
 
 
+@pytest.mark.slow
 def test_what_is_saved_through_tierckpt_is_in_the_store_and_every_verb_finds_it(
     s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_an_unknown_mode_is_refused() -> None:
 # --- slots, as seen from outside ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_memory_is_free_again_when_nothing_refers_to_the_copy(shared: bool) -> None:
     """Not before: one view of one tensor keeps it. And not later: one slot is enough for any number of copies."""
@@ -310,6 +311,7 @@ def test_who_stops_waiting_for_a_copy_makes_it_worthless(file_uri: str, monkeypa
     assert tierckpt.latest(file_uri) is None
 
 
+@pytest.mark.slow
 def test_twenty_lazy_saves_in_a_row(file_uri: str) -> None:
     """Without waiting for any: two slots, a step after each; every file holds the state of its moment."""
     job, expected = Job(), []
@@ -347,6 +349,7 @@ def test_close_lets_go_of_the_optimizers() -> None:
 # --- other processes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_process_mode(tmp_path: Path) -> None:
     """AsyncCheckpointerType.PROCESS: the state crosses to another process, which writes it while training goes on."""
     before = set(os.listdir("/dev/shm"))  # noqa: PTH208
@@ -395,6 +398,7 @@ def test_workers_that_fork_while_a_save_is_in_flight(file_uri: str, monkeypatch:
     assert same(load(f"{file_uri}/step-1", state), state)
 
 
+@pytest.mark.slow
 def test_a_forked_child_saves_too(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both at the same time, each from its own arena; the child's end takes nothing from the parent."""
     come, go, real = threading.Event(), threading.Event(), os.pwrite

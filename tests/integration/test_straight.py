@@ -60,6 +60,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- T1 ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [64 * KiB, 8 * MiB])
 def test_it_comes_back_bit_for_bit_from_every_kind_of_storage(
     shared_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
@@ -87,6 +88,7 @@ def test_plain_pytorch_reads_it(file_uri: str, monkeypatch: pytest.MonkeyPatch) 
     assert same(target, state_of(1))
 
 
+@pytest.mark.slow
 def test_many_small_tensors_and_one_that_spans_chunks(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     always(monkeypatch)
     state = {f"t{n}": torch.full((n % 37,), float(n)) for n in range(3000)} | {"wide": torch.arange(300_000)}
@@ -166,6 +168,7 @@ def test_it_makes_nothing_on_the_ssd_superfluous_before_shared_storage_has_it(
 # --- D5: when ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_full_ssd_does_not_end_the_saves(file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first save finds out by itself, the later ones are told by the policy."""
     caplog.set_level(logging.INFO)
@@ -181,6 +184,7 @@ def test_a_full_ssd_does_not_end_the_saves(file_uri: str, local_root: Path, capl
     assert Checkpointer(file_uri).restore(state) == 4 and same(state, state_of(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full_policy", ["error", "wait"])
 @pytest.mark.parametrize("mib", [0, 1, 3])
 def test_saves_back_to_back_on_a_full_ssd(
@@ -210,6 +214,7 @@ def test_without_the_policy_a_full_ssd_is_an_error(file_uri: str) -> None:
         checkpointer.save(1, state_of(1)).result(60)
 
 
+@pytest.mark.slow
 def test_it_comes_back_to_the_ssd_when_there_is_room_again(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +235,7 @@ def test_it_comes_back_to_the_ssd_when_there_is_room_again(
 # --- T2 ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_storage_that_does_not_answer_leaves_it_to_the_ssd(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,6 +283,7 @@ def digests_fail_once(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> 
     monkeypatch.setattr(blocks, "keep", keep)
 
 
+@pytest.mark.slow
 def test_an_error_after_the_last_shard_leaves_it_to_the_ssd(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -336,6 +343,7 @@ checkpointer.save(2, {f"t{n}": torch.full((100_000,), float(n)) for n in range(8
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["between two shards", "before the commit", "before the drain"])
 def test_killed_on_the_way(when: str, file_uri: str, local_root: Path) -> None:
     environment = {**os.environ, "TIERCKPT_LOCAL_ROOT": str(local_root), "TIERCKPT_MOVER": "inline"}
@@ -381,6 +389,7 @@ def one_full_node(uri: str, roots: str) -> dict[str, Any]:
     return {key: [one[key] for one in outcomes] for key in outcome}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_one_full_node_goes_straight_and_then_all_do(tmp_path: Path, file_uri: str) -> None:
     found = launch(f"{HERE}:one_full_node", 2, uri=file_uri, roots=str(tmp_path))

@@ -51,6 +51,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             made.close()
 
 
+@pytest.mark.slow
 def test_three_nodes_read_a_model_once_and_say_where_it_came_from(cluster: Cluster) -> None:
     cluster.origin.reset()
     cluster.fetch()
@@ -66,6 +67,8 @@ def test_three_nodes_read_a_model_once_and_say_where_it_came_from(cluster: Clust
         assert not any(peer["banned"] for peer in result.answer["peers"])
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_a_directory_is_filled_from_peers_as_the_cache_is(cluster: Cluster, tmp_path: Path) -> None:
     cluster.origin.reset()
     target = tmp_path / "copy"

@@ -118,6 +118,7 @@ def test_a_model_that_takes_no_more_ends_the_stream(
     assert len(taken) == 1
 
 
+@pytest.mark.slow
 def test_importing_tierckpt_never_imports_vllm(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     script = (
         f"import sys, tierckpt; tierckpt.load_safetensors({str(tmp_path / 'model')!r}); sys.exit('vllm' in sys.modules)"

@@ -95,6 +95,7 @@ def check_files(local_root: Path, uri: str) -> None:
 # --- every kind of state ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -259,6 +260,7 @@ def test_changes_after_async_save_cannot_reach_the_file(
     assert read_back(uri, expected) == []
 
 
+@pytest.mark.slow
 def test_a_second_checkpoint_is_staged_while_the_first_is_written(
     file_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +351,7 @@ def minor_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [save_at_once, save_in_background], ids=["sync", "async"])
 def test_fifty_saves_leave_memory_flat(way: Save, file_uri: str) -> None:
     """Steady state: no slot is leaked (16 MiB each, of 4096 faults), nothing is faulted in anew."""

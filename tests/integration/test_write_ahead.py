@@ -109,6 +109,7 @@ def given_up(root: Path) -> bool:
     return not any(name.endswith("(deleted)") for name in open_files(root).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [by_stager, by_writer, by_checkpointer])
 def test_from_the_second_save_of_a_layout_on_and_bit_for_bit(
     way: Callable[[str], Callable[[int], None]], file_uri: str, local_root: Path, seen: Seen
@@ -227,6 +228,7 @@ def test_what_the_disk_has_given_already_is_not_asked_for_again(
     real(settings, free + margin, local_root, reserved_bytes=3 * margin)
 
 
+@pytest.mark.slow
 def test_data_of_the_past_never_gets_into_a_newer_checkpoint(file_uri: str, local_root: Path, seen: Seen) -> None:
     """Many saves in a row through the same memory, each read back."""
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)

@@ -87,6 +87,7 @@ SHAPES = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     items=st.lists(SHAPES, min_size=1, max_size=6).map(items_of),

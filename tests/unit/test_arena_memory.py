@@ -224,6 +224,7 @@ def test_views_outlive_close_and_free_the_memory_with_the_last_one(memory: Memor
     assert resident - rollup("Rss") - rollup("Private_Hugetlb") > 12 * MiB
 
 
+@pytest.mark.slow
 def test_tensors_outlive_close() -> None:
     torch = pytest.importorskip("torch")
     made = Memory.allocate(4 * MiB, kind=Kind.SHM)
@@ -412,6 +413,7 @@ IN_A_MOUNT_OF_OURS = (
 )
 
 
+@pytest.mark.slow
 def test_a_tmpfs_with_huge_pages_is_found_used_and_left_empty(tmp_path: Path) -> None:
     """Runs this file again, with huge-tmpfs memory, where such a tmpfs is mounted for us alone."""
     if Kind.HUGE_TMPFS not in MISSING:

@@ -213,6 +213,7 @@ def test_a_save_that_finds_the_disk_full_takes_room_from_the_cache(pool: Pool, l
 # --- readers and evictors --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_who_has_a_lease_and_finds_the_entry_keeps_it(pool: Pool) -> None:
     """H2, many times: a reader that holds its lease and then sees the entry sees it until it lets go."""
     torn, kept, evicted = [], 0, 0
@@ -279,6 +280,7 @@ def test_a_crash_in_the_middle_of_an_eviction_leaves_an_entry_whole_or_invisible
     assert after.evict(name)
 
 
+@pytest.mark.slow
 def test_reservations_of_many_processes_together_stay_within_the_quota(local_root: Path) -> None:
     pids = []
     for number in range(8):

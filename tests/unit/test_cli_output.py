@@ -190,6 +190,7 @@ def test_help_without_arguments_and_for_each_verb(capsys: pytest.CaptureFixture[
         assert "--json" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_the_cli_extra_it_says_how_to_get_it(package: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; from tierckpt.cli import main; main(sys.argv[1:])"

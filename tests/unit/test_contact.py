@@ -239,6 +239,7 @@ def test_an_answer_that_is_none_is_like_none(contact: Contact, local_root: Path,
         contact.ask({"op": "one"}, start=False)
 
 
+@pytest.mark.slow
 def test_an_answer_that_comes_too_late_is_not_taken_for_that_to_the_next_message(
     contact: Contact, local_root: Path
 ) -> None:

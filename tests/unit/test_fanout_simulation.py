@@ -42,6 +42,7 @@ def test_time_hardly_grows_with_the_number_of_nodes() -> None:
     assert eight.seconds <= 1.1 * two.seconds
 
 
+@pytest.mark.slow
 def test_of_many_nodes_with_a_chunk_each_few_fetch_what_another_one_fetches() -> None:
     """All wait for the store, longer than an owner may take when others get answers."""
     outcome = run("alike", nodes=64, chunks=64)
@@ -56,6 +57,7 @@ def test_a_slow_node_does_not_hold_the_others_up(origin: float) -> None:
     assert outcome.store_ratio <= 1.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("origin", [1.0, 4.0])
 def test_a_node_that_only_sends_slowly_does_not_hold_the_others_up(
     origin: float, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +105,7 @@ def test_a_corrupt_peer_is_told_once_by_each_and_costs_what_it_owned() -> None:
     assert outcome.store_ratio <= 1.0 + 1.5 / 8
 
 
+@pytest.mark.slow
 def test_a_schedule_that_asks_only_owners_is_told_from_the_good_one() -> None:
     """The seeded fault. A slow owner's uplink then carries a copy for each of the others."""
     good = run("one sends slowly", origin=4.0, slow=1, slow_up_only=True)

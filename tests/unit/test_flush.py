@@ -190,6 +190,7 @@ CASES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(case=CASES, in_place=st.booleans())
 def test_the_file_is_what_a_naive_writer_would_have_made(

@@ -63,6 +63,7 @@ def test_a_log_that_is_full_is_put_aside_and_the_newest_is_kept(tmp_path: Path, 
     assert "said on stdout" in text
 
 
+@pytest.mark.slow
 def test_an_agent_keeps_its_log_small_while_it_runs(tmp_path: Path) -> None:
     settings = f'{{"local_root": "{tmp_path}", "agent_idle_seconds": 4, "allow_tmpfs": true}}'
     run(AGENT, tmp_path / "agent", stdin=settings)

@@ -315,6 +315,7 @@ def test_an_answer_that_is_none_changes_nothing(world: World, bad: Any) -> None:
     assert table.refused
 
 
+@pytest.mark.slow
 def test_a_flood_of_names_fills_the_list_only_to_its_bound(world: World) -> None:
     table = world.tables["n0"]
     for index in range(MEMBERS_MAX + 100):

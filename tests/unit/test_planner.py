@@ -301,6 +301,7 @@ def test_a_planner_pickles_without_what_belongs_to_a_save() -> None:
     assert again.dedup_save_to_lowest_rank
 
 
+@pytest.mark.slow
 def test_planning_again_costs_less_than_a_tenth() -> None:
     count = 10_000
     state = {
@@ -539,6 +540,7 @@ def plain(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("one_planner", [True, False], ids=["one planner", "a new one for each save"])
 @pytest.mark.parametrize("kind", ["stock", "tier"])
@@ -564,6 +566,7 @@ def writers_in_turn(folder: str) -> dict[str, Any]:
     return {"rounds": rounds}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_plans_made_for_one_writer_are_not_taken_to_another(tmp_path: Path) -> None:
     """Ours cuts replicated tensors into parts that stock's writer would not understand."""
@@ -618,6 +621,7 @@ def saves_after_failures(folder: str) -> dict[str, Any]:
     return {"rounds": rounds}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_save_that_failed_in_any_phase_leaves_no_wrong_memory(tmp_path: Path) -> None:
     rounds = launch(f"{HERE}:saves_after_failures", 2, folder=str(tmp_path / "shared"))["rounds"]
@@ -644,6 +648,7 @@ def alone_and_together(folder: str) -> dict[str, bool]:
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_saving_alone_and_together_in_turn(tmp_path: Path) -> None:
     outcome = launch(f"{HERE}:alone_and_together", 2, folder=str(tmp_path / "shared"))
@@ -672,6 +677,7 @@ def asynchronous_saves(folder: str, executor: str) -> dict[str, bool]:
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_asynchronous_saves(executor: str, tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ def check_i5(copies: list[Standing], verdicts: Sequence[Verdict], *, drains: boo
             assert any(step >= verdict.copy.step for step in safe), "nothing as new is left on the shared tier"
 
 
+@pytest.mark.slow
 @given(runs(), policies, st.booleans())
 @settings(max_examples=600, deadline=None)
 def test_never_the_last_good_one_of_a_tier_and_never_the_only_copy(

@@ -89,6 +89,7 @@ def settings_of(names: set[str]) -> Settings:
     return Settings.load(**{name: _another(name) for name in names})
 
 
+@pytest.mark.slow
 @given(st.sets(st.sampled_from(sorted(Settings.model_fields))))
 def test_settings_come_out_of_a_pipe_and_of_a_pickle_as_they_went_in(names: set[str]) -> None:
     settings = settings_of(names)

@@ -74,6 +74,7 @@ def test_a_formula_without_the_restart_is_found_wrong() -> None:
 # --- several tiers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 17, 40])
 def test_two_tiers_have_the_ettr_of_the_nested_formula(every: int) -> None:
     cluster = Cluster(NODES, RATES, (failing(3600, "process", wipes=False), failing(36000)))
@@ -118,6 +119,7 @@ def test_a_rack_that_fails_takes_no_shard_with_it() -> None:
     assert run.restores.get("shared", 0) < 0.05 * run.failures["rack"]  # only those of a second rack soon after
 
 
+@pytest.mark.slow
 def test_each_tier_that_is_added_helps_and_agrees_with_the_sizer() -> None:
     sizing = size(
         from_number("175e9"), state_of(), Mesh(tp=8, pp=16, dp=8), Site(rates=RATES, failures_per_node_day=0.05)
@@ -228,6 +230,7 @@ def test_bad_input_gets_a_sentence(make, says) -> None:  # type: ignore[no-untyp
 # --- the size it is for -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_16384_nodes_for_30_days_take_less_than_a_minute_of_one_core() -> None:
     """As many checkpoints and failures as such a job has; processor time, so that neighbours do not count."""
     sizing = size(

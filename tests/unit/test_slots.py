@@ -72,6 +72,7 @@ def test_a_flush_that_failed_may_be_tried_again_until_the_memory_is_needed() -> 
     arena.close()
 
 
+@pytest.mark.slow
 def test_tensors_in_a_cycle_of_garbage_block_nobody() -> None:
     """An exception and its traceback often make one, and who waits for memory does not run the collector."""
     arena = Arena(slots_max=1, timeout_seconds=20)
@@ -111,6 +112,7 @@ def test_memory_that_was_given_away_cannot_be_flushed(arena: Arena) -> None:
     assert again.state is State.STAGED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", [False, True])
 def test_memory_in_a_flush_is_never_taken(drop: bool) -> None:
     policy = Policy.DROP_OLDEST_UNFLUSHED if drop else Policy.WAIT
@@ -234,6 +236,7 @@ def test_a_checkpoint_that_never_fits_is_an_error_at_once() -> None:
     assert time.monotonic() - begun < 1 and arena.allocations == 0
 
 
+@pytest.mark.slow
 def test_what_a_slot_takes_is_what_counts() -> None:
     """Memory comes in pieces of 2 MiB: the bound is kept to the byte, whatever is asked for."""
     arena = Arena(slots_max=8, size_bytes_max=5 * MiB, timeout_seconds=0.05)
@@ -245,6 +248,7 @@ def test_what_a_slot_takes_is_what_counts() -> None:
     arena.close()
 
 
+@pytest.mark.slow
 def test_full_by_bytes_is_full(arena: Arena) -> None:
     """One checkpoint fits, two do not: the policy decides, as when all slots are taken."""
     arena.size_bytes_max = 6 * MiB
@@ -403,6 +407,7 @@ def test_buffers_are_kept_and_handed_on(alive: list[int]) -> None:
     assert alive == [4, 4]
 
 
+@pytest.mark.slow
 def test_larger_buffers_take_the_place_of_smaller_ones(alive: list[int]) -> None:
     bounce = Bounce(3)
     for size_bytes in (2 * MiB, 4 * MiB, 2 * MiB, 6 * MiB):

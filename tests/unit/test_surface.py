@@ -24,6 +24,7 @@ def test_import_brings_neither_torch_nor_a_cloud_library() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_who_loads_a_model_does_not_wait_for_the_import_of_torch_distributed_checkpoint() -> None:
     """It takes a second of processor time, which is a third of the load of a small model."""
     code = "import sys; import tierckpt.loading.safetensors; assert 'torch.distributed.checkpoint' not in sys.modules"

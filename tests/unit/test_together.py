@@ -282,6 +282,7 @@ class Crew:
         return [process.exitcode for process in self.processes]
 
 
+@pytest.mark.slow
 def test_processes_with_wishes_of_their_own_read_each_chunk_once_and_survive_a_kill(tmp_path: Path) -> None:
     (path := tmp_path / "f").write_bytes(content())
     crews = [Crew(1, None, path), Crew(2, 0, path), Crew(3, 2, path)]

@@ -32,9 +32,8 @@ from tests.fault.sweep.calls import Call, answers
 from tests.fault.sweep.child import Ended
 from tests.fault.sweep.phases import BY_NAME, PHASES, Phase
 
-KILLS = 310
-ERRNOS = 470
-HALVES = 20
+LENGTH = os.environ.get("TIERCKPT_TEST_SWEEP", "part")
+KILLS, ERRNOS, HALVES = (40, 60, 4) if LENGTH == "quick" else (220, 470, 20)
 TRIES = 3
 """A call that comes with some timings only is waited for in so many runs."""
 PAIRS = int(os.environ.get("TIERCKPT_TEST_SWEEP_PAIRS", "2500"))
@@ -46,7 +45,7 @@ T = TypeVar("T")
 
 
 def is_full() -> bool:
-    return os.environ.get("TIERCKPT_TEST_SWEEP") == "full"
+    return LENGTH == "full"
 
 
 @dataclass
