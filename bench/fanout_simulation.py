@@ -6,7 +6,7 @@
 
 A transfer moves at its part of the sender's uplink or of the receiver's downlink, whichever is less; what it cannot
 use of a link goes to the others on it. Requests take ``LATENCY_SECONDS`` each way. Everything else (who asks whom for
-what, and when) is decided by tierckpt/peer/schedule.py.
+what, and when) is decided by tierckpt/peer/fetch/scheduler.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tierckpt.peer.fetch.placement import Placement
+from tierckpt.peer.fetch.scheduler import SHARED, Ask, Pause, Schedule, Tuning
 from tierckpt.peer.members import Member
-from tierckpt.peer.placement import Placement
-from tierckpt.peer.schedule import SHARED, Ask, Pause, Schedule, Tuning
 
 LATENCY_SECONDS = 0.001
 STORE_LATENCY_SECONDS = 0.02

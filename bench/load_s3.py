@@ -45,7 +45,7 @@ from saving.meter import Meter, Timing, drop_page_cache, say
 import tierckpt
 from tierckpt.arena.memory import Memory
 from tierckpt.config import Settings
-from tierckpt.layout import parse_uri
+from tierckpt.format.layout import parse_uri
 from tierckpt.stores import open_store
 from tierckpt.types import ByteRange
 

@@ -46,9 +46,9 @@ from saving.meter import Meter, Timing, drop_page_cache, say
 
 import tierckpt
 from tierckpt.arena.memory import Memory
-from tierckpt.layout import model_read_ways
-from tierckpt.manifest import digest_of
-from tierckpt.mover.read_tuner import recorded
+from tierckpt.disk.read_tuner import recorded
+from tierckpt.format.layout import model_read_ways
+from tierckpt.format.manifest import digest_of
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "out" / "safetensors.json"

@@ -36,15 +36,15 @@ from pydantic import ByteSize, TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
-from tierckpt.cache.filling import Filling
-from tierckpt.cache.frozen import Frozen, Wanted
+from tierckpt.cache.file_set import Frozen, Wanted
+from tierckpt.cache.partial_entry import Filling
 from tierckpt.config import Settings
 from tierckpt.peer.auth import Signer, read_secret
 from tierckpt.peer.client import PeerClient
-from tierckpt.peer.holdings import Holdings
+from tierckpt.peer.inventory import Holdings
 from tierckpt.peer.members import Member
+from tierckpt.peer.messages import chunk_target, encode_head
 from tierckpt.peer.server import PeerServer
-from tierckpt.peer.wire import chunk_target, encode_head
 from tierckpt.stores.watermark import WAKE_BYTES, Watermark
 from tierckpt.types import Json
 

@@ -10,13 +10,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tierckpt.cache.filling import Filling
-from tierckpt.cache.frozen import Frozen, Wanted
+from tierckpt.cache.file_set import Frozen, Wanted
+from tierckpt.cache.partial_entry import Filling
 from tierckpt.config import Settings
-from tierckpt.layout import METADATA, attempt_metadata, local_dir, parse_uri
-from tierckpt.manifest import FileEntry, Manifest, digest_of, digests_of
+from tierckpt.format.layout import METADATA, attempt_metadata, local_dir, parse_uri
+from tierckpt.format.manifest import FileEntry, Manifest, digest_of, digests_of
 from tierckpt.peer.client import PeerClient
-from tierckpt.peer.holdings import Holdings
+from tierckpt.peer.inventory import Holdings
 from tierckpt.peer.members import Member
 from tierckpt.peer.server import PeerServer
 from tierckpt.types import Json

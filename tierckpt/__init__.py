@@ -20,7 +20,7 @@ if sys.argv[:1] == ["-m"] and any(
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import errors as errors
+from . import errors
 from .errors import TierckptError as TierckptError
 
 __version__ = "0.1.0"
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from .loading.safetensors import load_safetensors as load_safetensors
     from .loading.safetensors import stream_safetensors as stream_safetensors
     from .training.checkpointer import Checkpointer as Checkpointer
-    from .training.restoring import load_model as load_model
-    from .training.sampling import DataOrder as DataOrder
-    from .training.state import PerRank as PerRank
-    from .training.state import RngState as RngState
+    from .training.codec.state import PerRank as PerRank
+    from .training.codec.state import RngState as RngState
+    from .training.data_order import DataOrder as DataOrder
+    from .training.restore import load_model as load_model
 
 
 def __getattr__(name: str) -> Any:

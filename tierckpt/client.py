@@ -22,22 +22,22 @@ from typing import Any, TypeVar
 
 from .announce import announced
 from .arena.slots import close_arenas
-from .cache.frozen import Frozen
+from .cache.entry import Cached
+from .cache.file_set import Frozen
+from .cache.node_cache import Kind, patiently
+from .cache.prefetch import PrefetchResult, Wanted
+from .checkpoint import epoch, in_flight
+from .checkpoint.journal import Entry
 from .config import Settings
 from .engine import Engine
 from .errors import ConfigError, OperationTimeoutError, TierckptError
-from .layout import Location, parse_uri, step_of
-from .mover import begun, epochs
-from .mover.contact import NoAgentError, close_contacts, contact_for, has_socket, is_known, own_contact
-from .mover.journal import Entry
-from .mover.prefetch import PrefetchResult, Wanted
-from .mover.shelf import Kind, patiently
-from .mover.through import Cached
+from .format.layout import Location, parse_uri, step_of
+from .format.uris import local_path
+from .ipc.client import NoAgentError, close_contacts, contact_for, has_socket, is_known, own_contact
 from .stores.schemes import check_location
 from .telemetry import Tally, ignore_progress, listen, logger
 from .tracebacks import short_traceback
 from .types import Buffer, ByteRange, ProgressListener, Tier
-from .urls import local_path
 
 log = logger("client")
 
@@ -180,7 +180,7 @@ class Client:
             self.recover()
         else:
             self.settle()
-        epochs.enter(self.settings.local_root, run, trains=trains and self.settings.mover == "agent")
+        epoch.enter(self.settings.local_root, run, trains=trains and self.settings.mover == "agent")
 
     def settle(self) -> None:
         """Return when the agent, if there is one, has brought to the local tier what ended trainers had staged.
@@ -347,7 +347,7 @@ def wait(
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
     deadline = time.monotonic() + timeout_seconds
-    begun.wait(client.settings.local_root, location.uri, timeout_seconds)
+    in_flight.wait(client.settings.local_root, location.uri, timeout_seconds)
     client.wait(location, wanted, max(0.0, deadline - time.monotonic()))
 
 

@@ -24,8 +24,8 @@ from pydantic_settings import (
 )
 
 from .errors import ConfigError
+from .format.uris import local_path
 from .settings_file import NAME, read_settings_file
-from .urls import local_path
 
 KiB = 1 << 10
 MiB = 1 << 20

@@ -11,8 +11,24 @@ from contextlib import AbstractAsyncContextManager
 from functools import cached_property
 from pathlib import Path
 
+from .cache.entry import Cached
+from .cache.node_cache import Check, Held, Kind, Shelf, refuse_pin
 from .cache.pool import Room
+from .cache.prefetch import PrefetchResult, prefetch
+from .checkpoint import catalog, commit, local_only
+from .checkpoint.catalog import Checkpoint, Row
+from .checkpoint.journal import READY, SET_ASIDE, Entry, Journal
+from .checkpoint.namespace import Browser
+from .checkpoint.prune import Pruner, PruneResult, finish_local
+from .checkpoint.retention import Policy, Rule
+from .checkpoint.select import Selector, place_of
+from .checkpoint.verify import VerifyReport, verify
 from .config import Settings
+from .disk import read_lease
+from .disk.local_root import clear_leftovers, use_local_root
+from .drain.budget import Budget
+from .drain.drain import Drainer, DrainResult
+from .drain.recovery import take_up
 from .errors import (
     BucketNotFoundError,
     CheckpointNotFoundError,
@@ -26,28 +42,14 @@ from .errors import (
     StoreUnavailableError,
     TierckptError,
 )
-from .layout import MANIFEST, Location, local_dir, parse_uri
-from .manifest import FileEntry, Manifest
-from .mover import bringing, catalog, commit, kept, leases
-from .mover.bringing import Nearest
-from .mover.browse import Browser
-from .mover.budget import Budget
-from .mover.catalog import Checkpoint, Row
-from .mover.cluster import Live, cluster_of
-from .mover.disk import clear_leftovers, use_local_root
-from .mover.drain import Drainer, DrainResult
-from .mover.drill import DrillReport, choose, drill
-from .mover.journal import READY, SET_ASIDE, Entry, Journal
-from .mover.prefetch import PrefetchResult, prefetch
-from .mover.prune import Pruner, PruneResult, finish_local
-from .mover.recovery import take_up
-from .mover.restore import RestoreResult, restore
-from .mover.retention import Policy, Rule
-from .mover.select import Selector, place_of
-from .mover.sharing import Sharing
-from .mover.shelf import Check, Held, Kind, Shelf, refuse_pin
-from .mover.through import Cached
-from .mover.verify import VerifyReport, verify
+from .format.layout import MANIFEST, Location, local_dir, parse_uri
+from .format.manifest import FileEntry, Manifest
+from .peer.catalog import Live, cluster_of
+from .peer.fetch.join import Sharing
+from .restore import fetch_file
+from .restore.drill import DrillReport, choose, drill
+from .restore.fetch_file import Nearest
+from .restore.restore import RestoreResult, restore
 from .stores.base import Store
 from .telemetry import ignore_progress, logger
 from .types import Buffer, ByteRange, ObjectInfo, Progress, ProgressListener, Tier
@@ -275,11 +277,11 @@ class Engine:
 
     async def release(self, run: Location | None = None) -> builtins.list[Entry]:
         """Have what stands newest on this node, and was to stay there, drained after all. Returns its entries."""
-        return await asyncio.to_thread(kept.release, self.settings.local_root, self.journal, run)
+        return await asyncio.to_thread(local_only.release, self.settings.local_root, self.journal, run)
 
     async def settle(self, run: Location | None = None) -> None:
         """Let go of what was kept on this node and is older than what the shared tier has of its run."""
-        await asyncio.to_thread(kept.settle, self.settings.local_root, self.journal, run)
+        await asyncio.to_thread(local_only.settle, self.settings.local_root, self.journal, run)
 
     async def drain_now(self, token: str) -> bool:
         """Commit an entry whose files are all on the shared tier already. False: other ranks' are not there yet."""
@@ -506,17 +508,19 @@ class Engine:
             async with gate:
                 try:
                     width = self.settings.concurrency
-                    await bringing.bring(checkpoint, entry, sharing=self.sharing, concurrency=width, on_bytes=on_bytes)
+                    await fetch_file.bring(
+                        checkpoint, entry, sharing=self.sharing, concurrency=width, on_bytes=on_bytes
+                    )
                 except (TierckptError, OSError) as error:
                     log.warning("%s could not be brought to this node: %s", entry.path, error)
 
         async with self.reading(checkpoint):
             is_elsewhere = bool(missing and checkpoint.tiers & {Tier.SHARED, Tier.PEER})
             if is_elsewhere and self.cluster is not None:
-                await bringing.adopt(checkpoint)  # so that peers find each file here from the moment that it is whole
+                await fetch_file.adopt(checkpoint)  # so that peers find each file here from the moment that it is whole
             await asyncio.gather(*(one(entry) for entry in missing))
             if is_elsewhere:
-                await bringing.adopt(checkpoint)  # what was brought is known to retention and eviction
+                await fetch_file.adopt(checkpoint)  # what was brought is known to retention and eviction
 
     async def verify(self, location: Location, *, read_data: bool) -> tuple[Checkpoint, VerifyReport]:
         checkpoint = await self.find(location)
@@ -609,7 +613,7 @@ class Engine:
         )
         if held.manifest is not None and directory is None:
             tiers = frozenset({Tier.SHARED})
-            await bringing.adopt(checkpoint or Checkpoint(location, held.manifest, target, held.store, tiers))
+            await fetch_file.adopt(checkpoint or Checkpoint(location, held.manifest, target, held.store, tiers))
         return result
 
     async def _freeze(
@@ -688,14 +692,14 @@ class Engine:
 
     def reading(self, checkpoint: Checkpoint) -> AbstractAsyncContextManager[None]:
         """Hold ``checkpoint`` against retention and eviction on this node while it is read."""
-        return leases.reading_async(self.settings.local_root, checkpoint.directory)
+        return read_lease.reading_async(self.settings.local_root, checkpoint.directory)
 
     # --- removing ----------------------------------------------------------------------------------------------
 
     async def prune(self, location: Location, policy: Policy, *, dry_run: bool = False) -> PruneResult:
         """Remove the checkpoints directly under ``location`` that ``policy`` does not keep; say what became of each.
 
-        Never the newest of a tier, nor what is not on a lower tier yet, nor what is in use (mover/retention.py).
+        Never the newest of a tier, nor what is not on a lower tier yet, nor what is in use (checkpoint/retention.py).
         """
         children = [location.child(name) for name in await self.selector.names(location)]
         result = await Pruner(self.settings, self.journal, self.store).prune(children, policy, dry_run=dry_run)

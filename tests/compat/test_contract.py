@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 import tierckpt
 from tests.compat.everything import blank, differences, everything
 from tests.compat.worker import launch
-from tierckpt.mover.journal import Journal
+from tierckpt.checkpoint.journal import Journal
 
 distributed = pytest.mark.distributed
 SCENARIOS = "tests.compat.scenarios"

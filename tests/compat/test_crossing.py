@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import tierckpt
 from tests.compat.everything import blank, differences, everything
 from tests.compat.extensions import Flipped, registry
-from tierckpt.layout import local_dir, parse_uri
+from tierckpt.format.layout import local_dir, parse_uri
 
 EXTENSIONS = {
     "flipped": [Flipped],

@@ -9,10 +9,10 @@ import fsspec
 
 from tests.services import AzureServer, S3Server
 from tierckpt.config import Settings
-from tierckpt.layout import parse_uri
+from tierckpt.format.layout import parse_uri
 from tierckpt.stores import open_store
 from tierckpt.stores.base import Store
-from tierckpt.stores.universal import UniversalStore
+from tierckpt.stores.fsspec_store import UniversalStore
 from tierckpt.testing.store_contract import Place
 
 

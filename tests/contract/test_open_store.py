@@ -10,7 +10,7 @@ import pytest
 
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError, MissingExtraError, PermissionDeniedError, StoreUnavailableError
-from tierckpt.layout import parse_uri
+from tierckpt.format.layout import parse_uri
 from tierckpt.stores import open_store
 from tierckpt.stores.base import Store
 from tierckpt.stores.credentials import azure_access, parse_connection_string

@@ -1,6 +1,6 @@
 """Large ranges of S3 objects on connections of our own: right bytes in the caller's memory, or the usual error.
 
-The server here answers each request as it is told to. Cites tierckpt/stores/ranges.py.
+The server here answers each request as it is told to. Cites tierckpt/stores/http_range.py.
 """
 
 from __future__ import annotations
@@ -21,15 +21,10 @@ import pytest
 from tests.certificates import Authority
 from tests.services import HttpServer
 from tierckpt.config import Settings
-from tierckpt.errors import (
-    IntegrityError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    StoreUnavailableError,
-)
-from tierckpt.layout import parse_uri
-from tierckpt.manifest import digest_of
-from tierckpt.stores.ranges import IDLE_SECONDS_MAX, MISSES_MAX, Connections, Get
+from tierckpt.errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
+from tierckpt.format.layout import parse_uri
+from tierckpt.format.manifest import digest_of
+from tierckpt.stores.http_range import IDLE_SECONDS_MAX, MISSES_MAX, Connections, Get
 from tierckpt.stores.remote import DIRECT_BYTES_MIN, RemoteStore
 from tierckpt.types import ByteRange
 

@@ -13,7 +13,7 @@ import pytest
 from tests.services import S3Server
 from tierckpt.config import Settings
 from tierckpt.errors import TierckptError
-from tierckpt.layout import parse_uri
+from tierckpt.format.layout import parse_uri
 from tierckpt.stores import bucket, redirects
 from tierckpt.stores.remote import RemoteStore
 from tierckpt.types import ByteRange

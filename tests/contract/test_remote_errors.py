@@ -24,7 +24,7 @@ from tierckpt.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from tierckpt.layout import parse_uri
+from tierckpt.format.layout import parse_uri
 from tierckpt.stores import credentials, open_store
 from tierckpt.stores.base import Store
 from tierckpt.testing.store_contract import MiB, Pieces, keys_of

@@ -23,12 +23,13 @@ from torch.utils.data import DataLoader, Dataset
 
 import tierckpt
 from tierckpt.arena import slots
-from tierckpt.dcp import testament
+from tierckpt.checkpoint import commit
+from tierckpt.dcp.handoff import client
 from tierckpt.dcp.writer import TierStorageWriter
 from tierckpt.errors import OperationTimeoutError, TierckptError
-from tierckpt.mover import commit, flush, straight
-from tierckpt.mover.contact import Contact
-from tierckpt.training.sending import Order, Sending
+from tierckpt.ipc.client import Contact
+from tierckpt.save import direct_put, flush
+from tierckpt.training.drain_decider import Order, Sending
 
 STAGGER_SECONDS = 0.15
 """Between the deaths of two ranks: long enough for the agent to act on each before it hears of the next."""
@@ -172,12 +173,12 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
     if point == "not begun":
         _replace(TierStorageWriter, "_begin", instead)
     elif point == "handed in":
-        _replace(testament.Testament, "hand_in", after)
+        _replace(client.Testament, "hand_in", after)
         flush._File.write = stay  # type: ignore[method-assign]
     elif point == "half flushed":
         _replace(flush._File, "finish", lambda real: _first_half(real, reached))
     elif points.rank and way.startswith("async_save") and point == "noted":
-        _replace(testament.Testament, "hand_in_durable", instead)
+        _replace(client.Testament, "hand_in_durable", instead)
     elif points.rank and way.startswith("async_save") and point == "told":
         _replace(TierStorageWriter, "_hand_over", instead)
     elif way.startswith("async_save") and point in ("noted", "told"):
@@ -240,9 +241,9 @@ def all_die(
     job.wait("local")
     _arm(points, point, lambda: points.reach("killed"), way)
     if points.rank == late:
-        _replace(testament, "hand_in", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
+        _replace(client, "hand_in", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
     if is_straight and point == "handed in":
-        straight.Stream.pieces = lambda _: time.sleep(FOR_EVER_SECONDS)  # type: ignore[method-assign, assignment]
+        direct_put.Stream.pieces = lambda _: time.sleep(FOR_EVER_SECONDS)  # type: ignore[method-assign, assignment]
     job.save(2, state_of(points.rank, 2, points.world_size))
     points.await_all("killed")
     points.die(after_seconds=points.rank * STAGGER_SECONDS)
@@ -253,7 +254,7 @@ def saves_and_lives_on(uri: str, folder: str, way: str, fails: int = -1, nodes: 
     points = Points(folder)
     _be_on_one_of(nodes, points)
     job, real = _job(way, uri, **settings), flush._File.write
-    _replace(testament.Testament, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
+    _replace(client.Testament, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
     for step in (1, 2, 3):
         if step == 2 and points.rank == fails:
             flush._File.write = _no_disk  # type: ignore[method-assign]
@@ -292,7 +293,7 @@ def one_never_stages(uri: str, folder: str, **settings: Any) -> None:
     checkpointer.save(1, state_of(points.rank, 1, points.world_size))
     checkpointer.wait("local")
     if points.rank == 1:
-        _replace(testament, "hand_in", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
+        _replace(client, "hand_in", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
     else:
         _arm(points, "handed in", lambda: points.reach("killed"))
     checkpointer.save(2, state_of(points.rank, 2, points.world_size))
@@ -306,7 +307,7 @@ def one_dies(uri: str, folder: str, killed: int, point: str, **settings: Any) ->
     checkpointer = _checkpointer(uri, timeout_seconds=3.0, **settings)
     checkpointer.save(1, state_of(points.rank, 1, points.world_size))
     checkpointer.wait("local")
-    _replace(testament.Testament, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
+    _replace(client.Testament, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
     if points.rank == killed:
         _arm(points, point, lambda: points.reach("killed"))
     begun = time.monotonic()
@@ -351,7 +352,7 @@ def killed_while_a_slot_is_used_again(uri: str, folder: str, seeded: bool = Fals
     before = _allocations()
     checkpointer.save(2, state_of(0, 2))
     points.await_all("flushed")
-    _replace(testament.Testament, "hand_in", lambda real: _then(real, lambda: points.reach("killed")))
+    _replace(client.Testament, "hand_in", lambda real: _then(real, lambda: points.reach("killed")))
     checkpointer.save(3, state_of(0, 3))
     if _allocations() == before:
         points.reach("memory used again")
@@ -383,7 +384,7 @@ def killed_when_a_staged_one_was_dropped(
     if is_deaf:
         _replace(Contact, "ask", lambda real: lambda contact, message, *a, **k: _deaf(real, contact, message, *a, **k))
     handed: list[int] = []
-    _replace(testament.Testament, "hand_in", lambda real: _then(real, lambda: handed.append(1)))
+    _replace(client.Testament, "hand_in", lambda real: _then(real, lambda: handed.append(1)))
     flush._File.write = lambda *_: points.reach_and_stay("flushing")  # type: ignore[method-assign,assignment]
     for count, step in enumerate((2, 3, 4), 1):
         checkpointer.save(step, state_of(0, step))

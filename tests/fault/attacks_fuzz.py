@@ -13,9 +13,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tests.states import save, small_state
-from tierckpt import manifest
 from tierckpt.dcp.sealed import load_metadata
 from tierckpt.errors import ManifestError, UnsafeCheckpointError
+from tierckpt.format import manifest
 
 SEED = 20261121
 OPCODES = bytes(range(0x80, 0x98)) + b"(.0123FIJKLMNPQRSTUVXabcdeghijlopqrstu}])GCB"

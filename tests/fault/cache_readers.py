@@ -22,13 +22,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tierckpt.cache.filling import Filling
-from tierckpt.cache.owner import Claims
+from tierckpt.cache.entry import Cached
+from tierckpt.cache.partial_entry import Filling
 from tierckpt.config import Settings
+from tierckpt.disk.claims import Claims
 from tierckpt.engine import Engine
-from tierckpt.layout import parse_uri
-from tierckpt.manifest import digest_of
-from tierckpt.mover.through import Cached
+from tierckpt.format.layout import parse_uri
+from tierckpt.format.manifest import digest_of
 from tierckpt.stores.local import LocalStore
 from tierckpt.types import Buffer, ByteRange
 

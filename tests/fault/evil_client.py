@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.peer_node import CHUNK, SECRET, Node, get, publish
-from tierckpt.cache.frozen import Frozen
+from tierckpt.cache.file_set import Frozen
 from tierckpt.peer.auth import Signer
-from tierckpt.peer.wire import chunk_target
+from tierckpt.peer.messages import chunk_target
 
 MARK = b"what nobody else may read"
 ANSWER_SECONDS = 30.0

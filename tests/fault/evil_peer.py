@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.peer_node import CHUNK, SECRET, begin, bytes_of, freeze, settings_of
-from tierckpt.cache.filling import Filling
-from tierckpt.cache.frozen import Frozen
+from tierckpt.cache.file_set import Frozen
+from tierckpt.cache.partial_entry import Filling
 from tierckpt.errors import TierckptError
-from tierckpt.manifest import digest_of
+from tierckpt.format.manifest import digest_of
 from tierckpt.peer.auth import prove
 from tierckpt.peer.client import PeerClient
 from tierckpt.peer.members import Member

@@ -8,7 +8,7 @@ from typing import Any
 
 def ownership_ignored() -> None:
     """Every node takes every chunk for its own, begins at the first, and does not care what others fetch just now."""
-    from tierckpt.peer.schedule import Schedule
+    from tierckpt.peer.fetch.scheduler import Schedule
 
     real_plan, real_hear = Schedule._plan, Schedule.hear
 
@@ -26,13 +26,12 @@ def ownership_ignored() -> None:
 
 def nothing_is_verified() -> None:
     """Neither who serves a chunk nor who gets it looks at its digest."""
-    from tierckpt.cache import filling
-    from tierckpt.mover import through
-    from tierckpt.peer import client, sources
+    from tierckpt.cache import entry, partial_entry
+    from tierckpt.peer import chunk_files, client
 
-    for module in (filling, through, client):
+    for module in (partial_entry, entry, client):
         module.same_digest = lambda *_: True  # type: ignore[attr-defined]
-    sources._Checked.verify = lambda self, file, index, at, digest: (
+    chunk_files._Checked.verify = lambda self, file, index, at, digest: (
         digest
         or self.digest(  # type: ignore[method-assign]
             index, at.start // self.frozen.chunk_size_bytes, self.frozen.chunk_size_bytes

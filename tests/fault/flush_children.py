@@ -25,11 +25,13 @@ import tierckpt
 from tests.services import shared_memory_alone
 from tests.states import raises_ours, same
 from tierckpt.arena import capacity
-from tierckpt.dcp import copying
+from tierckpt.checkpoint import commit
+from tierckpt.dcp import staging_copy
+from tierckpt.disk import write_tuner
+from tierckpt.disk.write_tuner import IoShape
 from tierckpt.errors import TierckptError
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover import ahead, commit, flush, tuner
-from tierckpt.mover.tuner import IoShape
+from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.save import flush, write_ahead
 
 KiB, MiB = 1 << 10, 1 << 20
 CHILD_SECONDS = 60
@@ -59,8 +61,8 @@ def save(uri: str, step: int, way: str) -> str:
                 dcp.save(state_of(step), storage_writer=writer, no_dist=True)
             else:
                 if way == "ahead":  # from the second save on
-                    ahead.BYTES_MIN = ahead.WRITE_BYTES = 64 * KiB
-                    at_start(ahead.Ahead, lambda: (root().parent / BEGAN_AHEAD).touch())
+                    write_ahead.BYTES_MIN = write_ahead.WRITE_BYTES = 64 * KiB
+                    at_start(write_ahead.Ahead, lambda: (root().parent / BEGAN_AHEAD).touch())
                 stager = tierckpt.TierStager(shared=way == "shared", **options)
                 dcp.async_save(state_of(step), storage_writer=writer, async_stager=stager, no_dist=True).result(30)
     except TierckptError as error:
@@ -146,13 +148,13 @@ def in_write(number: int) -> None:
 
 
 def in_half_of_the_copy() -> None:
-    real = copying._copy
+    real = staging_copy._copy
 
     def half(pairs: Any) -> None:
         real(pairs[: len(pairs) // 2])
         die()
 
-    copying._copy = half
+    staging_copy._copy = half
 
 
 PHASES: dict[str, Callable[[], None]] = {
@@ -252,7 +254,7 @@ def kill(folder: Path, phase: str, way: str) -> dict[str, Any]:
 
 
 def kills(folder: Path) -> dict[str, Any]:
-    tuner.SHAPES = (IoShape(1, 64 * KiB),)
+    write_tuner.SHAPES = (IoShape(1, 64 * KiB),)
     outcome = {}
     for number, (phase, way) in enumerate([("", "sync"), (SEEDED, "sync"), *ACTS]):
         if not (phase == "while staging" and way == "sync"):
@@ -308,7 +310,7 @@ TRACED = {
 
 def traced(folder: Path) -> dict[str, Any]:
     """Each of TRACED, by strace, which makes the kernel answer as told to the process that saves."""
-    tuner.SHAPES = (IoShape(1, 64 * KiB),)
+    write_tuner.SHAPES = (IoShape(1, 64 * KiB),)
     positions = {}
     for call, name in (("fsync", "shard"), ("openat", "open")):
         calls = trace(folder / f"count-{call}", f"{call}:delay_enter=1")["calls"]

@@ -33,7 +33,7 @@ def prepare(root: str) -> None:
             save_file({f"w{number}": torch.ones(BYTES // 4)}, Path(folder) / f"model-{number}.safetensors")
         from tierckpt.client import get_client
         from tierckpt.config import Settings
-        from tierckpt.layout import parse_uri
+        from tierckpt.format.layout import parse_uri
 
         store_at = get_client(Settings.load()).engine.store
 

@@ -15,12 +15,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tierckpt.checkpoint import commit
 from tierckpt.dcp.reader import TierStorageReader
 from tierckpt.dcp.stager import TierStager
 from tierckpt.dcp.writer import TierStorageWriter
+from tierckpt.drain.drain import Drainer
 from tierckpt.errors import TierckptError
-from tierckpt.mover import commit, flush
-from tierckpt.mover.drain import Drainer
+from tierckpt.save import flush
 from tierckpt.training import checkpointer as checkpointers
 from tierckpt.training.exchange import Exchange
 

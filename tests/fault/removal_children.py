@@ -18,13 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tierckpt.checkpoint import commit, prune
+from tierckpt.checkpoint.retention import Policy
 from tierckpt.config import Settings
 from tierckpt.engine import Engine
 from tierckpt.errors import CheckpointNotFoundError, ManifestError, UncommittedCheckpointError
-from tierckpt.layout import MANIFEST, METADATA, attempt_metadata, local_dir, parse_uri
-from tierckpt.manifest import FileEntry, Manifest, decode, digests_of
-from tierckpt.mover import commit, prune
-from tierckpt.mover.retention import Policy
+from tierckpt.format.layout import MANIFEST, METADATA, attempt_metadata, local_dir, parse_uri
+from tierckpt.format.manifest import FileEntry, Manifest, decode, digests_of
 from tierckpt.stores.base import Store
 from tierckpt.stores.local import LocalStore
 

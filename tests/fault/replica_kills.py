@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.servers.nodes import hurry
-from tierckpt.mover import replicate, transfer
+from tierckpt.drain import transfer
+from tierckpt.replication import replicator
 
 AT = "TIERCKPT_TEST_KILL_AT"
 LOG = "TIERCKPT_TEST_KILL_LOG"
@@ -74,7 +75,7 @@ def names_before_bytes() -> None:
         finally:
             os.close(file)
 
-    replicate.fetch = fetch  # type: ignore[assignment]
+    replicator.fetch = fetch  # type: ignore[assignment]
 
 
 BUGS: dict[str, Callable[[], None]] = {"kill": kill_at, "names before bytes": names_before_bytes}

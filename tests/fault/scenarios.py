@@ -22,7 +22,7 @@ def state_of(rank: int, value: float) -> dict[str, Any]:
 
 def _fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
-        from tierckpt.mover import flush
+        from tierckpt.save import flush
 
         def full(*_: Any, **__: Any) -> None:
             raise CapacityError("no room (seeded)", tier="local")
@@ -74,7 +74,7 @@ def checkpointer_with_a_killed_rank(uri: str, killed: int, results: str) -> None
     checkpointer.save(1, state_of(rank, 1.0))
     checkpointer.wait()
     if rank == killed:
-        from tierckpt.mover import flush
+        from tierckpt.save import flush
 
         def die(*_: Any, **__: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)

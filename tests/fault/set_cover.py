@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tierckpt import Checkpointer
-from tierckpt.layout import local_dir, parse_uri
+from tierckpt.format.layout import local_dir, parse_uri
 
 
 def state_of(value: float) -> dict[str, Any]:

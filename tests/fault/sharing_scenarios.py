@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tierckpt import telemetry
-from tierckpt.arena.window import Window
-from tierckpt.mover import together
-from tierckpt.mover.copies import Copies
+from tierckpt.arena.shared_buffer import Window
+from tierckpt.read import shared_read
+from tierckpt.read.replicated_file import Copies
 
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
 TENSORS, ELEMENTS = 16, 1 << 18
@@ -64,7 +64,7 @@ class Reader(tierckpt.TierStorageReader):
 def load_together(folder: str, uri: str, victim: int, fault: str, nth: int, bug: str = "") -> None:
     """Load; at the ``nth`` read of the ``victim`` the fault happens to it."""
     is_victim = dist.get_rank() == victim
-    together.JOIN_SECONDS = 1.0 if fault == "late" else 30.0
+    shared_read.JOIN_SECONDS = 1.0 if fault == "late" else 30.0
     patience = 3.0 if fault == "stop" or bug else 30.0
     if bug:
         BUGS[bug]()
@@ -102,14 +102,14 @@ def _at_read(nth: int, folder: Path, number: signal.Signals) -> None:
 
 
 def _take_slowly(folder: Path) -> None:
-    real = together._Crew._take
+    real = shared_read._Crew._take
 
-    def take(self: together._Crew, unit: int) -> None:
+    def take(self: shared_read._Crew, unit: int) -> None:
         (folder / "fired").touch()
         time.sleep(0.1)  # the others are quicker, on a busy machine too
         real(self, unit)
 
-    together._Crew._take = take  # type: ignore[method-assign]
+    shared_read._Crew._take = take  # type: ignore[method-assign]
 
 
 def _reuse_at_once() -> None:

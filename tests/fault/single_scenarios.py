@@ -13,10 +13,12 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.states import raises_ours
-from tierckpt.dcp.route import Delivery
+from tierckpt.checkpoint import commit
+from tierckpt.dcp.shard_delivery import Delivery
+from tierckpt.drain import drain
 from tierckpt.errors import AlreadyCommittedError
-from tierckpt.layout import pending
-from tierckpt.mover import commit, drain, flush
+from tierckpt.format.layout import pending
+from tierckpt.save import flush
 
 MEET_SECONDS = 60.0
 

@@ -26,7 +26,7 @@ from tests.servers.faultproxy import FaultProxy, Kind, Plan
 from tests.services import moto_server
 from tierckpt.config import Settings
 from tierckpt.errors import TierckptError
-from tierckpt.mover.contact import Contact
+from tierckpt.ipc.client import Contact
 
 SHARE = 0.05
 KIND_SECONDS = 20.0

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
+from tierckpt.checkpoint import commit
+from tierckpt.checkpoint.journal import READY, Entry
 from tierckpt.config import KiB, MiB, Settings
 from tierckpt.engine import Engine
 from tierckpt.errors import (
@@ -25,10 +27,8 @@ from tierckpt.errors import (
     StoreUnavailableError,
     TierckptError,
 )
-from tierckpt.layout import METADATA, Location, attempt_metadata, parse_uri
-from tierckpt.manifest import FileEntry, Manifest, digests_of
-from tierckpt.mover import commit
-from tierckpt.mover.journal import READY, Entry
+from tierckpt.format.layout import METADATA, Location, attempt_metadata, parse_uri
+from tierckpt.format.manifest import FileEntry, Manifest, digests_of
 from tierckpt.stores.local import durable_write, make_dirs
 from tierckpt.types import Tier
 

@@ -26,16 +26,16 @@ from tests.fault.nursery import Job, Nursery
 from tests.servers.faultproxy import FaultProxy
 from tests.services import S3Server
 from tests.states import load, same, save, zeros_like
+from tierckpt.checkpoint.commit import is_drained, read_local_manifest
+from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
+from tierckpt.disk.file_lock import try_lock
+from tierckpt.drain.budget import change_control
 from tierckpt.errors import TierckptError
-from tierckpt.layout import agent_dir, local_dir, parse_uri
-from tierckpt.mover import contact as contacts
-from tierckpt.mover.budget import change_control
-from tierckpt.mover.commit import is_drained, read_local_manifest
-from tierckpt.mover.contact import SOCKET, Contact, NoAgentError
-from tierckpt.mover.journal import Journal
-from tierckpt.mover.lock import try_lock
+from tierckpt.format.layout import agent_dir, local_dir, parse_uri
+from tierckpt.ipc import client as contacts
+from tierckpt.ipc.client import SOCKET, Contact, NoAgentError
 from tierckpt.quantities import human_bytes
 
 pytestmark = pytest.mark.distributed
@@ -165,7 +165,7 @@ ASKS = (
     "import sys, time\n"
     "from pathlib import Path\n"
     "from tierckpt.config import Settings\n"
-    "from tierckpt.mover.contact import contact_for\n"
+    "from tierckpt.ipc.client import contact_for\n"
     "folder, root = map(Path, sys.argv[1:])\n"
     "contact = contact_for(Settings.load(local_root=root, mover='agent', agent_idle_seconds=0.7))\n"
     "(folder / f'ready.{id(folder)}.{time.monotonic_ns()}').touch()\n"

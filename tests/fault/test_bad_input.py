@@ -15,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.states import load, raises_ours, same, save, small_state
+from tierckpt.checkpoint.journal import Journal
+from tierckpt.disk import local_root as disk
 from tierckpt.errors import (
     AlreadyCommittedError,
     BucketNotFoundError,
@@ -30,9 +32,7 @@ from tierckpt.errors import (
     TierckptError,
     UncommittedCheckpointError,
 )
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover import disk
-from tierckpt.mover.journal import Journal
+from tierckpt.format.layout import local_dir, parse_uri
 
 
 def local_shard(local_root: Path, uri: str) -> Path:
@@ -162,7 +162,7 @@ def test_disk_full_in_the_middle_of_a_save(small_disk: Path, file_uri: str, monk
     """The estimate is blind here (as it is for objects, or when others fill the disk): the write itself fails."""
     options = {"local_root": small_disk, "drain": False, "shard_size_bytes_max": "1MiB", "chunk_size_bytes": "64KiB"}
     save(f"{file_uri}/step-1", small_state(1), **options)
-    monkeypatch.setattr("tierckpt.mover.space.make_room", lambda *_, **__: None)
+    monkeypatch.setattr("tierckpt.save.eviction.make_room", lambda *_, **__: None)
     big = {f"w{index}": torch.ones(200_000) for index in range(8)}
     with pytest.raises(CapacityError, match="no room") as caught:
         save(f"{file_uri}/step-2", big, **options)
@@ -343,7 +343,7 @@ def test_options_that_cannot_work_are_refused(options: dict[str, object], file_u
 
 def test_an_error_in_any_writing_thread_fails_the_save(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock DCP loses it: with several threads it returns as if all was well."""
-    from tierckpt.mover.flush import _File
+    from tierckpt.save.flush import _File
 
     real, calls = _File.finish, []
 

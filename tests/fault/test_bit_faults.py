@@ -22,18 +22,20 @@ import pytest
 import torch
 
 from tests.states import save
-from tierckpt import layout
-from tierckpt import manifest as manifests
+from tierckpt.checkpoint import commit, verify
+from tierckpt.checkpoint.journal import READY, WRITING, Entry
+from tierckpt.checkpoint.verify import VerifyReport
 from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.dcp import writer
+from tierckpt.drain import transfer
 from tierckpt.engine import Engine
 from tierckpt.errors import IntegrityError, ManifestError, TierckptError
-from tierckpt.layout import CLAIM, DRAINED, MANIFEST, METADATA, local_dir, parse_uri, part, pending
-from tierckpt.manifest import Manifest
-from tierckpt.mover import commit, copies, transfer, verify
-from tierckpt.mover.journal import READY, WRITING, Entry
-from tierckpt.mover.verify import VerifyReport
+from tierckpt.format import layout
+from tierckpt.format import manifest as manifests
+from tierckpt.format.layout import CLAIM, DRAINED, MANIFEST, METADATA, local_dir, parse_uri, part, pending
+from tierckpt.format.manifest import Manifest
+from tierckpt.read import replicated_file
 from tierckpt.stores.local import LocalStore
 from tierckpt.types import Tier
 
@@ -163,7 +165,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     logging.disable(logging.CRITICAL)  # each fault is logged, which costs more than to find it
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalStore, "link", link)
-        for module in (manifests, copies):
+        for module in (manifests, replicated_file):
             patch.setattr(module, "BLOCK_BYTES", 1024)
         node = Node(tmp_path_factory.mktemp("node"))
         patch.setattr(asyncio, "to_thread", inline)

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 
 import tierckpt
 from tests.states import same, save, small_state
-from tierckpt.cache import checker
-from tierckpt.cache.filling import BLOCKS, RECEIPT, read_receipt
+from tierckpt.cache import verifier
+from tierckpt.cache.entry import Cached
+from tierckpt.cache.partial_entry import BLOCKS, RECEIPT, read_receipt
 from tierckpt.client import close_all, open_cached
 from tierckpt.errors import IntegrityError
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover.through import Cached
+from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.telemetry import QUARANTINES, Metric, listen
 
 FLIPS = int(os.environ.get("TIERCKPT_TEST_CACHE_FLIPS", "1"))
@@ -185,7 +185,7 @@ def test_with_verification_off_the_harness_finds_it(
     name: str, model: Model, monkeypatch: pytest.MonkeyPatch, quarantined: list[float]
 ) -> None:
     """Control."""
-    monkeypatch.setattr(checker.Checker, "is_good", lambda *_: True)
+    monkeypatch.setattr(verifier.Checker, "is_good", lambda *_: True)
     entry, read = tierckpt.prefetch(model.uri), READERS[name]
     flip(entry / FILE, model.tensor_range()[0] + 100_000)
     assert not read(model, entry)

@@ -1,7 +1,7 @@
 """Many processes of one node that read one cold model: each chunk is fetched once, and no byte is wrong.
 
-The readers are real processes (tests/fault/cache_readers.py). Cites tierckpt/cache/owner.py (C1 to C3) and
-tierckpt/cache/filling.py (G1, G2, G4).
+The readers are real processes (tests/fault/cache_readers.py). Cites tierckpt/disk/claims.py (C1 to C3) and
+tierckpt/cache/partial_entry.py (G1, G2, G4).
 """
 
 from __future__ import annotations

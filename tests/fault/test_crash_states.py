@@ -28,19 +28,22 @@ import torch.distributed.checkpoint as dcp
 import tierckpt
 from tests.fault.sweep import saver as sweep_saver
 from tests.states import load, same, save
-from tierckpt import layout
-from tierckpt import manifest as manifests
 from tierckpt.arena import slots
-from tierckpt.cache import writing
+from tierckpt.cache import direct_write
+from tierckpt.checkpoint import commit, journal
+from tierckpt.checkpoint.retention import Policy
 from tierckpt.client import Client, close_all, get_client
 from tierckpt.config import Settings
-from tierckpt.dcp import route
+from tierckpt.dcp import shard_delivery
 from tierckpt.dcp import writer as dcp_writer
+from tierckpt.drain import transfer
 from tierckpt.errors import CapacityError, ManifestError, StoreError, TierckptError
-from tierckpt.layout import MANIFEST, METADATA, local_dir, parse_uri
-from tierckpt.manifest import Manifest
-from tierckpt.mover import ahead, blocks, commit, copies, flush, journal, transfer
-from tierckpt.mover.retention import Policy
+from tierckpt.format import layout
+from tierckpt.format import manifest as manifests
+from tierckpt.format.layout import MANIFEST, METADATA, local_dir, parse_uri
+from tierckpt.format.manifest import Manifest
+from tierckpt.read import block_digests, replicated_file
+from tierckpt.save import flush, write_ahead
 from tierckpt.stores import local
 from tierckpt.stores.local import LocalStore
 from tierckpt.testing.crash_states import CrashState, Files, Mark, Recorder, crash_states, flat, materialise
@@ -212,20 +215,20 @@ RUNS = (save_linked, save_ahead, prune, drain_copied, resume, save_of_two_ranks,
 def written_ahead() -> Iterator[list[Path]]:
     """What is worth it from 64 MiB on is done with these few blocks too. Yields the files that a flush has taken."""
     taken: list[Path] = []
-    take = ahead.AheadFile.take
+    take = write_ahead.AheadFile.take
 
-    def taking(self: ahead.AheadFile, path: Path) -> int | None:
+    def taking(self: write_ahead.AheadFile, path: Path) -> int | None:
         fd = take(self, path)
         taken.extend([] if fd is None else [path])
         return fd
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "BYTES_MIN", 4096)
-        patch.setattr(ahead, "WRITE_BYTES", 4096)
-        patch.setattr(ahead.AheadFile, "take", taking)
+        patch.setattr(write_ahead, "BYTES_MIN", 4096)
+        patch.setattr(write_ahead, "WRITE_BYTES", 4096)
+        patch.setattr(write_ahead.AheadFile, "take", taking)
         yield taken
     slots.close_arenas()
-    ahead._last_of.clear()
+    write_ahead._last_of.clear()
 
 
 @contextlib.contextmanager
@@ -275,7 +278,7 @@ def no_durable_manifest() -> Iterator[None]:
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_saver, "SHARD_BYTES", (5_000, 700))
     monkeypatch.setattr(sweep_saver, "CHUNK_BYTES", 4096)
-    for module in (manifests, copies):  # so that there are block digests beside the shards
+    for module in (manifests, replicated_file):  # so that there are block digests beside the shards
         monkeypatch.setattr(module, "BLOCK_BYTES", 1024)
 
 
@@ -605,8 +608,10 @@ def manifest_before_shards(patch: pytest.MonkeyPatch) -> None:
             local._fsync_file(path)
         local.fsync_dir(directory)
 
-    patch.setattr(route, "flush", lambda *items, **options: flush.flush(*items, **{**options, "durable": False}))
-    patch.setattr(route, "fsync_dir", lambda path: None)
+    patch.setattr(
+        shard_delivery, "flush", lambda *items, **options: flush.flush(*items, **{**options, "durable": False})
+    )
+    patch.setattr(shard_delivery, "fsync_dir", lambda path: None)
     patch.setattr(commit, "commit_local", commit_first)
 
 
@@ -673,7 +678,7 @@ def shards_before_the_journal(patch: pytest.MonkeyPatch) -> None:
 
 
 def block_digests_that_are_not_durable(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(blocks, "durable_write", lambda path, data: path.write_bytes(data))
+    patch.setattr(block_digests, "durable_write", lambda path, data: path.write_bytes(data))
 
 
 SEEDED = {
@@ -764,7 +769,7 @@ def test_every_way_to_change_a_file_is_recorded(tmp_path: Path) -> None:
             file.write(b"X")
             file.truncate(6)
         descriptor = os.open(root / "a", os.O_TMPFILE | os.O_WRONLY)
-        writing.allocate(descriptor, 4096)
+        direct_write.allocate(descriptor, 4096)
         os.pwrite(descriptor, b"named later", 1)
         os.link(f"/proc/self/fd/{descriptor}", root / "named", src_dir_fd=descriptor)
         os.close(descriptor)

@@ -18,18 +18,18 @@ import tierckpt
 from tests.fault.agent_scenarios import whole_state
 from tests.fault.nursery import Nursery
 from tests.states import load, same
+from tierckpt.checkpoint import epoch as epochs
+from tierckpt.checkpoint.commit import read_local_manifest
+from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all
 from tierckpt.config import Settings
+from tierckpt.disk.file_lock import try_lock
+from tierckpt.disk.local_root import use_local_root
 from tierckpt.errors import CommitAbandonedError
-from tierckpt.layout import agent_dir, local_dir, parse_uri
-from tierckpt.mover import contact as contacts
-from tierckpt.mover import epochs
-from tierckpt.mover.breaker import LOCK
-from tierckpt.mover.commit import read_local_manifest
-from tierckpt.mover.contact import SOCKET
-from tierckpt.mover.disk import use_local_root
-from tierckpt.mover.journal import Journal
-from tierckpt.mover.lock import try_lock
+from tierckpt.format.layout import agent_dir, local_dir, parse_uri
+from tierckpt.ipc import client as contacts
+from tierckpt.ipc.circuit_breaker import LOCK
+from tierckpt.ipc.client import SOCKET
 
 pytestmark = pytest.mark.distributed
 
@@ -39,9 +39,9 @@ OTHER = 77
 
 HOOK = """
 import os, sys, time
-if "tierckpt.dcp.executor" in sys.orig_argv:
+if "tierckpt.dcp.handoff.finish" in sys.orig_argv:
     from pathlib import Path
-    from tierckpt.mover import commit
+    from tierckpt.checkpoint import commit
     folder, name, lives = Path(os.environ["HOOK_FOLDER"]), os.environ["HOOK_AT"], "HOOK_LIVES" in os.environ
     def wrapped(real):
         def call(*arguments, **options):
@@ -194,8 +194,8 @@ RUN = parse_uri("s3://bucket/run")
 LIVES = (
     "import sys\n"
     "from pathlib import Path\n"
-    "from tierckpt.layout import parse_uri\n"
-    "from tierckpt.mover import epochs\n"
+    "from tierckpt.format.layout import parse_uri\n"
+    "from tierckpt.checkpoint import epoch as epochs\n"
     "root, what = Path(sys.argv[1]), sys.argv[2]\n"
     "run = parse_uri('s3://bucket/run')\n"
     "if what == 'commits':\n"

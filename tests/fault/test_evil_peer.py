@@ -17,9 +17,9 @@ from tests.certificates import Authority
 from tests.fault import evil_client, evil_peer
 from tests.peer_node import CHUNK, begin, freeze, get, land, publish, serving, until
 from tierckpt.errors import IntegrityError, PeerError, PermissionDeniedError
-from tierckpt.peer import client, holdings, server, sources
+from tierckpt.peer import chunk_files, client, inventory, server
 from tierckpt.peer.auth import Signer, Verifier
-from tierckpt.peer.wire import chunk_target
+from tierckpt.peer.messages import chunk_target
 
 WILES = {wile.__name__ for wile in evil_peer.WILES}
 
@@ -72,7 +72,7 @@ async def test_the_harness_finds_a_client_that_verifies_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "same_digest", lambda *asked: True)
-    monkeypatch.setattr("tierckpt.cache.filling.same_digest", lambda *asked: True)
+    monkeypatch.setattr("tierckpt.cache.partial_entry.same_digest", lambda *asked: True)
     report = await evil_peer.run(tmp_path, known=True, wiles=[evil_peer.wrong_bytes, evil_peer.one_bit])
     assert "wrong_bytes: wrong bytes" in report.wrong
     assert "one_bit: wrong bytes" in report.wrong
@@ -114,8 +114,8 @@ async def test_the_harness_finds_a_server_that_lets_everybody_in(
 
 async def test_the_harness_finds_a_server_that_follows_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     follow = lambda directory, name: os.open(directory / name, os.O_RDONLY)  # noqa: E731
-    monkeypatch.setattr(holdings, "open_beneath", follow)
-    monkeypatch.setattr(sources._Checked, "_trusts", lambda *asked: True)
+    monkeypatch.setattr(inventory, "open_beneath", follow)
+    monkeypatch.setattr(chunk_files._Checked, "_trusts", lambda *asked: True)
     frozen, _ = evil_client.entry(tmp_path / "node")
     async with serving(tmp_path / "node") as node:
         report = await evil_client.run(node, frozen)

@@ -23,7 +23,7 @@ from tests.servers.origin import Origin
 from tests.services import free_port
 from tierckpt.config import Settings
 from tierckpt.errors import PeerBusyError
-from tierckpt.manifest import digest_of
+from tierckpt.format.manifest import digest_of
 from tierckpt.peer.client import ChunkAnswer, PeerClient
 from tierckpt.peer.members import Member
 

@@ -27,11 +27,11 @@ import tierckpt
 from tests.fault.flush_children import ACTS, SEEDED, TRACED
 from tests.services import REPOSITORY
 from tests.states import load, raises_ours, same, zeros_like
+from tierckpt.checkpoint.journal import Journal
+from tierckpt.disk.write_tuner import IoShape, Tuner
 from tierckpt.errors import CapacityError, StoreError, TierckptError
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover import ahead, flush
-from tierckpt.mover.journal import Journal
-from tierckpt.mover.tuner import IoShape, Tuner
+from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.save import flush, write_ahead
 
 KiB, MiB = 1 << 10, 1 << 20
 THERE_BEFORE = frozenset(os.listdir("/dev/shm"))  # noqa: PTH208
@@ -68,7 +68,7 @@ def shards(root: Path, uri: str) -> list[str]:
 def small_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven writes a shard, by three threads."""
     shape = Tuner((IoShape(3, 64 * KiB),))
-    monkeypatch.setattr("tierckpt.dcp.route.tuner_for", lambda *_: shape)
+    monkeypatch.setattr("tierckpt.dcp.shard_delivery.tuner_for", lambda *_: shape)
 
 
 # --- every call, failing ------------------------------------------------------------------------------------------
@@ -175,8 +175,8 @@ def test_a_write_ahead_that_fails(
     number: int, code: int, file_uri: str, local_root: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A4: the save goes on with another file, or the flush had taken that one and raises. Nothing in between."""
-    monkeypatch.setattr(ahead, "BYTES_MIN", 64 * KiB)
-    monkeypatch.setattr(ahead, "WRITE_BYTES", 64 * KiB)
+    monkeypatch.setattr(write_ahead, "BYTES_MIN", 64 * KiB)
+    monkeypatch.setattr(write_ahead, "WRITE_BYTES", 64 * KiB)
     save(f"{file_uri}/step-1", state_of(1), "async")
     disk.fail("pwrite elsewhere", number, code)
     try:
@@ -310,7 +310,7 @@ def test_a_full_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The estimate is blind, as it is when others fill the disk at the same time; the file system says no."""
-    monkeypatch.setattr("tierckpt.mover.space.make_room", lambda *_, **__: None)
+    monkeypatch.setattr("tierckpt.save.eviction.make_room", lambda *_, **__: None)
     root = small_disk(*(["-O", "^extent,^64bit,^has_journal"] if finds_it == "pwrite" else []))
     options = {"local_root": root, "drain": False}
     save(f"{file_uri}/step-1", state_of(1), way, **options)

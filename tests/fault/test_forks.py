@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.services import ENVIRONMENT, REPOSITORY, azurite_server, moto_server
-from tierckpt.mover import leases
-from tierckpt.mover.lock import try_lock
+from tierckpt.disk import read_lease
+from tierckpt.disk.file_lock import try_lock
 
 EVERY = bool(ENVIRONMENT.get("TIERCKPT_TEST_FORKS"))
 FULL_SUM = float(sum(range(100_000)))
@@ -88,7 +88,7 @@ def test_a_lock_and_a_lease_end_with_their_process_though_a_child_lives_on(tmp_p
     reading, writing = os.pipe()
     holder = os.fork()
     if holder == 0:
-        with try_lock(path), leases.reading(tmp_path, directory):
+        with try_lock(path), read_lease.reading(tmp_path, directory):
             worker = os.fork()
             if worker:
                 os.write(writing, f"{worker}\n".encode())
@@ -98,12 +98,12 @@ def test_a_lock_and_a_lease_end_with_their_process_though_a_child_lives_on(tmp_p
     try:
         with try_lock(path) as held:
             assert not held
-        assert leases.is_read(tmp_path, directory)
+        assert read_lease.is_read(tmp_path, directory)
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
         with try_lock(path) as held:
             assert held
-        assert not leases.is_read(tmp_path, directory)
+        assert not read_lease.is_read(tmp_path, directory)
     finally:
         os.kill(worker, signal.SIGKILL)
 
@@ -112,7 +112,7 @@ def test_a_child_that_ends_what_its_parent_began_lets_go_of_nothing(tmp_path: Pa
     path, directory = tmp_path / "entry.lock", tmp_path / "step-1"
     with ExitStack() as block:
         assert block.enter_context(try_lock(path, remove=True))
-        block.enter_context(leases.reading(tmp_path, directory))
+        block.enter_context(read_lease.reading(tmp_path, directory))
         pid = os.fork()
         if pid == 0:
             block.close()
@@ -121,5 +121,5 @@ def test_a_child_that_ends_what_its_parent_began_lets_go_of_nothing(tmp_path: Pa
         assert path.exists()
         with try_lock(path) as other:
             assert not other
-        assert leases.is_read(tmp_path, directory)
-    assert not leases.is_read(tmp_path, directory)
+        assert read_lease.is_read(tmp_path, directory)
+    assert not read_lease.is_read(tmp_path, directory)

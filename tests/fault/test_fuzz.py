@@ -25,12 +25,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_manifest import checkpoint, entry
-from tierckpt import manifest as manifests
+from tierckpt.checkpoint import commit, journal
+from tierckpt.checkpoint.journal import READY, Entry, Journal
 from tierckpt.errors import ManifestError, TierckptError
-from tierckpt.layout import MANIFEST, local_dir, parse_uri
-from tierckpt.manifest import Manifest
-from tierckpt.mover import commit, journal
-from tierckpt.mover.journal import READY, Entry, Journal
+from tierckpt.format import manifest as manifests
+from tierckpt.format.layout import MANIFEST, local_dir, parse_uri
+from tierckpt.format.manifest import Manifest
 
 SECONDS = float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", "15"))
 INPUT_SECONDS_MAX = 1.0

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.agent import estate
-from tierckpt.agent.estate import Owner, Save, Will
+from tierckpt.agent import orphans
+from tierckpt.agent.orphans import Owner, Save, Will
 from tierckpt.config import Settings
-from tierckpt.layout import agent_dir
-from tierckpt.mover.breaker import LOCK
-from tierckpt.mover.child import clean_environment, start_python
-from tierckpt.mover.contact import Contact
+from tierckpt.format.layout import agent_dir
+from tierckpt.ipc.child_process import clean_environment, start_python
+from tierckpt.ipc.circuit_breaker import LOCK
+from tierckpt.ipc.client import Contact
 
 PLANTED = ("torch", "json", "socket", "asyncio", "pydantic", "obstore", "typer", "numpy", "sitecustomize", "tierckpt")
 SETTINGS = {"mover": "agent", "agent_idle_seconds": 0.5}
@@ -73,7 +73,7 @@ def test_the_agent_and_what_it_starts_run_no_planted_code(
 def test_what_finishes_a_staged_save_runs_no_planted_code(hostile: Path) -> None:
     """Started by an agent that a person has started there. It imports torch, and ends at the first descriptor."""
     save = Save("none", 1, True, {0: Will(Owner(1), {"will": os.open(os.devnull, os.O_RDONLY)})})
-    process, life = estate._start_executor(save)
+    process, life = orphans._start_executor(save)
     save.close()
     process.wait(120)
     os.close(life)
@@ -105,7 +105,7 @@ def test_of_the_search_path_only_what_is_absolute_and_not_open_to_all_goes_on(tm
     open_to_all.chmod(0o777)
     told = f"{own}:relative:.::{open_to_all}:{tmp_path / 'missing'}"
     cleaned = clean_environment({"PYTHONPATH": told, "PYTHONINSPECT": "1", "LD_PRELOAD": "/lib/x.so", "HOME": "/h"})
-    home = str(Path(estate.__file__).parents[2])
+    home = str(Path(orphans.__file__).parents[2])
     assert cleaned.pop("PYTHONPATH").split(":") in ([str(own), home], [str(own)])
     assert cleaned == {"PYTHONSAFEPATH": "1", "LD_PRELOAD": "/lib/x.so", "HOME": "/h"}
 

@@ -28,17 +28,17 @@ import torch.distributed.checkpoint as dcp
 import tierckpt
 from tests.states import same, small_state, zeros_like
 from tierckpt import client
+from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all
 from tierckpt.config import Settings
-from tierckpt.layout import agent_dir
-from tierckpt.mover import breaker
-from tierckpt.mover import contact as contacts
-from tierckpt.mover.breaker import LOCK, PATIENCE_SECONDS, STARVED_SECONDS
-from tierckpt.mover.budget import change_control
-from tierckpt.mover.contact import SOCKET, Contact, NoAgentError, encode
-from tierckpt.mover.disk import use_local_root
-from tierckpt.mover.journal import Journal
-from tierckpt.mover.lock import try_lock
+from tierckpt.disk.file_lock import try_lock
+from tierckpt.disk.local_root import use_local_root
+from tierckpt.drain.budget import change_control
+from tierckpt.format.layout import agent_dir
+from tierckpt.ipc import circuit_breaker
+from tierckpt.ipc import client as contacts
+from tierckpt.ipc.circuit_breaker import LOCK, PATIENCE_SECONDS, STARVED_SECONDS
+from tierckpt.ipc.client import SOCKET, Contact, NoAgentError, encode
 
 BUDGET_SECONDS = 0.5
 MARGIN = 3.0
@@ -408,7 +408,7 @@ def test_nobody_is_killed_but_the_process_that_has_the_lock_open(local_root: Pat
         for said in ("", "no number", "-1", "0", str(os.getpid()), "4194000", str(bystander.pid)):
             lock.write_text(said)
             with lock.open():  # this process has it open, and is never meant
-                assert breaker.kill_agent(local_root) is None
+                assert circuit_breaker.kill_agent(local_root) is None
         assert bystander.poll() is None
     finally:
         bystander.kill()

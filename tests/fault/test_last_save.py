@@ -24,9 +24,9 @@ from tests.fault.nursery import Job, Nursery
 from tests.services import REPOSITORY
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.training.last_save import Cost, judge
-from tierckpt.training.notices import Notices
+from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.training.final_save import Cost, judge
+from tierckpt.training.preemption_notices import Notices
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
 

@@ -24,7 +24,7 @@ LOADS = {"restore", "load"}
 BOUNDED = {
     "tierckpt.training.record.SaveRecord",  # the latest 4096
     "tierckpt.stores.remote.RemoteStore",  # the latest 16, with their places
-    "tierckpt.layout.Location",
+    "tierckpt.format.layout.Location",
 }
 
 

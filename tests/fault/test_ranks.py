@@ -19,10 +19,10 @@ import tierckpt
 from tests.compat.worker import launch
 from tests.fault.nursery import Nursery
 from tests.states import load, save
+from tierckpt.checkpoint.commit import read_local_manifest
+from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover.commit import read_local_manifest
-from tierckpt.mover.journal import Journal
+from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.stores import open_store
 
 pytestmark = pytest.mark.distributed

@@ -20,10 +20,10 @@ from tests.fault.replica_kills import AT, LOG, ON
 from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
 from tests.states import save
+from tierckpt.checkpoint import commit
 from tierckpt.client import close_all
-from tierckpt.layout import location_at
-from tierckpt.mover import commit
-from tierckpt.mover.held import here
+from tierckpt.format.layout import location_at
+from tierckpt.replication.local_index import here
 
 pytestmark = pytest.mark.distributed
 

@@ -13,7 +13,7 @@ import tierckpt
 from tests.compat.worker import launch
 from tierckpt import Checkpointer
 from tierckpt.errors import IntegrityError
-from tierckpt.layout import local_dir, parse_uri
+from tierckpt.format.layout import local_dir, parse_uri
 
 STEPS = (1, 2, 3)
 

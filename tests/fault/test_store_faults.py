@@ -25,13 +25,11 @@ import pytest
 from tests.fault.store_loop import Expiry, Loop, Outage, drained, engine_at, outage, race, save, wrong_files
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
 from tests.services import ENVIRONMENT, S3Server, rgw_server
+from tierckpt.checkpoint import commit
 from tierckpt.config import KiB, MiB
-from tierckpt.errors import (
-    PermissionDeniedError,
-    PreconditionFailedError,
-)
-from tierckpt.layout import METADATA, PRIVATE_DIR, parse_uri
-from tierckpt.mover import commit, transfer
+from tierckpt.drain import transfer
+from tierckpt.errors import PermissionDeniedError, PreconditionFailedError
+from tierckpt.format.layout import METADATA, PRIVATE_DIR, parse_uri
 from tierckpt.stores import retry
 from tierckpt.stores.remote import RemoteStore
 from tierckpt.types import Tier

@@ -30,11 +30,11 @@ from tierckpt.cli.prune import prune
 from tierckpt.cli.status import status
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
+from tierckpt.disk.flush_lock import flushing
+from tierckpt.disk.read_lease import lease_path
 from tierckpt.engine import Engine
 from tierckpt.errors import TierckptError
-from tierckpt.layout import parse_uri
-from tierckpt.mover.leases import lease_path
-from tierckpt.mover.mark import flushing
+from tierckpt.format.layout import parse_uri
 
 ALL = os.environ.get("TIERCKPT_TEST_STRANGE_FILES") == "all"
 PART = 4

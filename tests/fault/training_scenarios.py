@@ -13,7 +13,7 @@ import torch.distributed as dist
 import tierckpt
 
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
-PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer", "tierckpt.training.sampling")
+PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer", "tierckpt.training.data_order")
 
 
 def train(
@@ -32,9 +32,9 @@ def train(
     **options: Any,
 ) -> None:
     """Train until the data or ``steps`` end. Each rank writes what it saw, step by step, before it says so."""
-    from tierckpt.training import ledger
+    from tierckpt.training import run_log
 
-    ledger.LINE_SECONDS = line_seconds
+    run_log.LINE_SECONDS = line_seconds
     rank = dist.get_rank() if dist.is_initialized() else 0
     order = tierckpt.DataOrder(
         samples or 10**9, batch_size=batch_size, epochs=epochs if samples else None, shuffle=bool(samples)
@@ -61,7 +61,7 @@ def train(
 
 def train_on_a_slow_disk(folder: str, uri: str, slow_seconds: float, **options: Any) -> None:
     """Two saves that take ``slow_seconds`` to be durable, then steps without any until the end."""
-    from tierckpt.mover import flush
+    from tierckpt.save import flush
 
     real = flush._File.finish
 

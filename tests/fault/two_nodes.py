@@ -23,16 +23,16 @@ from typing import Any
 import fsspec
 
 from tests.fault.sweep.saver import CHUNK_BYTES, Saver, content
+from tierckpt.checkpoint import commit, retention
+from tierckpt.checkpoint.retention import Policy, Rule
 from tierckpt.config import Settings
+from tierckpt.drain.drain import Drainer
 from tierckpt.errors import AlreadyCommittedError, TierckptError
-from tierckpt.layout import CLAIM, MANIFEST, Location, parse_uri, step_name
-from tierckpt.mover import commit, retention
-from tierckpt.mover.drain import Drainer
-from tierckpt.mover.retention import Policy, Rule
+from tierckpt.format.layout import CLAIM, MANIFEST, Location, parse_uri, step_name
 from tierckpt.stores import open_store
 from tierckpt.stores.base import Store
+from tierckpt.stores.fsspec_store import UniversalStore
 from tierckpt.stores.retry import Retries
-from tierckpt.stores.universal import UniversalStore
 
 START_SECONDS = 30.0
 MEET_SECONDS = 1.0

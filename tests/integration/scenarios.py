@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover.commit import read_local_manifest
-from tierckpt.mover.journal import Journal
+from tierckpt.checkpoint.commit import read_local_manifest
+from tierckpt.checkpoint.journal import Journal
+from tierckpt.format.layout import local_dir, parse_uri
 
 
 def state_of(rank: int, value: float) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def save_on_two_nodes(uri: str, roots: str, use_collectives: bool, slow: int) ->
 
 
 def _delay_drain(seconds: float) -> None:
-    from tierckpt.mover.drain import Drainer
+    from tierckpt.drain.drain import Drainer
 
     real = Drainer.send_files
 

@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tierckpt import Checkpointer, TierStager, TierStorageWriter
+from tierckpt.checkpoint import in_flight
 from tierckpt.dcp import writer as writers
 from tierckpt.errors import AlreadyCommittedError, CheckpointError, OperationTimeoutError
-from tierckpt.layout import parse_uri
-from tierckpt.mover import begun
+from tierckpt.format.layout import parse_uri
 
 SLOW_SECONDS = 0.5
 
@@ -129,9 +129,9 @@ def test_wait_sees_the_saves_of_a_checkpointer(file_uri: str, monkeypatch: pytes
 def test_what_is_staged_and_never_saved_is_not_waited_for(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(begun, "ORPHAN_SECONDS", 0.3)
+    monkeypatch.setattr(in_flight, "ORPHAN_SECONDS", 0.3)
     uri = f"{file_uri}/step-1"
     dcp.save(state(1.0), storage_writer=TierStorageWriter(uri), no_dist=True)
     TierStager().stage(state(2.0))
     tierckpt.wait(uri, timeout_seconds=30)
-    begun.wait(local_root, parse_uri(uri).uri, 0.0)  # nothing is left behind
+    in_flight.wait(local_root, parse_uri(uri).uri, 0.0)  # nothing is left behind

@@ -28,10 +28,10 @@ from tests.compat.worker import launch
 from tests.servers.fleet import Fleet
 from tests.services import S3Server, free_port
 from tests.states import load, raises_ours, same, save, small_state
+from tierckpt.checkpoint.commit import read_local_manifest
+from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover.commit import read_local_manifest
-from tierckpt.mover.journal import Journal
+from tierckpt.format.layout import local_dir, parse_uri
 
 KIB = 1024
 SMALL_SHARDS = {"shard_size_bytes_max": "64KiB", "chunk_size_bytes": "16KiB"}

@@ -12,12 +12,12 @@ import torch
 
 from tests.states import same, small_state, zeros_like
 from tierckpt import Checkpointer
+from tierckpt.checkpoint import commit
+from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.errors import AlreadyCommittedError
-from tierckpt.layout import DRAINED, MANIFEST, METADATA, local_dir, parse_uri
-from tierckpt.mover import commit
-from tierckpt.mover.journal import Journal
+from tierckpt.format.layout import DRAINED, MANIFEST, METADATA, local_dir, parse_uri
 
 
 def make_directory(path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.fault.nursery import Nursery
-from tierckpt.layout import MANIFEST
+from tierckpt.format.layout import MANIFEST
 
 KILLS = 20 if os.environ.get("TIERCKPT_TEST_SWEEP") == "full" else 4
 SAMPLES = 150 * KILLS

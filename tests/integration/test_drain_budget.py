@@ -16,12 +16,12 @@ import torch
 
 import tierckpt
 from tests.states import load, same, save
+from tierckpt.checkpoint.journal import Journal
 from tierckpt.cli.app import run
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
-from tierckpt.mover.budget import change_control
-from tierckpt.mover.journal import Journal
-from tierckpt.mover.mark import STEP_BACK_SECONDS_MAX, flushing
+from tierckpt.disk.flush_lock import STEP_BACK_SECONDS_MAX, flushing
+from tierckpt.drain.budget import change_control
 from tierckpt.stores.local import LocalStore
 
 MIB = 1 << 20
@@ -159,7 +159,7 @@ def test_status_tells_of_a_damaged_control_file(local_root: Path, command: Calla
 def test_a_save_of_another_process_has_the_disk_to_itself_while_it_writes(file_uri: str, local_root: Path) -> None:
     saved_and_not_drained(f"{file_uri}/step-1", local_root)
     code = (
-        "import sys, time; from pathlib import Path; from tierckpt.mover.mark import flushing\n"
+        "import sys, time; from pathlib import Path; from tierckpt.disk.flush_lock import flushing\n"
         "with flushing(Path(sys.argv[1])):\n"
         "    print('writing', flush=True); time.sleep(1.0); print(time.monotonic(), flush=True)"
     )

@@ -16,12 +16,12 @@ import pytest
 import tierckpt
 from tests.services import S3Server
 from tests.states import save, small_state
+from tierckpt.checkpoint.commit import read_local_manifest
 from tierckpt.cli.app import run
 from tierckpt.client import close_all
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover import drill as drills
-from tierckpt.mover.commit import read_local_manifest
-from tierckpt.mover.drill import PREFIX
+from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.restore import drill as drills
+from tierckpt.restore.drill import PREFIX
 
 SMALL_SHARDS = {"shard_size_bytes_max": "64KiB", "chunk_size_bytes": "16KiB"}
 
@@ -222,7 +222,7 @@ def test_what_a_killed_drill_left_goes_with_the_next_one(
     saved(file_uri, 1)
     code = (
         "import asyncio, sys\n"
-        "from tierckpt.mover import drill\n"
+        "from tierckpt.restore import drill\n"
         "async def slow(*_): print('fetching', flush=True); await asyncio.sleep(60)\n"
         "drill.fetch = slow\n"
         "from tierckpt.cli.app import run\n"

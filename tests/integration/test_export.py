@@ -30,7 +30,7 @@ from tierckpt.errors import (
     OperationTimeoutError,
     StateMismatchError,
 )
-from tierckpt.layout import local_dir, parse_uri
+from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.loading import export as exports
 from tierckpt.loading.export import export_safetensors
 from tierckpt.types import Progress

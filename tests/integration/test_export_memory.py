@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 from tests.states import same, save
 from tierckpt.errors import CapacityError
 from tierckpt.loading import export as exports
-from tierckpt.loading import rewriting
+from tierckpt.loading import export_file
 from tierckpt.loading.export import export_safetensors
-from tierckpt.loading.rewriting import Item, blocks
-from tierckpt.mover.pull import windows
+from tierckpt.loading.export_file import Item, blocks
+from tierckpt.read.parallel_read import windows
 from tierckpt.telemetry import BYTES, Metric, listen
 
 MIB = 1 << 20
@@ -109,7 +109,7 @@ def test_windows_of_any_size_write_the_same_file(window_bytes: int, tmp_path: Pa
     }
     save(f"{file_uri}/step-1", state, chunk_size_bytes="4KiB")
     export_safetensors(f"{file_uri}/step-1", tmp_path / "expected")
-    write_file = rewriting.write_file
+    write_file = export_file.write_file
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exports, "write_file", lambda *arguments: write_file(*arguments, window_bytes=window_bytes))
         export_safetensors(f"{file_uri}/step-1", tmp_path / "out")
@@ -163,7 +163,7 @@ def test_a_row_larger_than_a_window_is_not_read_for_each_part_of_it(
         if metric is BYTES and labels["direction"] == "read":
             read.append(value)
 
-    write_file = rewriting.write_file
+    write_file = export_file.write_file
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(Path(checkpoint).parent / "local"))
     monkeypatch.setattr(exports, "write_file", lambda *arguments: write_file(*arguments, window_bytes=WINDOW))
     stop = listen(count)

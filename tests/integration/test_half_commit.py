@@ -13,12 +13,12 @@ import pytest
 
 import tierckpt
 from tests.states import load, same, save, small_state
+from tierckpt.checkpoint import commit
+from tierckpt.checkpoint.commit import read_local_manifest
+from tierckpt.checkpoint.journal import Journal
 from tierckpt.dcp.writer import TierStorageWriter
 from tierckpt.errors import StoreError
-from tierckpt.layout import MANIFEST, local_dir, parse_uri
-from tierckpt.mover import commit
-from tierckpt.mover.commit import read_local_manifest
-from tierckpt.mover.journal import Journal
+from tierckpt.format.layout import MANIFEST, local_dir, parse_uri
 from tierckpt.stores import local
 
 

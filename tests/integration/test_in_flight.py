@@ -16,7 +16,7 @@ from tests.compat.worker import launch
 from tierckpt import Checkpointer
 from tierckpt.arena.slots import arena_for
 from tierckpt.errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
-from tierckpt.mover import flush
+from tierckpt.save import flush
 
 
 class Gate(threading.Event):
@@ -141,7 +141,7 @@ def test_training_may_change_the_state_while_it_is_written(file_uri: str, gate: 
 
 def test_lazy_staging_saves_what_was_there_before_the_step(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies are held up until the step: it must wait for them, and buffers must not have waited at all."""
-    from tierckpt.dcp import copying
+    from tierckpt.dcp import staging_copy
 
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -152,14 +152,14 @@ def test_lazy_staging_saves_what_was_there_before_the_step(file_uri: str, monkey
         optimizer.step()
 
     step()
-    real, held_up = copying._copy_beside_training, threading.Event()
+    real, held_up = staging_copy._copy_beside_training, threading.Event()
 
     def slow(pairs: Any) -> None:
         held_up.set()
         time.sleep(0.3)
         real(pairs)
 
-    monkeypatch.setattr(copying, "_copy_beside_training", slow)
+    monkeypatch.setattr(staging_copy, "_copy_beside_training", slow)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with Checkpointer(file_uri, staging="lazy") as checkpointer:
         checkpointer.save(1, {"model": model, "optimizer": optimizer})

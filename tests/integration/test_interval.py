@@ -17,9 +17,9 @@ import torch.distributed as dist
 import tierckpt
 from tests.compat.worker import launch
 from tierckpt import Checkpointer
+from tierckpt.checkpoint.journal import KEPT, Journal
 from tierckpt.cli.app import run as cli
-from tierckpt.layout import PASSED, local_dir, parse_uri, step_of
-from tierckpt.mover.journal import KEPT, Journal
+from tierckpt.format.layout import PASSED, local_dir, parse_uri, step_of
 from tierckpt.training.interval import PROFILE_STEPS
 
 HERE = "tests.integration.test_interval"
@@ -96,7 +96,7 @@ def slow_storage(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Shared storage on another device, which takes ``seconds`` for each checkpoint."""
     import asyncio
 
-    from tierckpt.mover.drain import Drainer
+    from tierckpt.drain.drain import Drainer
 
     real = Drainer.send_files
 
@@ -223,8 +223,8 @@ def keep_on_two_nodes(uri: str, roots: str) -> dict[str, Any]:
     import asyncio
     import threading
 
+    from tierckpt.drain.drain import Drainer
     from tierckpt.engine import Engine
-    from tierckpt.mover.drain import Drainer
 
     real, is_up = Drainer.send_files, threading.Event()
 

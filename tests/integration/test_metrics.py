@@ -19,13 +19,13 @@ from tests.states import save
 from tierckpt import telemetry
 from tierckpt.agent import metrics as pages
 from tierckpt.agent.metrics import GAUGES, Metrics
+from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
+from tierckpt.disk.flush_lock import flushing
+from tierckpt.drain.budget import change_control
 from tierckpt.errors import ConfigError
-from tierckpt.layout import local_dir
-from tierckpt.mover.budget import change_control
-from tierckpt.mover.journal import Journal
-from tierckpt.mover.mark import flushing
+from tierckpt.format.layout import local_dir
 from tierckpt.telemetry import BLOCKED_SECONDS, ERRORS, METRICS, QUARANTINES, RETRIES, Tally, emit_rows
 
 REPOSITORY = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import pytest
 from tests.services import HttpServer
 from tierckpt.config import Settings
 from tierckpt.errors import StoreUnavailableError
-from tierckpt.layout import parse_uri
+from tierckpt.format.layout import parse_uri
 from tierckpt.stores.congestion import Congestion
 from tierckpt.stores.remote import RemoteStore
 from tierckpt.types import ByteRange

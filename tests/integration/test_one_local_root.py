@@ -22,22 +22,23 @@ import tierckpt
 from tests.services import REPOSITORY
 from tierckpt.agent.metrics import NodeState
 from tierckpt.cache.pool import Pool
+from tierckpt.checkpoint import commit
+from tierckpt.checkpoint.catalog import _has_shards
+from tierckpt.checkpoint.journal import Journal
+from tierckpt.checkpoint.local_only import _newest_drained
+from tierckpt.checkpoint.prune import finish_local
+from tierckpt.checkpoint.retention import local_checkpoints
 from tierckpt.config import Settings
+from tierckpt.disk.local_root import clear_leftovers
 from tierckpt.engine import Engine
 from tierckpt.errors import TierckptError
-from tierckpt.layout import MANIFEST, METADATA, OWN_DIR, PARTS_DIR, local_dir, parse_uri
-from tierckpt.manifest import FileEntry, Manifest
-from tierckpt.mover import commit, space
-from tierckpt.mover.catalog import _has_shards
-from tierckpt.mover.disk import clear_leftovers
-from tierckpt.mover.held import LocalTier
-from tierckpt.mover.history import _local
-from tierckpt.mover.journal import Journal
-from tierckpt.mover.kept import _newest_drained
-from tierckpt.mover.prune import finish_local
-from tierckpt.mover.retention import local_checkpoints
+from tierckpt.format.layout import MANIFEST, METADATA, OWN_DIR, PARTS_DIR, local_dir, parse_uri
+from tierckpt.format.manifest import FileEntry, Manifest
+from tierckpt.replication.local_index import LocalTier
+from tierckpt.save import eviction
 from tierckpt.stores.local import make_dirs
 from tierckpt.training.checkpointer import Checkpointer
+from tierckpt.training.run_log_reader import _local
 
 STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_JOBS", "6"))
 LOOK_SECONDS = 0.3
@@ -67,8 +68,8 @@ def run_of(settings: Settings) -> Path:
 LOOKS: dict[str, Callable[[Settings], object]] = {
     "what removals left": lambda settings: finish_local(settings.local_root, Journal(settings.local_root)),
     "checkpoints": lambda settings: list(local_checkpoints(settings.local_root)),
-    "bytes": lambda settings: space._counter(settings.local_root).total(exact=True),
-    "room": lambda settings: space._evict(settings, 1 << 50, settings.local_root),
+    "bytes": lambda settings: eviction._counter(settings.local_root).total(exact=True),
+    "room": lambda settings: eviction._evict(settings, 1 << 50, settings.local_root),
     "whose": lambda settings: LocalTier(settings.local_root).look(),
     "metrics": lambda settings: list(NodeState(settings.local_root, None)._committed()),
     "leftovers": lambda settings: clear_leftovers(settings.local_root),

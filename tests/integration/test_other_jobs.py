@@ -13,7 +13,7 @@ import torch
 
 from tierckpt import Checkpointer
 from tierckpt.client import close_all
-from tierckpt.layout import MANIFEST
+from tierckpt.format.layout import MANIFEST
 
 JOB = """
 import logging, os, sys

@@ -21,8 +21,8 @@ import torch.distributed.checkpoint as dcp
 from tierckpt import TierStorageWriter, latest, ownership
 from tierckpt.client import close_all
 from tierckpt.config import Settings
+from tierckpt.disk.local_root import use_local_root
 from tierckpt.errors import PermissionDeniedError
-from tierckpt.mover.disk import use_local_root
 from tierckpt.stores.local import read_whole
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be several users")

@@ -17,11 +17,11 @@ from xxhash import xxh3_128
 import tierckpt
 from tests.reads import asked, told
 from tests.states import raises_ours, save
-from tierckpt import manifest as manifests
 from tierckpt.client import close_all
 from tierckpt.errors import IntegrityError
-from tierckpt.layout import MANIFEST, blocks_file, local_dir, parse_uri
-from tierckpt.manifest import BLOCK_BYTES
+from tierckpt.format import manifest as manifests
+from tierckpt.format.layout import MANIFEST, blocks_file, local_dir, parse_uri
+from tierckpt.format.manifest import BLOCK_BYTES
 
 MiB = 1 << 20
 ROWS, ROW_BYTES = 24, MiB

@@ -22,14 +22,14 @@ import tierckpt
 from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
 from tests.states import load, same, save, small_state, zeros_like
+from tierckpt.checkpoint.commit import is_drained, read_local_manifest
 from tierckpt.cli.app import run
 from tierckpt.client import Client, close_all, get_client
 from tierckpt.engine import Engine
 from tierckpt.errors import CheckpointNotFoundError
-from tierckpt.layout import parse_uri
-from tierckpt.mover import cluster as cluster_module
-from tierckpt.mover.cluster import Elsewhere
-from tierckpt.mover.commit import is_drained, read_local_manifest
+from tierckpt.format.layout import parse_uri
+from tierckpt.peer import catalog as cluster_module
+from tierckpt.peer.catalog import Elsewhere
 from tierckpt.peer.members import Member
 from tierckpt.types import Tier
 

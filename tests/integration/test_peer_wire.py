@@ -28,7 +28,7 @@ from tests.peer_node import (
     serving,
     until,
 )
-from tierckpt.cache.frozen import Frozen
+from tierckpt.cache.file_set import Frozen
 from tierckpt.errors import (
     ConfigError,
     IntegrityError,
@@ -37,12 +37,12 @@ from tierckpt.errors import (
     PeerError,
     PermissionDeniedError,
 )
-from tierckpt.manifest import digest_of
-from tierckpt.peer import holdings
+from tierckpt.format.manifest import digest_of
+from tierckpt.peer import inventory
 from tierckpt.peer import server as module
+from tierckpt.peer.chunk_files import frozen_of
 from tierckpt.peer.members import Member
 from tierckpt.peer.server import Bucket, PeerServer
-from tierckpt.peer.sources import frozen_of
 
 DATA = model()
 FLOOD = int(os.environ.get("TIERCKPT_TEST_PEER_FLOOD", "40"))
@@ -51,7 +51,7 @@ FLOOD = int(os.environ.get("TIERCKPT_TEST_PEER_FLOOD", "40"))
 
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holdings, "SCAN_SECONDS", 0.01)
+    monkeypatch.setattr(inventory, "SCAN_SECONDS", 0.01)
 
 
 def same(one: bytes, other: bytes) -> bool:

@@ -22,11 +22,11 @@ import pytest
 from tests.compat.worker import launch
 from tests.servers.fleet import Fleet, Process
 from tests.services import free_port
-from tierckpt.cache.filling import Filling
-from tierckpt.cache.frozen import Frozen, Wanted
+from tierckpt.cache.file_set import Frozen, Wanted
+from tierckpt.cache.partial_entry import Filling
 from tierckpt.config import Settings
 from tierckpt.errors import TierckptError
-from tierckpt.mover.contact import Contact, NoAgentError
+from tierckpt.ipc.client import Contact, NoAgentError
 from tierckpt.peer.client import PeerClient
 from tierckpt.peer.members import member_of
 from tierckpt.types import Json

@@ -20,12 +20,12 @@ import pytest
 import tierckpt
 from tests.integration.test_cli import COMMAND, Done, saved
 from tests.services import HttpServer
-from tierckpt.cache.owner import Presence
 from tierckpt.cli.app import run
 from tierckpt.client import open_cached
+from tierckpt.disk.claims import Presence
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError, UncommittedCheckpointError
-from tierckpt.layout import parse_uri
-from tierckpt.manifest import digest_of
+from tierckpt.format.layout import parse_uri
+from tierckpt.format.manifest import digest_of
 
 KIB = 1024
 CHUNK = 64 * KIB
@@ -434,7 +434,7 @@ def test_a_version_that_has_gone_is_an_error_and_never_other_bytes(bucket: Bucke
 
 
 def test_a_holder_that_does_not_get_on_is_overtaken(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierckpt.mover.shelf.STALL_SECONDS_MIN", 0.3)
+    monkeypatch.setattr("tierckpt.cache.node_cache.STALL_SECONDS_MIN", 0.3)
     name = "model-00001.safetensors"
     with open_cached(MODEL, store_timeout_seconds=0.15) as view:
         incoming = view.path(name).parent

@@ -25,13 +25,14 @@ from tests.integration.test_cli import Done, flip, for_people, tierckpt_
 from tests.states import load, same, save, small_state
 from tierckpt import Checkpointer
 from tierckpt import engine as module
+from tierckpt.checkpoint import commit
+from tierckpt.checkpoint.journal import Journal
+from tierckpt.checkpoint.retention import Policy
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
+from tierckpt.disk import read_lease
 from tierckpt.engine import Engine
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover import commit, leases
-from tierckpt.mover.journal import Journal
-from tierckpt.mover.retention import Policy
+from tierckpt.format.layout import local_dir, parse_uri
 
 RUNS = ["file", pytest.param("s3", marks=pytest.mark.server)]
 
@@ -302,8 +303,8 @@ def test_a_copy_that_cannot_be_removed_does_not_keep_the_others_and_is_exit_3(fi
 READER = """
 import sys, time
 from pathlib import Path
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover import leases
+from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.disk import read_lease as leases
 root = Path(sys.argv[1])
 with leases.reading(root, local_dir(root, parse_uri(sys.argv[2]))):
     print("reading", flush=True)
@@ -368,7 +369,7 @@ def test_what_was_removed_before_it_was_held_is_looked_for_again(
 ) -> None:
     save_steps(file_uri, 1, 2)
     client = get_client(Settings.load())
-    real, calls = leases.reading_async, []
+    real, calls = read_lease.reading_async, []
 
     def late(root: Path, directory: Path) -> Any:
         calls.append(directory.name)
@@ -377,7 +378,7 @@ def test_what_was_removed_before_it_was_held_is_looked_for_again(
             shutil.rmtree(Path(file_uri) / "step-2")
         return real(root, directory)
 
-    monkeypatch.setattr(leases, "reading_async", late)
+    monkeypatch.setattr(read_lease, "reading_async", late)
     client.run(lambda engine: engine.restore(parse_uri(file_uri), tmp_path / "out"))
     assert calls == ["step-2", "step-1"]
     target = small_state(1)
@@ -387,14 +388,14 @@ def test_what_was_removed_before_it_was_held_is_looked_for_again(
 
 def test_many_readers_share_and_a_removal_waits_for_none(tmp_path: Path) -> None:
     directory = tmp_path / "step-1"
-    with leases.reading(tmp_path, directory), leases.reading(tmp_path, directory):
+    with read_lease.reading(tmp_path, directory), read_lease.reading(tmp_path, directory):
         begun = time.monotonic()
-        with leases.removing(tmp_path, directory) as free:
+        with read_lease.removing(tmp_path, directory) as free:
             assert not free
         assert time.monotonic() - begun < 1
-        assert leases.is_read(tmp_path, directory)
-    assert not leases.is_read(tmp_path, directory)
-    with leases.removing(tmp_path, directory) as free:
+        assert read_lease.is_read(tmp_path, directory)
+    assert not read_lease.is_read(tmp_path, directory)
+    with read_lease.removing(tmp_path, directory) as free:
         assert free
 
 
@@ -402,11 +403,11 @@ def test_a_reader_waits_for_a_removal_that_is_under_way(tmp_path: Path) -> None:
     directory, order = tmp_path / "step-1", []
 
     async def read() -> None:
-        async with leases.reading_async(tmp_path, directory):
+        async with read_lease.reading_async(tmp_path, directory):
             order.append("read")
 
     async def both() -> None:
-        with leases.removing(tmp_path, directory) as free:
+        with read_lease.removing(tmp_path, directory) as free:
             assert free
             waiting = asyncio.create_task(read())
             await asyncio.sleep(0.1)
@@ -419,7 +420,7 @@ def test_a_reader_waits_for_a_removal_that_is_under_way(tmp_path: Path) -> None:
 
 def test_a_read_only_local_root_is_no_obstacle_to_reading(tmp_path: Path) -> None:
     (tmp_path / "leases").write_text("no directory can be made here")
-    with leases.reading(tmp_path, tmp_path / "step-1"):
+    with read_lease.reading(tmp_path, tmp_path / "step-1"):
         pass
 
 

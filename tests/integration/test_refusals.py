@@ -24,11 +24,11 @@ from tests.compat.worker import launch
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
 from tests.services import S3Server, free_port
 from tierckpt import Checkpointer, TierStorageWriter
+from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all
 from tierckpt.errors import ConfigError, OperationTimeoutError, StoreError
-from tierckpt.mover.journal import Journal
+from tierckpt.training.drain_decider import Order
 from tierckpt.training.interval import Pacer
-from tierckpt.training.sending import Order
 
 pytestmark = pytest.mark.server
 

@@ -19,9 +19,9 @@ from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
 from tests.services import HttpServer
 from tests.states import load, same, save, small_state, zeros_like
+from tierckpt.checkpoint import commit
 from tierckpt.client import close_all, get_client
-from tierckpt.layout import parse_uri
-from tierckpt.mover import commit
+from tierckpt.format.layout import parse_uri
 
 pytestmark = pytest.mark.distributed
 SCENARIOS = "tests.integration.peer_scenarios"

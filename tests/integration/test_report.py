@@ -19,8 +19,8 @@ import torch
 from tests.fault.nursery import Nursery
 from tierckpt import Checkpointer
 from tierckpt.cli.app import run
-from tierckpt.layout import HISTORY_DIR, local_dir, parse_uri
-from tierckpt.training import ledger
+from tierckpt.format.layout import HISTORY_DIR, local_dir, parse_uri
+from tierckpt.training import run_log
 
 STEP_SECONDS = 0.04
 """Long beside what a step waits for a processor of a busy machine."""
@@ -130,8 +130,8 @@ def test_records_change_nothing_about_the_checkpoints(file_uri: str, capsys: pyt
 def test_records_are_bounded_and_lose_only_their_detail(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ledger, "LINES_MAX", 40)
-    monkeypatch.setattr(ledger, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(run_log, "LINES_MAX", 40)
+    monkeypatch.setattr(run_log, "LINE_SECONDS", 0.0)
     with Checkpointer(file_uri) as checkpointer:
         for step in range(1, 500):
             checkpointer.step(step, {})

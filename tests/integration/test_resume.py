@@ -1,4 +1,4 @@
-"""What a job resumes from while the shared tier cannot be asked (N1 to N3 of mover/select.py).
+"""What a job resumes from while the shared tier cannot be asked (N1 to N3 of checkpoint/select.py).
 
 "There is none" is an answer of the store, and of nobody else: a store that refuses, fails, hangs, denies or breaks off
 a listing is waited for and then is an error, on every rank.
@@ -24,8 +24,10 @@ from tests.compat.worker import launch
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
 from tests.services import S3Server, free_port
 from tierckpt import Checkpointer
+from tierckpt.checkpoint import select
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
+from tierckpt.drain.drain import Drainer
 from tierckpt.errors import (
     AlreadyCommittedError,
     CheckpointNotFoundError,
@@ -34,10 +36,8 @@ from tierckpt.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from tierckpt.layout import local_dir, parse_uri
+from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.loading.export import export_safetensors
-from tierckpt.mover import select
-from tierckpt.mover.drain import Drainer
 
 pytestmark = pytest.mark.server
 

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 import tierckpt
 from tests.services import S3Server
 from tests.states import same
-from tierckpt.cache.filling import Filling
+from tierckpt.cache import entry
+from tierckpt.cache.entry import Cached
+from tierckpt.cache.partial_entry import Filling
 from tierckpt.client import close_all
 from tierckpt.errors import IntegrityError
-from tierckpt.mover import through
-from tierckpt.mover.through import Cached
 from tierckpt.telemetry import BYTES, Metric, listen
 from tierckpt.types import Tier
 
@@ -138,18 +138,18 @@ def test_what_was_published_while_a_load_was_joining_is_not_fetched_again(
     fetched: list[float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    join, others = through.Filling, []
+    join, others = entry.Filling, []
     model = tmp_path / "model"
 
     def late(*args: Any, **options: Any) -> Filling:
-        monkeypatch.setattr(through, "Filling", join)
+        monkeypatch.setattr(entry, "Filling", join)
         other = threading.Thread(target=lambda: others.append(tierckpt.prefetch(uri)))
         other.start()
         other.join(60)
         assert others, "nobody published anything in between, so this proves nothing"
         return join(*args, **options)
 
-    monkeypatch.setattr(through, "Filling", late)
+    monkeypatch.setattr(entry, "Filling", late)
     assert same(tierckpt.load_safetensors(uri), tensors)
     assert sum(fetched) == sum(path.stat().st_size for path in model.iterdir())
 

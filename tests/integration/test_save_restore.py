@@ -16,9 +16,9 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import tierckpt
 from tests.states import load, same, save, small_state, zeros_like
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover.commit import read_local_manifest
-from tierckpt.mover.journal import Journal
+from tierckpt.checkpoint.commit import read_local_manifest
+from tierckpt.checkpoint.journal import Journal
+from tierckpt.format.layout import local_dir, parse_uri
 
 
 def test_what_was_saved_is_restored_from_either_tier(shared_uri: str, local_root: Path) -> None:
@@ -272,8 +272,8 @@ def test_an_outage_after_the_local_commit_loses_nothing(
 
 def test_settings_of_other_jobs_in_the_journal_do_not_disturb(s3_uri: str, file_uri: str, local_root: Path) -> None:
     """A leftover whose bucket is gone must not make another run's save fail."""
-    from tierckpt.layout import parse_uri as parse
-    from tierckpt.mover.journal import READY, Entry
+    from tierckpt.checkpoint.journal import READY, Entry
+    from tierckpt.format.layout import parse_uri as parse
 
     Journal(local_root).write(Entry("left", parse("s3://no-such-bucket-anywhere/x").uri, 0, READY, 1.0, 4096))
     with tierckpt.Checkpointer(file_uri) as checkpointer:

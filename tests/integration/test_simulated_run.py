@@ -93,7 +93,7 @@ def test_a_simulated_run_has_the_ettr_of_the_real_one(
 
 
 def histories(uri: str) -> list[list[dict[str, Any]]]:
-    from tierckpt.layout import HISTORY_DIR, local_dir, parse_uri
+    from tierckpt.format.layout import HISTORY_DIR, local_dir, parse_uri
 
     root = Path(os.environ["TIERCKPT_LOCAL_ROOT"])
     paths = sorted((local_dir(root, parse_uri(uri)) / HISTORY_DIR).glob("*.jsonl"))

@@ -20,13 +20,14 @@ import torch
 import tierckpt
 from tests.services import unavailable
 from tests.states import load, save
+from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all
 from tierckpt.config import Settings
+from tierckpt.disk import read_lease
+from tierckpt.drain.drain import Drainer
 from tierckpt.errors import CapacityError
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover import leases, space
-from tierckpt.mover.drain import Drainer
-from tierckpt.mover.journal import Journal
+from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.save import eviction
 
 MiB = 1 << 20
 STEP_BYTES = 8 * MiB
@@ -127,7 +128,7 @@ def test_the_oldest_step_goes_first_whatever_the_clock_said(
 def test_what_is_read_and_what_is_newest_stays(disk: Path, uri: str) -> None:
     for step in (1, 2, 3):
         save_step(uri, step, disk)
-    with leases.reading(disk, local_dir(disk, parse_uri(f"{uri}/step-1"))):
+    with read_lease.reading(disk, local_dir(disk, parse_uri(f"{uri}/step-1"))):
         save_step(uri, 4, disk, local_high_water=0.75)
     assert on_local(uri, disk) == [1, 3, 4]
 
@@ -264,7 +265,7 @@ def test_a_drain_that_has_failed_for_good_is_not_waited_for(disk: Path, uri: str
     settings = Settings.load(local_root=disk, **options)
     begun = time.monotonic()
     with pytest.raises(CapacityError) as caught:
-        space.make_room(settings, STEP_BYTES, local_dir(disk, parse_uri(f"{uri}/step-3")))
+        eviction.make_room(settings, STEP_BYTES, local_dir(disk, parse_uri(f"{uri}/step-3")))
     assert time.monotonic() - begun < 5
     assert caught.value.context["last_error"].startswith("PermissionDeniedError")
 
@@ -294,14 +295,14 @@ def test_with_room_a_save_pays_next_to_nothing(limit: str | None, tmp_path: Path
     for path in [run.parent, *run.rglob("*"), run, tmp_path / "checkpoints", tmp_path / "checkpoints/file"]:
         os.utime(path, (old, old))
     directory = run / "step-19"
-    seconds = best_seconds(lambda: space.make_room(settings, 1 << 20, directory))
+    seconds = best_seconds(lambda: eviction.make_room(settings, 1 << 20, directory))
     print(f"make_room with room, local_bytes_max={limit}: {seconds * 1e6:.0f} microseconds")
     assert seconds < 200e-6
 
 
 def test_the_count_of_bytes_follows_what_happens(tmp_path: Path) -> None:
     top = tmp_path / "checkpoints"
-    counter = space._Counter(top)
+    counter = eviction._Counter(top)
     assert counter.total(exact=False) == 0
     shard = top / "run/step-1/__0_0-t.distcp"
     shard.parent.mkdir(parents=True)

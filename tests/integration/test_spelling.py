@@ -16,7 +16,7 @@ from tests.integration.test_cli import tierckpt_
 from tierckpt import Checkpointer, TierStorageReader, TierStorageWriter, latest, load_safetensors, prefetch, wait
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
-from tierckpt.layout import Location, parse_uri
+from tierckpt.format.layout import Location, parse_uri
 from tierckpt.loading.export import export_safetensors
 
 

@@ -24,7 +24,7 @@ from tests.compat.everything import blank, differences, everything
 from tests.services import REPOSITORY
 from tests.states import load, raises_ours, same, save
 from tierckpt.arena import slots
-from tierckpt.dcp import copying
+from tierckpt.dcp import staging_copy
 from tierckpt.errors import CheckpointSkippedError, ConfigError, OperationTimeoutError, StateMismatchError
 
 SLOW_SECONDS = 0.4
@@ -200,7 +200,7 @@ class Job:
 
 def copies_take(seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Make the copies in the background slow. Returns a list of how many tensors each had to copy."""
-    counts, real = [], copying._copy_beside_training
+    counts, real = [], staging_copy._copy_beside_training
 
     def slow(pairs: Any) -> None:
         counts.append(len(pairs))
@@ -209,7 +209,7 @@ def copies_take(seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 time.sleep(seconds)
             real([pair])
 
-    monkeypatch.setattr(copying, "_copy_beside_training", slow)
+    monkeypatch.setattr(staging_copy, "_copy_beside_training", slow)
     return counts
 
 
@@ -282,7 +282,7 @@ def test_a_copy_that_fails_is_raised_and_is_no_checkpoint(file_uri: str, monkeyp
             time.sleep(0.1)
             raise RuntimeError("the copy failed (seeded)")
 
-        patch.setattr(copying, "_copy_beside_training", fails)
+        patch.setattr(staging_copy, "_copy_beside_training", fails)
         response = start(f"{file_uri}/step-2", job.state(), stager)
         with pytest.raises(RuntimeError, match="seeded"):
             job.optimizer.step()

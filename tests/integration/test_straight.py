@@ -1,6 +1,6 @@
 """Saves that go straight to shared storage: when the SSD is full or no faster; whole there, or on the SSD, or an error.
 
-T1 and T2 are in ``tierckpt/mover/straight.py``, D5 and D7 in ``tierckpt/planning/policy.py``.
+T1 and T2 are in ``tierckpt/save/direct_put.py``, D5 and D7 in ``tierckpt/planning/policy.py``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from tests.compat.worker import launch
 from tests.services import REPOSITORY
 from tests.states import same, small_state, zeros_like
 from tierckpt import Checkpointer
+from tierckpt.checkpoint.journal import Entry, Journal
 from tierckpt.cli.app import run as cli
+from tierckpt.drain.drain import Drainer
 from tierckpt.errors import CapacityError, StoreUnavailableError
-from tierckpt.layout import PASSED, local_dir, parse_uri
-from tierckpt.mover import blocks, straight
-from tierckpt.mover.drain import Drainer
-from tierckpt.mover.journal import Entry, Journal
-from tierckpt.training.sending import Order, Sending, Sight
+from tierckpt.format.layout import PASSED, local_dir, parse_uri
+from tierckpt.read import block_digests
+from tierckpt.save import direct_put as straight
+from tierckpt.training.drain_decider import Order, Sending, Sight
 
 HERE = "tests.integration.test_straight"
 KiB, MiB = 1 << 10, 1 << 20
@@ -273,14 +274,14 @@ def test_neither_takes_it_and_nothing_is_left(file_uri: str, local_root: Path, m
 
 def digests_fail_once(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """All shards are there, and their block digests cannot be written on this node."""
-    real, errors = blocks.keep, [error]
+    real, errors = block_digests.keep, [error]
 
     def keep(*arguments: Any) -> Any:
         if errors:
             raise errors.pop()
         return real(*arguments)
 
-    monkeypatch.setattr(blocks, "keep", keep)
+    monkeypatch.setattr(block_digests, "keep", keep)
 
 
 @pytest.mark.slow
@@ -317,8 +318,8 @@ KILLED = """
 import os, signal, sys
 import torch
 from tierckpt import Checkpointer
-from tierckpt.mover import straight
-from tierckpt.training.sending import Order, Sending
+from tierckpt.save import direct_put as straight
+from tierckpt.training.drain_decider import Order, Sending
 uri, when = sys.argv[1:]
 Sending.decide = lambda *_, **__: Order(is_straight=True)
 checkpointer = Checkpointer(uri, drain_policy="adaptive", shard_size_bytes_max=1 << 20)

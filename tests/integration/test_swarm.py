@@ -19,14 +19,14 @@ from tests.servers.cluster import Cluster, Model, dumped
 from tests.servers.fleet import Fleet
 from tests.servers.origin import Origin
 from tests.services import free_port
-from tierckpt.cache.frozen import Frozen, Wanted
+from tierckpt.cache.file_set import Frozen, Wanted
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, PeerError, StoreUnavailableError
-from tierckpt.manifest import digest_of
+from tierckpt.format.manifest import digest_of
 from tierckpt.peer.client import ChunkAnswer
+from tierckpt.peer.fetch.scheduler import NotNowError, Tuning
+from tierckpt.peer.fetch.session import Swarm, View
 from tierckpt.peer.members import Member
-from tierckpt.peer.schedule import NotNowError, Tuning
-from tierckpt.peer.swarm import Swarm, View
-from tierckpt.peer.wire import Held
+from tierckpt.peer.messages import Held
 
 MiB = 1 << 20
 SIZES = {"model-1.safetensors": 9 * MiB + 77, "model-2.safetensors": 7 * MiB, "tokenizer.json": 4000}

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import tierckpt
 from tests.compat.everything import DTYPES, blank, differences, everything, random_bits
 from tests.states import raises_ours
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.manifest import digest_of
-from tierckpt.mover import flush as flush_module
-from tierckpt.mover.commit import read_local_manifest
-from tierckpt.mover.flush import Shard
+from tierckpt.checkpoint.commit import read_local_manifest
+from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.format.manifest import digest_of
+from tierckpt.save import flush as flush_module
+from tierckpt.save.flush import Shard
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -298,7 +298,7 @@ def test_staged_memory_is_written_from_where_it_lies(uri: str, monkeypatch: pyte
         seen.extend(shards)
         return real(shards, **options)
 
-    monkeypatch.setattr("tierckpt.dcp.route.flush", spy)
+    monkeypatch.setattr("tierckpt.dcp.shard_delivery.flush", spy)
     state = {"a": torch.randn(5), "none": torch.empty(0), "b": torch.randn(50_000), "c": torch.randn(7), "n": 3}
     stager = tierckpt.TierStager()
     staged = stager.stage(state)

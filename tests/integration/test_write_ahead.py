@@ -17,10 +17,10 @@ from tests.open_files import open_files
 from tests.states import load, same, zeros_like
 from tests.states import save as save_at_once
 from tierckpt.arena import slots
-from tierckpt.dcp import copying
+from tierckpt.dcp import staging_copy
 from tierckpt.errors import TierckptError
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover import ahead, space
+from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.save import eviction, write_ahead
 
 KiB, MiB = 1 << 10, 1 << 20
 LARGE = 150_000
@@ -29,12 +29,12 @@ LARGE = 150_000
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is worth it from 64 MiB on is tried here with less than one."""
-    monkeypatch.setattr(ahead, "BYTES_MIN", 128 * KiB)
-    monkeypatch.setattr(ahead, "WRITE_BYTES", 64 * KiB)
-    ahead._last_of.clear()
+    monkeypatch.setattr(write_ahead, "BYTES_MIN", 128 * KiB)
+    monkeypatch.setattr(write_ahead, "WRITE_BYTES", 64 * KiB)
+    write_ahead._last_of.clear()
     yield
     slots.close_arenas()
-    ahead._last_of.clear()
+    write_ahead._last_of.clear()
 
 
 class Seen:
@@ -43,7 +43,7 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = 0
         self.taken = 0
-        start, take = ahead.Ahead.start, ahead.Ahead.take
+        start, take = write_ahead.Ahead.start, write_ahead.Ahead.take
 
         def starts(owner: Any) -> None:
             start(owner)
@@ -54,8 +54,8 @@ class Seen:
             self.taken += fd is not None
             return fd
 
-        monkeypatch.setattr(ahead.Ahead, "start", starts)
-        monkeypatch.setattr(ahead.Ahead, "take", takes)
+        monkeypatch.setattr(write_ahead.Ahead, "start", starts)
+        monkeypatch.setattr(write_ahead.Ahead, "take", takes)
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_a_copy_that_fails_is_not_written(
         def fails(pairs: Any) -> None:
             raise RuntimeError("the device is gone")
 
-        patch.setattr(copying, "_copy", fails)
+        patch.setattr(staging_copy, "_copy", fails)
         with pytest.raises(RuntimeError, match="device is gone"):
             stager.stage(state_of(2))
     start(f"{file_uri}/step-3", state_of(3), stager).result(60)
@@ -196,7 +196,7 @@ def test_nothing_is_begun_where_something_would_have_to_go(
     file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
-    monkeypatch.setattr(space, "room_bytes", lambda settings: 100 * KiB)
+    monkeypatch.setattr(eviction, "room_bytes", lambda settings: 100 * KiB)
     for step in (1, 2):
         start(f"{file_uri}/step-{step}", state_of(step), stager).result(60)
     assert seen.begun == 0
@@ -207,13 +207,13 @@ def test_what_the_disk_has_given_already_is_not_asked_for_again(
 ) -> None:
     """The last checkpoint that fits: once its file is there, no room for another is left."""
     asked: list[tuple[int, int]] = []
-    real = space.make_room
+    real = eviction.make_room
 
     def spy(settings: Any, needed_bytes: int, directory: Path, *, reserved_bytes: int = 0) -> None:
         asked.append((needed_bytes, reserved_bytes))
         real(settings, needed_bytes, directory, reserved_bytes=reserved_bytes)
 
-    monkeypatch.setattr(space, "make_room", spy)
+    monkeypatch.setattr(eviction, "make_room", spy)
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
     for step in (1, 2):
         start(f"{file_uri}/step-{step}", state_of(step), stager).result(60)
@@ -221,7 +221,7 @@ def test_what_the_disk_has_given_already_is_not_asked_for_again(
     assert first == second and none == 0 and abs(reserved - second) < 4 * KiB
     status = os.statvfs(local_root)
     free = status.f_bavail * status.f_frsize
-    margin = space.FREE_BYTES_MARGIN_MAX
+    margin = eviction.FREE_BYTES_MARGIN_MAX
     settings = tierckpt.Settings.load(local_root=local_root, local_full_policy="error", local_high_water=1.0)
     with pytest.raises(TierckptError, match="no room"):
         real(settings, free + margin, local_root)

@@ -181,7 +181,7 @@ class Cluster:
         """Ask a node's agent over its socket. None while there is nobody."""
         from tierckpt.config import Settings
         from tierckpt.errors import TierckptError
-        from tierckpt.mover.contact import Contact
+        from tierckpt.ipc.client import Contact
 
         contact = Contact(Settings.load(local_root=node.local_root, mover="agent"))
         try:

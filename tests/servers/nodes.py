@@ -14,10 +14,10 @@ from typing import Any
 from tests.servers.fleet import OUR_ENV, Fleet, Process
 from tests.services import free_port
 from tierckpt.config import Settings
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover import replicate
-from tierckpt.mover.contact import Contact
+from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.ipc.client import Contact
 from tierckpt.peer import members
+from tierckpt.replication import replicator
 
 SECRET = "not a secret: this cluster lives for one test"
 READY_SECONDS = 30.0
@@ -25,7 +25,7 @@ READY_SECONDS = 30.0
 
 def hurry() -> None:
     """Run in an agent of a test: rounds are short, and the dead are soon known to be."""
-    replicate.ROUND_SECONDS = 0.1
+    replicator.ROUND_SECONDS = 0.1
     members.Pace.__init__.__defaults__ = (0.1, 1.0, 1.0)  # type: ignore[misc]
 
 

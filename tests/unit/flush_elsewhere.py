@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 
 from tierckpt.arena.memory import Memory
-from tierckpt.mover.flush import Image, Shard, flush
-from tierckpt.mover.tuner import IoShape
+from tierckpt.disk.write_tuner import IoShape
+from tierckpt.save.flush import Image, Shard, flush
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is written before the flush begins, and what the flush makes of it (A1 to A5 of ``mover/ahead.py``)."""
+"""What is written before the flush begins, and what the flush makes of it (A1 to A5 of ``save/write_ahead.py``)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from tests.unit.test_flush import Item, KiB, MiB, check, items_of, reference, staged_in
 from tierckpt.arena.memory import Memory
+from tierckpt.disk.write_tuner import IoShape
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError, TierckptError
-from tierckpt.mover import ahead as ahead_module
-from tierckpt.mover.ahead import Ahead, AheadFile, Span
-from tierckpt.mover.flush import Flushed, Image, Record, Shard, flush, round_up
-from tierckpt.mover.tuner import IoShape
+from tierckpt.save import write_ahead as ahead_module
+from tierckpt.save.flush import Flushed, Image, Record, Shard, flush, round_up
+from tierckpt.save.write_ahead import Ahead, AheadFile, Span
 
 UNIT = 8 * KiB
 THREADS_MAX = 4

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128
 
-from tierckpt import manifest as manifests
 from tierckpt.arena.slots import Bounce
 from tierckpt.errors import IntegrityError, ManifestError, ObjectNotFoundError
-from tierckpt.layout import blocks_file
-from tierckpt.manifest import BLOCK_BYTES, FileEntry, Manifest, digest_of
-from tierckpt.mover import blocks
-from tierckpt.mover import pull as pulling
-from tierckpt.mover.blocks import BlockDigests
-from tierckpt.mover.copies import Copies, Copy, LocalCopy, PeerCopy, RemoteCopy
-from tierckpt.mover.flush import Flushed
-from tierckpt.mover.pull import NEAR_BYTES, Piece, pull
+from tierckpt.format import manifest as manifests
+from tierckpt.format.layout import blocks_file
+from tierckpt.format.manifest import BLOCK_BYTES, FileEntry, Manifest, digest_of
+from tierckpt.read import block_digests
+from tierckpt.read import parallel_read as pulling
+from tierckpt.read.block_digests import BlockDigests
+from tierckpt.read.parallel_read import NEAR_BYTES, Piece, pull
+from tierckpt.read.replicated_file import Copies, Copy, LocalCopy, PeerCopy, RemoteCopy
+from tierckpt.save.flush import Flushed
 from tierckpt.types import ByteRange
 
 CHUNK = 4 * BLOCK_BYTES
@@ -107,13 +107,13 @@ def test_manifests_of_both_kinds_come_back_and_a_wrong_name_is_refused(data: byt
 
 def test_the_digests_of_a_ranks_blocks_are_one_file_that_the_manifest_names(tmp_path: Path, data: bytes) -> None:
     shards = [flushed(tmp_path / name, data[:size]) for name, size in (("b", CHUNK + 5), ("a", SIZE), ("c", 0))]
-    [entry] = blocks.keep(tmp_path, shards, 3, "aa", CHUNK)
+    [entry] = block_digests.keep(tmp_path, shards, 3, "aa", CHUNK)
     kept = (tmp_path / ".tierckpt/blocks/aa").read_bytes()
     assert (entry.path, entry.rank, entry.token, entry.size_bytes) == (".tierckpt/blocks/aa", 3, "aa", len(kept))
     assert entry.digests == (digest_of(kept),)
     counts = {"a": 3 * 4 + 2, "b": 4 + 1, "c": 0}
     assert len(kept) == 16 * sum(counts.values())
-    places = blocks.places(manifest_of(*map(entry_of, shards), entry))
+    places = block_digests.places(manifest_of(*map(entry_of, shards), entry))
     assert {name: start for name, (_, start) in places.items()} == {"a": 0, "b": 16 * 14, "c": 16 * 19}
     first = [xxh3_128(data[at : at + BLOCK_BYTES]).digest() for at in range(0, CHUNK, BLOCK_BYTES)]
     assert kept[:64] == b"".join(first)
@@ -121,17 +121,17 @@ def test_the_digests_of_a_ranks_blocks_are_one_file_that_the_manifest_names(tmp_
 
 def test_nothing_is_kept_where_each_chunk_is_a_block(tmp_path: Path, data: bytes) -> None:
     shards = [flushed(tmp_path / "a", data[:BLOCK_BYTES]), flushed(tmp_path / "b", data, BLOCK_BYTES)]
-    assert blocks.keep(tmp_path, shards[:1], 0, "aa", CHUNK) == []
-    assert blocks.keep(tmp_path, shards[1:], 0, "aa", BLOCK_BYTES) == []
-    assert blocks.places(manifest_of(entry_of(shards[0]))) == {}
+    assert block_digests.keep(tmp_path, shards[:1], 0, "aa", CHUNK) == []
+    assert block_digests.keep(tmp_path, shards[1:], 0, "aa", BLOCK_BYTES) == []
+    assert block_digests.places(manifest_of(entry_of(shards[0]))) == {}
 
 
 def test_a_file_of_another_size_than_the_shards_need_is_not_used(tmp_path: Path, data: bytes) -> None:
     shard = flushed(tmp_path / "a", data)
-    [entry] = blocks.keep(tmp_path, [shard], 0, "aa", CHUNK)
+    [entry] = block_digests.keep(tmp_path, [shard], 0, "aa", CHUNK)
     short = replace(entry, size_bytes=entry.size_bytes - 16)
-    assert blocks.places(manifest_of(entry_of(shard), entry)) != {}
-    assert blocks.places(manifest_of(entry_of(shard), short)) == {}
+    assert block_digests.places(manifest_of(entry_of(shard), entry)) != {}
+    assert block_digests.places(manifest_of(entry_of(shard), short)) == {}
 
 
 # --- reading by them -------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Place:
         self.path, self.data = directory / "shard", data
         shard = flushed(self.path, data)
         self.entry = entry_of(shard)
-        [self.kept] = blocks.keep(directory, [shard], 0, "aa", CHUNK)
+        [self.kept] = block_digests.keep(directory, [shard], 0, "aa", CHUNK)
         self.kept_path = directory / blocks_file("aa")
         self.copy = Counted(self.path)
 
@@ -336,7 +336,7 @@ def test_ranges_of_a_remote_file_that_are_near_are_one_request(tmp_path: Path, b
     chunk = 16 * BLOCK_BYTES
     data = random.Random(4).randbytes(3 * chunk)
     shard = flushed(tmp_path / "a", data, chunk)
-    [_] = blocks.keep(tmp_path, [shard], 0, "aa", chunk)
+    [_] = block_digests.keep(tmp_path, [shard], 0, "aa", chunk)
     kept = (tmp_path / blocks_file("aa")).read_bytes()
     asked: list[tuple[int, int]] = []
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tierckpt.disk.flush_lock import STEP_BACK_SECONDS_MAX, FlushMark, StepBack, flushing
+from tierckpt.drain import budget as budgets
+from tierckpt.drain.budget import Budget, Control, Share, change_control, read_control
 from tierckpt.errors import ConfigError
-from tierckpt.layout import control_file
-from tierckpt.mover import budget as budgets
-from tierckpt.mover.budget import Budget, Control, Share, change_control, read_control
-from tierckpt.mover.mark import STEP_BACK_SECONDS_MAX, FlushMark, StepBack, flushing
+from tierckpt.format.layout import control_file
 
 MIB = 1 << 20
 
@@ -347,7 +347,7 @@ def test_a_flush_of_any_process_is_seen_while_it_lasts_and_ends_with_its_process
         assert mark.is_held()  # the other rank still writes
     assert not mark.is_held()
     code = (
-        "import sys, time; from pathlib import Path; from tierckpt.mover.mark import flushing\n"
+        "import sys, time; from pathlib import Path; from tierckpt.disk.flush_lock import flushing\n"
         "with flushing(Path(sys.argv[1])): print('writing', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
@@ -449,7 +449,7 @@ async def test_the_threads_of_a_budget_step_back_and_the_callers_thread_does_not
 def test_a_thread_lowers_itself_and_those_that_it_starts() -> None:
     code = (
         "import json, os, threading\n"
-        "from tierckpt.mover.priority import lower_this_thread\n"
+        "from tierckpt.disk.priority import lower_this_thread\n"
         "seen = []\n"
         "def nice(): seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))\n"
         "lower_this_thread(12); nice()\n"

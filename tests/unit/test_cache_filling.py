@@ -1,4 +1,5 @@
-"""A directory that is filled, by one process or several, and appears whole (G1 to G4 in tierckpt/cache/filling.py)."""
+"""A directory that is filled, by one process or several, and appears whole (G1 to G4 in
+tierckpt/cache/partial_entry.py)."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tierckpt.cache import filling as module
-from tierckpt.cache import writing
-from tierckpt.cache.filling import (
+from tierckpt.cache import direct_write
+from tierckpt.cache import partial_entry as module
+from tierckpt.cache.file_set import Frozen, Wanted, decode
+from tierckpt.cache.partial_entry import (
     ENTRY,
     FILLING,
     Filling,
@@ -20,9 +22,8 @@ from tierckpt.cache.filling import (
     remove_abandoned,
     whole_receipt,
 )
-from tierckpt.cache.frozen import Frozen, Wanted, decode
 from tierckpt.errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError
-from tierckpt.manifest import digest_of
+from tierckpt.format.manifest import digest_of
 from tierckpt.types import ByteRange
 
 CHUNK = 128 * 1024
@@ -310,7 +311,7 @@ def test_a_frozen_list_is_the_same_for_all_and_says_when_it_is_damaged() -> None
 def test_what_is_written_is_what_is_read(size_bytes: int, tmp_path: Path) -> None:
     path, data = tmp_path / "file", os.urandom(size_bytes)
     path.write_bytes(b"\xff" * (CHUNK + size_bytes + 5))
-    writing.write_at(path, data, CHUNK)
+    direct_write.write_at(path, data, CHUNK)
     assert digest_of(path.read_bytes()) == digest_of(b"\xff" * CHUNK + data + b"\xff" * 5)
 
 
@@ -328,13 +329,13 @@ def test_a_short_write_past_the_page_cache_goes_on_from_its_last_whole_block(
         return real(file, view, offset)
 
     monkeypatch.setattr(os, "pwrite", half)
-    writing.write_at(path, data, 0)
+    direct_write.write_at(path, data, 0)
     assert len(shorted) == 4
     assert digest_of(path.read_bytes()) == digest_of(data)
 
 
 def test_where_there_is_no_o_direct_the_page_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_no_direct", set())
+    monkeypatch.setattr(direct_write, "_no_direct", set())
     real, path, data = os.open, tmp_path / "file", os.urandom(CHUNK)
     path.write_bytes(bytes(CHUNK))
     refused = []
@@ -346,7 +347,7 @@ def test_where_there_is_no_o_direct_the_page_cache_does(tmp_path: Path, monkeypa
         return real(name, flags, *more)
 
     monkeypatch.setattr(os, "open", refuse)
-    writing.write_at(path, data, 0)
-    writing.write_at(path, data, 0)
+    direct_write.write_at(path, data, 0)
+    direct_write.write_at(path, data, 0)
     assert len(refused) == 1
     assert digest_of(path.read_bytes()) == digest_of(data)

@@ -1,4 +1,4 @@
-"""Who holds what on a node: claims, heartbeats, processes that end (C1 to C3 in tierckpt/cache/owner.py)."""
+"""Who holds what on a node: claims, heartbeats, processes that end (C1 to C3 in tierckpt/disk/claims.py)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.cache import owner
-from tierckpt.cache.owner import Claims, Owner, Presence, is_live
+from tierckpt.disk import claims as owner
+from tierckpt.disk.claims import Claims, Owner, Presence, is_live
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def holder(folder: Path, beats: Path) -> tuple[Claims, Presence]:
 HOLD = """
 import sys, time
 from pathlib import Path
-from tierckpt.cache.owner import Claims, Presence
+from tierckpt.disk.claims import Claims, Presence
 presence = Presence(Path(sys.argv[2]))
 presence.begin()
 print(Claims(Path(sys.argv[1]), Path(sys.argv[2]), presence.name).take("chunk"), flush=True)

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from tierckpt.cache import pool as module
-from tierckpt.cache.filling import Filling, remove_dir
-from tierckpt.cache.frozen import Frozen, Wanted
+from tierckpt.cache.file_set import Frozen, Wanted
 from tierckpt.cache.index import Row
+from tierckpt.cache.partial_entry import Filling, remove_dir
 from tierckpt.cache.pool import Pool
 from tierckpt.config import Settings
 from tierckpt.errors import CapacityError, StoreError
-from tierckpt.mover.space import make_room
 from tierckpt.quantities import human_bytes
+from tierckpt.save.eviction import make_room
 
 KIB = 1024
 SIZE = 64 * KIB

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt.dcp import collection
-from tierckpt.dcp.collection import no_collection
+from tierckpt.dcp import gc_pause
+from tierckpt.dcp.gc_pause import no_collection
 
 MANY = 20_000
 
@@ -27,7 +27,7 @@ class Collections:
 
 @pytest.fixture(autouse=True)
 def nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collection, "_has_frozen", False)
+    monkeypatch.setattr(gc_pause, "_has_frozen", False)
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt import manifest as manifests
+from tierckpt.checkpoint import commit
+from tierckpt.checkpoint.commit import removal_note
 from tierckpt.errors import (
     AlreadyCommittedError,
     BucketNotFoundError,
@@ -21,7 +22,8 @@ from tierckpt.errors import (
     PreconditionFailedError,
     StoreError,
 )
-from tierckpt.layout import (
+from tierckpt.format import manifest as manifests
+from tierckpt.format.layout import (
     CLAIM,
     DRAINED,
     MANIFEST,
@@ -34,9 +36,7 @@ from tierckpt.layout import (
     part,
     pending,
 )
-from tierckpt.manifest import FileEntry, Manifest, digest_of
-from tierckpt.mover import commit
-from tierckpt.mover.commit import removal_note
+from tierckpt.format.manifest import FileEntry, Manifest, digest_of
 from tierckpt.stores import local
 from tierckpt.stores.local import LocalStore
 

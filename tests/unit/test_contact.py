@@ -21,9 +21,9 @@ from tests.open_files import open_files
 from tierckpt.agent.connection import Connection
 from tierckpt.config import Settings
 from tierckpt.errors import OperationTimeoutError, PermissionDeniedError, TierckptError
-from tierckpt.layout import agent_dir
-from tierckpt.mover import contact as contacts
-from tierckpt.mover.contact import SOCKET, Contact, NoAgentError, encode, private_directory, take_message
+from tierckpt.format.layout import agent_dir
+from tierckpt.ipc import client as contacts
+from tierckpt.ipc.client import SOCKET, Contact, NoAgentError, encode, private_directory, take_message
 from tierckpt.types import Json
 
 # --- framing --------------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from tierckpt.dcp import copying
-from tierckpt.dcp.copying import MOVE_BYTES_MAX, MOVE_BYTES_MIN, Copies
+from tierckpt.dcp import staging_copy
+from tierckpt.dcp.staging_copy import MOVE_BYTES_MAX, MOVE_BYTES_MIN, Copies
 
 LARGE = MOVE_BYTES_MIN // 4
 SOURCES = {
@@ -65,9 +65,9 @@ def test_an_interrupt_leaves_no_thread_that_still_writes(monkeypatch: pytest.Mon
             time.sleep(0.05)
             moved.append(piece[2])
 
-    monkeypatch.setattr(copying, "ctypes", Interrupted())
+    monkeypatch.setattr(staging_copy, "ctypes", Interrupted())
     sources = [torch.randn(LARGE) for _ in range(20)]
     with pytest.raises(KeyboardInterrupt):
-        copying._move([(target_of(source), source) for source in sources], 2)
+        staging_copy._move([(target_of(source), source) for source in sources], 2)
     assert len(moved) < len(sources)
     assert not [thread for thread in threading.enumerate() if thread.name == "tierckpt-stage"]

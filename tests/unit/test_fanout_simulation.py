@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 from fanout_simulation import Case, Outcome, simulate
 
-from tierckpt.peer.schedule import Schedule, Tuning
+from tierckpt.peer.fetch.scheduler import Schedule, Tuning
 
 CHUNKS = 128
 """Few, so that it ends soon; each is then a larger part of the whole, and bounds are wider than the figures."""

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.peer_node import CHUNK, begin, freeze, land
-from tierckpt.mover.fill import Fill
-from tierckpt.mover.through import Tally
-from tierckpt.peer.schedule import NotNowError
+from tierckpt.cache.entry import Tally
+from tierckpt.cache.fetch_job import Fill
+from tierckpt.peer.fetch.scheduler import NotNowError
 
 DATA = {"weights": bytes(2 * CHUNK)}  # two chunks, hence two workers
 

@@ -27,13 +27,13 @@ from tests.open_files import open_files
 from tests.services import REPOSITORY
 from tests.unit.flush_elsewhere import Frame
 from tierckpt.arena.memory import Memory
+from tierckpt.disk import priority
+from tierckpt.disk.cpu_throttle import Pace
+from tierckpt.disk.write_tuner import IoShape, segment_bytes
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError
-from tierckpt.manifest import blocks_of, digest_of
-from tierckpt.mover import flush as flush_module
-from tierckpt.mover import priority
-from tierckpt.mover.flush import Flushed, Image, Record, Shard, flush, round_up
-from tierckpt.mover.pace import Pace
-from tierckpt.mover.tuner import IoShape, segment_bytes
+from tierckpt.format.manifest import blocks_of, digest_of
+from tierckpt.save import flush as flush_module
+from tierckpt.save.flush import Flushed, Image, Record, Shard, flush, round_up
 
 KiB, MiB = 1 << 10, 1 << 20
 THREADS_MAX = 8
@@ -230,7 +230,7 @@ def test_the_comparison_finds_seeded_bugs(
 ) -> None:
     """The control of the test above."""
     name, wrong = SEEDED[bug]
-    monkeypatch.setattr(f"tierckpt.mover.flush.{name}", wrong)
+    monkeypatch.setattr(f"tierckpt.save.flush.{name}", wrong)
     found = 0
     for items, in_place in some_cases():
         try:

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierckpt.dcp import image, wire
-from tierckpt.dcp.image import BLOCK_BYTES, LARGE_BYTES, Placed, arrange, unit_bytes
-from tierckpt.dcp.wire import Frame, frame
+from tierckpt.dcp.items import item_format, shard_layout
+from tierckpt.dcp.items.item_format import Frame, frame
+from tierckpt.dcp.items.shard_layout import BLOCK_BYTES, LARGE_BYTES, Placed, arrange, unit_bytes
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -52,7 +52,7 @@ def test_every_arrangement_keeps_the_rules(frames: list[Frame], cap: int, unit: 
             if item.size_bytes >= LARGE_BYTES:
                 assert data % BLOCK_BYTES == 0, "large data begins on a block"
             elif item.size_bytes:
-                assert data % wire.ALIGNMENT_BYTES == 0
+                assert data % item_format.ALIGNMENT_BYTES == 0
             if item.size_bytes < LARGE_BYTES and item.total_bytes <= unit:
                 assert offset // unit == (end(frames, (index, offset)) - 1) // unit, "a small item is in one unit"
     assert place(frames, cap, unit) == shards, "the same frames give the same answer"
@@ -92,4 +92,4 @@ def test_what_alignment_wastes_is_little() -> None:
 def test_a_unit_is_whole_chunks(chunk_size_bytes: int) -> None:
     unit = unit_bytes(chunk_size_bytes)
     assert unit % chunk_size_bytes == 0
-    assert unit >= min(chunk_size_bytes, image.SEGMENT_BYTES_MIN) and unit > LARGE_BYTES
+    assert unit >= min(chunk_size_bytes, shard_layout.SEGMENT_BYTES_MIN) and unit > LARGE_BYTES

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_manifest import checkpoint, entry
-from tierckpt import manifest as manifests
+from tierckpt.checkpoint import journal as journals
+from tierckpt.checkpoint.journal import READY, Journal
 from tierckpt.errors import ManifestError
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.mover import journal as journals
-from tierckpt.mover.journal import READY, Journal
+from tierckpt.format import manifest as manifests
+from tierckpt.format.layout import local_dir, parse_uri
 
 LOCATION = parse_uri("s3://bucket/run/step-1")
 
@@ -81,7 +81,7 @@ def test_ownership_dies_with_its_process(tmp_path: Path) -> None:  # J2
     journal = Journal(tmp_path)
     journal.open("aa", LOCATION, 0, 4096)
     code = (
-        "import sys, time; from pathlib import Path; from tierckpt.mover.journal import Journal\n"
+        "import sys, time; from pathlib import Path; from tierckpt.checkpoint.journal import Journal\n"
         "with Journal(Path(sys.argv[1])).own('aa') as held:\n"
         "    print(bool(held), flush=True); time.sleep(60)"
     )

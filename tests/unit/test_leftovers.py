@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tierckpt.mover.disk import clear_leftovers
+from tierckpt.disk.local_root import clear_leftovers
 from tierckpt.stores.common import is_abandoned, is_temporary
 from tierckpt.stores.local import durable_write
 

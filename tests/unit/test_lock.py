@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tierckpt.disk.file_lock import lock, try_lock
 from tierckpt.errors import OperationTimeoutError
-from tierckpt.mover.lock import lock, try_lock
 
 
 def test_who_is_refused_does_not_remove_the_lock_of_who_holds_it(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.services import REPOSITORY
-from tierckpt.mover.contact import LOG
+from tierckpt.ipc.client import LOG
 
 BOUND = 64 << 10
 

@@ -7,9 +7,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt import manifest as manifests
 from tierckpt.errors import ManifestError
-from tierckpt.manifest import FileEntry, Manifest, digest_of
+from tierckpt.format import manifest as manifests
+from tierckpt.format.manifest import FileEntry, Manifest, digest_of
 
 CHUNK = 4096
 

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tierckpt.client import Client
 from tierckpt.config import Settings
 from tierckpt.dcp import split
-from tierckpt.dcp.meeting import Meeting
+from tierckpt.dcp.handoff.multi_node import Meeting
 from tierckpt.dcp.writer import TierWriteResult, told
 from tierckpt.errors import ManifestError, OperationTimeoutError
-from tierckpt.layout import WILLS_DIR, parse_uri
-from tierckpt.manifest import FileEntry, digests_of
+from tierckpt.format.layout import WILLS_DIR, parse_uri
+from tierckpt.format.manifest import FileEntry, digests_of
 
 CHUNK = 1 << 20
 RESULTS = [

@@ -16,14 +16,14 @@ from safetensors.torch import save_file
 
 import tierckpt
 from tests.states import same
-from tierckpt.arena.paging import Paging
+from tierckpt.arena.page_choice import Paging
 from tierckpt.config import Settings
 from tierckpt.errors import StoreError
 from tierckpt.loading import fill
 from tierckpt.loading.model import Directory
 from tierckpt.loading.parts import Parts
 from tierckpt.loading.safetensors import _Wanted
-from tierckpt.mover.copies import LocalCopy
+from tierckpt.read.replicated_file import LocalCopy
 from tierckpt.types import Buffer, ByteRange
 
 MIB = 1 << 20

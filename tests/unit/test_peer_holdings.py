@@ -1,4 +1,4 @@
-"""What a node says it has, and gives (J1 to J4 in tierckpt/peer/holdings.py)."""
+"""What a node says it has, and gives (J1 to J4 in tierckpt/peer/inventory.py)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from pathlib import Path
 import pytest
 
 from tests.peer_node import CHUNK, begin, bytes_of, commit, freeze, land, model, publish
-from tierckpt.cache.filling import FILLING, Filling
-from tierckpt.cache.frozen import Frozen
-from tierckpt.layout import local_dir, parse_uri
-from tierckpt.manifest import digest_of
-from tierckpt.peer import beneath, holdings, sources
-from tierckpt.peer.holdings import Holdings
-from tierckpt.peer.sources import frozen_of
-from tierckpt.peer.wire import Held
+from tierckpt.cache.file_set import Frozen
+from tierckpt.cache.partial_entry import FILLING, Filling
+from tierckpt.disk import open_beneath
+from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.format.manifest import digest_of
+from tierckpt.peer import chunk_files, inventory
+from tierckpt.peer.chunk_files import frozen_of
+from tierckpt.peer.inventory import Holdings
+from tierckpt.peer.messages import Held
 
 DATA = model()
 
 
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holdings, "SCAN_SECONDS", 0.0)
-    monkeypatch.setattr(sources, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(sources, "RECHECK_SECONDS", 0.0)
+    monkeypatch.setattr(inventory, "SCAN_SECONDS", 0.0)
+    monkeypatch.setattr(chunk_files, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(chunk_files, "RECHECK_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_a_chunk_that_lands_between_two_looks_is_never_nowhere(root: Path, monke
     filling.fetching.take("1-3")
     assert here.held(frozen.version, CHUNK).fetching == {5 + 3}
     source = here._by_version[frozen.version][0]
-    assert isinstance(source, sources.Incoming)
+    assert isinstance(source, chunk_files.Incoming)
     look = source._look_at_claims
 
     def look_just_after_it_landed() -> list[tuple[int, int]]:
@@ -160,7 +161,7 @@ def test_a_chunk_that_lands_between_two_looks_is_never_nowhere(root: Path, monke
         return list(look())
 
     monkeypatch.setattr(source, "_look_at_claims", look_just_after_it_landed)
-    monkeypatch.setattr(sources, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(chunk_files, "LOOK_SECONDS", 0.0)
     held = here.held(frozen.version, CHUNK)
     assert 5 + 3 in held.fetching | {ordinal for ordinal, _ in held.new}
     filling.close()
@@ -256,7 +257,7 @@ def test_a_mended_chunk_is_given_again(root: Path, monkeypatch: pytest.MonkeyPat
     here = Holdings(root)
     assert given(here, frozen, 1) is None
     path.write_bytes(good)
-    monkeypatch.setattr(sources, "BAD_SECONDS", 0.0)
+    monkeypatch.setattr(chunk_files, "BAD_SECONDS", 0.0)
     assert given(here, frozen, 1) is not None
 
 
@@ -270,8 +271,8 @@ def test_a_file_that_is_shorter_than_its_receipt_says_is_not_given(root: Path) -
 
 def test_each_chunk_is_digested_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen, digested = publish(root, DATA), []
-    digest_at = sources.digest_at
-    monkeypatch.setattr(sources, "digest_at", lambda *asked, **how: digested.append(1) or digest_at(*asked, **how))
+    digest_at = chunk_files.digest_at
+    monkeypatch.setattr(chunk_files, "digest_at", lambda *asked, **how: digested.append(1) or digest_at(*asked, **how))
     here = Holdings(root)
     for _ in range(5):
         assert same(here, frozen, DATA) == 10
@@ -283,7 +284,7 @@ def test_what_landed_under_our_eyes_is_not_digested_again(root: Path, monkeypatc
     filling = begin(root, frozen)
     land(filling, DATA)
     assert same(here, frozen, DATA) == 10
-    monkeypatch.setattr(sources, "digest_at", lambda *asked, **how: pytest.fail("digested again"))
+    monkeypatch.setattr(chunk_files, "digest_at", lambda *asked, **how: pytest.fail("digested again"))
     filling.publish()
     filling.close()
     assert same(here, frozen, DATA) == 10
@@ -386,7 +387,7 @@ def test_a_checkpoint_on_its_way_to_the_local_tier_is_found(root: Path) -> None:
 @pytest.fixture(params=["openat2", "by parts"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "by parts":
-        monkeypatch.setattr(beneath, "_openat2", lambda base, relative: None)
+        monkeypatch.setattr(open_beneath, "_openat2", lambda base, relative: None)
     return str(request.param)
 
 
@@ -410,13 +411,13 @@ def test_nothing_but_a_file_below_is_opened(tmp_path: Path, way: str, path: str)
     (tmp_path / "secret").write_text("secret")
     os.mkfifo(tmp_path / "below" / "fifo")
     with pytest.raises((OSError, ValueError)):
-        beneath.open_beneath(tmp_path / "below", path)
+        open_beneath.open_beneath(tmp_path / "below", path)
 
 
 def test_this_kernel_has_the_call_that_is_meant_to_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     base = os.open(tmp_path, os.O_RDONLY)
-    file = beneath._openat2(base, "file")
+    file = open_beneath._openat2(base, "file")
     os.close(base)
     if file is None:
         pytest.skip("no openat2 here: kernels before 5.6, and sandboxes that filter it")
@@ -427,14 +428,14 @@ def test_this_kernel_has_the_call_that_is_meant_to_be_used(tmp_path: Path) -> No
 
 
 def test_asking_again_reads_nothing_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holdings, "SCAN_SECONDS", 60.0)
+    monkeypatch.setattr(inventory, "SCAN_SECONDS", 60.0)
     here, frozen = Holdings(root), freeze(DATA)
     filling = begin(root, frozen)
     land(filling, DATA, [0])
     here.held(frozen.version, CHUNK)
     read: list[Path] = []
-    opened = sources.open_beneath
-    monkeypatch.setattr(sources, "open_beneath", lambda *asked: read.append(asked[1]) or opened(*asked))
+    opened = chunk_files.open_beneath
+    monkeypatch.setattr(chunk_files, "open_beneath", lambda *asked: read.append(asked[1]) or opened(*asked))
     for _ in range(100):
         here.held(frozen.version, CHUNK)
     assert read == []

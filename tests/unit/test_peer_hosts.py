@@ -11,7 +11,7 @@ import pytest
 
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
-from tierckpt.peer.hosts import Lookup, expand, network_bytes_per_second, parse, slurm_hosts, source_address
+from tierckpt.peer.discovery import Lookup, expand, network_bytes_per_second, parse, slurm_hosts, source_address
 
 
 @pytest.mark.parametrize(

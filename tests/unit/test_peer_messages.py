@@ -1,4 +1,4 @@
-"""What peers say to each other is exactly that, or refused (tierckpt/peer/wire.py)."""
+"""What peers say to each other is exactly that, or refused (tierckpt/peer/messages.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.peer.wire import (
+from tierckpt.peer.messages import (
     HEAD_BYTES_MAX,
     HEADERS_MAX,
     Held,

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from tierckpt.peer import placement
+from tierckpt.peer.fetch import placement
+from tierckpt.peer.fetch.placement import Placement, ranked
 from tierckpt.peer.members import Member
-from tierckpt.peer.placement import Placement, ranked
 
 VERSION = "0123456789abcdef" * 2
 CHUNKS = 20_000

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tierckpt.peer.ramp import Ramp
+from tierckpt.peer.fetch.ramp import Ramp
 
 SLOTS_MAX = 8
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from tierckpt.peer.fetch.scheduler import SHARED, Ask, Pause, Schedule, Tuning
 from tierckpt.peer.members import Member
-from tierckpt.peer.schedule import SHARED, Ask, Pause, Schedule, Tuning
 
 VERSION = "0123456789abcdef" * 2
 TOTAL = 64

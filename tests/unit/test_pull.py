@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tierckpt.arena.slots import Bounce
+from tierckpt.disk.page_cache import Resident
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, TierckptError
-from tierckpt.manifest import FileEntry, digest_of
-from tierckpt.mover.copies import Copies, LocalCopy, RemoteCopy
-from tierckpt.mover.pull import Piece, pull
-from tierckpt.mover.resident import Resident
+from tierckpt.format.manifest import FileEntry, digest_of
+from tierckpt.read.parallel_read import Piece, pull
+from tierckpt.read.replicated_file import Copies, LocalCopy, RemoteCopy
 from tierckpt.types import ByteRange, Tier
 
 CHUNK = 16 * 1024

@@ -17,15 +17,16 @@ from safetensors.torch import save_file
 import tierckpt
 from tierckpt.arena.slots import Bounce
 from tierckpt.config import Settings
+from tierckpt.disk import read_tuner
+from tierckpt.disk.file_lock import try_lock
+from tierckpt.disk.read_tuner import MODEL_WAYS, WAYS, ReadTuner, Way, best, device_of
 from tierckpt.errors import ConfigError, StoreError
-from tierckpt.layout import model_read_ways, read_ways
+from tierckpt.format.layout import model_read_ways, read_ways
+from tierckpt.format.manifest import FileEntry
 from tierckpt.loading import fill
-from tierckpt.manifest import FileEntry
-from tierckpt.mover import read_tuner, trial
-from tierckpt.mover.copies import Copies, LocalCopy
-from tierckpt.mover.lock import try_lock
-from tierckpt.mover.pull import Piece, pull
-from tierckpt.mover.read_tuner import MODEL_WAYS, WAYS, ReadTuner, Way, best, device_of
+from tierckpt.read import read_benchmark
+from tierckpt.read.parallel_read import Piece, pull
+from tierckpt.read.replicated_file import Copies, LocalCopy
 from tierckpt.types import ByteRange
 
 KiB = 1024
@@ -119,7 +120,7 @@ class Noted(LocalCopy):
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "TRIED_BYTES", 2 * CHUNK)
+    monkeypatch.setattr(read_benchmark, "TRIED_BYTES", 2 * CHUNK)
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ MiB = 1 << 20
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(trial, "TRIED_BYTES", 2 * MiB)
+    monkeypatch.setattr(read_benchmark, "TRIED_BYTES", 2 * MiB)
     monkeypatch.setattr(fill, "READ_BYTES", MiB)
     monkeypatch.setattr(LocalCopy, "_is_cached", lambda *_: False)
     (tmp_path / "model").mkdir()

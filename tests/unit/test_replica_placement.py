@@ -1,4 +1,4 @@
-"""Whose copies are where (R1-R3 of peer/replicas.py): over failure domains, by brute force, and what may go."""
+"""Whose copies are where (R1-R3 of peer/replica_policy.py): over failure domains, by brute force, and what may go."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.cache.frozen import version_of, wanted_of
+from tierckpt.cache.file_set import version_of, wanted_of
+from tierckpt.checkpoint.commit import commit_local
 from tierckpt.errors import ConfigError
-from tierckpt.layout import parse_uri
-from tierckpt.manifest import FileEntry, Manifest, digest_of, digests_of
-from tierckpt.mover.commit import commit_local
-from tierckpt.peer.holdings import Holdings
+from tierckpt.format.layout import parse_uri
+from tierckpt.format.manifest import FileEntry, Manifest, digest_of, digests_of
+from tierckpt.peer.inventory import Holdings
 from tierckpt.peer.members import Member
-from tierckpt.peer.replicas import Fresh, fresh_of, holders, is_place, outdated, sources
+from tierckpt.peer.replica_policy import Fresh, fresh_of, holders, is_place, outdated, sources
 from tierckpt.planning.placement import group_placement, spread_placement, survival_probability, survives
 
 
@@ -205,7 +205,7 @@ def test_own_work_and_what_somebody_fetched_for_itself_is_never_outdated() -> No
 
 
 def test_a_large_file_of_a_checkpoint_is_served_as_a_version_of_its_own(tmp_path: Path) -> None:
-    """Nodes that restore share the files that they both want (mover/bringing.py); small ones are not worth it."""
+    """Nodes that restore share the files that they both want (restore/fetch_file.py); small ones are not worth it."""
     directory, chunk = tmp_path / "checkpoints" / "s3" / "bucket" / "run" / "step-1", 65536
     data = {"large.distcp": bytes(range(256)) * 5000, "small.distcp": b"x" * 5000, ".metadata": b"m" * 10}
     entries = [FileEntry(path, len(content), digests_of(content, chunk)) for path, content in data.items()]

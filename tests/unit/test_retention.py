@@ -1,4 +1,5 @@
-"""The rules of retention, read from top to bottom. N1 to N3 of mover/retention.py, and with them I5, for any run."""
+"""The rules of retention, read from top to bottom. N1 to N3 of checkpoint/retention.py, and with them I5, for any
+run."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierckpt.checkpoint.retention import Health, Policy, Rule, Standing, Verdict, local_health, protect
 from tierckpt.errors import ConfigError
-from tierckpt.manifest import FileEntry, Manifest
-from tierckpt.mover.retention import Health, Policy, Rule, Standing, Verdict, local_health, protect
+from tierckpt.format.manifest import FileEntry, Manifest
 from tierckpt.types import Tier
 
 WHOLE, PARTIAL, DAMAGED = Health

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from tierckpt.agent.peers import survival
-from tierckpt.cli.rollout import ROWS_MAX, Rollout, line, picture
+from tierckpt.cli.ui.rollout import ROWS_MAX, Rollout, line, picture
 from tierckpt.peer.members import Member
-from tierckpt.peer.replicas import holders
-from tierckpt.peer.wire import Held
+from tierckpt.peer.messages import Held
+from tierckpt.peer.replica_policy import holders
 from tierckpt.planning.placement import survival_probability
 
 CHUNK, TOTAL = 1 << 20, 40

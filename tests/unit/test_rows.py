@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tierckpt.dcp.reading import Rows
+from tierckpt.dcp.read_plan import Rows
 
 
 def test_what_is_given_back_is_taken_again_and_the_smallest_that_fits_first() -> None:

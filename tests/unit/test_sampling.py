@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 from torch.utils.data import DataLoader, Dataset
 
 from tierckpt.errors import CheckpointError, ConfigError, StateMismatchError
-from tierckpt.training.sampling import DataOrder
+from tierckpt.training.data_order import DataOrder
 
 
 class Numbers(Dataset[int]):

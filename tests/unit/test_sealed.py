@@ -42,12 +42,12 @@ from tests.fault import attacks, attacks_try
 from tests.states import load, raises_ours, save, small_state
 from tierckpt import TierStorageReader, TierStorageWriter
 from tierckpt.config import Settings
-from tierckpt.dcp import encoding, sealed
-from tierckpt.dcp.encoding import encode
+from tierckpt.dcp import metadata_pickle, sealed
+from tierckpt.dcp.metadata_pickle import encode
 from tierckpt.dcp.sealed import Objects, load_metadata, load_tensor, machine, metadata, objects
 from tierckpt.dcp.stager import TierStager
 from tierckpt.errors import ConfigError, IntegrityError, StateMismatchError, UnsafeCheckpointError
-from tierckpt.layout import local_dir, parse_uri
+from tierckpt.format.layout import local_dir, parse_uri
 
 SIZE = torch.Size
 
@@ -200,7 +200,7 @@ def test_calls_are_checked_like_states(change: Callable[[Metadata], Any], match:
     meta = small()
     change(meta)
     stream = io.BytesIO()
-    encoding._Pickler(stream).dump(meta)
+    metadata_pickle._Pickler(stream).dump(meta)
     with pytest.raises(UnsafeCheckpointError, match=match):
         read(stream.getvalue())
 

@@ -15,8 +15,8 @@ import tierckpt
 from tests.states import small_state
 from tierckpt.client import get_client
 from tierckpt.config import MiB, Settings
-from tierckpt.dcp import testament
-from tierckpt.dcp import will as wills
+from tierckpt.dcp.handoff import client
+from tierckpt.dcp.handoff import description as wills
 
 SECRET = "a secret of the test, given by value"
 OTHER: dict[str, Any] = {
@@ -122,7 +122,7 @@ def test_a_will_has_the_secret_and_the_credentials_and_shows_neither(
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "only this trainer knows")
     left: list[wills.Will] = []
-    monkeypatch.setattr(testament, "hand_in", lambda settings, save, will, *_: left.append(will))
+    monkeypatch.setattr(client, "hand_in", lambda settings, save, will, *_: left.append(will))
     with tierckpt.Checkpointer(
         file_uri, local_root=local_root, mover="agent", staging_memory="shared", peer_secret=SECRET
     ) as checkpointer:

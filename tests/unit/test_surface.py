@@ -12,7 +12,7 @@ import tierckpt
 from tierckpt import errors
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError, TierckptError
-from tierckpt.layout import Location, local_dir, parse_uri, step_of
+from tierckpt.format.layout import Location, local_dir, parse_uri, step_of
 from tierckpt.stores.schemes import check_location
 
 ALL_ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, TierckptError)]

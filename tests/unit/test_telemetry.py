@@ -12,7 +12,7 @@ import pytest
 
 from tierckpt import telemetry
 from tierckpt.errors import ConfigError
-from tierckpt.layout import parse_uri
+from tierckpt.format.layout import parse_uri
 from tierckpt.redaction import carries_credential, printable, redact, redact_all
 from tierckpt.telemetry import BYTES, RELAYED_VALUES_MAX, Metric, Tally, listen, log_to, logger
 

@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierckpt.arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, Window, _began, reserve
 from tierckpt.arena.slots import Bounce
-from tierckpt.arena.window import PASSED_ALL, UNITS_MAX, Process, Window, _began, reserve
 from tierckpt.errors import ConfigError
-from tierckpt.manifest import FileEntry, digest_of
-from tierckpt.mover.copies import Copies, LocalCopy
-from tierckpt.mover.pull import Piece
-from tierckpt.mover.together import Offer, Pact, Together, Units, agree, merged, overlaps, unit_bytes
+from tierckpt.format.manifest import FileEntry, digest_of
+from tierckpt.read.parallel_read import Piece
+from tierckpt.read.replicated_file import Copies, LocalCopy
+from tierckpt.read.shared_read import Offer, Pact, Together, Units, agree, merged, overlaps, unit_bytes
 
 CHUNK = 4096
 MiB = 1 << 20

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from tierckpt.mover.tuner import (
+from tierckpt.disk.write_tuner import (
     AS_GOOD,
     MEASURED_BYTES_MIN,
     RETRY_EVERY,

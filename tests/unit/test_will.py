@@ -10,9 +10,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tierckpt.dcp import will as wills
-from tierckpt.dcp.will import Results, Will
-from tierckpt.manifest import FileEntry
+from tierckpt.dcp.handoff import description as wills
+from tierckpt.dcp.handoff.description import Results, Will
+from tierckpt.format.manifest import FileEntry
 
 RESULTS = [
     WriteResult(MetadataIndex("weight", torch.Size([4, 2]), 1), 900, _StorageInfo("__1_0-ab.distcp", 0, 900)),

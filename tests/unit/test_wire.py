@@ -1,4 +1,5 @@
-"""The bytes of an item: what torch.load and any zip reader make of them (invariants W1 to W3 of dcp/wire.py)."""
+"""The bytes of an item: what torch.load and any zip reader make of them (invariants W1 to W3 of
+dcp/items/item_format.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from zlib_ng import zlib_ng
 
-from tierckpt.dcp import wire
+from tierckpt.dcp.items import item_format
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -24,7 +25,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def item(tensor: torch.Tensor) -> bytes:
-    frame = wire.frame(tensor.dtype, tuple(tensor.shape))
+    frame = item_format.frame(tensor.dtype, tuple(tensor.shape))
     raw = raw_bytes(tensor)
     return frame.head + raw + frame.tail_with(zlib_ng.crc32(raw))
 
@@ -37,7 +38,7 @@ def test_torch_load_gives_the_tensor_back(dtype: torch.dtype, shape: tuple[int, 
     loaded = torch.load(io.BytesIO(data), weights_only=True)
     assert loaded.dtype == dtype and loaded.shape == tensor.shape and loaded.is_contiguous()
     assert raw_bytes(loaded) == raw_bytes(tensor)
-    assert len(data) == wire.frame(dtype, shape).total_bytes
+    assert len(data) == item_format.frame(dtype, shape).total_bytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -45,13 +46,13 @@ def test_it_is_a_valid_archive_and_its_crc_is_the_one_of_the_data(dtype: torch.d
     data = item((torch.rand(33, 3) * 5).to(dtype))
     assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None
     damaged = bytearray(data)
-    damaged[len(wire.frame(dtype, (33, 3)).head) + 5] ^= 1
+    damaged[len(item_format.frame(dtype, (33, 3)).head) + 5] ^= 1
     assert zipfile.ZipFile(io.BytesIO(bytes(damaged))).testzip() == "archive/data/0"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_data_is_aligned_within_the_archive(dtype: torch.dtype) -> None:
-    assert len(wire.frame(dtype, (33, 3)).head) % wire.ALIGNMENT_BYTES == 0
+    assert len(item_format.frame(dtype, (33, 3)).head) % item_format.ALIGNMENT_BYTES == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -63,7 +64,7 @@ def test_the_archive_names_its_records_as_torch_does(dtype: torch.dtype) -> None
 
 
 def test_sizes_that_need_zip64_are_framed_by_torch() -> None:
-    frame = wire.frame(torch.uint8, (5 << 30,))
+    frame = item_format.frame(torch.uint8, (5 << 30,))
     assert frame.size_bytes == 5 << 30
     assert b"PK\x06\x06" in frame.tail, "the zip64 end of central directory"
     first, second = frame.crc_at
@@ -72,11 +73,11 @@ def test_sizes_that_need_zip64_are_framed_by_torch() -> None:
 
 
 def test_a_frame_is_made_once() -> None:
-    assert wire.frame(torch.float32, (12, 12)) is wire.frame(torch.float32, (12, 12))
+    assert item_format.frame(torch.float32, (12, 12)) is item_format.frame(torch.float32, (12, 12))
 
 
 def test_plain_means_that_the_raw_bytes_say_everything() -> None:
-    assert wire.is_plain(torch.ones(2))
-    assert not wire.is_plain(torch.nn.Parameter(torch.ones(2)))
-    assert not wire.is_plain(torch.ones(2, 2).to_sparse())
-    assert not wire.is_plain(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+    assert item_format.is_plain(torch.ones(2))
+    assert not item_format.is_plain(torch.nn.Parameter(torch.ones(2)))
+    assert not item_format.is_plain(torch.ones(2, 2).to_sparse())
+    assert not item_format.is_plain(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))

@@ -7,8 +7,8 @@ import os
 import select
 import socket
 
-from ..mover.contact import DESCRIPTORS_MAX
-from .estate import Owner
+from ..ipc.client import DESCRIPTORS_MAX
+from .orphans import Owner
 
 _SO_PEERPIDFD = 77
 

@@ -15,8 +15,8 @@ import stat
 import sys
 from pathlib import Path
 
-from ..mover.contact import LOG, LOG_BYTES_MAX
-from ..stores.quarantine import open_regular
+from ..disk.quarantine import open_regular
+from ..ipc.client import LOG, LOG_BYTES_MAX
 
 OUTPUTS = (1, 2)
 

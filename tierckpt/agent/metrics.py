@@ -28,14 +28,14 @@ except ImportError as error:
 
     raise MissingExtraError("metrics need prometheus-client", hint="pip install 'tierckpt[agent]'") from error
 
-from .. import manifest as manifests
 from .. import telemetry
+from ..checkpoint import commit
+from ..checkpoint.journal import KEPT, READY, SET_ASIDE, Journal
+from ..checkpoint.retention import marked_directories, nearest_existing
+from ..drain.budget import Budget
 from ..errors import ConfigError, TierckptError
-from ..layout import MANIFEST, step_of
-from ..mover import commit
-from ..mover.budget import Budget
-from ..mover.journal import KEPT, READY, SET_ASIDE, Journal
-from ..mover.retention import marked_directories, nearest_existing
+from ..format import manifest as manifests
+from ..format.layout import MANIFEST, step_of
 from ..stores.local import read_whole
 from ..telemetry import Labels, Metric, logger
 from ..types import Tier

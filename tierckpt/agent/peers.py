@@ -29,12 +29,12 @@ from typing import Any
 
 from ..config import Settings
 from ..errors import ConfigError, TierckptError
-from ..peer import hosts
+from ..peer import discovery
 from ..peer.client import PeerClient
 from ..peer.gossip import Gossip
-from ..peer.holdings import Holdings
+from ..peer.inventory import Holdings
 from ..peer.members import CONTESTED_MAX, Member, Record, Table, balanced
-from ..peer.replicas import holders
+from ..peer.replica_policy import holders
 from ..peer.server import PeerServer
 from ..planning.placement import survival_probability, survives
 from ..stores.local import read_whole, replace_file
@@ -52,7 +52,7 @@ FILLS_MAX = 1024
 SETS_MAX = 20_000
 """Sets of lost nodes that are looked at one by one."""
 TOLD_BYTES_MAX = 768 << 10
-"""Of members, in one answer: a message holds a MiB (mover/contact.py). It is room for 5000."""
+"""Of members, in one answer: a message holds a MiB (ipc/client.py). It is room for 5000."""
 NOWHERE = ("192.0.2.1:9", "[2001:db8::1]:9")
 """Addresses for documentation (RFC 5737, RFC 3849): the way to them is the default route. Nothing is sent."""
 
@@ -75,7 +75,7 @@ class Peers:
         self.gossip: Gossip | None = None
         self.server: PeerServer | None = None
         self._directory, self._fresh = directory, fresh
-        self._lookup: hosts.Lookup | None = None
+        self._lookup: discovery.Lookup | None = None
         self._client: PeerClient | None = None
         self._fills: dict[Hashable, list[tuple[str, Path]]] = {}
         self._reports: dict[tuple[Hashable, str], Json] = {}
@@ -134,7 +134,7 @@ class Peers:
 
     async def _begin(self) -> None:
         settings = self.settings
-        lookup = await asyncio.to_thread(hosts.Lookup, settings.peers or "")
+        lookup = await asyncio.to_thread(discovery.Lookup, settings.peers or "")
         name = await asyncio.to_thread(node_name, self._directory)
         table = Table(Member(name, settings.peer_listen, 0.0, settings.peer_domain))
         self._client = PeerClient(settings, name)
@@ -159,7 +159,7 @@ class Peers:
             seeds = await self._lookup.addresses()
         address, source = await asyncio.to_thread(_my_address, self.settings, self.server.address, seeds)
         weight = float(self.settings.peer_bytes_per_second or 0)
-        weight = weight or await asyncio.to_thread(hosts.network_bytes_per_second, source)
+        weight = weight or await asyncio.to_thread(discovery.network_bytes_per_second, source)
         table.me = replace(table.me, address=address, weight=weight)
 
     async def close(self) -> None:
@@ -370,13 +370,13 @@ def _my_address(settings: Settings, listening: str, seeds: Sequence[str]) -> tup
     host, _, port = listening.rpartition(":")
     host = host.strip("[]")
     others = [seed for seed in seeds if seed != listening]
-    source = hosts.source_address(others) or hosts.source_address(NOWHERE) or "127.0.0.1"
+    source = discovery.source_address(others) or discovery.source_address(NOWHERE) or "127.0.0.1"
     if settings.peer_advertise is not None:
-        address = hosts.resolve(settings.peer_advertise, int(port))
+        address = discovery.resolve(settings.peer_advertise, int(port))
         return address, address.rpartition(":")[0].strip("[]")
     if host not in ("0.0.0.0", "::"):
         return listening, host
-    return hosts.address_of(source, int(port)), source
+    return discovery.address_of(source, int(port)), source
 
 
 def _row(record: Record, now: float) -> Json:

@@ -1,6 +1,6 @@
 """The agent process: serves the socket, drains the journal, executes wills, leaves when there is nothing left to do.
 
-Started by the first process of a job that needs it (``mover/contact.py``) or by the site (``tierckpt agent``). It runs
+Started by the first process of a job that needs it (``ipc/client.py``) or by the site (``tierckpt agent``). It runs
 the same mover that runs inline elsewhere. Its journal is on the SSD, so killing it at any instruction loses nothing
 that was acknowledged: the next one goes on where it stopped.
 """
@@ -18,32 +18,24 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.journal import READY, Entry
 from ..config import Settings
+from ..disk import priority
+from ..disk.file_lock import try_lock
+from ..disk.local_root import use_local_root
+from ..disk.quarantine import set_aside
 from ..engine import Engine
 from ..errors import ConfigError, TierckptError
-from ..mover import priority
-from ..mover.breaker import LOCK
-from ..mover.cluster import Live, live_of
-from ..mover.contact import (
-    BUSY_SECONDS,
-    SOCKET,
-    encode,
-    peer_of,
-    private_directory,
-    socket_path,
-    take_message,
-)
-from ..mover.disk import use_local_root
-from ..mover.journal import READY, Entry
-from ..mover.lock import try_lock
-from ..mover.replicate import Replicator
+from ..ipc.circuit_breaker import LOCK
+from ..ipc.client import BUSY_SECONDS, SOCKET, encode, peer_of, private_directory, socket_path, take_message
+from ..peer.catalog import Live, live_of
 from ..quantities import human_bytes
-from ..stores.quarantine import set_aside
+from ..replication.replicator import Replicator
 from ..telemetry import emit_rows, logger
 from ..types import Json, Progress
 from .connection import Connection, close_all
-from .estate import Estate
 from .log_file import LogFile
+from .orphans import Estate
 from .peers import Peers
 
 log = logger("agent")

@@ -65,7 +65,7 @@ class State(StrEnum):
 
 
 class AheadOfFlush(Protocol):
-    """Writes a lease's data to files that have no name yet (``mover/ahead.py``)."""
+    """Writes a lease's data to files that have no name yet (``save/write_ahead.py``)."""
 
     @property
     def reserved_bytes(self) -> int: ...

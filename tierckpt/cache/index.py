@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ..stores.quarantine import kind_of, set_aside
+from ..disk.quarantine import kind_of, set_aside
 from ..telemetry import logger
 
 log = logger("cache")

@@ -1,10 +1,10 @@
 """The pool: which entries there are, how much room they take, and which may go.
 
     <local_root>/cache/NAME-<hex>/                     one entry, whole: real files, and its receipt
-    <local_root>/cache/.NAME-<hex>.<version>.incoming/ the same on its way (filling.py)
+    <local_root>/cache/.NAME-<hex>.<version>.incoming/ the same on its way (cache/partial_entry.py)
     <local_root>/cache/.book/NAME-<hex>/               pinned, used (its time is the last use), reserved (bytes),
                                                        leases/<process>, evicting -> <process>
-    <local_root>/cache/.claims/, .owners/              who admits just now, and its heartbeat (owner.py)
+    <local_root>/cache/.claims/, .owners/              who admits just now, and its heartbeat (disk/claims.py)
     <local_root>/cache/.<hex>.evicted/                 out of sight already; anybody may remove the rest
     <local_root>/cache/index.sqlite                    quick answers (index.py)
 
@@ -29,18 +29,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..config import Settings
+from ..disk.claims import Claims, Presence, is_live
 from ..errors import CapacityError, OperationTimeoutError, TierckptError
-from ..layout import PRIVATE_DIR
+from ..format.layout import PRIVATE_DIR
 from ..quantities import human_bytes
 from ..stores.local import make_dirs, matching, read_whole, replace_file
 from ..telemetry import logger
 from ..types import Tier
-from .filling import SUFFIX, read_entry, read_receipt, remove_dir
-from .frozen import Frozen
+from .direct_write import translated
+from .file_set import Frozen
 from .index import Index
 from .index import Row as Row
-from .owner import Claims, Presence, is_live
-from .writing import translated
+from .partial_entry import SUFFIX, read_entry, read_receipt, remove_dir
 
 log = logger("cache")
 

@@ -1,4 +1,5 @@
-"""The ``tierckpt`` command. One file per verb; ``app.py`` joins them, ``output.py`` prints, nothing else does either.
+"""The ``tierckpt`` command. One file per verb; ``app.py`` joins them, ``cli/ui/output.py`` prints, nothing else does
+either.
 
 Every verb returns a ``Report`` and raises our own errors; exit codes are those of errors.py. Nothing here imports
 torch except ``export`` and ``size --checkpoint``, so that ``tierckpt prefetch`` runs in an image without it.

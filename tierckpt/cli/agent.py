@@ -13,11 +13,11 @@ import typer
 from ..agent.server import run
 from ..config import Settings
 from ..errors import OperationTimeoutError
-from ..mover.contact import Contact, NoAgentError
+from ..ipc.client import Contact, NoAgentError
 from ..telemetry import log_to
 from ..types import Json
-from .output import Report
-from .session import JsonOption, LocalRootOption, load_settings
+from .ui.output import Report
+from .ui.session import JsonOption, LocalRootOption, load_settings
 
 STOP_SECONDS_EXTRA = 10.0
 POLL_SECONDS = 0.1

@@ -36,7 +36,7 @@ from . import (
     status,
     verify,
 )
-from .output import Output, Report, hush
+from .ui.output import Output, Report, hush
 
 INTERRUPTED = 130
 

@@ -19,17 +19,17 @@ from typing import Annotated
 import typer
 
 from ..arena import memory, pages
+from ..checkpoint.journal import Journal
+from ..checkpoint.retention import nearest_existing
 from ..config import GiB, Settings
+from ..disk.local_root import MEMORY_FILESYSTEMS, filesystem_type
+from ..disk.read_tuner import MODEL_WAYS, WAYS, Way, device_of, read_tuner_for, recorded
 from ..engine import Engine
 from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError, TierckptError
-from ..layout import Location
-from ..mover.disk import MEMORY_FILESYSTEMS, filesystem_type
-from ..mover.journal import Journal
-from ..mover.read_tuner import MODEL_WAYS, WAYS, Way, device_of, read_tuner_for, recorded
-from ..mover.retention import nearest_existing
+from ..format.layout import Location
 from ..stores.base import Store
-from .output import Report, human_bytes, human_seconds, table
-from .session import JsonOption, LocalRootOption, load_settings, location_of, open_client
+from .ui.output import Report, human_bytes, human_seconds, table
+from .ui.session import JsonOption, LocalRootOption, load_settings, location_of, open_client
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 EXTRAS = {

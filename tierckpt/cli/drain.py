@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from ..checkpoint.journal import KEPT, READY, SET_ASIDE, Entry, Journal
+from ..drain.budget import UNCHANGED, Unchanged, change_control
 from ..engine import Engine
 from ..errors import (
     CheckpointNotFoundError,
@@ -20,13 +22,11 @@ from ..errors import (
     PartialTransferError,
     TierckptError,
 )
-from ..layout import control_file, parse_uri
-from ..mover.budget import UNCHANGED, Unchanged, change_control
-from ..mover.contact import contact_for
-from ..mover.journal import KEPT, READY, SET_ASIDE, Entry, Journal
+from ..format.layout import control_file, parse_uri
+from ..ipc.client import contact_for
 from ..types import Json
-from .output import Report, facts, human_bytes, progress_bar, table
-from .session import JsonOption, LocalRootOption, load_settings, open_client
+from .ui.output import Report, facts, human_bytes, progress_bar, table
+from .ui.session import JsonOption, LocalRootOption, load_settings, open_client
 
 POLL_SECONDS = 0.5
 

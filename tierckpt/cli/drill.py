@@ -10,8 +10,8 @@ from rich.console import RenderableType
 
 from ..errors import IntegrityError
 from ..types import Json
-from .output import Report, facts, human_bytes, human_seconds, progress_bar, table
-from .session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar, table
+from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
 Seed = Annotated[
     int | None, typer.Option("--seed", metavar="N", help="Choose the step again that this seed chose before.")

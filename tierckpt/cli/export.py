@@ -11,8 +11,8 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ..errors import ConfigError, MissingExtraError
 from ..types import Json
-from .output import Report, facts, human_bytes, human_seconds, progress_bar
-from .session import JsonOption, LocalRootOption, UriArgument, closing_clients, load_settings
+from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar
+from .ui.session import JsonOption, LocalRootOption, UriArgument, closing_clients, load_settings
 
 To = Annotated[Path, typer.Option("--to", metavar="DIR", help="New or empty directory.")]
 Dtype = Annotated[

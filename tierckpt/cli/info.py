@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime
 
+from ..cache.prefetch import Wanted, from_listing
+from ..checkpoint.catalog import Checkpoint
 from ..engine import Engine
 from ..errors import CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError
-from ..layout import Location
-from ..manifest import Manifest
-from ..mover.catalog import Checkpoint
-from ..mover.prefetch import Wanted, from_listing
+from ..format.layout import Location
+from ..format.manifest import Manifest
 from ..types import Json
-from .output import Report, facts, human_bytes, table
-from .session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+from .ui.output import Report, facts, human_bytes, table
+from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
 
 def info(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .output import Report, human_bytes, table
-from .session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+from .ui.output import Report, human_bytes, table
+from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
 
 def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:

@@ -6,9 +6,9 @@ from rich.console import RenderableType
 
 from ..config import Settings
 from ..errors import ConfigError, TierckptError
-from ..mover.contact import Contact, NoAgentError
+from ..ipc.client import Contact, NoAgentError
 from ..types import Json
-from .output import facts, human_bytes, human_seconds, table
+from .ui.output import facts, human_bytes, human_seconds, table
 
 STATES = ("live", "suspect", "dead", "left")
 

@@ -10,16 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
+from ..cache.node_cache import Check, patiently
 from ..cache.pool import Pool, Row
 from ..engine import Engine
 from ..errors import ConfigError, IntegrityError, PartialTransferError, TierckptError
-from ..layout import Location
-from ..mover.shelf import Check, patiently
+from ..format.layout import Location
+from ..format.uris import local_path
 from ..types import Json
-from ..urls import local_path
-from .output import Report, facts, human_bytes, human_seconds, progress_bar, table
-from .session import JsonOption, LocalRootOption, load_settings, location_of, open_client
-from .watch import watch as watch_rollout
+from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar, table
+from .ui.session import JsonOption, LocalRootOption, load_settings, location_of, open_client
+from .ui.watch import watch as watch_rollout
 
 PARTIAL = 3
 PENDING_SECONDS = 1800.0

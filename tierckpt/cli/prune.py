@@ -8,15 +8,15 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
+from ..checkpoint import commit
+from ..checkpoint.prune import FAILED, REMOVED, WOULD_GO, Outcome, PruneResult
+from ..checkpoint.retention import Policy, Rule
 from ..engine import Engine
 from ..errors import CheckpointNotFoundError, ConfigError, PartialTransferError, TierckptError
-from ..layout import Location
-from ..mover import commit
-from ..mover.prune import FAILED, REMOVED, WOULD_GO, Outcome, PruneResult
-from ..mover.retention import Policy, Rule
+from ..format.layout import Location
 from ..types import Json
-from .output import Report, human_bytes, table
-from .session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+from .ui.output import Report, human_bytes, table
+from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
 
 class Tiers(enum.StrEnum):

@@ -11,13 +11,13 @@ from rich.text import Text
 
 from ..engine import Engine
 from ..errors import CheckpointNotFoundError, ConfigError
-from ..layout import Location
-from ..mover.history import Lines, read_history
+from ..format.layout import Location
 from ..planning.goodput import Goodput, What, analyse, read_start
+from ..training.run_log_reader import Lines, read_history
 from ..types import Json
-from .output import Report, facts, human_seconds, plain, table
-from .session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 from .size import PlotOption
+from .ui.output import Report, facts, human_seconds, plain, table
+from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
 WIDTH = 80
 STARTS_SHOWN = 12
@@ -61,7 +61,7 @@ def _report(location: Location, history: dict[str, Lines], plot: object) -> Repo
             hint="They are written by `tierckpt.Checkpointer`; name the run it was given, not one of its checkpoints",
         ) from error
     if plot is not None:
-        from .plots import plot_goodput
+        from .ui.plots import plot_goodput
 
         plot_goodput(plot, found)  # type: ignore[arg-type]
     document: Json = {"uri": location.uri, **_document(found)} | ({"plot": str(plot)} if plot else {})

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from ..format.uris import local_path
 from ..types import Json
-from ..urls import local_path
-from .output import Report, facts, human_bytes, human_seconds, progress_bar
-from .session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar
+from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
 To = Annotated[Path, typer.Option("--to", metavar="DIR", help="Directory to fill.")]
 

@@ -14,10 +14,10 @@ from ..errors import ConfigError
 from ..planning.quantities import parse_seconds, positive, whole
 from ..planning.scenario import Cluster, configurations_of, failures_of
 from ..types import Json
-from .output import Report, facts, human_seconds, progress_bar, table
-from .planning_options import PlanningOptions, taking_options
-from .session import JsonOption
 from .size import PlotOption, decimal, short
+from .ui.output import Report, facts, human_seconds, progress_bar, table
+from .ui.planning_options import PlanningOptions, taking_options
+from .ui.session import JsonOption
 
 if TYPE_CHECKING:
     from ..planning.simulator import Run
@@ -80,7 +80,7 @@ def simulate(
         runs = [run(cluster, one, days=days, seed=seed, listener=listener) for one in chosen]
     seconds = time.process_time() - begun
     if plot is not None:
-        from .plots import plot_runs
+        from .ui.plots import plot_runs
 
         plot_runs(plot, runs)
     document: Json = {

@@ -13,9 +13,9 @@ from ..planning import Sizing
 from ..planning.sizer import TierRow
 from ..planning.transfer import local_aggregate_rate
 from ..types import Json
-from .output import Report, facts, human_seconds, table
-from .planning_options import PlanningOptions, taking_options
-from .session import JsonOption
+from .ui.output import Report, facts, human_seconds, table
+from .ui.planning_options import PlanningOptions, taking_options
+from .ui.session import JsonOption
 
 PlotOption = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: .svg, .png or .pdf (needs matplotlib).")
@@ -30,7 +30,7 @@ def size(options: PlanningOptions, plot: PlotOption = None, as_json: JsonOption 
     """
     sizing = options.sizing()
     if plot is not None:
-        from .plots import plot_sizing
+        from .ui.plots import plot_sizing
 
         plot_sizing(plot, sizing)
     return Report(document_of(sizing) | ({"plot": str(plot)} if plot else {}), view_of(sizing))

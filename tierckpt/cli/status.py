@@ -14,20 +14,20 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 
 from ..cache.pool import Pool
+from ..cache.prefetch import RECEIPT
+from ..checkpoint import commit
+from ..checkpoint.catalog import file_size
+from ..checkpoint.journal import READY, SET_ASIDE, Entry, Journal
+from ..checkpoint.retention import local_checkpoints, nearest_existing
 from ..config import Settings
+from ..drain.budget import UNCHANGED, read_control
 from ..errors import ConfigError, TierckptError
-from ..layout import MANIFEST, Location, agent_dir
-from ..mover import commit
-from ..mover.budget import UNCHANGED, read_control
-from ..mover.catalog import file_size
-from ..mover.contact import SOCKET, Contact, NoneRunsError
-from ..mover.journal import READY, SET_ASIDE, Entry, Journal
-from ..mover.prefetch import RECEIPT
-from ..mover.retention import local_checkpoints, nearest_existing
+from ..format.layout import MANIFEST, Location, agent_dir
+from ..ipc.client import SOCKET, Contact, NoneRunsError
 from ..types import Json
 from . import peers as peers_view
-from .output import Report, facts, human_bytes, human_seconds, table
-from .session import JsonOption, LocalRootOption, load_settings
+from .ui.output import Report, facts, human_bytes, human_seconds, table
+from .ui.session import JsonOption, LocalRootOption, load_settings
 
 ANSWER_SECONDS = 2.0
 GROUPED_MIN = 4

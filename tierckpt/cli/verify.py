@@ -8,15 +8,15 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
+from ..checkpoint import commit
+from ..checkpoint.catalog import Checkpoint
+from ..checkpoint.verify import VerifyReport
 from ..engine import Engine
 from ..errors import CheckpointError, CheckpointNotFoundError, IntegrityError, ManifestError
-from ..layout import MANIFEST, Location
-from ..mover import commit
-from ..mover.catalog import Checkpoint
-from ..mover.verify import VerifyReport
+from ..format.layout import MANIFEST, Location
 from ..types import Json, Tier
-from .output import Report, facts, human_bytes, progress_bar, table
-from .session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+from .ui.output import Report, facts, human_bytes, progress_bar, table
+from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
 ReadData = Annotated[bool, typer.Option("--read-data", help="Read every byte and check it; else presence and sizes.")]
 Problem = tuple[Tier, str]

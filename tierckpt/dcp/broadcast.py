@@ -5,7 +5,8 @@ network of the nodes, but a collective needs every rank, and one that has ended 
 timeout of the group says. What not every rank wants is read by each for itself. The group is the default one; a load
 by another is not divided.
 
-Planning carries the question and the answer, as it does for ranks of one node (``neighbours.py``): each rank says which
+Planning carries the question and the answer, as it does for ranks of one node (``dcp/read_sharing.py``): each rank
+says which
 files its node has (``Offer``), the coordinator gives each item that all want to one rank, one that has the file
 where there is any, in runs of the file so that reads stay long (``divide``). Each rank then reads its own part, and all
 of them send and receive in one order (``exchange``).

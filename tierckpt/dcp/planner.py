@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
-from .collection import no_collection
+from .gc_pause import no_collection
 from .split import Held
 
 MEMORIES_MAX = 4

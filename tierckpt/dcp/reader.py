@@ -24,26 +24,25 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..arena.slots import read_buffers
+from ..checkpoint.catalog import Checkpoint
 from ..config import Settings
+from ..disk import read_lease
+from ..disk.read_tuner import read_tuner_for
 from ..engine import Engine
 from ..errors import CheckpointNotFoundError, IntegrityError, StateMismatchError, TierckptError, UnsafeCheckpointError
-from ..layout import METADATA, rank_metadata
-from ..manifest import FileEntry, Manifest
-from ..mover import blocks, leases
-from ..mover.bringing import PEERS_TRIED_MAX
-from ..mover.catalog import Checkpoint
-from ..mover.copies import CheckedFile, Copies, Copy, LocalCopy, PeerCopy, RemoteCopy
-from ..mover.pull import Piece, windows
-from ..mover.read_tuner import read_tuner_for
+from ..format.layout import METADATA, rank_metadata
+from ..format.manifest import FileEntry, Manifest
 from ..peer.members import Member
+from ..read import block_digests as blocks
+from ..read.parallel_read import Piece, windows
+from ..read.replicated_file import CheckedFile, Copies, Copy, LocalCopy, PeerCopy, RemoteCopy
+from ..restore.fetch_file import PEERS_TRIED_MAX
 from ..telemetry import logger
 from ..tracebacks import short_traceback
 from ..types import ByteRange, Tier
 from . import broadcast
-from .collection import no_collection
-from .mount import Mount
-from .neighbours import Neighbours, Reading, spans
-from .reading import (
+from .gc_pause import no_collection
+from .read_plan import (
     WINDOW_BYTES,
     DeviceCopies,
     GroupRead,
@@ -59,7 +58,9 @@ from .reading import (
     is_framed,
     looked_up,
 )
+from .read_sharing import Neighbours, Reading, spans
 from .sealed import Objects, load_metadata, load_tensor
+from .target import Mount
 
 log = logger("restore")
 
@@ -478,7 +479,7 @@ class TierStorageReader(Mount, StorageReader):
             if self._checkpoint is not None:
                 break
             found = self._client.run(lambda engine: engine.selector.found(self.location))
-            self._lease.enter_context(leases.reading(self.settings.local_root, found.directory))
+            self._lease.enter_context(read_lease.reading(self.settings.local_root, found.directory))
             self._checkpoint = found
             self._table = _Table.of(found.manifest) if found.manifest is not None else None
             if not self._client.run(partial(Engine.stands, checkpoint=found)):

@@ -24,14 +24,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..arena.memory import Memory
 from ..arena.pinning import pin
 from ..arena.slots import Lease, arena_for
+from ..checkpoint import in_flight
 from ..config import Settings
 from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError
-from ..mover import ahead, begun
-from ..mover.flush import round_up
-from . import image, split, testament, wire
-from .collection import no_collection
-from .copying import Copies
-from .pickling import resolve_object
+from ..save import write_ahead
+from ..save.flush import round_up
+from . import split
+from .gc_pause import no_collection
+from .handoff import client
+from .items import item_format, shard_layout
+from .items.torch_save import resolve_object
+from .staging_copy import Copies
 
 Mode = Literal["eager", "lazy"]
 
@@ -75,7 +78,7 @@ class TierStager:
         self.settings = Settings.load(settings, **overrides)
         self.mode: Mode = mode
         self._shared = shared
-        self._outlives = testament.is_wanted(self.settings)
+        self._outlives = client.is_wanted(self.settings)
         self._is_announced = False
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._fences: list[Any] = []
@@ -94,7 +97,7 @@ class TierStager:
         self.synchronize_staging()
         staged, copies = self._stage(state_dict)
         ready = self._copy(copies)
-        begun.staged(self.settings.local_root, ready)
+        in_flight.staged(self.settings.local_root, ready)
         if self.mode == "eager":
             return staged
         future: Future[Any] = Future()
@@ -175,11 +178,11 @@ class TierStager:
 
     def _staged(self, state: Any) -> tuple[Any, Copies]:
         walk = _Walk(state)
-        frames = [wire.frame(leaf.dtype, tuple(leaf.shape)) for leaf in walk.leaves]
-        shards = image.arrange(
+        frames = [item_format.frame(leaf.dtype, tuple(leaf.shape)) for leaf in walk.leaves]
+        shards = shard_layout.arrange(
             frames,
             shard_bytes_max=self.settings.shard_size_bytes_max,
-            unit=image.unit_bytes(self.settings.chunk_size_bytes),
+            unit=shard_layout.unit_bytes(self.settings.chunk_size_bytes),
         )
         offsets, size_bytes = _in_arena(frames, shards)
         if not size_bytes:
@@ -190,7 +193,7 @@ class TierStager:
         written = None
         if self.mode == "eager":
             spans = _spans(frames, shards, offsets, lease.memory.address)
-            written = ahead.prepare(self.settings, lease, spans, offsets, size_bytes)
+            written = write_ahead.prepare(self.settings, lease, spans, offsets, size_bytes)
         return walk.rebuild(targets), Copies(targets, walk.leaves, written)
 
     def _targets(
@@ -214,7 +217,7 @@ class TierStager:
         shared = self._shared or self._outlives
         if self._outlives and not self._is_announced:
             self._is_announced = True
-            testament.announce(self.settings)
+            client.announce(self.settings)
         lease = arena_for(self.settings, shared=shared, read_elsewhere=self._shared).lease(size_bytes)
         if lease is None:
             raise CheckpointSkippedError(
@@ -287,7 +290,7 @@ class _Walk:
             like, plain = value, value.to_local()
         if plain.requires_grad or type(plain) is torch.nn.Parameter:
             plain = plain.detach()
-        if wire.is_plain(plain):
+        if item_format.is_plain(plain):
             self.leaves.append(plain)
             self._places.append((container, key, like))
         else:
@@ -313,7 +316,9 @@ def _distributed(local: torch.Tensor, like: DTensor) -> DTensor:
     return cast(DTensor, made)
 
 
-def _in_arena(frames: Sequence[wire.Frame], shards: Sequence[Sequence[image.Placed]]) -> tuple[list[int], int]:
+def _in_arena(
+    frames: Sequence[item_format.Frame], shards: Sequence[Sequence[shard_layout.Placed]]
+) -> tuple[list[int], int]:
     """Where each frame's data goes in one piece of memory that holds the images of all shards, and the size of that."""
     offsets = [0] * len(frames)
     start = 0
@@ -322,13 +327,16 @@ def _in_arena(frames: Sequence[wire.Frame], shards: Sequence[Sequence[image.Plac
         for index, offset in shard:
             offsets[index] = start + offset + len(frames[index].head)
             end = start + offset + frames[index].total_bytes
-        start = -(-end // image.BLOCK_BYTES) * image.BLOCK_BYTES
+        start = -(-end // shard_layout.BLOCK_BYTES) * shard_layout.BLOCK_BYTES
     return offsets, start
 
 
 def _spans(
-    frames: Sequence[wire.Frame], shards: Sequence[Sequence[image.Placed]], offsets: Sequence[int], base: int
-) -> list[ahead.Span]:
+    frames: Sequence[item_format.Frame],
+    shards: Sequence[Sequence[shard_layout.Placed]],
+    offsets: Sequence[int],
+    base: int,
+) -> list[write_ahead.Span]:
     """Where the files to be lie in memory, and the data in them, for who writes it before there are files."""
     spans = []
     for shard in shards:
@@ -340,7 +348,7 @@ def _spans(
         data = [(at + len(frames[n].head), at + len(frames[n].head) + frames[n].size_bytes) for n, at in staged]
         last, end = staged[-1]
         size_bytes = round_up(end + frames[last].total_bytes)
-        spans.append(ahead.Span(base + offsets[index] - head, size_bytes, data))
+        spans.append(write_ahead.Span(base + offsets[index] - head, size_bytes, data))
     return spans
 
 

@@ -42,14 +42,16 @@ from torch.futures import Future
 
 from ..arena.memory import Memory
 from ..arena.slots import Lease
+from ..checkpoint import commit, local_only
+from ..checkpoint import epoch as epochs
+from ..checkpoint import in_flight as begun
+from ..checkpoint.catalog import file_size
+from ..checkpoint.journal import KEPT, READY, WRITING, WRITTEN, Entry, Journal
 from ..config import Settings
-from ..errors import (
-    CheckpointError,
-    ConfigError,
-    OperationTimeoutError,
-    TierckptError,
-)
-from ..layout import (
+from ..disk import read_lease as leases
+from ..disk.local_root import check_local_root
+from ..errors import CheckpointError, ConfigError, OperationTimeoutError, TierckptError
+from ..format.layout import (
     METADATA,
     SHARD_SUFFIX,
     Location,
@@ -59,26 +61,24 @@ from ..layout import (
     rank_metadata,
     shard_name,
 )
-from ..manifest import FileEntry, Manifest, digests_of
-from ..mover import begun, commit, epochs, kept, leases
-from ..mover.catalog import file_size
-from ..mover.disk import check_local_root
-from ..mover.flush import Shard
-from ..mover.journal import KEPT, READY, WRITING, WRITTEN, Entry, Journal
+from ..format.manifest import FileEntry, Manifest, digests_of
+from ..save.flush import Shard
 from ..stores.local import make_dirs
 from ..telemetry import COMMITS, logger
 from ..tracebacks import short_traceback
 from ..types import Tier
-from . import records, split, testament
-from . import will as wills
-from .collection import no_collection
-from .encoding import encode, share
-from .mount import Mount
+from . import split
+from .gc_pause import no_collection
+from .handoff import client as testament
+from .handoff import description as wills
+from .handoff.client import Testament
+from .handoff.description import Results, Will
+from .items import records
+from .metadata_pickle import encode, share
 from .planner import TierSavePlanner
-from .route import Delivery, LaidOut, Route
+from .shard_delivery import Delivery, LaidOut, Route
 from .stager import StagedItems, TierStager
-from .testament import Testament
-from .will import Results, Will
+from .target import Mount
 
 log = logger("save")
 
@@ -744,7 +744,7 @@ class TierStorageWriter(Mount, StorageWriter):
         finally:
             self._release()  # from here on the entry is the mover's, whatever happens
         if self._is_kept is not None and not self.went_straight:  # nothing newer stands on this SSD (K1)
-            kept.pass_over(self.settings.local_root, self._journal, entry)
+            local_only.pass_over(self.settings.local_root, self._journal, entry)
         if entry.state == KEPT:
             return
         try:

@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..checkpoint.catalog import Checkpoint
+from ..checkpoint.namespace import Thing, root_of
 from ..client import CachedView, get_client
 from ..config import Settings
+from ..disk import read_lease
 from ..errors import PreconditionFailedError
-from ..manifest import FileEntry
-from ..mover import leases
-from ..mover.browse import Thing, root_of
-from ..mover.catalog import Checkpoint
-from ..mover.copies import CheckedFile, Copies, Copy, LocalCopy, RemoteCopy
+from ..format.manifest import FileEntry
+from ..read.replicated_file import CheckedFile, Copies, Copy, LocalCopy, RemoteCopy
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo
 
@@ -90,7 +90,7 @@ class LocalSource:
 
     def __init__(self, thing: Thing, checkpoint: Checkpoint, entry: FileEntry, local: Path, settings: Settings) -> None:
         self._holding = contextlib.ExitStack()
-        self._holding.enter_context(leases.reading(settings.local_root, checkpoint.directory))
+        self._holding.enter_context(read_lease.reading(settings.local_root, checkpoint.directory))
         chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest else int(settings.chunk_size_bytes)
         self._settings, self._thing = settings, thing
         self._farther: CachedSource | None = None

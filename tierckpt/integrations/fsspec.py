@@ -16,11 +16,11 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
+from ..checkpoint.namespace import Thing, root_of
 from ..client import get_client
 from ..config import Settings
 from ..errors import ConfigError, ObjectNotFoundError
-from ..layout import TIER_FORMS, Location, parse_uri
-from ..mover.browse import Thing, root_of
+from ..format.layout import TIER_FORMS, Location, parse_uri
 from ..stores.schemes import check_location
 from ..tracebacks import short_traceback
 from .files import Reader, Writer, open_source, put

@@ -16,18 +16,18 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from ..client import get_client
 from ..config import GiB, Settings
 from ..dcp.reader import TierStorageReader
+from ..disk import read_lease
+from ..disk.file_lock import try_lock
 from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError, TierckptError
-from ..layout import local_dir, parse_uri
-from ..mover import leases
-from ..mover.lock import try_lock
+from ..format.layout import local_dir, parse_uri
+from ..format.uris import local_path
 from ..quantities import human_bytes
 from ..stores.local import durable_write, fsync_dir, make_dirs, translate_os_error
 from ..stores.schemes import check_location
 from ..telemetry import ignore_progress
 from ..types import Json, Progress, ProgressListener, Tier
-from ..urls import local_path
 from .dtypes import name_of
-from .rewriting import Item, in_file_order, write_file
+from .export_file import Item, in_file_order, write_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -219,7 +219,7 @@ def _write(path: Path, items: list[Item], reader: TierStorageReader, on_bytes: C
 def _held(reader: TierStorageReader) -> Iterator[None]:
     """Hold the checkpoint against removal for all of the export: the reader itself lets go after each window."""
     settings = reader.settings
-    with leases.reading(settings.local_root, local_dir(settings.local_root, reader.location)):
+    with read_lease.reading(settings.local_root, local_dir(settings.local_root, reader.location)):
         yield
 
 

@@ -3,9 +3,9 @@
 A tensor that is wanted whole, or by rows, is one run of bytes. Runs that touch are one *extent*, and a large extent is
 read straight into the memory that its tensors then have, placed so that file offset and address agree within a page,
 which is what O_DIRECT asks for; nothing is copied. Or it is read into a buffer so small that it stays in the
-processor's caches, and copied on, where that is faster (``mover/read_tuner.py``). Its pages are put in place while the
+processor's caches, and copied on, where that is faster (``disk/read_tuner.py``). Its pages are put in place while the
 disk is busy with what comes before, by threads of their own, and are huge where those come no slower
-(``arena/paging.py``).
+(``arena/page_choice.py``).
 All else (small extents, columns, devices) goes through the read buffers of the process, and from there to its place.
 
 No thread holds the interpreter lock while it reads or copies.
@@ -27,15 +27,15 @@ from torch import Tensor
 
 from ..arena import capacity
 from ..arena.memory import HUGE_PAGE_BYTES, Kind, Memory
-from ..arena.paging import paging
+from ..arena.page_choice import paging
 from ..arena.pinning import pin
 from ..arena.slots import read_buffers
 from ..errors import CapacityError, IntegrityError, TierckptError
-from ..mover.copies import Copy, LocalCopy
-from ..mover.flush import BLOCK_BYTES, round_up
-from ..mover.pull import BUFFER_SECONDS
-from ..mover.trial import tried
 from ..quantities import human_bytes
+from ..read.parallel_read import BUFFER_SECONDS
+from ..read.read_benchmark import tried
+from ..read.replicated_file import Copy, LocalCopy
+from ..save.flush import BLOCK_BYTES, round_up
 from ..telemetry import BYTES
 from ..types import ByteRange
 from .dtypes import of_entry

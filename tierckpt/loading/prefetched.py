@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from ..cache.checker import Checker
-from ..cache.filling import RECEIPT, read_file, read_receipt
-from ..cache.frozen import Receipt
+from ..cache.file_set import Receipt
+from ..cache.partial_entry import RECEIPT, read_file, read_receipt
+from ..cache.verifier import Checker
 from ..client import open_entry
 from ..config import Settings
+from ..disk.read_tuner import ReadTuner
 from ..errors import IntegrityError, StoreError, TierckptError
-from ..mover.copies import LocalCopy
-from ..mover.read_tuner import ReadTuner
+from ..read.replicated_file import LocalCopy
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .model import Directory

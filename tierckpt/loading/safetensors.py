@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import GiB, Settings
 from ..errors import ConfigError, StateMismatchError
-from ..mover.pull import windows
+from ..read.parallel_read import windows
 from ..tracebacks import short_traceback
 from .devices import check_device
 from .fill import Want, fill

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ..client import CachedView, open_cached
 from ..config import Settings
+from ..disk.read_tuner import MODEL_WAYS, read_tuner_for
 from ..errors import CheckpointNotFoundError, TierckptError
-from ..layout import parse_uri
-from ..mover.copies import Copy, LocalCopy
-from ..mover.pull import REQUESTS_MAX
-from ..mover.read_tuner import MODEL_WAYS, read_tuner_for
+from ..format.layout import parse_uri
+from ..read.parallel_read import REQUESTS_MAX
+from ..read.replicated_file import Copy, LocalCopy
 from ..stores.schemes import check_location
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .model import SUFFIX, Directory, Model, Place, open_model

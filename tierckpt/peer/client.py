@@ -15,15 +15,15 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from ..cache.filling import same_digest
+from ..cache.partial_entry import same_digest
 from ..config import Settings
 from ..errors import IntegrityError, ObjectNotFoundError, PeerBusyError, PeerError, TierckptError
-from ..manifest import digest_of
+from ..format.manifest import digest_of
 from ..types import Json, Tier
 from .auth import Signer, client_tls, denied, read_secret
-from .link import Link, Stale
+from .connection import Link, Stale
 from .members import Member, is_plain_address
-from .wire import (
+from .messages import (
     DIGEST,
     HELD,
     JSON_BYTES_MAX,
@@ -167,7 +167,7 @@ class PeerClient:
         return await self._json(member, "/v1/status")
 
     async def fresh(self, member: Member) -> Json:
-        """What was saved last on the peer's node (replicas.py). Raises as ``chunk``."""
+        """What was saved last on the peer's node (peer/replica_policy.py). Raises as ``chunk``."""
         return await self._json(member, "/v1/fresh")
 
     # --- asking --------------------------------------------------------------------------------------------------

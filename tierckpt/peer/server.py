@@ -33,9 +33,9 @@ from ..errors import ConfigError
 from ..telemetry import BYTES, Repeats, logger
 from ..types import Json, Tier
 from .auth import Crowded, OtherTime, Refused, Verifier, check_listen, read_secret, server_tls
-from .holdings import Holdings, Opened
+from .inventory import Holdings, Opened
 from .members import Member
-from .wire import (
+from .messages import (
     DIGEST,
     HEAD_BYTES_MAX,
     HELD,

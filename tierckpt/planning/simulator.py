@@ -483,7 +483,7 @@ class _Job:
 
 
 class _Witness:
-    """Writes down what a job's own records would say (``training/ledger.py``)."""
+    """Writes down what a job's own records would say (``training/run_log.py``)."""
 
     def __init__(self, job: _Job, records: list[list[dict[str, Any]]]) -> None:
         self.job, self.records, self.saves = job, records, 0

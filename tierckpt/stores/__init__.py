@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..config import Settings
-from ..layout import Location
+from ..format.layout import Location
 from .base import Store
 from .retry import Retries
 
@@ -30,6 +30,6 @@ def open_store(location: Location, settings: Settings, retries: Retries | None =
         from .remote import RemoteStore
 
         return RemoteStore(location, settings, retries)
-    from .universal import open_universal
+    from .fsspec_store import open_universal
 
     return open_universal(location)

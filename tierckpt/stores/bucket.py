@@ -13,8 +13,8 @@ from ..redaction import printable
 from ..telemetry import logger
 from .common import settled
 from .credentials import Access, azure_access, gcs_access, s3_access
+from .http_range import Ranges
 from .native import Module
-from .ranges import Ranges
 from .redirects import bounds
 from .remote_errors import first_line, is_expiry, still_refused
 

@@ -24,6 +24,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
+from ..disk.quarantine import open_regular, set_aside
 from ..errors import (
     CapacityError,
     ManifestError,
@@ -47,7 +48,6 @@ from .common import (
     short_answer,
     temporary_of_this_process,
 )
-from .quarantine import open_regular, set_aside
 
 MAKES_MAX = 100
 

@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from typing import Final
 
 from .credentials import Access
-from .ranges import is_behind_proxy
+from .http_range import is_behind_proxy
 
 NOWHERE: Final = "http://127.0.0.1:0"
 """No port of TCP: to connect to it fails at once."""

@@ -32,14 +32,14 @@ from ..errors import (
     StoreUnavailableError,
     TierckptError,
 )
-from ..layout import CLAIM, Location
+from ..format.layout import CLAIM, Location
 from ..redaction import printable
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .bucket import Client
 from .common import check_key, check_prefix, check_range, check_size, closing, settled, short_answer
+from .http_range import Get, NotThisWay, is_behind_proxy
 from .native import Module
-from .ranges import Get, NotThisWay, is_behind_proxy
 from .remote_errors import (
     error_code,
     first_line,
@@ -208,7 +208,8 @@ class RemoteStore:
     async def get_range_into(
         self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
     ) -> None:
-        """``get_range`` into memory of the caller's. From S3, large ranges on connections of our own (ranges.py)."""
+        """``get_range`` into memory of the caller's. From S3, large ranges on connections of our own
+        (stores/http_range.py)."""
         check_key(key)
         size_bytes = check_range(byte_range).size_bytes
         if size_bytes >= DIRECT_BYTES_MIN and self.location.scheme == "s3" and self._bucket.ranges.is_usable:

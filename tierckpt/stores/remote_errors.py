@@ -18,7 +18,7 @@ from ..errors import (
     StoreUnavailableError,
     TierckptError,
 )
-from ..layout import Location
+from ..format.layout import Location
 from ..redaction import redact
 from ..types import Tier
 from .native import Module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import ConfigError
-from ..layout import Location
+from ..format.layout import Location
 
 OWN_SCHEMES = ("file", "s3", "az", "gs")
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 
-from ..errors import (
-    PermissionDeniedError,
-    PreconditionFailedError,
-    StoreError,
-    StoreUnavailableError,
-)
+from ..errors import PermissionDeniedError, PreconditionFailedError, StoreError, StoreUnavailableError
 from ..types import Tier
 
 

@@ -30,11 +30,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..announce import announced
+from ..checkpoint.retention import Policy, Rule
 from ..client import Client, get_client
 from ..config import Settings
+from ..dcp.handoff.client import Testament, is_wanted
 from ..dcp.planner import TierSavePlanner
 from ..dcp.stager import Mode, StagedItems, TierStager
-from ..dcp.testament import Testament, is_wanted
 from ..dcp.writer import TierStorageWriter, check_target
 from ..errors import (
     CheckpointError,
@@ -44,8 +45,7 @@ from ..errors import (
     StoreUnavailableError,
     TierckptError,
 )
-from ..layout import DRAINED, Location, local_dir, parse_uri, step_name, step_of
-from ..mover.retention import Policy, Rule
+from ..format.layout import DRAINED, Location, local_dir, parse_uri, step_name, step_of
 from ..planning.interval import OVERHEAD_MAX
 from ..planning.tuning import Goal
 from ..stores.schemes import check_location
@@ -53,17 +53,17 @@ from ..telemetry import BLOCKED_SECONDS, logger
 from ..tracebacks import short_traceback
 from ..types import Tier
 from . import peers, preemption
-from . import state as states
 from .closing import describe_wait, until
+from .codec import state as states
+from .drain_decider import Order, Sending
 from .exchange import Exchange, agree_on_name, all_gather, is_distributed
+from .final_save import LastSave, cost_of
 from .interval import Interval, Pacer, Phase
 from .job import Job
-from .last_save import LastSave, cost_of
-from .ledger import Ledger
-from .notices import Notices
+from .preemption_notices import Notices
 from .record import SaveRecord
-from .restoring import agreed_latest, restore_newest, unwrapped
-from .sending import Order, Sending
+from .restore import agreed_latest, restore_newest, unwrapped
+from .run_log import Ledger
 
 log = logger("checkpointer")
 

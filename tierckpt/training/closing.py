@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from ..config import Settings
-from ..layout import Location, step_name
+from ..format.layout import Location, step_name
 from .record import SaveRecord
 
 T = TypeVar("T")

@@ -14,13 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from ..errors import (
-    CheckpointSkippedError,
-    CommitAbandonedError,
-    ConfigError,
-    OperationTimeoutError,
-    TierckptError,
-)
+from ..errors import CheckpointSkippedError, CommitAbandonedError, ConfigError, OperationTimeoutError, TierckptError
 
 T = TypeVar("T")
 

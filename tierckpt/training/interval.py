@@ -18,9 +18,9 @@ from ..errors import ConfigError
 from ..planning import tuning
 from ..planning.tuning import Goal, Pace, Profile, Steps, Window
 from ..telemetry import logger
+from .drain_decider import Order, Sending, Sight
 from .exchange import all_gather, broadcast
 from .record import SaveRecord
-from .sending import Order, Sending, Sight
 
 log = logger("interval")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from ..dcp.handoff.client import Testament
 from ..dcp.stager import StagedItems
-from ..dcp.testament import Testament
 from ..dcp.writer import TierStorageWriter
 from .exchange import Exchange
 from .record import SaveRecord

@@ -1,4 +1,5 @@
-"""Whether another job saves to the run of this one: found by the records that each process leaves there (ledger.py).
+"""Whether another job saves to the run of this one: found by the records that each process leaves there
+(training/run_log.py).
 
 Two jobs in one run are a mistake, or a node that was given up and comes back. The commit sees to it that neither
 replaces what it has not seen; but steps of both lie side by side, and the retention of one counts those of the other.
@@ -17,9 +18,9 @@ import time
 from typing import Any
 
 from ..engine import Engine
-from ..layout import HISTORY_DIR, Location
-from ..mover.history import Lines, parse_lines
+from ..format.layout import HISTORY_DIR, Location
 from ..telemetry import logger
+from .run_log_reader import Lines, parse_lines
 
 log = logger("other jobs")
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..config import Settings
 from ..errors import TierckptError
-from ..mover.contact import contact_for
+from ..ipc.client import contact_for
 from ..telemetry import logger
 from .exchange import is_distributed, own_store
 

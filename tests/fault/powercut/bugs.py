@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tierckpt.layout import MANIFEST
+from tierckpt.format.layout import MANIFEST
 from tierckpt.stores import local
 
 _fsync = os.fsync

@@ -21,7 +21,7 @@ from tests.fault.powercut import bugs
 from tests.fault.powercut.events import BEGIN, BLOCK_BYTES, DONE, LOCAL, MARKS, MAY_GO, REST, SHARED, Event
 from tests.fault.sweep import checker, phases
 from tests.fault.sweep.phases import Job, World
-from tierckpt.mover.journal import READY
+from tierckpt.checkpoint.journal import READY
 from tierckpt.stores.local import LocalStore
 
 DISK = "/dev/vda"

@@ -15,7 +15,7 @@ from tests.fault.sweep import checker, child
 from tests.fault.sweep.checker import Violation
 from tests.fault.sweep.phases import Job, World
 from tierckpt.errors import CommitAbandonedError
-from tierckpt.layout import step_of
+from tierckpt.format.layout import step_of
 
 State = dict[tuple[str, str], str]
 

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tierckpt import layout
-from tierckpt.manifest import digests_of
-from tierckpt.mover import commit, flush
+from tierckpt.checkpoint import commit
+from tierckpt.format import layout
+from tierckpt.format.manifest import digests_of
+from tierckpt.save import flush
 from tierckpt.stores import local
 
 KILLS, ERRNOS, ORDER = "kills", "errnos", "order"

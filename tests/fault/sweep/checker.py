@@ -19,10 +19,10 @@ from pathlib import Path
 
 from tests.fault.sweep.phases import LOCAL, PATIENT_WAIT_SECONDS, SHARED, TARGET, WAIT_SECONDS, Job, Phase, State, World
 from tests.fault.sweep.saver import content
+from tierckpt.checkpoint import commit
+from tierckpt.disk.local_root import LEFTOVER_SECONDS
 from tierckpt.errors import CommitAbandonedError
-from tierckpt.layout import METADATA, SHARD_SUFFIX
-from tierckpt.mover import commit
-from tierckpt.mover.disk import LEFTOVER_SECONDS
+from tierckpt.format.layout import METADATA, SHARD_SUFFIX
 
 _SHARD = re.compile(rf"^__(\d+)_(\d+)-.*\{SHARD_SUFFIX}$")
 _TOKEN = re.compile(r"[0-9a-f]{16}")

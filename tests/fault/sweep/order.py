@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from tests.fault.sweep.calls import Call
-from tierckpt.layout import MANIFEST, METADATA, SHARD_SUFFIX
+from tierckpt.format.layout import MANIFEST, METADATA, SHARD_SUFFIX
 from tierckpt.stores.common import is_temporary
 
 LOCAL = "/local/checkpoints/"

@@ -15,9 +15,9 @@ from typing import Any
 
 from tests.fault.sweep.saver import CHUNK_BYTES, Saver
 from tierckpt.config import Settings
-from tierckpt.layout import Location, local_dir, parse_uri
-from tierckpt.mover import drain, transfer
-from tierckpt.mover.disk import check_local_root, typed_errors
+from tierckpt.disk.local_root import check_local_root, typed_errors
+from tierckpt.drain import drain, transfer
+from tierckpt.format.layout import Location, local_dir, parse_uri
 from tierckpt.stores.local import LocalStore
 
 WAIT_SECONDS = 1.5

@@ -27,8 +27,8 @@ from tests.fault.sweep import checker
 from tests.fault.sweep.child import Child, Ended
 from tests.fault.sweep.child import run as run_child
 from tests.fault.sweep.phases import LOCAL, SHARED, Job, World
-from tierckpt.layout import CLAIM, MANIFEST
-from tierckpt.mover import commit
+from tierckpt.checkpoint import commit
+from tierckpt.format.layout import CLAIM, MANIFEST
 from tierckpt.stores.local import LocalStore
 
 WRITERS = (2, 3, 5, 8, 13, 32)

@@ -14,17 +14,18 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tierckpt import layout
 from tierckpt.arena.slots import bounce_for
+from tierckpt.checkpoint import commit
+from tierckpt.checkpoint.journal import READY, WRITING, Entry
 from tierckpt.config import Settings
+from tierckpt.disk.local_root import check_local_root, typed_errors
+from tierckpt.disk.write_tuner import WRITE_BYTES_MAX, IoShape, segment_bytes
 from tierckpt.engine import Engine
 from tierckpt.errors import TierckptError
-from tierckpt.layout import SHARD_SUFFIX, Location, local_dir
-from tierckpt.manifest import FileEntry, Manifest, digests_of
-from tierckpt.mover import commit, flush, space, straight
-from tierckpt.mover.disk import check_local_root, typed_errors
-from tierckpt.mover.journal import READY, WRITING, Entry
-from tierckpt.mover.tuner import WRITE_BYTES_MAX, IoShape, segment_bytes
+from tierckpt.format import layout
+from tierckpt.format.layout import SHARD_SUFFIX, Location, local_dir
+from tierckpt.format.manifest import FileEntry, Manifest, digests_of
+from tierckpt.save import direct_put, eviction, flush
 from tierckpt.stores import local
 
 KiB = 1 << 10
@@ -154,7 +155,7 @@ class _OneSave:
         flushed = self._straight(shards) if is_straight else None
         self.went_straight = flushed is not None
         if flushed is None:
-            space.make_room(self.settings, sum(shard.size_bytes for shard in shards), self.directory)
+            eviction.make_room(self.settings, sum(shard.size_bytes for shard in shards), self.directory)
             flushed = self._flush(shards)
         files = tuple(FileEntry(file.path.name, file.size_bytes, file.digests, rank, token) for file in flushed)
         self.collected += files
@@ -166,7 +167,7 @@ class _OneSave:
         store, share = self.engine.store(self.location), self.engine.budget.share(0.0)
         try:
             with bounce_for(self.settings).take(1, CHUNK_BYTES, 30.0) as [slot]:
-                return self.saver.run(straight.send(store, shards, slot, CHUNK_BYTES, share))  # type: ignore[no-any-return]
+                return self.saver.run(direct_put.send(store, shards, slot, CHUNK_BYTES, share))  # type: ignore[no-any-return]
         except TierckptError:
             self._discard([shard.path.name for shard in shards])
             return None

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ...errors import UnsafeCheckpointError
-from ..collection import no_collection
+from ..gc_pause import no_collection
 from . import machine
 from .machine import Class, Function, Record, Refused
 

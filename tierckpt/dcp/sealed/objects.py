@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from ...errors import TierckptError, UnsafeCheckpointError
-from ..pickling import save
+from ..items.torch_save import save
 
 SMALL_BYTES = 4096
 KNOWN_MAX = 4096

@@ -1,0 +1,275 @@
+"""What dead trainers leave behind: staged checkpoints that no flush has brought to the SSD.
+
+Each rank of a save hands in a *will* once its state is staged, all of it by descriptor: what is to be written where,
+and the memory that holds the bytes. When it has begun, it leaves the lock on its journal entry too, which so stays held
+when the rank is killed. The first that sees the save end, well or not, takes the wills back, of all its ranks.
+
+When all that handed in a will of one save have ended before that, the wills are executed, if every rank of the save has
+handed one in, here or on another node (``dcp/handoff/multi_node.py``): nothing else can complete it any more.
+Otherwise the save
+is one that never was, and its memory is freed.
+
+Invariants:
+    E1  A will is executed only when nobody who could still finish or give up that save is alive.
+    E2  Memory is held as long as a will that is not settled needs it; no longer.
+    E3  Executing twice is harmless: the second finds the save committed, or its journal entry gone.
+    E4  From when it is said to have begun until the will is settled, nobody else can take up or clean away the rank's
+        journal entry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..ipc.child_process import start_python
+from ..ipc.client import LOCK_NAME
+from ..telemetry import logger
+from ..types import Json
+
+log = logger("agent")
+
+EXECUTION_SECONDS_MAX = 1800.0
+STRAGGLER_SECONDS = 3.0
+"""How long a save whose other ranks are gone is kept for a rank that may still hand in its will."""
+POLL_SECONDS = 0.05
+ENDED_MAX = 256
+"""Saves whose end is remembered, for wills that come late."""
+
+
+@dataclass(eq=False)
+class Owner:
+    """A process that talks to the agent."""
+
+    pid: int
+    is_alive: bool = True
+
+
+@dataclass(eq=False)
+class Will:
+    """One rank's, as the agent has it: descriptors by name (``dcp/handoff/description.py``)."""
+
+    owner: Owner
+    descriptors: dict[str, int]
+    has_begun: bool = False
+    """There is a journal entry."""
+
+    def close(self) -> None:
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+        self.descriptors = {}
+
+
+@dataclass(eq=False)
+class Save:
+    """The wills of one save, by rank."""
+
+    name: str
+    world_size: int
+    is_of_this_node: bool
+    """No rank of it is on another node."""
+    wills: dict[int, Will] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.wills) == self.world_size
+
+    @property
+    def has_living_owner(self) -> bool:
+        return any(will.owner.is_alive for will in self.wills.values())
+
+    def close(self) -> None:
+        for will in self.wills.values():
+            will.close()
+
+
+class Estate:
+    """All wills of a node. One per agent; its methods run on the agent's event loop.
+
+    Args:
+        on_settled: called when a save that dead ranks have left is settled, one way or the other.
+    """
+
+    def __init__(self, on_settled: Callable[[], None] = lambda: None) -> None:
+        self._on_settled = on_settled
+        self._saves: dict[str, Save] = {}
+        self._ended: deque[str] = deque(maxlen=ENDED_MAX)
+        self._settling: set[Save] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._executing: dict[int, int] = {}
+        """Processes that execute wills, and the pipe at whose end each ends."""
+        self.executed = 0
+        self.given_up = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._saves and not self._tasks
+
+    @property
+    def saves(self) -> list[Save]:
+        return [*self._saves.values(), *self._settling]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the wills keep, each piece counted once."""
+        kept = [os.fstat(fd) for save in self.saves for will in save.wills.values() for fd in will.descriptors.values()]
+        return sum({(status.st_dev, status.st_ino): status.st_size for status in kept}.values())
+
+    def progress(self) -> Json:
+        """What is being executed, and a number that changes as long as something comes of it."""
+        return {
+            "saves": len(self._settling),
+            "size_bytes": self.size_bytes,
+            "work": sum(_work_of(pid) for pid in self._executing),
+        }
+
+    def has_will_of(self, owner: Owner) -> bool:
+        return any(will.owner is owner for save in self._saves.values() for will in save.wills.values())
+
+    def hand_in(
+        self, owner: Owner, name: str, rank: int, world_size: int, is_of_this_node: bool, descriptors: dict[str, int]
+    ) -> None:
+        """Take in a will; the descriptors are the estate's from here on. A second one of a rank replaces the first."""
+        will = Will(owner, descriptors)
+        if name in self._ended:  # another rank has failed meanwhile
+            will.close()
+            return
+        save = self._saves.setdefault(name, Save(name, world_size, is_of_this_node))
+        old, save.wills[rank] = save.wills.get(rank), will
+        if old is not None:
+            old.close()
+
+    def begun(self, name: str, rank: int, lock: int | None) -> None:
+        """The rank has a journal entry now, and this is the lock on it: the estate's from here on.
+
+        Raises KeyError when there is no such will, and the save has not ended either.
+        """
+        save = self._saves.get(name)
+        if save is None or rank not in save.wills:
+            if lock is not None:
+                os.close(lock)
+            if name not in self._ended:
+                raise KeyError(f"no will of rank {rank}")
+            return
+        save.wills[rank].has_begun = True
+        if lock is not None:
+            save.wills[rank].descriptors[LOCK_NAME] = lock
+
+    def take_back(self, name: str) -> None:
+        """The save has ended: there is nothing to execute any more, whichever rank it was that saw it."""
+        self._ended.append(name)
+        save = self._saves.pop(name, None)
+        if save is None:
+            return
+        save.close()
+        if not all(will.owner.is_alive for will in save.wills.values()):
+            self._on_settled()
+
+    def gone(self, owner: Owner) -> None:
+        """``owner`` has ended. Settles every save that nobody alive can settle any more."""
+        owner.is_alive = False
+        for save in list(self._saves.values()):
+            if not save.has_living_owner and any(will.owner is owner for will in save.wills.values()):
+                self._start(save)
+
+    def _start(self, save: Save) -> None:
+        task = asyncio.create_task(self._settle(save), name=f"estate {save.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def leave(self) -> None:
+        """The agent ends in order: let what is being executed go on."""
+        for life in self._executing.values():
+            with contextlib.suppress(OSError):
+                os.write(life, b".")
+
+    async def settled(self) -> None:
+        """Return when nothing is being executed."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    async def _settle(self, save: Save) -> None:
+        if not save.is_complete:
+            await asyncio.sleep(STRAGGLER_SECONDS)
+        if save.has_living_owner or self._saves.get(save.name) is not save:
+            return  # a straggler has come, and its own end brings us back here; or that end was faster
+        del self._saves[save.name]
+        self._settling.add(save)
+        try:
+            await self._settle_now(save)
+        except Exception as error:
+            self.given_up += 1
+            log.error("a staged save could not be brought to the local tier: %s", error)
+        finally:
+            save.close()
+            self._settling.discard(save)
+            self._on_settled()
+
+    async def _settle_now(self, save: Save) -> None:
+        if save.is_complete or not save.is_of_this_node:
+            await self._execute(save)
+            self.executed += 1
+            return
+        self.given_up += 1
+        log.warning(
+            "a staged save is lost: %d of its %d ranks had staged it on this node when they ended",
+            len(save.wills),
+            save.world_size,
+        )
+
+    async def _execute(self, save: Save) -> None:
+        """Flush and commit in a process of its own: it needs torch, and the agent stays small and alive all the same.
+
+        Should the agent be told to end meanwhile, it goes on (``leave``): it has all that it needs. Should the agent be
+        killed, it ends: the job that is started again would not wait for it.
+        """
+        process, life = _start_executor(save)
+        self._executing[process.pid] = life
+        deadline = time.monotonic() + EXECUTION_SECONDS_MAX
+        try:
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    process.kill()
+                    await asyncio.to_thread(process.wait)
+                    raise RuntimeError(f"the process that executes it had not ended after {EXECUTION_SECONDS_MAX:g} s")
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            os.close(self._executing.pop(process.pid))
+        if process.returncode != 0:
+            raise RuntimeError(f"the process that executes it ended with code {process.returncode}")
+
+
+def _work_of(pid: int) -> int:
+    """What a process has done so far: nanoseconds on processors, and bytes written."""
+    done = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        done = int(Path(f"/proc/{pid}/io").read_text().split()[3])  # wchar
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            done += int((task / "schedstat").read_text().split()[0])
+    return done
+
+
+def _start_executor(save: Save) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, and our end of the pipe that its life hangs on."""
+    left = [save.wills[rank] for rank in sorted(save.wills)]
+    told = [{"descriptors": will.descriptors, "has_begun": will.has_begun} for will in left]
+    theirs, ours = os.pipe()
+    order: Json = {"save": save.name, "wills": told, "life": theirs}
+    with os.fdopen(theirs), tempfile.TemporaryFile() as file:  # not a pipe: nothing here waits for the reader
+        file.write(json.dumps(order).encode())
+        file.seek(0)
+        descriptors = tuple(fd for will in save.wills.values() for fd in will.descriptors.values())
+        try:
+            return start_python("tierckpt.dcp.handoff.finish", stdin=file, pass_fds=(theirs, *descriptors)), ours
+        except BaseException:
+            os.close(ours)
+            raise

@@ -1,0 +1,619 @@
+"""Reading through the node cache, and filling it: what has landed is read from the files, what has not is fetched.
+
+``Cached`` is one entry (one frozen version of the files below a URI), or any directory that is filled in the same way.
+Between processes of a node each chunk has one that fetches it (disk/claims.py); the others wait for its line in the
+progress file. What they wait for is bounded: a holder that ends is noticed at once, one that says nothing after
+``SILENT_SECONDS``, and one that lives and does not get on is overtaken after ``stall_seconds``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ..errors import (
+    CapacityError,
+    ConfigError,
+    IntegrityError,
+    ObjectNotFoundError,
+    OperationTimeoutError,
+    PreconditionFailedError,
+    StoreError,
+)
+from ..format.manifest import digest_of
+from ..stores.base import ReadsInto, Store
+from ..stores.common import settled
+from ..stores.verified_read import verified
+from ..telemetry import BYTES, ignore_progress, logger
+from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
+from .direct_write import landing_memory
+from .fetch_job import POLL_SECONDS_MAX, POLL_SECONDS_MIN, Fill
+from .file_set import Frozen, Receipt, Wanted
+from .partial_entry import Filling, read_file, read_receipt, same_digest, tidy, whole_receipt
+from .pool import Lease, Pool
+from .repair import mend
+from .verifier import Checker
+
+if TYPE_CHECKING:
+    from ..peer.fetch.join import Sharing
+    from ..peer.fetch.session import Swarm
+
+T = TypeVar("T")
+
+log = logger("prefetch")
+
+STALL_SECONDS_MIN = 60.0
+NO_ROOM_SECONDS = 10.0
+"""How long a reader that found no room does not ask for it again."""
+JOINS_MAX = 5
+GROW_BYTES = 64 << 20
+"""Room that reading through takes at a time."""
+
+
+SHARED_NAME = "shared"
+
+
+class Origin(Protocol):
+    """Where the bytes come from: a ``Store``, or whatever else gives ranges of the same keys."""
+
+    uri: str
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer: ...
+
+
+@dataclass(slots=True)
+class Tally:
+    """Where the bytes of a fill came from. ``here`` was there when it began; ``others`` landed meanwhile."""
+
+    here_bytes: int = 0
+    fetched_bytes: int = 0
+    """From shared storage."""
+    peer_bytes: int = 0
+    others_bytes: int = 0
+    requests: int = 0
+    taken_over: int = 0
+    slowest_seconds: float = 0.0
+    slowest: str = ""
+    slowest_from: str = SHARED_NAME
+
+    def note(self, path: str, at: ByteRange, seconds: float, peer: str | None = None) -> None:
+        """``peer``: whom it came from; None: shared storage."""
+        self.requests += 1
+        if peer is None:
+            self.fetched_bytes += at.size_bytes
+        else:
+            self.peer_bytes += at.size_bytes
+        if seconds > self.slowest_seconds:
+            self.slowest_seconds, self.slowest = seconds, f"{path} {at.start}-{at.stop}"
+            self.slowest_from = peer or SHARED_NAME
+
+
+def _weak(method: Callable[..., T]) -> Callable[..., T]:
+    """``method`` of an object that its holder belongs to: a cycle of the two would last until a garbage collection."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*given: Any) -> T:
+        method = reference()
+        assert method is not None
+        return method(*given)
+
+    return call
+
+
+class Cached:
+    """One frozen version of some files, open for reading and filling. Close it: it holds a lease.
+
+    ``landed`` and ``read_landed`` may be called from any thread; the coroutines on one event loop.
+    """
+
+    def __init__(
+        self,
+        store: Origin,
+        frozen: Frozen,
+        directory: Path,
+        *,
+        gate: asyncio.Semaphore,
+        pool: Pool | None = None,
+        stall_seconds: float = STALL_SECONDS_MIN,
+        fetches_max: int = 16,
+        sharing: Sharing | None = None,
+    ) -> None:
+        """Use ``open_entry`` or ``open_directory``.
+
+        Args:
+            gate: bounds what this process fetches at a time.
+            fetches_max: chunks that all processes of the node together fetch of this entry, to fill it.
+            sharing: how to join the other nodes; None: there are none.
+        """
+        self.store, self.frozen, self.pool = store, frozen, pool
+        self.only: Wanted | None = None
+        """The file of a URI that is one object."""
+        self.tally = Tally()
+        self._target = directory
+        self.gate, self.stall_seconds, self.fetches_max = gate, stall_seconds, fetches_max
+        self._is_whole = False
+        self._filling: Filling | None = None
+        self._lease: Lease | None = None
+        self._granted_bytes = 0
+        self._no_room_until = 0.0
+        self._bringing: dict[tuple[int, int, bool], asyncio.Task[Buffer | None]] = {}
+        self._receipt: Receipt | None = None
+        self.checker = self._new_checker()
+        self.idle = asyncio.Lock()
+        self._granting = asyncio.Lock()
+        self.swarm: Swarm | None = None
+        """The other nodes, once something had to be fetched."""
+        self._sharing, self._read_gate, self._joining = sharing, gate, asyncio.Lock()
+
+    # --- what it is ----------------------------------------------------------------------------------------------
+
+    @property
+    def files(self) -> dict[str, Wanted]:
+        return {item.path: item for item in self.frozen.files}
+
+    def file(self, path: str) -> Wanted:
+        """Raises ObjectNotFoundError."""
+        return self.frozen.files[self.frozen.index_of(path)]
+
+    @property
+    def chunk_size_bytes(self) -> int:
+        return self.frozen.chunk_size_bytes
+
+    @property
+    def target(self) -> str:
+        """The directory that is filled, whole or not."""
+        return str(self._target.absolute())
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory of real files, once all of them are whole; else None."""
+        return self._target if self._is_whole or self._look() else None
+
+    def path(self, path: str) -> Path:
+        """Where a file lies now, whole or with holes. The name may change once, when the entry becomes whole."""
+        index = self.frozen.index_of(path)
+        if self._filling is None or self.directory is not None:
+            return self._target / path
+        return self._filling.prepare(index)
+
+    def is_there(self) -> bool:
+        """True when the directory is whole already. Blocking."""
+        return whole_receipt(self._target, self.frozen.version) is not None
+
+    def _look(self) -> bool:
+        """True when the entry has become whole."""
+        if not self._is_whole and self._filling is not None and self._filling.is_published():
+            self._is_whole = True
+        return self._is_whole
+
+    # --- opening and closing -------------------------------------------------------------------------------------
+
+    def begin(self, *, whole: bool) -> None:
+        """Blocking part of opening: lease the entry, and join who fills it if it is not whole.
+
+        ``whole``: all of it is wanted, so all of its room is reserved first. Raises CapacityError.
+        """
+        name = self.frozen.name
+        if self.pool is not None:
+            self._lease = self.pool.lease(name)
+        try:
+            self._filling = self._join_filling(whole)
+            if self._filling is None:
+                tidy(self._target)
+                if self.pool is not None:
+                    self.pool.used(name)
+                return
+            self.frozen = self._filling.frozen
+            self.checker = self._new_checker()
+            self.tally.here_bytes = self._filling.landed_bytes
+            if self.pool is not None:
+                self.pool.note(name)
+                self._reserve(self.frozen.size_bytes if whole else 0)
+        except BaseException as error:
+            is_bare = self._filling is None or not self._filling.landed_bytes
+            self._end()
+            if self.pool is not None and is_bare and isinstance(error, CapacityError):
+                self.pool.evict(name)  # a name and no bytes
+            raise
+
+    def _join_filling(self, whole: bool) -> Filling | None:
+        """Join who fills the entry; None when it is whole. It may become whole, and be tidied, at any moment.
+
+        So it is looked at again after joining: when it was published in between, what was joined is a directory made
+        anew, in which nothing has landed, and all of it would be fetched once more.
+        """
+        for left in reversed(range(JOINS_MAX)):
+            receipt = whole_receipt(self._target, self.frozen.version)
+            if receipt is not None:
+                self.frozen, self._receipt, self._is_whole = receipt.frozen, receipt, True
+                self.checker = self._new_checker()
+                self.tally.here_bytes = self.frozen.size_bytes
+                return None
+            try:
+                filling = Filling(self._target, self.frozen, preallocate=whole)
+            except ObjectNotFoundError:
+                if not left:
+                    raise
+                continue
+            if not left or not filling.is_published():
+                return filling
+            filling.close()
+            filling.tidy()
+        raise AssertionError("unreachable")
+
+    def _reserve(self, size_bytes: int) -> None:
+        if self.pool is not None and size_bytes > self._granted_bytes:
+            self.pool.reserve(self.frozen, size_bytes)
+            self._granted_bytes = size_bytes
+
+    async def close(self) -> None:
+        """Let go of the entry, and stop what is being fetched for it. Idempotent."""
+        left = list(self._bringing.values())
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
+        if self.swarm is not None:
+            await self.swarm.close()
+        await asyncio.to_thread(self._end)
+
+    async def _join(self, filling: Filling) -> None:
+        """Find the other nodes, once."""
+        if self._sharing is None:
+            return
+        async with self._joining:
+            sharing, self._sharing = self._sharing, None
+            if sharing is None:
+                return
+            self.swarm = await sharing.join(self, filling)
+            if self.swarm is not None:  # more at a time: what waits for a peer takes no room at the store
+                self.fetches_max = max(self.fetches_max, self.swarm.slots)
+                self.gate = asyncio.Semaphore(self.fetches_max)
+
+    def _end(self) -> None:
+        if self._filling is not None:
+            self._filling.close()
+            self._filling.tidy()
+        if self._lease is not None:
+            self._lease.end()
+            self._lease = None
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def landed(self, path: str, byte_range: ByteRange | None = None) -> bool:
+        """True when every chunk of the range (default: of the file) is on this node."""
+        index = self.frozen.index_of(path)
+        if self._is_whole or self._filling is None:
+            return True
+        wanted = byte_range or ByteRange(0, self.frozen.files[index].size_bytes)
+        if self._has(index, wanted):
+            return True
+        self._filling.refresh()
+        return self._has(index, wanted)
+
+    def _has(self, index: int, byte_range: ByteRange) -> bool:
+        return self._filling is None or all(self._filling.has(index, at) for at in self.frozen.touched(byte_range))
+
+    def read_landed(self, path: str, byte_range: ByteRange, into: memoryview) -> bool:
+        """Copy the range into ``into`` if all of it has landed, and is as it landed; else False.
+
+        Any thread, no event loop needed.
+        """
+        index = self._check(path, byte_range)
+        try:
+            return self._read_here(index, byte_range, into) and self.checker.is_good(index, byte_range, into)
+        except StoreError as error:  # a disk that does not give it back is as good as one that gives other bytes
+            log.warning("%s: %s", self.frozen.uri, error)
+            if len(chunks := self.frozen.touched(byte_range)) == 1:
+                self.checker.note_bad(index, chunks[0])
+            return False
+
+    def is_good(self, path: str, byte_range: ByteRange, data: memoryview) -> bool:
+        """True when ``data``, which was read from ``path(path)``, is what landed there. Any thread. ``read_into`` has
+        what is not good brought anew."""
+        return self.checker.is_good(self._check(path, byte_range), byte_range, data)
+
+    def _new_checker(self) -> Checker:
+        return Checker(self.frozen, _weak(self.digest), _weak(self._read_here), _weak(self.directories))
+
+    def digest(self, index: int, chunk: int) -> str:
+        """With which digest a chunk landed; '' when that is not known."""
+        if self._filling is not None and (digest := self._filling.digest(index, chunk)):
+            return digest
+        if self._receipt is None and self._is_whole:
+            self._receipt = read_receipt(self._target)
+        receipt = self._receipt
+        if receipt is None or receipt.frozen.chunk_size_bytes != self.chunk_size_bytes:
+            return ""
+        return receipt.digest(index, chunk)
+
+    def directories(self) -> list[Path]:
+        return [self._target] if self._filling is None else [self._target, self._filling.incoming]
+
+    def _read_here(self, index: int, byte_range: ByteRange, into: memoryview) -> bool:
+        path = self.frozen.files[index].path
+        if not self._is_whole and self._filling is not None:
+            if self._filling.read(index, byte_range, into):
+                return True
+            if not self._has(index, byte_range) or not self._look():
+                return False
+        return read_file(self._target / path, byte_range, into)
+
+    def _check(self, path: str, byte_range: ByteRange) -> int:
+        index = self.frozen.index_of(path)
+        if not 0 <= byte_range.start <= byte_range.stop <= self.frozen.files[index].size_bytes:
+            raise ConfigError(
+                f"bytes {byte_range.start}-{byte_range.stop} of {path}: it has {self.frozen.files[index].size_bytes}",
+                uri=self.frozen.uri,
+            )
+        return index
+
+    async def read(self, path: str, byte_range: ByteRange) -> memoryview:
+        """Return the range. What has not landed is fetched, and kept if there is room.
+
+        Raises:
+            IntegrityError: the bytes are not those of the frozen version.
+            StoreError: they are not here and cannot be had.
+        """
+        into = memoryview(bytearray(max(0, byte_range.size_bytes)))
+        await self.read_into(path, byte_range, into)
+        return into.toreadonly()
+
+    async def read_into(self, path: str, byte_range: ByteRange, into: memoryview) -> None:
+        """``read`` into memory of the caller's: the first bytes of ``into``."""
+        index = self._check(path, byte_range)
+        into = memoryview(into).cast("B")
+        if await asyncio.to_thread(self.read_landed, path, byte_range, into):
+            return
+        chunks = self.frozen.touched(byte_range)
+        await asyncio.gather(*(self._read_chunk(index, chunk, byte_range, into) for chunk in chunks))
+
+    async def _read_chunk(self, index: int, chunk: int, byte_range: ByteRange, into: memoryview) -> None:
+        """Copy what one chunk has of ``byte_range``: out of memory if it was just fetched, else out of the file."""
+        at = self.frozen.chunk_range(index, chunk)
+        part = ByteRange(max(at.start, byte_range.start), min(at.stop, byte_range.stop))
+        target = into[part.start - byte_range.start : part.stop - byte_range.start]
+        data = await self._bring_once(index, chunk)
+        if data is None:
+            if await asyncio.to_thread(self.read_landed, self.frozen.files[index].path, part, target):
+                return
+            data = await self._once((index, chunk, True), partial(mend, self))
+            if data is None:
+                raise AssertionError("unreachable")
+        target[:] = memoryview(data)[part.start - at.start : part.stop - at.start]
+
+    async def wait(self, path: str, byte_range: ByteRange, timeout_seconds: float = STALL_SECONDS_MIN) -> None:
+        """Return when the range has landed, whoever fetches it. Raises OperationTimeoutError."""
+        deadline, pause = time.monotonic() + timeout_seconds, POLL_SECONDS_MIN
+        while not self.landed(path, byte_range):
+            if time.monotonic() > deadline:
+                raise OperationTimeoutError(
+                    f"bytes {byte_range.start}-{byte_range.stop} of {path} have not landed in {timeout_seconds:g} s",
+                    hint="Nobody may be fetching them: read() fetches, wait() does not",
+                    uri=self.frozen.uri,
+                    tier=Tier.LOCAL,
+                )
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, POLL_SECONDS_MAX)
+
+    # --- bringing one chunk --------------------------------------------------------------------------------------
+
+    async def _bring_once(self, index: int, chunk: int) -> Buffer | None:
+        """Have one chunk here; the readers of this process share the work. Returns it if it was fetched just now."""
+        return await self._once((index, chunk, False), self._bring)
+
+    async def _once(
+        self, key: tuple[int, int, bool], bring: Callable[[int, int], Coroutine[Any, Any, Buffer | None]]
+    ) -> Buffer | None:
+        task = self._bringing.get(key)
+        if task is None:
+            task = asyncio.ensure_future(bring(*key[:2]))
+            self._bringing[key] = task
+            task.add_done_callback(lambda done: self._brought(key, done))
+        try:
+            return await asyncio.shield(task)
+        finally:
+            del task  # it holds its error, whose traceback holds this frame
+
+    def _brought(self, key: tuple[int, int, bool], done: asyncio.Task[Buffer | None]) -> None:
+        self._bringing.pop(key, None)
+        if not done.cancelled():
+            done.exception()  # looked at: those who waited for it may have been cancelled
+
+    async def _bring(self, index: int, chunk: int) -> Buffer | None:
+        """Return None when the chunk has landed through somebody else."""
+        filling = self._filling
+        if filling is None:
+            return None
+        await self._join(filling)
+        deadline = time.monotonic() + 2 * self.stall_seconds
+        while True:
+            filling.refresh()
+            if filling.has(index, chunk):
+                return None
+            async with self._read_gate:
+                if await self.claim(filling, index, chunk):
+                    return (await self.fetch_claimed(filling, index, chunk, keep=True))[1]
+            found = await self._await_other(filling, index, chunk)
+            if found == "free":
+                await asyncio.sleep(POLL_SECONDS_MIN)  # who keeps us from claiming what is free does not make us spin
+            if found == "stalled" or time.monotonic() > deadline:
+                log.warning("%s: waited too long for another process, fetching chunk %d too", filling.incoming, chunk)
+                async with self._read_gate:
+                    return await self.fetch(filling, index, chunk, keep=True)
+
+    async def claim(self, filling: Filling, index: int, chunk: int) -> bool:
+        name = f"{index}-{chunk}"
+        try:
+            return await settled(asyncio.to_thread(filling.claims.take, name))
+        except FileNotFoundError:  # published meanwhile: the claims are gone with the rest, and all has landed
+            return True
+        except asyncio.CancelledError:
+            filling.claims.release(name)
+            raise
+
+    async def fetch_claimed(
+        self, filling: Filling, index: int, chunk: int, *, keep: bool
+    ) -> tuple[bool, Buffer | None]:
+        """Fetch unless it has landed before the claim: look again. Returns whether it was fetched, and ``_fetch``'s."""
+        try:
+            filling.refresh()
+            if filling.has(index, chunk):
+                return False, None
+            return True, await self.fetch(filling, index, chunk, keep=keep)
+        finally:
+            await settled(asyncio.to_thread(filling.claims.release, f"{index}-{chunk}"))
+
+    async def _await_other(self, filling: Filling, index: int, chunk: int) -> str:
+        """Wait for whoever has claimed a chunk: ``landed``, ``free`` (it has let go or ended), or ``stalled``."""
+        deadline, pause = time.monotonic() + self.stall_seconds, POLL_SECONDS_MIN
+        while time.monotonic() < deadline:
+            filling.refresh()
+            if filling.has(index, chunk):
+                return "landed"
+            if not filling.claims.is_held(f"{index}-{chunk}"):
+                return "free"
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, POLL_SECONDS_MAX)
+        return "stalled"
+
+    async def fetch(self, filling: Filling, index: int, chunk: int, *, keep: bool) -> Buffer | None:
+        """Fetch one chunk and land it. Returns it to ``keep``; then it need not find room.
+
+        Where the store can, it is received in aligned memory, and digested and written from there.
+        """
+        begun, at = time.monotonic(), self.frozen.chunk_range(index, chunk)
+        wanted_bytes = at.size_bytes if self.swarm is not None or isinstance(self.store, ReadsInto) else 0
+        peer: str | None = None
+        with landing_memory(wanted_bytes) as memory:
+            if self.swarm is None:
+                data, digest = await self._get(index, chunk, memory)
+            else:
+                data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
+                brought = await self.swarm.bring(index, chunk, data)
+                digest, peer = brought.digest, brought.source
+            try:
+                await self._land(filling, index, chunk, data, digest, keep)
+            finally:
+                if self.swarm is not None:
+                    await self.swarm.landed(index, chunk)
+            kept = bytes(data) if keep and memory is not None else data
+        self.tally.note(self.frozen.files[index].path, at, time.monotonic() - begun, peer)
+        return kept if keep else None
+
+    async def _land(self, filling: Filling, index: int, chunk: int, data: Buffer, digest: str, keep: bool) -> None:
+        if keep and time.monotonic() < self._no_room_until:
+            return
+        try:
+            await self._grant(filling, len(data))
+            await settled(asyncio.to_thread(filling.land, index, chunk, data, digest))
+        except CapacityError as error:
+            if not keep:
+                raise
+            log.warning("%s: what is read is not kept: %s", self.frozen.uri, error.message)
+            self._no_room_until = time.monotonic() + NO_ROOM_SECONDS
+        except ObjectNotFoundError:
+            filling.refresh()
+            if not filling.has(index, chunk):  # else it was published meanwhile, by whoever was faster with this chunk
+                raise
+
+    async def _grant(self, filling: Filling, size_bytes: int) -> None:
+        """Reserve room for one chunk more, some way ahead."""
+        if self.pool is None:
+            return
+        async with self._granting:
+            wanted = min(self.frozen.size_bytes, filling.landed_bytes + size_bytes)
+            if wanted > self._granted_bytes:
+                ahead = max(GROW_BYTES, 16 * self.chunk_size_bytes)
+                await settled(asyncio.to_thread(self._reserve, min(self.frozen.size_bytes, wanted + ahead)))
+
+    async def read_store(self, index: int, chunk: int, into: memoryview) -> str:
+        """Read one chunk from the store, verified, into ``into``; return its digest."""
+        data, digest = await self._get(index, chunk, into)
+        if data is not into:
+            into[:] = data
+        return digest
+
+    async def _get(self, index: int, chunk: int, memory: memoryview | None) -> tuple[Buffer, str]:
+        """Return one chunk, in ``memory`` if there is some, and its digest, verified as far as anybody knows it."""
+        item, at = self.frozen.files[index], self.frozen.chunk_range(index, chunk)
+
+        async def read() -> tuple[Buffer, str]:
+            if memory is not None and isinstance(self.store, ReadsInto):
+                await self.store.get_range_into(item.key, at, memory, if_match=item.etag)
+                data: Buffer = memory
+            else:
+                data = await self.store.get_range(item.key, at, if_match=item.etag)
+            digest = await asyncio.to_thread(digest_of, data)
+            BYTES.emit(at.size_bytes, tier=Tier.SHARED, direction="read")
+            if item.digests and not same_digest(data, digest, item.digests[chunk]):
+                raise IntegrityError(
+                    f"bytes {at.start}-{at.stop} of {item.path} are not the bytes that were saved",
+                    hint="Restore reads another copy when there is one; `tierckpt verify --read-data` lists bad files",
+                    file=item.path,
+                    tier=Tier.SHARED,
+                    where=self.store.uri,
+                )
+            return data, digest
+
+        try:
+            return await verified(_as_store(self.store), read)
+        except PreconditionFailedError as error:
+            raise IntegrityError(
+                f"{item.key} changed in the store while it was being fetched",
+                hint="Run it again to fetch the new version whole",
+                file=item.path,
+                tier=Tier.SHARED,
+            ) from error
+
+    # --- filling -------------------------------------------------------------------------------------------------
+
+    async def fill(self, paths: Iterable[str] | None = None, listener: ProgressListener = ignore_progress) -> None:
+        """Fetch every chunk of ``paths`` (default: all files) that is not here, together with whoever else does.
+
+        When all files are whole the entry is published. Raises, with nothing published:
+            PartialTransferError: some files could not be had; names each. All of them: the error of the first.
+            IntegrityError: something changed or is damaged. CapacityError: no room. Both end the fill at once.
+        """
+        if self._filling is None or self.directory is not None:
+            listener(Progress(str(self._target), self.frozen.size_bytes, self.frozen.size_bytes))
+            return
+        await self._join(self._filling)
+        indexes = range(len(self.frozen.files)) if paths is None else [self.frozen.index_of(path) for path in paths]
+        while True:
+            await Fill(self, self._filling, indexes, listener).run()
+            if len(indexes) < len(self.frozen.files) and not self._filling.has_all():
+                return
+            if await self._publish(self._filling):
+                return
+
+    async def _publish(self, filling: Filling) -> bool:
+        """True when the entry is whole; False when something has to be fetched again."""
+        deadline, pause = time.monotonic() + self.stall_seconds, POLL_SECONDS_MIN
+        while not await settled(asyncio.to_thread(filling.publish)):
+            filling.refresh()
+            if not filling.has_all():
+                return False
+            if time.monotonic() > deadline:
+                raise OperationTimeoutError(
+                    f"another process has been publishing {self._target} for {self.stall_seconds:g} s",
+                    hint="Look for a hung disk, or a hung tierckpt process on this node",
+                    tier=Tier.LOCAL,
+                )
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, POLL_SECONDS_MAX)
+        self._is_whole = True
+        if self.pool is not None:
+            await asyncio.to_thread(self.pool.note, self.frozen.name)
+        return True
+
+
+def _as_store(origin: Origin) -> Store:
+    """``verified`` asks of a store only whether it is ``Recoverable``."""
+    return origin  # type: ignore[return-value]

@@ -1,0 +1,179 @@
+"""One pass over the chunks of an entry that are missing: some workers take chunk after chunk, whoever gets it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from ..errors import CapacityError, IntegrityError, PartialTransferError, TierckptError
+from ..peer.fetch.scheduler import NotNowError
+from ..telemetry import logger
+from ..types import Progress, ProgressListener
+from .partial_entry import Filling
+
+if TYPE_CHECKING:
+    from .entry import Cached
+
+log = logger("prefetch")
+
+POLL_SECONDS_MIN = 0.005
+POLL_SECONDS_MAX = 0.1
+
+Work: TypeAlias = tuple[int, int]
+"""A file and a chunk of it."""
+
+
+class Chooses(Protocol):
+    """Which chunk comes next."""
+
+    async def take(self) -> Work | None:
+        """The next chunk; None when none is left that nobody has taken."""
+
+    def put_back(self, work: Work) -> None:
+        """It was not fetched: it comes again."""
+
+    def done(self, work: Work) -> None:
+        """It is here, or has been given up."""
+
+
+class InOrder:
+    """One after the other; what is put back comes last."""
+
+    def __init__(self, todo: Iterable[Work]) -> None:
+        self._todo = deque(todo)
+
+    async def take(self) -> Work | None:
+        return self._todo.popleft() if self._todo else None
+
+    def put_back(self, work: Work) -> None:
+        self._todo.append(work)
+
+    def done(self, work: Work) -> None:
+        pass
+
+
+class Fill:
+    """One pass over the chunks that are missing: some workers take chunk after chunk, whoever gets it."""
+
+    def __init__(self, cached: Cached, filling: Filling, indexes: Iterable[int], listener: ProgressListener) -> None:
+        self.cached, self.filling, self.listener = cached, filling, listener
+        self.frozen = cached.frozen
+        filling.refresh()
+        wanted = list(indexes)
+        todo = [
+            (index, chunk)
+            for index in wanted
+            for chunk in range(self.frozen.chunks_of(index))
+            if not filling.has(index, chunk)
+        ]
+        self.total = sum(self.frozen.files[index].size_bytes for index in wanted)
+        missing = sum(self.frozen.chunk_range(*work).size_bytes for work in todo)
+        self.count = len(todo)
+        swarm = cached.swarm
+        is_all = len(wanted) == len(self.frozen.files)
+        self.order: Chooses = InOrder(todo) if swarm is None else swarm.order(todo, whole=is_all)
+        self.done_bytes = self.total - missing
+        self.failures: dict[int, TierckptError] = {}
+        self.wanted = wanted
+        self.fatal = False
+        self.pause = POLL_SECONDS_MIN
+        self.moved_at = time.monotonic()
+
+    async def run(self) -> None:
+        self._say()
+        workers = min(self.cached.fetches_max, self.count)
+        tasks = [asyncio.ensure_future(self._work()) for _ in range(workers)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.cached.tally.taken_over = self.filling.claims.taken_over
+        if self.failures:
+            raise self._error()
+
+    async def _work(self) -> None:
+        while not self.fatal and (work := await self.order.take()) is not None:
+            index, chunk = work
+            if index in self.failures:
+                self.order.done(work)
+                continue
+            if self.filling.has(index, chunk):
+                self._advance(index, chunk, others=True)
+                continue
+            try:
+                if not await self._try(index, chunk):
+                    self.order.put_back(work)
+                    await self._rest()
+            except NotNowError:
+                pass  # the schedule has had it back since, and another worker may be at it: it is not ours to put back
+            except TierckptError as error:
+                self.order.done(work)
+                self.failures.setdefault(index, error)
+                self.fatal |= isinstance(error, IntegrityError | CapacityError)
+
+    async def _try(self, index: int, chunk: int) -> bool:
+        """Fetch one chunk if nobody else is at it; False to come back to it later."""
+        async with self.cached.gate:
+            if time.monotonic() < self.moved_at + self.cached.stall_seconds:
+                if self.filling.claims.count() >= self.cached.fetches_max:
+                    return False  # the node fetches enough of it
+                if not await self.cached.claim(self.filling, index, chunk):
+                    return False
+                fetched, _ = await self.cached.fetch_claimed(self.filling, index, chunk, keep=False)
+            else:
+                log.warning("%s: other processes do not get on, fetching what they claim", self.filling.incoming)
+                self.moved_at = time.monotonic()
+                await self.cached.fetch(self.filling, index, chunk, keep=False)
+                fetched = True
+        self._advance(index, chunk, others=not fetched)
+        return True
+
+    async def _rest(self) -> None:
+        """Wait a moment for others. One worker at a time looks; the rest wait for it."""
+        before = self.filling.landed_bytes
+        async with self.cached.idle:
+            self.filling.refresh()
+            if self.filling.landed_bytes == before:
+                await asyncio.sleep(self.pause)
+                self.pause = min(self.pause * 1.5, POLL_SECONDS_MAX)
+                self.filling.refresh()
+        if self.filling.landed_bytes != before:
+            self.pause, self.moved_at = POLL_SECONDS_MIN, time.monotonic()
+
+    def _advance(self, index: int, chunk: int, *, others: bool) -> None:
+        size_bytes = self.frozen.chunk_range(index, chunk).size_bytes
+        self.done_bytes += size_bytes
+        self.moved_at = time.monotonic()
+        self.order.done((index, chunk))
+        if others:
+            self.cached.tally.others_bytes += size_bytes
+        self._say()
+
+    def _say(self) -> None:
+        tally = self.cached.tally
+        sources = {
+            "here": tally.here_bytes,
+            "peers": tally.peer_bytes,
+            "shared": tally.fetched_bytes,
+            "other processes": tally.others_bytes,
+        }
+        note = ", ".join(f"{size_bytes >> 20} MiB {source}" for source, size_bytes in sources.items() if size_bytes)
+        self.listener(Progress(f"prefetch {self.frozen.uri}", self.done_bytes, self.total, note))
+
+    def _error(self) -> TierckptError:
+        errors = [self.failures[index] for index in sorted(self.failures)]
+        first = next((error for error in errors if isinstance(error, IntegrityError | CapacityError)), errors[0])
+        if len(errors) == len(self.wanted) or isinstance(first, IntegrityError | CapacityError):
+            return first
+        names = {self.frozen.files[index].path: error for index, error in sorted(self.failures.items())}
+        return PartialTransferError(
+            f"{len(errors)} of {len(self.wanted)} files of {self.frozen.uri} could not be fetched",
+            hint="Nothing was published; run the same command again to fetch only what is missing",
+            uri=self.frozen.uri,
+            failures={path: f"{type(error).__name__}: {error}" for path, error in names.items()},
+        )

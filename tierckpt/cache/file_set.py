@@ -1,0 +1,182 @@
+"""What is to be fetched, frozen: the files below one URI with size, version (etag) and digests. Pure.
+
+F1  Two processes that freeze the same files get the same ``version``, whatever their settings.
+F2  A record that decodes is safe to act on: no path leaves its directory, no size is impossible.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NoReturn
+
+from ..errors import ManifestError, ObjectNotFoundError
+from ..format.manifest import (
+    BLOCK_DIGEST_BYTES,
+    MANIFEST_BYTES_MAX,
+    SIZE_BYTES_MAX,
+    FileEntry,
+    Manifest,
+    block_count,
+    chunk_count,
+    digest_of,
+    is_safe_path,
+    seal,
+    unseal,
+)
+from ..types import ByteRange, Json
+
+_FIELDS = frozenset({"uri", "chunk_size_bytes", "files", "count", "wanted", "landed"})
+_PLAIN = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One file to fetch: where it lies, its size and version, and its digests when somebody recorded them."""
+
+    path: str
+    key: str
+    size_bytes: int
+    etag: str | None = None
+    digests: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"path": self.path, "size_bytes": self.size_bytes, "etag": self.etag, "digests": list(self.digests)}
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """One version of the files below ``uri``, cut into chunks. ``chunk_size_bytes`` is no part of the version (F1)."""
+
+    uri: str
+    files: tuple[Wanted, ...]
+    chunk_size_bytes: int
+
+    @cached_property
+    def version(self) -> str:
+        return version_of(self.files)
+
+    @cached_property
+    def name(self) -> str:
+        """A directory name for this version of this URI: readable, and no two alike."""
+        last = _PLAIN.sub("-", self.uri.rstrip("/").rpartition("/")[2]).strip(".-")[:80] or "files"
+        return f"{last}-{digest_of(f'{self.uri} {self.version}'.encode())[:16]}"
+
+    @cached_property
+    def size_bytes(self) -> int:
+        return sum(item.size_bytes for item in self.files)
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {item.path: index for index, item in enumerate(self.files)}
+
+    def index_of(self, path: str) -> int:
+        """Raises ObjectNotFoundError."""
+        try:
+            return self._index[path]
+        except KeyError:
+            raise ObjectNotFoundError(f"{self.uri} holds no file {path!r}", file=path) from None
+
+    def chunks_of(self, index: int) -> int:
+        return chunk_count(self.files[index].size_bytes, self.chunk_size_bytes)
+
+    def chunk_range(self, index: int, chunk: int) -> ByteRange:
+        start = chunk * self.chunk_size_bytes
+        return ByteRange(start, min(start + self.chunk_size_bytes, self.files[index].size_bytes))
+
+    def blocks_range(self, index: int, chunk: int) -> ByteRange:
+        """Where the digests of a chunk's blocks lie among those of all files, one after another."""
+        start = self._first_blocks[index] + block_count(chunk * self.chunk_size_bytes, self.chunk_size_bytes)
+        count = block_count(self.chunk_range(index, chunk).size_bytes, self.chunk_size_bytes)
+        return ByteRange(BLOCK_DIGEST_BYTES * start, BLOCK_DIGEST_BYTES * (start + count))
+
+    @cached_property
+    def _first_blocks(self) -> list[int]:
+        return [0, *accumulate(block_count(item.size_bytes, self.chunk_size_bytes) for item in self.files)]
+
+    def touched(self, byte_range: ByteRange) -> range:
+        """The chunks of a file that ``byte_range`` touches."""
+        if byte_range.stop <= byte_range.start:
+            return range(0)
+        return range(byte_range.start // self.chunk_size_bytes, -(-byte_range.stop // self.chunk_size_bytes))
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Every (file, chunk), in order."""
+        return ((index, chunk) for index in range(len(self.files)) for chunk in range(self.chunks_of(index)))
+
+    def encode(self, landed: Sequence[Sequence[str]] = ()) -> bytes:
+        """``landed``: for each file the digests of the chunks as they landed (a receipt has them)."""
+        body = {
+            "uri": self.uri,
+            "chunk_size_bytes": self.chunk_size_bytes,
+            "files": self.version,
+            "count": len(self.files),
+            "wanted": [{**item.to_json(), "key": item.key} for item in self.files],
+            "landed": [list(digests) for digests in landed],
+        }
+        return seal(body)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A decoded record: the frozen files, and the digests with which their chunks landed."""
+
+    frozen: Frozen
+    landed: tuple[tuple[str, ...], ...]
+
+    def digest(self, index: int, chunk: int) -> str:
+        """The digest of a chunk: as it landed, else as whoever wrote it says; '' when nobody knows one."""
+        known = self.landed[index] if self.landed else self.frozen.files[index].digests
+        return known[chunk] if known else ""
+
+
+def from_manifest(manifest: Manifest) -> list[Wanted]:
+    """The files of a checkpoint of ours, whose digests are their version."""
+    return [wanted_of(entry) for entry in manifest.entries]
+
+
+def wanted_of(entry: FileEntry) -> Wanted:
+    return Wanted(entry.path, entry.key, entry.size_bytes, None, entry.digests)
+
+
+def version_of(files: Sequence[Wanted]) -> str:
+    return digest_of(json.dumps([item.to_json() for item in files], sort_keys=True).encode())
+
+
+def decode(data: bytes, *, where: str) -> Receipt:
+    """Raises ManifestError: damaged, or not a record of ours (F2)."""
+
+    def bad(reason: str) -> NoReturn:
+        raise ManifestError(f"{where}: {reason}", hint="The record is damaged; what it says is not acted upon")
+
+    body = unseal(data, _FIELDS, where=where, size_bytes_max=MANIFEST_BYTES_MAX)
+    chunk, uri, wanted, landed = body["chunk_size_bytes"], body["uri"], body["wanted"], body["landed"]
+    if not isinstance(chunk, int) or not 0 < chunk <= SIZE_BYTES_MAX or not isinstance(uri, str):
+        bad("no chunk size or URI that can be")
+    if not isinstance(wanted, list) or not isinstance(landed, list):
+        bad("no list of files")
+    files = tuple(_decode_wanted(item, bad) for item in wanted)
+    frozen = Frozen(uri, files, chunk)
+    if frozen.version != body["files"] or len({item.path for item in files}) != len(files):
+        bad("it is not of the files that it names")
+    digests = tuple(tuple(map(str, one)) for one in landed if isinstance(one, list))
+    if digests and [len(one) for one in digests] != [frozen.chunks_of(index) for index in range(len(files))]:
+        bad("its digests are not of its files")
+    return Receipt(frozen, digests)
+
+
+def _decode_wanted(item: Json, bad: Any) -> Wanted:
+    try:
+        digests = tuple(map(str, item["digests"]))
+        wanted = Wanted(item["path"], item["key"], item["size_bytes"], item["etag"], digests)
+    except (KeyError, TypeError):
+        bad("a file entry lacks a field")
+    if not is_safe_path(wanted.path) or not isinstance(wanted.key, str) or not isinstance(wanted.etag, str | None):
+        bad(f"a file {wanted.path!r:.80} cannot be")
+    if not isinstance(wanted.size_bytes, int) or not 0 <= wanted.size_bytes <= SIZE_BYTES_MAX:
+        bad(f"{wanted.path}: size {wanted.size_bytes!r:.80} cannot be")
+    return wanted

@@ -1,0 +1,466 @@
+"""The node cache as verbs over URIs: open, prefetch, plan, check, pin, evict. cache/ keeps it, cache/entry.py moves
+bytes.
+
+A checkpoint of ours is not kept here: its place is the local tier, where restore finds it and retention removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias, TypeVar
+
+from ..checkpoint import commit
+from ..checkpoint.catalog import file_size
+from ..config import Settings
+from ..drain.transfer import open_file, pread_all
+from ..errors import (
+    BucketNotFoundError,
+    ConfigError,
+    ObjectNotFoundError,
+    OperationTimeoutError,
+    StoreUnavailableError,
+    TierckptError,
+    UncommittedCheckpointError,
+)
+from ..format.layout import METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, parse_uri
+from ..format.manifest import Manifest, has_digest
+from ..peer.fetch.join import Sharing
+from ..stores.base import Store
+from ..telemetry import logger
+from ..types import Json, ObjectInfo, ProgressListener, Tier
+from .entry import STALL_SECONDS_MIN, Cached
+from .file_set import Frozen, Receipt, Wanted
+from .partial_entry import landed_in, read_entry, read_receipt, whole_receipt
+from .pool import Lease, Pool, Row, evict_all
+from .prefetch import PrefetchResult, from_listing, from_manifest, result_of, select
+
+log = logger("prefetch")
+
+T = TypeVar("T")
+Kind: TypeAlias = Literal["auto", "object", "directory"]
+ANCESTORS_MAX = 16
+PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.1, 5.0
+DIGESTS_AT_A_TIME = 4
+
+_kept: dict[str, Lease] = {}
+"""Leases on directories that were handed to this process: it may read them for as long as it lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is at a URI now, frozen, and the store that has it."""
+
+    location: Location
+    store: Store
+    frozen: Frozen
+    manifest: Manifest | None = None
+    only: Wanted | None = None
+    is_filtered: bool = False
+
+
+@dataclass(slots=True)
+class Check:
+    """What of a frozen version is on this node."""
+
+    uri: str
+    state: str
+    """``whole``, ``partial``, ``absent``, or ``outdated`` (whole, of a version that is not the store's any more)."""
+    directory: Path | None
+    files: int
+    size_bytes: int
+    here_bytes: int
+    missing: dict[str, int] = field(default_factory=dict)
+    """Files that are not whole, and how many bytes each lacks."""
+    bad: dict[str, str] = field(default_factory=dict)
+    """Files whose bytes are not what landed."""
+    is_pinned: bool = False
+    leases: int = 0
+
+    def to_json(self) -> Json:
+        return {
+            "uri": self.uri,
+            "state": self.state,
+            "directory": str(self.directory) if self.directory else None,
+            "files": self.files,
+            "size_bytes": self.size_bytes,
+            "here_bytes": self.here_bytes,
+            "missing": self.missing,
+            "bad": self.bad,
+            "pinned": self.is_pinned,
+            "leases": self.leases,
+        }
+
+
+class Shelf:
+    """The entries of this node's cache, by URI. Runs on one event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store_at: Callable[[Location], Store],
+        listener: ProgressListener,
+        sharing: Sharing | None = None,
+    ) -> None:
+        """``sharing``: the other nodes; None where there are none."""
+        self.settings, self.sharing = settings, sharing
+        self.pool = Pool(settings)
+        self._store_at, self._listener = store_at, listener
+        self._gate = asyncio.Semaphore(2 * settings.concurrency)
+        self._receipts: dict[str, Receipt] = {}
+
+    # --- freezing ------------------------------------------------------------------------------------------------
+
+    async def freeze(
+        self,
+        location: Location,
+        *,
+        kind: Kind = "auto",
+        info: ObjectInfo | None = None,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+    ) -> Held:
+        """Fix what ``location`` holds now: a checkpoint, a directory of files, or one object.
+
+        Args:
+            kind: what it is, where the caller knows: that saves requests.
+            info: size and etag of the object, where the caller knows them; no request is made then.
+
+        Raises:
+            ObjectNotFoundError: nothing is there, or nothing matches.
+            UncommittedCheckpointError: a checkpoint that has not been committed on the shared tier.
+        """
+        if info is not None or kind == "object":
+            return await self._object(location, info)
+        if kind == "auto" and "." in location.name and location.path.strip("/"):
+            try:
+                return await self._object(location, None)
+            except ObjectNotFoundError:
+                return await self._directory(location, include, exclude)
+        try:
+            return await self._directory(location, include, exclude)
+        except ObjectNotFoundError as error:
+            if kind == "directory" or not location.path.strip("/"):
+                raise
+            try:
+                return await self._object(location, None)
+            except ObjectNotFoundError:
+                raise error from None
+
+    async def _object(self, location: Location, info: ObjectInfo | None) -> Held:
+        store, name = self._store_at(location.parent), location.name
+        if info is None:
+            info = await store.head(name)
+        wanted = Wanted(name, name, info.size_bytes, info.etag)
+        return Held(location, store, self._frozen(location, [wanted]), only=wanted)
+
+    async def _directory(self, location: Location, include: Sequence[str], exclude: Sequence[str]) -> Held:
+        store = self._store_at(location)
+        manifest = await commit.read_shared_manifest(store)
+        if manifest is None and await _claimed(store):
+            raise _uncommitted(location)
+        if manifest is not None:
+            return self.hold(location, store, manifest, include, exclude)
+        files = await from_listing(store)
+        if _is_half(files):
+            raise _uncommitted(location)  # it was not even claimed when we asked
+        if include or exclude:
+            files = select(files, include, exclude, location.uri)
+        return Held(location, store, self._frozen(location, files), is_filtered=bool(include or exclude))
+
+    def hold(
+        self, location: Location, store: Store, manifest: Manifest, include: Sequence[str], exclude: Sequence[str]
+    ) -> Held:
+        """A checkpoint whose manifest is known. Raises ObjectNotFoundError: nothing of it matches."""
+        files = from_manifest(manifest)
+        if include or exclude:
+            files = select(files, include, exclude, location.uri)
+        frozen = self._frozen(location, files, manifest.chunk_size_bytes)
+        return Held(location, store, frozen, manifest, is_filtered=bool(include or exclude))
+
+    def _frozen(self, location: Location, files: Sequence[Wanted], chunk_size_bytes: int | None = None) -> Frozen:
+        return Frozen(location.uri, tuple(files), chunk_size_bytes or int(self.settings.chunk_size_bytes))
+
+    # --- opening and filling -------------------------------------------------------------------------------------
+
+    async def open(self, held: Held, *, whole: bool = False) -> Cached:
+        """Open the entry of ``held``; make it if there is none. Close what is returned.
+
+        Raises:
+            CapacityError: ``whole``, and there is no room for all of it.
+        """
+        found = await asyncio.to_thread(self._larger, held)
+        frozen = found or held.frozen
+        store = held.store if found is None or held.only is None else self._store_of(frozen, held)
+        cached = Cached(
+            store,
+            frozen,
+            self.pool.directory(frozen.name),
+            pool=self.pool,
+            gate=self._gate,
+            stall_seconds=max(STALL_SECONDS_MIN, 2 * self.settings.store_timeout_seconds),
+            fetches_max=2 * self.settings.concurrency,
+            sharing=self.sharing,
+        )
+        await asyncio.to_thread(lambda: cached.begin(whole=whole))
+        cached.only = self._only(held, frozen)
+        return cached
+
+    async def reopen(self, frozen: Frozen) -> Cached:
+        """Open an entry by its receipt. The store is not asked for anything. Close what is returned."""
+        location, files = parse_uri(frozen.uri), frozen.files
+        is_object = len(files) == 1 and files[0].key == location.name
+        held = Held(location, self._store_at(location.parent if is_object else location), frozen)
+        return await self.open(held)
+
+    def _store_of(self, frozen: Frozen, held: Held) -> Store:
+        location = held.location
+        while location.uri != frozen.uri:
+            location = location.parent
+        return self._store_at(location)
+
+    def _only(self, held: Held, frozen: Frozen) -> Wanted | None:
+        if held.only is None or frozen is held.frozen or frozen.version == held.frozen.version:
+            return held.only
+        return next(item for item in frozen.files if _same(item, held.only, _below(frozen.uri, held.location)))
+
+    def _larger(self, held: Held) -> Frozen | None:
+        """An entry that has all of ``held`` in the same versions and more: of its URI, or of a directory above it."""
+        if not self.pool.root.is_dir():
+            return None
+        places = [held.location]
+        while held.only is not None and places[-1].path.strip("/") and len(places) < ANCESTORS_MAX:
+            places.append(places[-1].parent)
+        rows = self.pool.rows(*(place.uri for place in places))
+        exact = next((row for row in rows if row.name == held.frozen.name), None)
+        if exact is not None and exact.state == "complete":
+            return None
+        for row in sorted(rows, key=lambda row: (row.state != "complete", -row.used_unix_ns)):
+            if row.state != "complete" and (exact is not None or held.only is None):
+                break  # a half-filled one is only good for a single object that has no entry of its own
+            frozen = self._contents(row)
+            if frozen is not None and _covers(frozen, held):
+                return frozen
+        return None
+
+    def _contents(self, row: Row) -> Frozen | None:
+        if row.state != "complete":
+            incoming = self.pool.incoming(row.name)
+            return read_entry(incoming) if incoming is not None else None
+        if row.name not in self._receipts:
+            receipt = read_receipt(self.pool.directory(row.name))
+            if receipt is None:
+                return None
+            if len(self._receipts) >= 64:
+                self._receipts.clear()
+            self._receipts[row.name] = receipt
+        return self._receipts[row.name].frozen
+
+    async def prefetch(self, held: Held, *, pin: bool = False, keep: bool = False) -> PrefetchResult:
+        """Have all of ``held`` in the cache, whole.
+
+        Args:
+            pin: keep it until it is unpinned; other versions of the URI are unpinned.
+            keep: hold it for as long as this process lives.
+        """
+        cached = await self.open(held, whole=True)
+        try:
+            await cached.fill(listener=self._listener)
+            directory, name = self.pool.directory(cached.frozen.name), cached.frozen.name
+            if pin:
+                await asyncio.to_thread(self._pin, cached.frozen)
+            if keep and name not in _kept:
+                _kept[name] = await asyncio.to_thread(self.pool.lease, name)
+            return result_of(cached, directory, is_pinned=pin or self.pool.is_pinned(name))
+        finally:
+            await cached.close()
+
+    def _pin(self, frozen: Frozen) -> None:
+        self.pool.pin(frozen.name)
+        for row in self.pool.rows(frozen.uri):
+            if row.is_pinned and row.name != frozen.name:
+                self.pool.pin(row.name, False)
+
+    # --- asking and removing ---------------------------------------------------------------------------------------
+
+    async def check_at(
+        self, location: Location, place: Callable[[Held], Path | None], include: Sequence[str], exclude: Sequence[str]
+    ) -> Check:
+        """``check`` of what ``location`` holds now; while its store is away, of what was fetched last."""
+        try:
+            held = await self.freeze(location, include=include, exclude=exclude)
+        except StoreUnavailableError as error:
+            rows = await asyncio.to_thread(self.pool.rows, location.uri)
+            frozen = self._contents(rows[-1]) if rows else None
+            if frozen is None:
+                raise
+            log.warning("%s cannot be asked whether it has changed: %s", location.uri, error.message)
+            held = Held(location, self._store_at(location), frozen)
+        return await asyncio.to_thread(self.check, held, place(held))
+
+    def check(self, held: Held, directory: Path | None = None) -> Check:
+        """Say what of ``held`` is here: in the cache, or in ``directory``. Fetches and changes nothing."""
+        frozen = self._larger(held) or held.frozen if directory is None else held.frozen
+        target = directory or self.pool.directory(frozen.name)
+        check = _check(frozen, target)
+        if held.manifest is not None and check.state != "whole" and _has_sizes(frozen, target):
+            check = Check(frozen.uri, "whole", target, len(frozen.files), frozen.size_bytes, frozen.size_bytes)
+        check.uri = held.location.uri
+        if directory is None:
+            check.is_pinned = self.pool.is_pinned(frozen.name)
+            check.leases = len(self.pool.leases(frozen.name))
+            older = [row for row in self.pool.rows(held.location.uri) if row.version != frozen.version]
+            if check.state == "absent" and any(row.state == "complete" for row in older):
+                check.state = "outdated"
+        elif check.state == "absent" and read_receipt(target) is not None:
+            check.state = "outdated"
+        return check
+
+    async def read_again(self, check: Check) -> None:
+        """Digest every chunk of what is whole again; what is not as it landed goes into ``check.bad``."""
+        if check.state != "whole" or check.directory is None:
+            return
+        receipt = await asyncio.to_thread(read_receipt, check.directory)
+        if receipt is None:
+            return
+        gate = asyncio.Semaphore(DIGESTS_AT_A_TIME)
+
+        async def one(index: int) -> None:
+            async with gate:
+                problem = await asyncio.to_thread(_damage, receipt, index, check.directory)
+            if problem:
+                check.bad[receipt.frozen.files[index].path] = problem
+
+        await asyncio.gather(*(one(index) for index in range(len(receipt.frozen.files))))
+
+    def unpin(self, location: Location) -> list[Row]:
+        rows = [row for row in self.pool.rows(location.uri) if row.is_pinned]
+        for row in rows:
+            self.pool.pin(row.name, False)
+        return rows
+
+    def evict(self, location: Location) -> tuple[list[Row], list[Row]]:
+        """Remove all versions of a URI. Returns what went, and what stayed because it is pinned or in use.
+
+        Raises:
+            ObjectNotFoundError: the cache has nothing of it.
+        """
+        rows = self.pool.rows(location.uri)
+        if not rows:
+            raise ObjectNotFoundError(
+                f"the cache holds nothing of {location.uri}", hint="`tierckpt prefetch --check` lists what it holds"
+            )
+        return evict_all(self.pool, rows)
+
+
+async def patiently(work: Callable[[], Awaitable[T]], timeout_seconds: float, what: str) -> T:
+    """Do ``work`` when it can be done: again while ``what`` is not committed, not there, or its store is away.
+
+    Raises:
+        OperationTimeoutError: not within ``timeout_seconds``; says what it waited for.
+    """
+    pause, last = PAUSE_SECONDS_MIN, "nothing went wrong"
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            while True:
+                try:
+                    return await work()
+                except BucketNotFoundError:
+                    raise
+                except (UncommittedCheckpointError, ObjectNotFoundError, StoreUnavailableError) as error:
+                    last = error.message
+                    log.info("waiting for %s: %s", what, last)
+                await asyncio.sleep(pause)
+                pause = min(pause * 1.5, PAUSE_SECONDS_MAX)
+    except TimeoutError as error:
+        if isinstance(error, TierckptError):
+            raise
+        raise OperationTimeoutError(
+            f"{what} was not whole on this node after {timeout_seconds:g} s: {last}",
+            hint="Run it again: what has landed is kept",
+            tier=Tier.SHARED,
+        ) from error
+
+
+def refuse_pin(held: Held) -> None:
+    """Raise ConfigError: a checkpoint of ours has no place in the cache that could be pinned."""
+    raise ConfigError(
+        f"{held.location.uri} is a checkpoint of tierckpt: it goes to the local tier, which has no pins",
+        hint="Leave --pin out (retention keeps it), or give --to a directory of its own",
+    )
+
+
+def _check(frozen: Frozen, target: Path) -> Check:
+    found = Check(frozen.uri, "absent", None, len(frozen.files), frozen.size_bytes, 0)
+    if whole_receipt(target, frozen.version) is not None:
+        found.state, found.directory, found.here_bytes = "whole", target, frozen.size_bytes
+        return found
+    landed = landed_in(target, frozen.version)
+    found.missing = {item.path: item.size_bytes - landed.get(item.path, 0) for item in frozen.files}
+    found.missing = {path: lacking for path, lacking in found.missing.items() if lacking or path not in landed}
+    found.here_bytes = sum(landed.values())
+    found.state = "partial" if found.here_bytes else "absent"
+    return found
+
+
+def _has_sizes(frozen: Frozen, target: Path) -> bool:
+    """True for a checkpoint that was saved on this node: it has no receipt, and every file."""
+    return all(file_size(target / item.path) == item.size_bytes for item in frozen.files)
+
+
+def _damage(receipt: Receipt, index: int, directory: Path | None) -> str:
+    """What is wrong with a file, '' when nothing is."""
+    frozen = receipt.frozen
+    item = frozen.files[index]
+    digests = receipt.landed[index] if receipt.landed else item.digests
+    path = Path(directory or "", item.path)
+    try:
+        file = open_file(path)
+        try:
+            for chunk, digest in enumerate(digests):
+                at = frozen.chunk_range(index, chunk)
+                if not has_digest(pread_all(file, at, path), digest):
+                    return f"bytes {at.start}-{at.stop} are not what landed"
+        finally:
+            os.close(file)
+    except TierckptError as error:
+        return error.message
+    return ""
+
+
+def _covers(frozen: Frozen, held: Held) -> bool:
+    if held.only is not None:
+        below = _below(frozen.uri, held.location)
+        return any(_same(item, held.only, below) for item in frozen.files)
+    own = {(item.path, item.size_bytes, item.etag, item.digests) for item in frozen.files}
+    return all((item.path, item.size_bytes, item.etag, item.digests) in own for item in held.frozen.files)
+
+
+def _same(item: Wanted, other: Wanted, path: str) -> bool:
+    same = item.size_bytes == other.size_bytes and item.etag == other.etag
+    return same and item.etag is not None and item.path == path
+
+
+def _below(uri: str, location: Location) -> str:
+    return location.uri[len(uri) :].lstrip("/")
+
+
+def _uncommitted(location: Location) -> UncommittedCheckpointError:
+    return UncommittedCheckpointError(
+        f"{location.uri} is not committed on the shared tier",
+        hint="Wait for its drain (`tierckpt drain --wait` on the training nodes), or take an older step",
+    )
+
+
+def _is_half(files: Sequence[Wanted]) -> bool:
+    """Shards and no metadata: a checkpoint that is being put there, and no directory of files."""
+    names = [file.path for file in files if "/" not in file.path]
+    return any(name.endswith(SHARD_SUFFIX) for name in names) and not any(name.endswith(METADATA) for name in names)
+
+
+async def _claimed(store: Store) -> bool:
+    """True when a save of ours has begun to drain here: its files are not a model to fetch as it stands."""
+    return bool(await store.list_dirs(PRIVATE_DIR)) or await commit.read_claim(store) is not None

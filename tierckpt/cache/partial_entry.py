@@ -1,0 +1,555 @@
+"""A directory on its way: several processes fill it together, and it appears by one rename when it is whole.
+
+    <parent>/.NAME.<version>.incoming/                  the files, sparse or preallocated, each of its full size
+    <parent>/.NAME.<version>.incoming/.tierckpt/filling/
+        entry.json            what is to be here (cache/file_set.py): uri, files, chunk size
+        progress-<boot>-<chunk size>    a line for each chunk that has landed: "<file> <chunk> <digest>"; "!<file>.":
+                              forget its chunks; "=<file>.": it is whole and durable
+        claims/               who brings which chunk now (disk/claims.py)
+        shared/               and which of them from shared storage, where other nodes take part
+        owners/               heartbeats of the processes that are at it
+    <parent>/NAME/.tierckpt/prefetched.json             the receipt; a directory without it is not done
+    <parent>/NAME/.tierckpt/prefetched.blocks           digests of blocks, so that a small read verifies little
+
+Invariants:
+    G1  A line is appended after its bytes were verified and written, and only appended: O_APPEND, one write. A torn
+        line is not a line. Whoever reads it may read the chunk.
+    G2  Writing a chunk twice, from two processes, writes the same bytes: they are of one frozen version and verified.
+    G3  Lines are believed for the same boot only: after a power cut the page cache may have lost what they claim.
+    G4  The directory is renamed when every byte is durable and the receipt is in it. So it is whole or not there.
+    G5  Nothing in prefetched.blocks is believed before it has passed its chunk's digest: that it is damaged, or lost by
+        a power cut, costs a larger read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import secrets
+import shutil
+import stat
+import threading
+from pathlib import Path
+
+from ..disk.claims import TRIES, Claims, Presence, is_live
+from ..disk.quarantine import open_regular
+from ..errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
+from ..format.layout import PRIVATE_DIR
+from ..format.manifest import BLOCK_DIGEST_BYTES, MANIFEST_BYTES_MAX, ChunkDigest, blocks_of, digest_of, has_digest
+from ..stores.local import fsync_dir, make_dirs, matching, read_whole
+from ..telemetry import logger
+from ..types import Buffer, ByteRange, Tier
+from .direct_write import allocate, translated, write_at
+from .file_set import Frozen, Receipt, decode
+
+log = logger("cache")
+
+RECEIPT = f"{PRIVATE_DIR}/prefetched.json"
+BLOCKS = f"{PRIVATE_DIR}/prefetched.blocks"
+FILLING = f"{PRIVATE_DIR}/filling"
+ENTRY = f"{FILLING}/entry.json"
+SUFFIX = ".incoming"
+PUBLISH = "publish"
+SHARED = "shared"
+APPENDS_MAX = 8
+
+_LANDED = re.compile(rb"(\d+) (\d+) (t?[0-9a-f]{32})")
+_MARK = re.compile(rb"([!=])(\d+)\.")
+
+
+def incoming_of(directory: Path, version: str) -> Path:
+    """Where to gather the files, on the file system of ``directory``: beside it, or inside where it is in use already
+    (a mount point cannot be renamed over)."""
+    if is_new(directory):
+        return directory.with_name(f".{directory.name}.{version[:8]}{SUFFIX}")
+    return directory / PRIVATE_DIR / f"{version[:8]}{SUFFIX}"
+
+
+def landed_in(directory: Path, version: str) -> dict[str, int]:
+    """Bytes of each file that have landed on the way to ``directory``; {} when nobody has begun. Changes nothing."""
+    incoming = incoming_of(directory, version)
+    frozen = read_entry(incoming)
+    if frozen is None or frozen.version != version:
+        return {}
+    lines = Lines(frozen)
+    with contextlib.suppress(OSError, TierckptError), os.fdopen(open_regular(lines.path(incoming)), "rb") as file:
+        lines.take(file.read())
+    return {item.path: lines.bytes_of(index) for index, item in enumerate(frozen.files)}
+
+
+def is_new(directory: Path) -> bool:
+    return not directory.exists() or not (directory.is_mount() or matching(directory, "*"))
+
+
+def read_receipt(directory: Path) -> Receipt | None:
+    """What ``directory`` holds, by its receipt; None when it has none, or a damaged one."""
+    try:
+        return decode(read_whole(directory / RECEIPT, MANIFEST_BYTES_MAX), where=str(directory / RECEIPT))
+    except (ObjectNotFoundError, ManifestError):
+        return None
+
+
+def whole_receipt(directory: Path, version: str) -> Receipt | None:
+    """The receipt of ``directory`` when it is of ``version`` and every file has its size; else None."""
+    receipt = read_receipt(directory)
+    if receipt is None or receipt.frozen.version != version:
+        return None
+    if any(_size(directory / item.path) != item.size_bytes for item in receipt.frozen.files):
+        return None
+    return receipt
+
+
+def read_entry(incoming: Path) -> Frozen | None:
+    """What ``incoming`` is to become; None when nobody knows (then it is of no use)."""
+    try:
+        return _entry_of(incoming)
+    except (ObjectNotFoundError, ManifestError):
+        return None
+
+
+def _entry_of(incoming: Path) -> Frozen:
+    """Raises ObjectNotFoundError: nobody has begun. ManifestError: it is damaged."""
+    return decode(read_whole(incoming / ENTRY, MANIFEST_BYTES_MAX), where=str(incoming / ENTRY)).frozen
+
+
+def is_being_filled(incoming: Path) -> bool:
+    """True while a live process works on ``incoming``."""
+    owners = incoming / FILLING / "owners"
+    try:
+        names = os.listdir(owners)  # noqa: PTH208
+    except OSError:
+        return False
+    return any(is_live(name, owners) for name in names)
+
+
+def remove_dir(directory: Path) -> None:
+    """Remove ``directory``: it is out of sight by one rename before anything in it goes. No error when it is gone."""
+    aside = directory.with_name(f".{secrets.token_hex(6)}.evicted")
+    with translated(directory):
+        try:
+            directory.rename(aside)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+class Lines:
+    """What the lines of a progress file say."""
+
+    def __init__(self, frozen: Frozen) -> None:
+        self.frozen = frozen
+        self.landed: dict[int, dict[int, str]] = {}
+        """By file, the digest of each chunk that has landed."""
+        self.landed_bytes = 0
+        self.durable: set[int] = set()
+        """Files that are whole and durable."""
+        self.order: list[tuple[int, int]] = []
+        """Chunks as they landed, one after the other. One that was forgotten and has landed again is there twice."""
+
+    def path(self, incoming: Path) -> Path:
+        """Lines of another boot (G3), or of chunks of another size, are in another file."""
+        return incoming / FILLING / f"progress-{_boot_id()[:8]}-{self.frozen.chunk_size_bytes}"
+
+    def take(self, data: bytes) -> int:
+        """Take in all whole lines of ``data``; return how many bytes are done with."""
+        whole = data.rpartition(b"\n")[0]
+        for line in whole.split(b"\n"):
+            self._take(line)
+        return len(whole)  # the last line feed is left: the next record may begin with it
+
+    def _take(self, line: bytes) -> None:
+        if match := _LANDED.fullmatch(line):
+            index, chunk = int(match[1]), int(match[2])
+            if index < len(self.frozen.files) and chunk < self.frozen.chunks_of(index):
+                chunks = self.landed.setdefault(index, {})
+                if chunk not in chunks:
+                    self.landed_bytes += self.frozen.chunk_range(index, chunk).size_bytes
+                    self.order.append((index, chunk))
+                chunks[chunk] = match[3].decode()
+        elif match := _MARK.fullmatch(line):
+            index = int(match[2])
+            if match[1] == b"=":
+                self.durable.add(index)
+            else:
+                self.landed_bytes -= self.bytes_of(index)
+                self.landed.pop(index, None)
+                self.durable.discard(index)
+
+    def bytes_of(self, index: int) -> int:
+        return sum(self.frozen.chunk_range(index, chunk).size_bytes for chunk in self.landed.get(index, ()))
+
+
+class Filling:
+    """One process's part in filling ``directory`` with ``frozen``. Methods are blocking; any thread may call them."""
+
+    def __init__(self, directory: Path, frozen: Frozen, *, preallocate: bool) -> None:
+        """Join who fills it, or be the first. Raises StoreError and the like when it cannot be written."""
+        self.directory = directory
+        make_dirs(directory.parent)
+        self.incoming = incoming_of(directory, frozen.version)
+        self.preallocate = preallocate
+        self._lock = threading.Lock()
+        self._offset = 0
+        self._prepared: set[int] = set()
+        base = self.incoming / FILLING
+        with translated(self.incoming):
+            for folder in (base / "claims", base / SHARED):  # durable when it is published, not before (G3)
+                make_dirs(folder, is_durable=False)
+            self.frozen = self._agree(frozen)
+            self._lines = Lines(self.frozen)
+            self._progress = self._lines.path(self.incoming)
+            self._log = open_regular(self._progress, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            self.presence = Presence(base / "owners")
+            with translated(self.incoming):
+                self.presence.begin()
+        except BaseException:
+            os.close(self._log)
+            raise
+        self.claims = Claims(base / "claims", base / "owners", self.presence.name)
+        self.fetching = Claims(base / SHARED, base / "owners", self.presence.name)
+        self.refresh()
+
+    def _agree(self, frozen: Frozen) -> Frozen:
+        """Take over what stands there already: the chunk size of whoever was first.
+
+        Not there and damaged are told apart by one read. By two, an entry that another has made between them would
+        count as damaged, and what has landed since would go with it.
+        """
+        path = self.incoming / ENTRY
+        for _ in range(TRIES):
+            try:
+                known = _entry_of(self.incoming)
+                if known.version == frozen.version:
+                    return known
+                self._forget(path)
+            except ManifestError:
+                self._forget(path)
+            except ObjectNotFoundError:
+                pass  # the first, or one of them
+            temporary = path.with_name(f"entry.{secrets.token_hex(6)}")
+            _write_durable(temporary, frozen.encode())
+            try:
+                os.link(temporary, path)  # of several that are first, one is
+            except FileExistsError:
+                pass
+            except OSError:  # no hard links here
+                temporary.replace(path)
+            temporary.unlink(missing_ok=True)
+        raise StoreError(f"{path} is never what was written to it", path=path, tier=Tier.LOCAL)
+
+    def _forget(self, entry: Path) -> None:
+        log.warning("%s is damaged: beginning again", entry)
+        for left in self._lists():
+            left.unlink(missing_ok=True)
+        entry.unlink(missing_ok=True)
+
+    def _lists(self) -> list[Path]:
+        return matching(self.incoming / FILLING, "progress-*")
+
+    def close(self) -> None:
+        """Leave. What has landed stays. Idempotent."""
+        if self._log < 0:
+            return
+        self.presence.end()
+        os.close(self._log)
+        self._log = -1
+
+    def tidy(self) -> None:
+        """After ``close``, of an entry that is published: remove the directory that a late one of us made once more."""
+        if self.incoming.exists() and self.is_published() and not is_being_filled(self.incoming):
+            with contextlib.suppress(TierckptError):
+                remove_dir(self.incoming)
+
+    # --- what has landed -----------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """See what others have landed since. Cost: one fstat when nothing has."""
+        with self._lock, translated(self._progress):
+            if self._log < 0 or os.fstat(self._log).st_size <= self._offset:
+                return
+            data = b""
+            while piece := os.pread(self._log, 1 << 20, self._offset + len(data)):
+                data += piece
+            self._offset += self._lines.take(data)
+
+    @property
+    def landed_bytes(self) -> int:
+        return self._lines.landed_bytes
+
+    def has(self, index: int, chunk: int) -> bool:
+        """True when the chunk was here at the last ``refresh``."""
+        return chunk in self._lines.landed.get(index, ())
+
+    def has_file(self, index: int) -> bool:
+        return len(self._lines.landed.get(index, ())) == self.frozen.chunks_of(index)
+
+    def has_all(self) -> bool:
+        return all(self.has_file(index) for index in range(len(self.frozen.files)))
+
+    def digest(self, index: int, chunk: int) -> str:
+        """With which digest the chunk landed; '' when it has not."""
+        return self._lines.landed.get(index, {}).get(chunk, "")
+
+    # --- landing and reading ---------------------------------------------------------------------------------------
+
+    def land(self, index: int, chunk: int, data: Buffer, digest: str = "") -> None:
+        """Take one chunk: verify, write, and say so (G1). ``digest``: of ``data``, when it is known already.
+
+        Raises:
+            IntegrityError: it is not the chunk that it should be; nothing was written.
+            CapacityError, StoreError: it could not be written.
+        """
+        item, at = self.frozen.files[index], self.frozen.chunk_range(index, chunk)
+        digest = digest or digest_of(data)
+        if len(data) != at.size_bytes or (item.digests and not same_digest(data, digest, item.digests[chunk])):
+            raise IntegrityError(
+                f"bytes {at.start}-{at.stop} of {item.path} are not the bytes that were saved",
+                hint="`tierckpt verify --read-data` lists every bad file",
+                file=item.path,
+                tier=Tier.SHARED,
+                where=self.frozen.uri,
+            )
+        write_at(self.prepare(index), data, at.start)
+        self._put_blocks(index, chunk, digest.blocks if isinstance(digest, ChunkDigest) else blocks_of(data))
+        self._append(f"{index} {chunk} {digest}")
+        self.refresh()
+        if not self.has(index, chunk):
+            raise StoreError(f"{self._progress} does not keep what is appended to it", tier=Tier.LOCAL)
+        if self.has_file(index):
+            self._make_durable(index)
+
+    def _put_blocks(self, index: int, chunk: int, blocks: bytes) -> None:
+        """Before the line that says the chunk is here. Whoever lands it writes the same bytes here too (G2)."""
+        if len(blocks) == BLOCK_DIGEST_BYTES:
+            return  # of one block: its digest is the chunk's
+        path = self.incoming / BLOCKS
+        with translated(path):
+            file = open_regular(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                os.pwrite(file, blocks, self.frozen.blocks_range(index, chunk).start)
+            finally:
+                os.close(file)
+
+    def _append(self, line: str) -> None:
+        record = f"\n{line}\n".encode()
+        with translated(self._progress):
+            for _ in range(APPENDS_MAX):  # one that was cut short is a torn line, and the whole one follows it
+                if os.write(self._log, record) == len(record):
+                    return
+        raise StoreError(f"{self._progress} could not be appended to", path=self._progress, tier=Tier.LOCAL)
+
+    def prepare(self, index: int) -> Path:
+        """Return the path of a file, which is there with its full size.
+
+        Making it is idempotent and loses nothing, whoever does it how often: a file is only ever extended.
+        """
+        item = self.frozen.files[index]
+        path = self.incoming / item.path
+        if index in self._prepared:
+            return path
+        if not (self.incoming / ENTRY).exists():
+            raise ObjectNotFoundError(f"{self.incoming} has gone: published, or removed", tier=Tier.LOCAL)
+        with translated(path):
+            make_dirs(path.parent, is_durable=False)
+            self.refresh()
+            had = bool(self._lines.landed.get(index))
+            try:
+                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                if had:  # somebody has removed the file and left its lines
+                    log.warning("%s has gone: fetching it again", path)
+                    self._append(f"!{index}.")
+            except FileExistsError:
+                file = open_regular(path, os.O_RDWR)
+            try:
+                status = os.fstat(file)
+                if self.preallocate and item.size_bytes > status.st_blocks * 512:
+                    allocate(file, item.size_bytes)
+                if status.st_size < item.size_bytes:
+                    os.ftruncate(file, item.size_bytes)
+            finally:
+                os.close(file)
+        self._prepared.add(index)
+        return path
+
+    def read(self, index: int, byte_range: ByteRange, into: memoryview) -> bool:
+        """Copy a range whose chunks have all landed; False when one has not (after a look), or the file is elsewhere
+        by now: published."""
+        chunks = self.frozen.touched(byte_range)
+        if not all(self.has(index, chunk) for chunk in chunks):
+            self.refresh()
+            if not all(self.has(index, chunk) for chunk in chunks):
+                return False
+        return read_file(self.incoming / self.frozen.files[index].path, byte_range, into)
+
+    # --- publishing ----------------------------------------------------------------------------------------------
+
+    def is_published(self) -> bool:
+        return whole_receipt(self.directory, self.frozen.version) is not None
+
+    def publish(self) -> bool:
+        """Make the directory appear, when every chunk has landed. True when it is there; False while another process
+        is at it, or when a file had to be forgotten.
+
+        Raises:
+            StoreError, CapacityError: a file could not be made durable. Its chunks will be fetched again.
+        """
+        if self.is_published():
+            return True
+        try:
+            if not self.claims.take(PUBLISH):
+                return False
+        except FileNotFoundError:
+            return self._is_elsewhere()
+        try:
+            if self.is_published():
+                return True
+            self.refresh()
+            if not self.has_all():
+                return False
+            with translated(self.directory):
+                self._publish()
+            return True
+        finally:
+            self.claims.release(PUBLISH)
+
+    def _is_elsewhere(self) -> bool:
+        if self.is_published():
+            return True
+        raise StoreError(
+            f"{self.incoming} was removed while it was being filled", hint="Run it again", path=self.incoming
+        )
+
+    def _publish(self) -> None:
+        for index in range(len(self.frozen.files)):
+            self.prepare(index)
+            if index not in self._lines.durable:
+                self._make_durable(index)
+        if not self.has_all():  # prepare has found a file gone
+            raise StoreError(f"files of {self.incoming} were removed while it was being filled", hint="Run it again")
+        receipt = self.frozen.encode([self._digests(index) for index in range(len(self.frozen.files))])
+        if self.incoming.parent == self.directory.parent:
+            self._put_receipt(self.incoming, receipt)
+            for folder in self._folders(self.incoming):
+                fsync_dir(folder)
+            self.incoming.rename(self.directory)  # over an empty directory too: one instant at which all appears
+            fsync_dir(self.directory.parent)
+        else:
+            self._move_in(receipt)
+        tidy(self.directory)
+
+    def _move_in(self, receipt: bytes) -> None:
+        """The target holds other files already. What landed is no longer said to be in ``incoming``; the old receipt
+        goes before the first file moves, the new one comes last."""
+        for left in self._lists():
+            left.unlink()
+        (self.directory / RECEIPT).unlink(missing_ok=True)
+        for item in self.frozen.files:
+            make_dirs((self.directory / item.path).parent)
+            (self.incoming / item.path).replace(self.directory / item.path)
+        for folder in self._folders(self.directory):
+            fsync_dir(folder)
+        make_dirs((self.directory / RECEIPT).parent)
+        with contextlib.suppress(FileNotFoundError):  # no file has a chunk of more than one block
+            (self.incoming / BLOCKS).replace(self.directory / BLOCKS)
+        self._put_receipt(self.directory, receipt)
+        shutil.rmtree(self.incoming, ignore_errors=True)
+
+    def _put_receipt(self, directory: Path, receipt: bytes) -> None:
+        """Written where everything that is left over goes away with the rest."""
+        temporary = self.incoming / FILLING / f"receipt.{secrets.token_hex(6)}"
+        _write_durable(temporary, receipt)
+        temporary.replace(directory / RECEIPT)
+        fsync_dir((directory / RECEIPT).parent)
+
+    def _folders(self, base: Path) -> list[Path]:
+        """Every directory below ``base`` that holds a file or a directory of ours, deepest first."""
+        found = {
+            parent
+            for item in self.frozen.files
+            for parent in (base / item.path).parents
+            if parent == base or base in parent.parents
+        }
+        return sorted(found, key=lambda path: -len(path.parts))
+
+    def _digests(self, index: int) -> list[str]:
+        landed = self._lines.landed.get(index, {})
+        return [landed[chunk] for chunk in range(self.frozen.chunks_of(index))]
+
+    def _make_durable(self, index: int) -> None:
+        """fsync a whole file. One that fails has lost bytes nobody knows of: all of it is forgotten."""
+        path = self.incoming / self.frozen.files[index].path
+        with translated(path):
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(file)
+            except OSError:
+                self._append(f"!{index}.")
+                raise
+            finally:
+                os.close(file)
+        self._append(f"={index}.")
+        self.refresh()
+
+
+def same_digest(data: Buffer, digest: str, expected: str) -> bool:
+    """True when ``data``, whose digest is ``digest``, is what was recorded as ``expected``, in whatever form."""
+    return digest == expected or has_digest(data, expected)
+
+
+def read_file(path: Path, byte_range: ByteRange, into: memoryview) -> bool:
+    """Read exactly ``byte_range`` of ``path``; False when it is not there, or shorter."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        done = 0
+        with translated(path):
+            while done < byte_range.size_bytes:
+                count = os.preadv(file, [into[done : byte_range.size_bytes]], byte_range.start + done)
+                if not count:
+                    return False
+                done += count
+        return True
+    finally:
+        os.close(file)
+
+
+def _write_durable(path: Path, data: bytes) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    with open(file, "wb") as stream:  # noqa: PTH123
+        stream.write(data)
+        stream.flush()
+        os.fsync(file)
+
+
+def tidy(directory: Path) -> None:
+    """Remove what a fill has left in a directory that is whole, when there is something. Best effort."""
+    base = directory / FILLING
+    if base.exists():
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def remove_abandoned(directory: Path, keep: Path) -> None:
+    """Remove half-filled directories of other versions of ``directory`` that nobody works on."""
+    inside = directory / PRIVATE_DIR
+    beside = matching(directory.parent, f".{glob.escape(directory.name)}.*{SUFFIX}")
+    for left in [*beside, *matching(inside, f"*{SUFFIX}")]:
+        if left != keep and not is_being_filled(left):
+            with contextlib.suppress(TierckptError):
+                remove_dir(left)
+
+
+def _size(path: Path) -> int:
+    try:
+        status = path.stat()
+    except OSError:
+        return -1
+    return status.st_size if stat.S_ISREG(status.st_mode) else -1
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

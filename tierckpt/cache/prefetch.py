@@ -1,0 +1,208 @@
+"""Prefetch: fill a directory of this node with the files of a checkpoint or model, whole or not at all.
+
+1. Freeze what to fetch: the manifest of a checkpoint of ours, else a listing with size and version (etag) of each file.
+2. See that there is room, then fetch chunks in parallel into a directory beside the target (cache/partial_entry.py); a
+   progress file there names the chunks that have landed, so that a killed prefetch goes on where it stopped, and
+   several processes fill one directory together.
+3. When every file is whole (digests verified where the manifest has them), publish: one rename of the directory where
+   the target is new or empty, else file by file. The receipt comes last: a directory without it is not done.
+
+Into the node cache it is the same, with a reservation and a lease (cache/node_cache.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ..checkpoint.retention import nearest_existing
+from ..errors import CapacityError, ConfigError, ObjectNotFoundError
+from ..format.layout import PRIVATE_DIR
+from ..format.manifest import is_safe_path
+from ..peer.fetch.join import Sharing
+from ..quantities import human_bytes
+from ..stores.base import Store
+from ..telemetry import logger
+from ..types import Json, ProgressListener, Tier
+from .entry import Cached, Origin
+from .file_set import Frozen
+from .file_set import Wanted as Wanted
+from .file_set import from_manifest as from_manifest
+from .partial_entry import RECEIPT as RECEIPT
+from .partial_entry import incoming_of, remove_abandoned
+from .pool import allocated_bytes
+
+log = logger("prefetch")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchResult:
+    """What a prefetch did. ``fetched_bytes`` came from shared storage now, ``peer_bytes`` from other nodes; the rest
+    was there already, or was fetched by other processes of this node meanwhile (``others_bytes``)."""
+
+    directory: Path
+    files: int
+    size_bytes: int
+    fetched_bytes: int
+    here_bytes: int = 0
+    others_bytes: int = 0
+    requests: int = 0
+    slowest_seconds: float = 0.0
+    slowest: str = ""
+    is_pinned: bool = False
+    peer_bytes: int = 0
+    slowest_from: str = ""
+    peers: tuple[Json, ...] = ()
+    """Of each peer its name, what came from it, how fast, and whether it was banned for wrong bytes."""
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    """Chunks read from shared storage that another node was to read, by the reason."""
+
+    def to_json(self) -> Json:
+        return {
+            "directory": str(self.directory),
+            "files": self.files,
+            "size_bytes": self.size_bytes,
+            "fetched_bytes": self.fetched_bytes,
+            "bytes_by_source": {
+                "here": self.here_bytes,
+                "peer": self.peer_bytes,
+                "shared": self.fetched_bytes,
+                "other_processes": self.others_bytes,
+            },
+            "chunks_fetched": self.requests,
+            "slowest_chunk": self._slowest(),
+            "peers": list(self.peers),
+            "fallbacks": self.fallbacks,
+            "pinned": self.is_pinned,
+        }
+
+    def _slowest(self) -> Json | None:
+        if not self.slowest:
+            return None
+        return {"what": self.slowest, "seconds": self.slowest_seconds, "from": self.slowest_from}
+
+
+async def from_listing(store: Store) -> list[Wanted]:
+    """Freeze every file under the store's root, except our own private ones.
+
+    Raises:
+        ObjectNotFoundError: there is nothing there.
+        ConfigError: a key that cannot be a file name below the target directory.
+    """
+    wanted = []
+    async for info in store.list():
+        if info.key.startswith(f"{PRIVATE_DIR}/") or info.key.endswith("/"):
+            continue
+        if f"/{PRIVATE_DIR}/" in info.key:
+            raise ConfigError(
+                f"{store.uri} holds checkpoints, it is not one",
+                hint="Prefetch one of them: `tierckpt ls` lists them",
+                uri=store.uri,
+            )
+        if not is_safe_path(info.key):
+            raise ConfigError(f"{store.uri} holds the key {info.key!r}, which cannot be a file below a directory")
+        wanted.append(Wanted(info.key, info.key, info.size_bytes, info.etag))
+    if not wanted:
+        raise ObjectNotFoundError(
+            f"{store.uri} holds no files", hint="Check the URI; `tierckpt ls` shows what is there", tier=Tier.SHARED
+        )
+    return sorted(wanted, key=lambda item: item.path)
+
+
+def select(files: Sequence[Wanted], include: Sequence[str], exclude: Sequence[str], uri: str) -> list[Wanted]:
+    """Those of ``files`` that match a glob of ``include`` (none: all) and none of ``exclude``; ``*`` crosses slashes.
+
+    Raises:
+        ObjectNotFoundError: that leaves nothing.
+    """
+    chosen = [
+        item
+        for item in files
+        if (not include or any(fnmatchcase(item.path, glob) for glob in include))
+        and not any(fnmatchcase(item.path, glob) for glob in exclude)
+    ]
+    if not chosen:
+        raise ObjectNotFoundError(
+            f"no file of {uri} matches", hint="Look at --include and --exclude; `tierckpt info` lists the files"
+        )
+    return chosen
+
+
+async def prefetch(
+    store: Origin,
+    wanted: Sequence[Wanted],
+    directory: Path,
+    *,
+    chunk_size_bytes: int,
+    concurrency: int,
+    listener: ProgressListener,
+    stall_seconds: float = 120.0,
+    sharing: Sharing | None = None,
+) -> PrefetchResult:
+    """Make ``directory`` hold exactly these versions of ``wanted``.
+
+    Returns when every file is there, whole and durable. Idempotent: what is there already is not fetched again. Several
+    processes may do it at a time: each chunk is fetched by one of them; with ``sharing``, one of all nodes.
+
+    Raises:
+        PartialTransferError: some files could not be had; names each. Nothing was published.
+        CapacityError: not enough room; nothing was fetched.
+        IntegrityError: something changed in the store meanwhile, or is damaged there.
+    """
+    frozen = Frozen(store.uri, tuple(wanted), chunk_size_bytes)
+    gate = asyncio.Semaphore(concurrency)
+    cached = Cached(
+        store, frozen, directory, gate=gate, stall_seconds=stall_seconds, fetches_max=concurrency, sharing=sharing
+    )
+    try:
+        await asyncio.to_thread(_begin, cached, directory)
+        await cached.fill(listener=listener)
+        return result_of(cached, directory)
+    finally:
+        await cached.close()
+
+
+def result_of(cached: Cached, directory: Path, *, is_pinned: bool = False) -> PrefetchResult:
+    tally = cached.tally
+    sources = cached.swarm.sources if cached.swarm is not None else None
+    return PrefetchResult(
+        directory,
+        len(cached.frozen.files),
+        cached.frozen.size_bytes,
+        tally.fetched_bytes,
+        tally.here_bytes,
+        tally.others_bytes,
+        tally.requests,
+        tally.slowest_seconds,
+        tally.slowest,
+        is_pinned,
+        tally.peer_bytes,
+        tally.slowest_from,
+        tuple(sources.peers()) if sources is not None else (),
+        dict(sources.fallbacks) if sources is not None else {},
+    )
+
+
+def _begin(cached: Cached, directory: Path) -> None:
+    if cached.directory is None and not cached.is_there():
+        _check_room(cached.frozen, directory)
+    cached.begin(whole=True)
+    if cached.directory is None:
+        remove_abandoned(directory, incoming_of(directory, cached.frozen.version))
+
+
+def _check_room(frozen: Frozen, directory: Path) -> None:
+    incoming = incoming_of(directory, frozen.version)
+    free = shutil.disk_usage(nearest_existing(incoming)).free
+    if free < frozen.size_bytes - (allocated_bytes(incoming) if incoming.exists() else 0):
+        raise CapacityError(
+            f"{frozen.uri} has {human_bytes(frozen.size_bytes)}, {human_bytes(free)} are free for {directory.parent}",
+            hint="Free some space or give another directory; nothing was fetched",
+            tier=Tier.LOCAL,
+            needed_bytes=frozen.size_bytes,
+            free_bytes=free,
+        )

@@ -1,0 +1,68 @@
+"""Bytes of the node cache that are not what landed: read from the store again, and written over the bad ones."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
+from ..stores.common import settled
+from ..telemetry import logger
+from ..types import Buffer, Tier
+from .direct_write import write_at
+from .partial_entry import same_digest
+
+if TYPE_CHECKING:
+    from .entry import Cached
+
+log = logger("cache")
+
+
+async def mend(cached: Cached, index: int, chunk: int) -> Buffer:
+    """Return a chunk that is damaged on this node, or has gone from it, from the store; mend what is damaged.
+
+    Raises:
+        IntegrityError: it is damaged here, and the store has no good one, or cannot be asked.
+        StoreError: it has gone from here, and cannot be had.
+    """
+    frozen, digest = cached.frozen, cached.digest(index, chunk)
+    item, at = frozen.files[index], frozen.chunk_range(index, chunk)
+    if (index, chunk) not in cached.checker.bad:
+        log.warning("%s: %s has gone from the cache, reading past it", frozen.uri, cached.target)
+        return (await cached._get(index, chunk, None))[0]
+    try:
+        data, found = await cached._get(index, chunk, None)
+        if digest and not same_digest(data, found, digest):
+            raise IntegrityError("the store has other bytes there now", tier=Tier.SHARED)
+    except TierckptError as error:
+        raise IntegrityError(
+            f"bytes {at.start}-{at.stop} of {item.path} are damaged in the node cache, "
+            f"and the store has no good ones: {error.message}",
+            hint=f"Load it again when {cached.store.uri} can be reached, or fetch it anew: "
+            f"`tierckpt prefetch --evict {frozen.uri}`, then `tierckpt prefetch`",
+            file=item.path,
+            entry=cached.target,
+            tier=Tier.LOCAL,
+        ) from error
+    await settled(asyncio.to_thread(_put_back, cached, index, chunk, data))
+    return data
+
+
+def _put_back(cached: Cached, index: int, chunk: int, data: Buffer) -> None:
+    """Write good bytes over bad ones, in place: whoever reads meanwhile verifies what he gets (V1 of
+    cache/verifier.py).
+
+    A crash in the middle leaves a chunk that is not good, as it was before.
+    """
+    path, start = cached.frozen.files[index].path, cached.frozen.chunk_range(index, chunk).start
+    for directory in cached.directories():
+        try:
+            write_at(directory / path, data, start)
+        except ObjectNotFoundError:
+            continue  # it lies in the other one
+        except TierckptError as error:
+            log.warning("%s: what is damaged in %s stays: %s", cached.frozen.uri, directory, error)
+            return
+        cached.checker.note_good(index, chunk)
+        log.warning("%s: %s is mended in %s, from the store", cached.frozen.uri, path, directory)
+        return

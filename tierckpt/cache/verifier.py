@@ -1,0 +1,133 @@
+"""Verifies what is read from the files of an entry, by the digests with which their chunks landed.
+
+    V1  The bytes that are digested are those that the caller gets, where he gets them. A chunk or block of which he
+        wants a part is completed from the file.
+    V2  That a block was good once is no reason to believe it again: what is kept is its digest, not that it was good.
+        Memory of 16 bytes for each block of 256 KiB that was read replaces the list of what has passed.
+
+Source: as for the shards of a checkpoint, docs/adr/0011-digests-of-blocks.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from ..errors import TierckptError
+from ..format.manifest import BLOCK_BYTES, BLOCK_DIGEST_BYTES, blocks_of, digest_of_blocks, has_digest
+from ..telemetry import QUARANTINES, logger
+from ..types import Buffer, ByteRange, Tier
+from .file_set import Frozen
+from .partial_entry import BLOCKS, read_file
+
+log = logger("cache")
+
+
+class _Unreadable(Exception):
+    """The file is not there any more, or shorter."""
+
+
+class Checker:
+    """The digests of one entry, or of any directory that was filled like one. Any thread may ask.
+
+    Args:
+        digest: of (file, chunk); '' where nobody knows it: such a chunk is taken as it is.
+        read: reads exactly a range of a file; False when it cannot.
+        directories: where the digests of blocks may lie now.
+    """
+
+    def __init__(
+        self,
+        frozen: Frozen,
+        digest: Callable[[int, int], str],
+        read: Callable[[int, ByteRange, memoryview], bool],
+        directories: Callable[[], Iterable[Path]],
+    ) -> None:
+        self.frozen = frozen
+        self.digest = digest
+        self._read, self._directories = read, directories
+        self._blocks: dict[tuple[int, int], bytes] = {}
+        self._lock = threading.Lock()
+        self.bad: set[tuple[int, int]] = set()
+        """Chunks (file, chunk) that were found damaged and not mended."""
+
+    def is_good(self, index: int, byte_range: ByteRange, data: memoryview) -> bool:
+        """True when ``data`` is ``byte_range`` of a file as it landed, or nobody knows how it landed.
+
+        Cost: that of a digest of ``data``, and reading and digesting what is missing of a block at either end; of a
+        whole chunk, once, where there are no digests of blocks.
+        """
+        for chunk in self.frozen.touched(byte_range):
+            at = self.frozen.chunk_range(index, chunk)
+            part = ByteRange(max(at.start, byte_range.start), min(at.stop, byte_range.stop))
+            piece = data[part.start - byte_range.start : part.stop - byte_range.start]
+            try:
+                if self._is_good(index, chunk, part, piece):
+                    continue
+            except _Unreadable:
+                return False
+            self.note_bad(index, chunk)
+            return False
+        return True
+
+    def note_bad(self, index: int, chunk: int) -> None:
+        """Count a chunk that is not as it landed, until ``note_good``."""
+        with self._lock:
+            is_new = (index, chunk) not in self.bad
+            self.bad.add((index, chunk))
+        if is_new:
+            at = self.frozen.chunk_range(index, chunk)
+            QUARANTINES.emit(1, tier=Tier.LOCAL)
+            path = self.frozen.files[index].path
+            log.error("%s: bytes %d-%d of %s are damaged on this node", self.frozen.uri, at.start, at.stop, path)
+
+    def note_good(self, index: int, chunk: int) -> None:
+        with self._lock:
+            self.bad.discard((index, chunk))
+
+    def _is_good(self, index: int, chunk: int, part: ByteRange, data: memoryview) -> bool:
+        digest = self.digest(index, chunk)
+        if not digest:
+            return True
+        at = self.frozen.chunk_range(index, chunk)
+        known = self._blocks_of(index, chunk, digest)
+        start, stop = at.start, at.stop
+        if known:
+            start = part.start - (part.start - at.start) % BLOCK_BYTES
+            stop = min(at.stop, part.stop + -(part.stop - at.start) % BLOCK_BYTES)
+        pieces = (self._range(index, start, part.start), data, self._range(index, part.stop, stop))
+        found = blocks_of(*pieces)
+        if known:
+            first = (start - at.start) // BLOCK_BYTES * BLOCK_DIGEST_BYTES
+            return known[first : first + len(found)] == found
+        if not digest.startswith("t") and at.size_bytes > BLOCK_BYTES:  # of a manifest of the first release
+            is_good = has_digest(b"".join(pieces), digest)
+        else:
+            is_good = digest_of_blocks(found) == digest
+        if is_good:
+            self._blocks[index, chunk] = found
+        return is_good
+
+    def _range(self, index: int, start: int, stop: int) -> Buffer:
+        if start == stop:
+            return b""
+        into = memoryview(bytearray(stop - start))
+        if not self._read(index, ByteRange(start, stop), into):
+            raise _Unreadable
+        return into
+
+    def _blocks_of(self, index: int, chunk: int, digest: str) -> bytes:
+        """The digests of the blocks of a chunk, good by ``digest``; b'' where there are none (G5)."""
+        known = self._blocks.get((index, chunk), b"")
+        if known or not digest.startswith("t"):
+            return known
+        at = self.frozen.blocks_range(index, chunk)
+        into = bytearray(at.size_bytes)
+        for directory in self._directories():
+            with contextlib.suppress(TierckptError):
+                if read_file(directory / BLOCKS, at, memoryview(into)) and digest_of_blocks(bytes(into)) == digest:
+                    self._blocks[index, chunk] = bytes(into)
+                    return bytes(into)
+        return b""

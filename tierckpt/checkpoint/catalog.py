@@ -1,0 +1,350 @@
+"""What is where: find a checkpoint on the tiers, list a run, pick the newest usable checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import (
+    CheckpointNotFoundError,
+    ManifestError,
+    ObjectNotFoundError,
+    StoreError,
+    StoreUnavailableError,
+    TierckptError,
+    UncommittedCheckpointError,
+)
+from ..format.layout import (
+    CLAIM,
+    METADATA,
+    METADATA_DIR,
+    PARTS_DIR,
+    PENDING_DIR,
+    PRIVATE_DIR,
+    SHARD_SUFFIX,
+    Location,
+    rank_metadata,
+    step_of,
+)
+from ..format.manifest import FileEntry, Manifest
+from ..stores.base import Store
+from ..stores.local import matching
+from ..telemetry import logger
+from ..types import Json, Tier
+from . import commit
+
+if TYPE_CHECKING:
+    from ..peer.catalog import Cluster, Elsewhere
+
+log = logger("catalog")
+
+STOCK = "stock"
+ASK_SECONDS = 10.0
+"""How long the shared tier is asked about a checkpoint that lies on this node as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint and where its copies are. ``manifest`` is None when stock DCP wrote it."""
+
+    location: Location
+    manifest: Manifest | None
+    directory: Path
+    store: Store
+    tiers: frozenset[Tier] = field(default_factory=frozenset)
+    elsewhere: Elsewhere | None = None
+    """The copies that other nodes have of it."""
+    unseen: StoreError | None = None
+    """Why the shared tier could not be asked: another attempt may stand there."""
+
+    @property
+    def step(self) -> int | None:
+        return step_of(self.location.name)
+
+    def local_path(self, entry: FileEntry) -> Path | None:
+        """Path of the local copy of ``entry``, None when there is none of its size."""
+        path = self.directory / entry.key
+        return path if file_size(path) == entry.size_bytes else None
+
+    @property
+    def attempt(self) -> str:
+        """'' for a checkpoint of stock DCP."""
+        return self.manifest.attempt if self.manifest is not None else ""
+
+    @property
+    def created_unix_seconds(self) -> float:
+        return self.manifest.created_unix_seconds if self.manifest is not None else 0.0
+
+    async def look(self) -> None:
+        """Ask the peers which files they have, when this node lacks some."""
+        lacking = await asyncio.to_thread(self.missing_locally) if self.elsewhere is not None else []
+        if lacking and self.elsewhere is not None:
+            await self.elsewhere.look()
+
+    def missing_locally(self) -> list[FileEntry]:
+        return [entry for entry in self.manifest.entries if self.local_path(entry) is None] if self.manifest else []
+
+
+def file_size(path: Path) -> int:
+    """Of a regular file; -1 where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return -1
+    return status.st_size if stat.S_ISREG(status.st_mode) else -1
+
+
+async def find(location: Location, directory: Path, store: Store, cluster: Cluster | None = None) -> Checkpoint:
+    """Return the committed checkpoint at ``location``, the newer one when the tiers disagree.
+
+    A shared tier that cannot be reached is passed over while the local tier, or a peer, has a commit, and the other way
+    round. Of attempts that only peers know, the newest wins of which every file has a copy somewhere.
+
+    Raises:
+        CheckpointNotFoundError: nothing is there.
+        UncommittedCheckpointError: a save to it has not committed.
+        ManifestError: a damaged manifest and no other copy of it.
+        StoreError: nothing local, and the shared tier cannot be asked.
+    """
+    local, local_error = await _attempt(lambda: asyncio.to_thread(commit.read_local_manifest, directory))
+    here = Checkpoint(location, local, directory, store)
+    is_here = local is not None and not await asyncio.to_thread(here.missing_locally)
+    shared, shared_error = await _attempt(lambda: _read_shared(store, ASK_SECONDS if is_here else None))
+    unseen = shared_error if isinstance(shared_error, StoreError) else None
+    manifest = _newer(local, shared, await asyncio.to_thread(_is_drained, directory, local))
+    found = await cluster.at(location, (local, shared)) if cluster is not None else {}
+
+    def checkpoint(manifest: Manifest) -> Checkpoint:
+        attempts = {Tier.LOCAL: local, Tier.SHARED: shared, Tier.PEER: found.get(manifest.attempt)}
+        tiers = (tier for tier, copy in attempts.items() if copy is not None and copy.attempt == manifest.attempt)
+        return Checkpoint(location, manifest, directory, store, frozenset(tiers), found.get(manifest.attempt), unseen)
+
+    if found or manifest is not None:
+        for error in filter(None, (local_error, shared_error)):
+            log.warning("%s: going by another copy of its manifest: %s", location.uri, error)
+    if found:
+        return await _newest_complete(manifest, [elsewhere.manifest for elsewhere in found.values()], checkpoint)
+    if manifest is not None:
+        return checkpoint(manifest)
+    # A damaged copy here says nothing about the shared tier: that nobody could ask it comes first.
+    for problem in (unseen, local_error if isinstance(local_error, ManifestError) else None, shared_error):
+        if problem is not None:
+            raise problem
+    if await is_stock(store):
+        return Checkpoint(location, None, directory, store, frozenset({Tier.SHARED}))
+    if await _has_leftovers(directory, store):
+        raise UncommittedCheckpointError(
+            f"{location.uri} is not committed: a save to it is unfinished or failed",
+            hint="Wait for it (`tierckpt drain --wait`, tierckpt.wait), or load an older step (`tierckpt ls`)",
+        )
+    raise CheckpointNotFoundError(
+        f"no checkpoint at {location.uri}",
+        hint="Check the URI; `tierckpt ls` on its parent lists what is there",
+        local_copy=directory,
+    )
+
+
+async def _read_shared(store: Store, timeout_seconds: float | None) -> Manifest | None:
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            return await commit.read_shared_manifest(store)
+    except TimeoutError as error:
+        if isinstance(error, TierckptError):
+            raise
+        raise StoreUnavailableError(
+            f"{store.uri} has not answered for {timeout_seconds:g} s", tier=Tier.SHARED
+        ) from None
+
+
+async def _newest_complete(
+    base: Manifest | None, others: Iterable[Manifest], checkpoint: Callable[[Manifest], Checkpoint]
+) -> Checkpoint:
+    """Of the attempt that this node and the shared tier tell of, and those of peers: the newest that can be read whole.
+
+    None of them can: the one that was known without the peers, or the newest, and whoever reads it says what it lacks.
+    """
+    attempts = {manifest.attempt: manifest for manifest in others}
+    if base is not None:
+        attempts[base.attempt] = base
+    chosen = [checkpoint(manifest) for manifest in attempts.values()]
+    for one in chosen:
+        await one.look()
+    if len(chosen) == 1:
+        return chosen[0]
+    replaced = {attempt for manifest in attempts.values() for attempt in manifest.replaces}
+    chosen.sort(key=lambda one: (one.attempt not in replaced, one.created_unix_seconds), reverse=True)
+    for one in chosen:
+        if await _is_known_complete(one):
+            log.warning(
+                "%s: nodes have committed %d different saves under it; the newest that is whole is attempt %s",
+                one.location.uri,
+                len(chosen),
+                one.attempt,
+            )
+            return one
+    return checkpoint(base) if base is not None else chosen[0]
+
+
+async def _attempt(read: Callable[[], Any]) -> tuple[Manifest | None, TierckptError | None]:
+    try:
+        return await read(), None
+    except (ManifestError, StoreError) as error:
+        return None, error
+
+
+def _is_drained(directory: Path, local: Manifest | None) -> bool:
+    return local is not None and commit.is_drained(directory, local.attempt)
+
+
+def _newer(local: Manifest | None, shared: Manifest | None, drained: bool) -> Manifest | None:
+    """Never assume that local is newer: an attempt that replaced the other one is; a drained local copy is not."""
+    if local is None or shared is None or local.attempt == shared.attempt:
+        return local or shared
+    if local.attempt in shared.replaces:
+        return shared
+    if shared.attempt in local.replaces:
+        return local
+    return shared if drained else local
+
+
+async def is_stock(store: Store) -> bool:
+    """True for a checkpoint that stock DCP wrote: its metadata is there and nothing of ours is."""
+    for name in (METADATA, rank_metadata(0)):
+        try:
+            await store.head(name)
+        except ObjectNotFoundError:
+            continue
+        try:
+            await store.head(CLAIM)
+        except ObjectNotFoundError:
+            return True
+        return False
+    return False
+
+
+async def stands(checkpoint: Checkpoint) -> bool:
+    """False when a removal or another save was faster than the lease on ``checkpoint``."""
+    if checkpoint.manifest is None:
+        return True
+    try:
+        local = await asyncio.to_thread(commit.read_local_manifest, checkpoint.directory)
+    except ManifestError:
+        local = None  # the one on the shared tier is what was found
+    if local is not None and local.attempt == checkpoint.manifest.attempt:
+        return True
+    try:
+        shared = await commit.read_shared_manifest(checkpoint.store)
+    except (StoreUnavailableError, ManifestError):
+        return True  # then the restore says what it cannot read
+    if shared is not None and shared.attempt == checkpoint.manifest.attempt:
+        return True
+    # What only peers have may go any moment, lease or not: then the next copy is read, or there is an error.
+    return Tier.PEER in checkpoint.tiers and (shared is None or checkpoint.attempt not in shared.replaces)
+
+
+async def _has_leftovers(directory: Path, store: Store) -> bool:
+    if await asyncio.to_thread(lambda: (directory / PRIVATE_DIR).exists() or _has_shards(directory)):
+        return True
+    for prefix in (PENDING_DIR, PARTS_DIR, METADATA_DIR):
+        async for _ in store.list(prefix):
+            return True
+    async for info in store.list():
+        if "/" not in info.key and info.key.endswith(SHARD_SUFFIX):
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of ``tierckpt ls``. Each tier is ``committed``, ``uncommitted``, ``stock`` or ``-``."""
+
+    location: Location
+    step: int | None
+    local: str
+    shared: str
+    files: int
+    size_bytes: int
+
+    def to_json(self) -> Json:
+        return {
+            "uri": self.location.uri,
+            "name": self.location.name,
+            "step": self.step,
+            "local": self.local,
+            "shared": self.shared,
+            "files": self.files,
+            "size_bytes": self.size_bytes,
+        }
+
+
+async def describe(location: Location, directory: Path, store: Store) -> Row | None:
+    """Return how far ``location`` is on each tier, None when it is no checkpoint."""
+    try:
+        local = await asyncio.to_thread(commit.read_local_manifest, directory)
+    except ManifestError as error:
+        log.warning("%s", error)
+        local = None
+    shared = await commit.read_shared_manifest(store)
+    manifest = shared or local
+    if manifest is None:
+        if await is_stock(store):
+            return await _stock_row(location, store)
+        if not await _looks_like_checkpoint(directory, store):
+            return None
+    return Row(
+        location,
+        step_of(location.name),
+        "committed" if local else ("uncommitted" if await asyncio.to_thread(_has_shards, directory) else "-"),
+        "committed" if shared else ("-" if local else "uncommitted"),
+        len(manifest.entries) if manifest else 0,
+        manifest.size_bytes if manifest else 0,
+    )
+
+
+async def _stock_row(location: Location, store: Store) -> Row:
+    sizes = [info.size_bytes async for info in store.list()]
+    return Row(location, step_of(location.name), "-", STOCK, len(sizes), sum(sizes))
+
+
+def _has_shards(directory: Path) -> bool:
+    return bool(matching(directory, f"*{SHARD_SUFFIX}"))
+
+
+async def _looks_like_checkpoint(directory: Path, store: Store) -> bool:
+    if await asyncio.to_thread(_has_shards, directory):
+        return True
+    return bool(await store.list_dirs(PRIVATE_DIR))
+
+
+async def _is_known_complete(checkpoint: Checkpoint) -> bool:
+    try:
+        return await is_complete(checkpoint)
+    except StoreError as error:
+        log.warning("%s", error)
+        return False
+
+
+async def is_complete(checkpoint: Checkpoint) -> bool:
+    """True when every file has a copy of its size on some tier. Reads no data.
+
+    Raises StoreError when the shared tier does not say what it has: then nobody knows.
+    """
+    if checkpoint.manifest is None:
+        return True
+    missing = {entry.key: entry.size_bytes for entry in await lacking_near(checkpoint)}
+    if not missing:
+        return True
+    sizes = {info.key: info.size_bytes async for info in checkpoint.store.list()}
+    return all(sizes.get(key) == size for key, size in missing.items())
+
+
+async def lacking_near(checkpoint: Checkpoint) -> list[FileEntry]:
+    """The files of which neither this node nor a peer has a copy. Reads no data."""
+    lacking = await asyncio.to_thread(checkpoint.missing_locally)
+    if lacking and checkpoint.elsewhere is not None:
+        lacking = (await checkpoint.elsewhere.look()).lacks(lacking)
+    return lacking

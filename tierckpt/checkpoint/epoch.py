@@ -1,0 +1,190 @@
+"""The epoch of a run on this node: a fence between a job that was started again and what it left behind.
+
+What dead trainers had staged is finished by a process of the agent's, which may be slow, and may be passed over by the
+job that is started again. From then on it must not commit: the new job goes on from another state, and saves the same
+steps. So each staged save carries the epoch of its run, and is committed only in that epoch. A process that comes to a
+run of which no trainer lives on this node begins a new one, once it has waited for what is being finished as long as it
+will: what is committed by then it sees, and what is not never will be.
+
+A run has one file, with a random name for the epoch in it and two record locks on it. Those are a process's own: a
+child that was forked has none of them, and they end when the process does, whatever keeps the file open.
+
+Invariants:
+    F1  An epoch begins only while the lock ALIVE is held alone: no trainer of the run lives on this node. A second rank
+        of a job, or a process that only looks, fences off nothing.
+    F2  A staged save is committed while the lock COMMIT is held, and its epoch is compared under it. An epoch begins
+        under the same lock: so the commit is seen by who began it, or does not happen.
+    F3  Whoever holds COMMIT for longer than a trainer waits is being fenced off, and is killed: a commit that is cut
+        short is a crash like any other (docs/internals/commit.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import signal
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..disk.file_lock import POLL_SECONDS
+from ..disk.quarantine import open_regular
+from ..errors import CommitAbandonedError, TierckptError
+from ..format.layout import Location, agent_dir, epoch_file
+from ..ipc.circuit_breaker import PATIENCE_SECONDS
+from ..stores.local import make_dirs
+from ..telemetry import logger
+
+log = logger("commit")
+
+ALIVE, COMMIT = 0, 1
+"""Bytes of the file that are locked: shared by the trainers of the run, and by one process that commits."""
+COMMIT_SECONDS = 60.0
+EPOCH_BYTES = 16
+
+_FLOCK = "hhqqi4x"  # struct flock: fcntl(2)
+
+
+@dataclass(eq=False)
+class _Run:
+    """A run as this process knows it. Its file is opened once and never closed: closing it would give up the locks."""
+
+    file: int
+    is_joined: bool = False
+    begun: bytes = b""
+    """The epoch that this process has begun itself."""
+
+
+_runs: dict[Path, _Run] = {}
+_lock = threading.RLock()
+
+
+def enter(local_root: Path, run: Location, *, trains: bool) -> None:
+    """Begin a new epoch of ``run``, if none of its trainers lives on this node. To be called when what they had staged
+    has been waited for, and before anybody looks for what is committed.
+
+    ``trains``: this process saves to it from here on. Never fails a job: a local root that cannot be written is logged.
+    Waits for at most ``PATIENCE_SECONDS``, and for a process that it kills.
+    """
+    if not trains and not agent_dir(local_root).exists():
+        return  # nothing was ever staged for anybody here
+    try:
+        with _lock:
+            found = _open(local_root, run)
+            if found.is_joined:
+                return
+            if _try_lock(found.file, ALIVE, fcntl.LOCK_EX):
+                _begin(found, run)
+                if trains:
+                    _try_lock(found.file, ALIVE, fcntl.LOCK_SH)  # the exclusive lock becomes a shared one
+                else:
+                    _unlock(found.file, ALIVE)
+            elif trains:
+                _wait_for(found.file, ALIVE, fcntl.LOCK_SH, PATIENCE_SECONDS)  # another rank is beginning it
+            found.is_joined = trains
+    except (OSError, TierckptError) as error:
+        log.warning("%s: what an earlier start of it had staged may still be committed: %s", run.uri, error)
+
+
+def current(local_root: Path, run: Location) -> str:
+    """The epoch of ``run``, '' before the first. Raises OSError, PermissionDeniedError."""
+    with _lock:
+        return os.pread(_open(local_root, run).file, EPOCH_BYTES, 0).decode("ascii", "replace")
+
+
+@contextlib.contextmanager
+def committing(local_root: Path, run: Location, epoch: str) -> Iterator[None]:
+    """Commit, inside, a save that was staged in ``epoch`` (F2). For a process that finishes what others had staged.
+
+    Raises CommitAbandonedError when the job has been started again since.
+    """
+    with _lock:
+        file = _open(local_root, run).file
+    if not _wait_for(file, COMMIT, fcntl.LOCK_EX, COMMIT_SECONDS):
+        raise CommitAbandonedError(f"{run.uri}: another process has been committing for {COMMIT_SECONDS:g} s")
+    try:
+        if current(local_root, run) != epoch:
+            raise CommitAbandonedError(
+                f"{run.uri} was started again on this node since this was staged, and went on without it",
+                hint="Nothing is to be done: the steps are saved by the job that runs",
+            )
+        yield
+    finally:
+        _unlock(file, COMMIT)
+
+
+def _begin(found: _Run, run: Location) -> None:
+    before = os.pread(found.file, EPOCH_BYTES, 0)
+    if before and before == found.begun:
+        return  # nobody has come since, so nobody has staged anything
+    if not _wait_for(found.file, COMMIT, fcntl.LOCK_EX, PATIENCE_SECONDS):
+        holder = _holder(found.file)
+        log.warning("%s: process %d, which commits an old save of it, takes too long and is ended", run.uri, holder)
+        if holder > 0:
+            _kill(holder, found.file)
+        _wait_for(found.file, COMMIT, fcntl.LOCK_EX, PATIENCE_SECONDS)
+    try:
+        found.begun = secrets.token_hex(EPOCH_BYTES // 2).encode()
+        os.pwrite(found.file, found.begun, 0)  # no power cut matters: what is staged goes with it
+    finally:
+        _unlock(found.file, COMMIT)
+
+
+def _open(local_root: Path, run: Location) -> _Run:
+    path = epoch_file(local_root, run)
+    if path not in _runs:
+        make_dirs(path.parent)
+        _runs[path] = _Run(open_regular(path, os.O_RDWR | os.O_CREAT))
+    return _runs[path]
+
+
+def _try_lock(file: int, byte: int, how: int) -> bool:
+    try:
+        fcntl.lockf(file, how | fcntl.LOCK_NB, 1, byte)
+    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: somebody else has it
+        return False
+    return True
+
+
+def _unlock(file: int, byte: int) -> None:
+    fcntl.lockf(file, fcntl.LOCK_UN, 1, byte)
+
+
+def _wait_for(file: int, byte: int, how: int, timeout_seconds: float) -> bool:
+    deadline = time.monotonic() + timeout_seconds
+    while not (is_held := _try_lock(file, byte, how)) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return is_held
+
+
+def _holder(file: int) -> int:
+    """The process that holds COMMIT, as the kernel says; 0 where there is none, or it is another container's."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, COMMIT, 1, 0)
+    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    return max(0, pid) if kind != fcntl.F_UNLCK else 0
+
+
+def _kill(pid: int, file: int) -> None:
+    with contextlib.suppress(OSError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            if _holder(file) == pid:  # by now the descriptor stands for it, whoever gets its id later
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
+
+
+def _forget_after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()
+    for run in _runs.values():
+        os.close(run.file)  # the locks are the parent's, and stay
+    _runs.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

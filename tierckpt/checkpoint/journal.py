@@ -1,0 +1,290 @@
+"""The journal: what a mover still has to drain, one small file per rank and save, on the SSD it drains.
+
+Invariants (tests cite them):
+    J1  An entry exists on disk, fsynced, before the first shard byte of its save is written: whatever a crash leaves
+        behind has a name in the journal.
+    J2  One mover works on an entry at a time. Ownership is a flock held by a process, so it ends with the process;
+        there is no lock file to clean up after a crash.
+    J3  An entry is removed only when its files are committed on the shared tier, or were deleted because no
+        commit can name them (durably, if they were never all there), or stand on the SSD behind newer ones, or
+        somebody has said that they are not to be drained (`tierckpt drain --forget`).
+    J4  An entry carries a digest of itself: a damaged one is reported and left alone, so nothing is sent to a wrong
+        place and no file is deleted because of it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..disk.file_lock import Hold, try_lock
+from ..disk.local_root import typed_errors
+from ..errors import ManifestError, ObjectNotFoundError, StoreError
+from ..format import manifest as manifests
+from ..format.layout import BLOCKS_DIR, METADATA_DIR, Location, journal_dir, local_dir, parse_uri
+from ..format.manifest import FileEntry, Manifest
+from ..stores.local import durable_write, fsync_dir, make_dirs, matching, read_whole
+from ..telemetry import logger
+from ..types import Json
+
+log = logger("journal")
+
+WRITING = "writing"
+WRITTEN = "written"
+"""The files are durable, and whether the save they belong to was committed is not known on this rank."""
+READY = "ready"
+KEPT = "kept"
+"""Committed on the local tier, and to stay there: it is not drained unless somebody asks for it
+(``checkpoint/local_only.py``)."""
+SET_ASIDE = "set aside"
+"""Its drain has failed for so long that no mover tries again by itself. The files stay, and nothing evicts them."""
+ENTRY_BYTES_MAX = 2 * manifests.MANIFEST_BYTES_MAX
+"""It holds a manifest and, on the coordinator, the entries of its own files once more."""
+FAILING_SINCE = "failing_since_unix_seconds"
+FIELDS = frozenset(
+    ("token", "uri", "rank", "state", "created_unix_seconds", "chunk_size_bytes", "files", "manifest", "error")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one rank of one save has to drain.
+
+    ``files`` are durable on the local tier once ``state`` is READY or KEPT. ``manifest`` is the whole checkpoint's on
+    the coordinator, this rank's fragment after a save without collectives, None on every other rank.
+    """
+
+    token: str
+    uri: str
+    rank: int
+    state: str = WRITING
+    created_unix_seconds: float = 0.0
+    chunk_size_bytes: int = 0
+    files: tuple[FileEntry, ...] = ()
+    manifest: Manifest | None = None
+    error: str = ""
+    failing_since_unix_seconds: float = 0.0
+    """When the drain failed for the first time in the way that it still fails in, by the wall clock: restarts of the
+    mover do not begin it again. 0: it does not fail."""
+
+    @property
+    def location(self) -> Location:
+        return parse_uri(self.uri)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.files)
+
+    @property
+    def is_fragment(self) -> bool:
+        """True after a save without collectives: the manifest covers this rank only."""
+        return (
+            self.manifest is not None
+            and self.manifest.world_size > 1
+            and len(self.manifest.metadata) == 1
+            and (self.manifest.metadata[0].path.startswith("__"))
+        )
+
+
+class Journal:
+    """The entries under one local root. Blocking, small files; call from a thread."""
+
+    def __init__(self, local_root: Path) -> None:
+        self.directory = journal_dir(local_root)
+
+    def write(self, entry: Entry) -> Entry:
+        """Make ``entry`` durable (J1), replacing an older state of it. Returns it."""
+        make_dirs(self.directory)
+        durable_write(self._path(entry.token), _encode(entry))
+        return entry
+
+    def open(self, token: str, location: Location, rank: int, chunk_size_bytes: int) -> Entry:
+        return self.write(
+            Entry(token, location.uri, rank, created_unix_seconds=time.time(), chunk_size_bytes=chunk_size_bytes)
+        )
+
+    def read(self, token: str) -> Entry | None:
+        """Return the entry of ``token``, None when there is none. Raises ManifestError when it is damaged (J4)."""
+        try:
+            return _read(self._path(token))
+        except ObjectNotFoundError:
+            return None
+
+    def entries(self) -> list[Entry]:
+        """Every readable entry, newest first. An unreadable one is reported and left for a person to look at."""
+        found = []
+        with typed_errors(self.directory):
+            paths = matching(self.directory, "*.json")
+        for path in paths:
+            try:
+                found.append(_read(path))
+            except ObjectNotFoundError:
+                continue  # finished meanwhile
+            except (ManifestError, StoreError) as error:
+                log.warning("unreadable journal entry %s: %s", path.name, error)
+        return sorted(found, key=lambda entry: entry.created_unix_seconds, reverse=True)
+
+    def remove(self, token: str) -> None:
+        """Forget an entry (J3). Cost: nothing durable, unless the save never finished: then two fsyncs."""
+        self._settle_removal(token)
+        with typed_errors(self._path(token)):
+            self._path(token).unlink(missing_ok=True)
+            self._lock_path(token).unlink(missing_ok=True)
+
+    def _settle_removal(self, token: str) -> None:
+        """Make it durable that the files of an unfinished save are gone. A power cut could else bring them back after
+        the entry has gone, and nothing would name them."""
+        try:
+            entry = self.read(token)
+        except (ManifestError, StoreError):
+            return  # whoever removes a damaged entry knows what it does
+        if entry is not None and entry.state not in (READY, KEPT, SET_ASIDE):
+            directory = local_dir(self.directory.parent, entry.location)
+            for changed in (directory, directory / METADATA_DIR, directory / BLOCKS_DIR):
+                if changed.is_dir():
+                    with suppress(ObjectNotFoundError):  # it has gone since
+                        fsync_dir(changed)
+
+    def fail(
+        self, token: str, error: str, *, patience_seconds: float = math.inf, is_passing: bool = False
+    ) -> Entry | None:
+        """Remember why the last try failed, and since when; the entry stays. One that fails for longer than
+        ``patience_seconds`` is set aside. Returns what is noted now.
+
+        A failure of another type begins its own time. ``is_passing`` and ``error`` '': it is still waited for.
+        """
+        entry, now = self.read(token), time.time()
+        if entry is None or entry.state == SET_ASIDE:
+            return entry
+        if entry.state != READY:
+            return entry if entry.error == error else self.write(replace(entry, error=error))
+        is_same = is_passing if not entry.error else entry.error.partition(":")[0] == error.partition(":")[0]
+        since = entry.failing_since_unix_seconds or now
+        since = min(since, now) if is_same else now  # a clock that went back begins it again
+        state = SET_ASIDE if now - since > patience_seconds else READY
+        noted = replace(entry, error=error or entry.error, failing_since_unix_seconds=since, state=state)
+        return noted if noted == entry else self.write(noted)
+
+    def put_back(self, uri: str | None = None) -> list[Entry]:
+        """Have what was set aside (of ``uri``; None: all of it) drained again. Returns the entries."""
+        return self._change_set_aside(
+            uri, lambda one: self.write(replace(one, state=READY, error="", failing_since_unix_seconds=0.0))
+        )
+
+    def forget(self, uri: str) -> list[Entry]:
+        """Give up draining what was set aside of ``uri``: the entry goes (J3), its files stay. Returns the entries."""
+        return self._change_set_aside(uri, lambda one: self.remove(one.token))
+
+    def _change_set_aside(self, uri: str | None, change: Callable[[Entry], object]) -> list[Entry]:
+        changed = []
+        for entry in self.entries():
+            if entry.state == SET_ASIDE and uri in (None, entry.uri):
+                with self.own(entry.token) as free:
+                    if free:
+                        change(entry)
+                        changed.append(entry)
+        return changed
+
+    @contextmanager
+    def own(self, token: str, inherited: int | None = None) -> Iterator[Hold]:
+        """Hold the entry (J2). Yields a false hold at once when another live process (or task) holds it.
+
+        ``inherited``: the descriptor by which a holder that has ended has left it to us.
+        """
+        make_dirs(self.directory)
+        path = self._lock_path(token)
+        with typed_errors(path), try_lock(path, inherited=inherited) as held:
+            yield held
+            if held and not self._path(token).exists():
+                path.unlink(missing_ok=True)  # the entry is done; a late owner finds no entry and leaves
+
+    def _path(self, token: str) -> Path:
+        return self.directory / f"{token}.json"
+
+    def _lock_path(self, token: str) -> Path:
+        return self.directory / f"{token}.lock"
+
+
+def _encode(entry: Entry) -> bytes:
+    body: dict[str, Any] = {
+        "token": entry.token,
+        "uri": entry.uri,
+        "rank": entry.rank,
+        "state": entry.state,
+        "created_unix_seconds": entry.created_unix_seconds,
+        "chunk_size_bytes": entry.chunk_size_bytes,
+        "files": [manifests.encode_entry(item) for item in entry.files],
+        "manifest": entry.manifest.encode().decode() if entry.manifest else None,
+        "error": entry.error,
+    }
+    if entry.failing_since_unix_seconds:
+        body[FAILING_SINCE] = entry.failing_since_unix_seconds
+    return manifests.seal(body)
+
+
+def _read(path: Path) -> Entry:
+    entry = decode(read_whole(path, ENTRY_BYTES_MAX), where=str(path))
+    if f"{entry.token}.json" != path.name:
+        raise ManifestError(f"{path}: it is the entry of {entry.token}", hint="It was put under a wrong name")
+    return entry
+
+
+def decode(data: bytes, *, where: str) -> Entry:
+    """Decode and validate (J4). Raises ManifestError."""
+    newer = frozenset({FAILING_SINCE})
+    body = manifests.unseal(data, FIELDS, where=where, newer=newer, size_bytes_max=ENTRY_BYTES_MAX)
+    problem = _problem(body)
+    if problem:
+        raise ManifestError(f"{where}: {problem} is not possible", hint="The entry is damaged; it is not acted upon")
+    chunk, manifest = body["chunk_size_bytes"], body["manifest"]
+    return Entry(
+        token=body["token"],
+        uri=body["uri"],
+        rank=body["rank"],
+        state=body["state"],
+        created_unix_seconds=body["created_unix_seconds"],
+        chunk_size_bytes=chunk,
+        files=manifests.decode_entries(body["files"], chunk, where=where),
+        manifest=None if manifest is None else manifests.decode(manifest.encode(), where=where),
+        error=body["error"],
+        failing_since_unix_seconds=body.get(FAILING_SINCE, 0.0),
+    )
+
+
+def _problem(body: Json) -> str:
+    """Name the first field whose value no entry has, '' when there is none."""
+    checks = {
+        "token": manifests.is_token(body["token"]),
+        "uri": _is_uri(body["uri"]),
+        "rank": _is_int(body["rank"]) and 0 <= body["rank"] < manifests.RANKS_MAX,
+        "state": body["state"] in (WRITING, WRITTEN, READY, KEPT, SET_ASIDE),
+        "created_unix_seconds": manifests.is_unix_seconds(body["created_unix_seconds"]),
+        "chunk_size_bytes": _is_int(body["chunk_size_bytes"])
+        and 4096 <= body["chunk_size_bytes"] <= manifests.SIZE_BYTES_MAX,
+        "manifest": body["manifest"] is None or (isinstance(body["manifest"], str) and body["manifest"].isascii()),
+        "error": isinstance(body["error"], str),
+        FAILING_SINCE: manifests.is_unix_seconds(body.get(FAILING_SINCE, 0.0)),
+    }
+    return next((name for name, is_good in checks.items() if not is_good), "")
+
+
+def _is_uri(value: Any) -> bool:
+    """True for a URI as ``Location.uri`` spells it, whose directory lies below the local root."""
+    try:
+        if not isinstance(value, str) or parse_uri(value).uri != value or "\0" in value:
+            return False
+        value.encode()
+        below = os.path.normpath(local_dir(Path("/root"), parse_uri(value)))
+        return below.startswith("/root/checkpoints/")
+    except ValueError:  # ConfigError and UnicodeError are; urlsplit raises others
+        return False
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

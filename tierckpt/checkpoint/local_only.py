@@ -1,0 +1,120 @@
+"""Checkpoints that stay on the SSD: of a job that saves more often than it drains, those that are not drained.
+
+Each has a journal entry (``kept``) while it may still be asked for: the newest of a run may have to go to shared
+storage after all, when the job ends or the node is taken back. Once two newer ones stand on this node it is *passed*:
+the entry goes, and the files stay until the room is needed (``commit.mark_passed``). A node that has no manifest of it,
+because the coordinator was elsewhere, removes its files then, or nothing here would ever name them.
+
+Invariants:
+    K1  Passed is only what at least two newer local commits of the same run and rank stand in front of (D4), or one
+        that shared storage has.
+    K2  What is kept is released or passed by whoever holds its journal entry, so never while it is drained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from ..disk import read_lease
+from ..errors import TierckptError
+from ..format.layout import DRAINED, Location, local_dir, step_of
+from ..stores.local import matching
+from ..telemetry import logger
+from . import commit
+from .journal import KEPT, READY, Entry, Journal
+
+log = logger("kept")
+
+NEWEST_KEPT = 2
+"""Checkpoints of a run that are never passed: the newest, and the one to go back to if that turns out damaged."""
+
+
+def pass_over(local_root: Path, journal: Journal, newest: Entry) -> list[str]:
+    """``newest`` is committed on this node: pass what stands behind it. Returns the URIs. Never fails a save.
+
+    Cost: the entries of the journal are read; two small durable writes for each that is passed.
+    """
+    passed: list[str] = []
+    try:
+        mine = [one for one in journal.entries() if _is_behind(one, newest)]
+        replaced = [one for one in mine if one.uri == newest.uri]
+        behind = sorted((one for one in mine if one.uri != newest.uri), key=_step, reverse=True)
+        candidates = replaced + behind[NEWEST_KEPT - 1 :]
+        passed.extend(entry.uri for entry in candidates if _pass(local_root, journal, entry))
+    except (TierckptError, OSError) as error:
+        log.warning("what is kept behind %s stays in the journal: %s", newest.uri, error)
+    return passed
+
+
+def release(local_root: Path, journal: Journal, run: Location | None = None) -> list[Entry]:
+    """Have the newest kept checkpoint of ``run`` (None: of every run) drained after all. Returns its entries, ready.
+
+    Nothing is released that a newer one on its way to shared storage, or there, makes worthless.
+    """
+    released: list[Entry] = []
+    entries = journal.entries()
+    for parent, kept in _by_run(one for one in entries if one.state == KEPT).items():
+        if run is not None and parent != run:
+            continue
+        newest = max(map(_step, kept))
+        sent = [_step(one) for one in entries if one.state == READY and one.location.parent == parent]
+        if max([*sent, _newest_drained(local_dir(local_root, parent))]) > newest:
+            continue
+        for entry in (one for one in kept if _step(one) == newest):
+            with journal.own(entry.token) as free:
+                if free:
+                    released.append(journal.write(replace(entry, state=READY)))
+    return released
+
+
+def settle(local_root: Path, journal: Journal, run: Location | None = None, committed: int = -1) -> None:
+    """Pass what is kept of ``run`` (None: of every run) and older than what shared storage has of it.
+
+    ``committed``: a step that it is known to have, and of which nothing on this SSD tells.
+    """
+    for parent, entries in _by_run(one for one in journal.entries() if one.state == KEPT).items():
+        drained = max(committed, _newest_drained(local_dir(local_root, parent)))
+        for entry in entries if run is None or parent == run else ():
+            if _step(entry) < drained:
+                _pass(local_root, journal, entry)
+
+
+def _pass(local_root: Path, journal: Journal, entry: Entry) -> bool:
+    directory = local_dir(local_root, entry.location)
+    with journal.own(entry.token) as free:
+        current = journal.read(entry.token)
+        if not free or current is None or current.state != KEPT:
+            return False
+        local = commit.read_local_manifest(directory)
+        if local is not None and entry.token in {local.attempt, *local.tokens}:
+            commit.mark_passed(directory, local.attempt)
+        else:
+            with read_lease.removing(local_root, directory) as unread:
+                if not unread:
+                    return False
+                commit.remove_unfinished(directory, entry.token)
+        journal.remove(entry.token)
+        return True
+
+
+def _is_behind(one: Entry, newest: Entry) -> bool:
+    is_ours = one.state == KEPT and one.rank == newest.rank and one.token != newest.token
+    return is_ours and one.location.parent == newest.location.parent and _step(one) <= _step(newest)
+
+
+def _by_run(entries: Iterable[Entry]) -> dict[Location, list[Entry]]:
+    runs: dict[Location, list[Entry]] = {}
+    for entry in entries:
+        runs.setdefault(entry.location.parent, []).append(entry)
+    return runs
+
+
+def _newest_drained(run: Path) -> int:
+    steps = (step for step in matching(run, "*") if (step / DRAINED).exists())
+    return max((step_of(step.name) or 0 for step in steps), default=-1)
+
+
+def _step(entry: Entry) -> int:
+    return step_of(entry.location.name) or 0

@@ -1,0 +1,343 @@
+"""Files and directories as a file system would show them, honest about checkpoints.
+
+    V1  A checkpoint that is committed on some tier is there, with the files its manifest names: also while it is on the
+        local tier only and still drains.
+    V2  What no commit names is not: shards of a save that is under way or has failed, and what is private to tierckpt.
+    V3  All else (data sets, models, checkpoints of stock DCP) is shown as the store has it.
+
+So whoever looks for the newest checkpoint by listing directories and asking each for ``.metadata`` finds the newest
+that can be loaded, and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    ManifestError,
+    ObjectNotFoundError,
+    StoreError,
+    StoreUnavailableError,
+    UncommittedCheckpointError,
+)
+from ..format.layout import MANIFEST, METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, step_of
+from ..format.manifest import FileEntry
+from ..stores.base import Browsable, Store
+from ..stores.common import is_temporary
+from ..telemetry import logger
+from ..types import ObjectInfo
+from . import commit, select
+from .catalog import Checkpoint
+
+log = logger("catalog")
+
+REQUESTS_MAX = 16
+"""Directories that are looked into at a time."""
+
+_RANK_METADATA = re.compile(r"__\d+\.metadata$")
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """One file or directory.
+
+    Attributes:
+        checkpoint: whose file it is, when tierckpt has committed that; ``entry`` is its entry in the manifest.
+    """
+
+    location: Location
+    is_dir: bool = False
+    size_bytes: int = 0
+    etag: str | None = None
+    checkpoint: Checkpoint | None = None
+    entry: FileEntry | None = None
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """True for a name that DCP, and only DCP, gives to the files of a checkpoint."""
+    return name == METADATA or name.endswith(SHARD_SUFFIX) or bool(_RANK_METADATA.match(name))
+
+
+def is_private(location: Location) -> bool:
+    """True for what lies in a directory of tierckpt's own."""
+    return PRIVATE_DIR in location.path.split("/")
+
+
+def root_of(location: Location) -> tuple[Location, str]:
+    """The place whose store has all that is near ``location``, and the key of ``location`` there."""
+    root = Location(location.scheme, location.authority, "/" if location.scheme == "file" else "")
+    return root, location.path.strip("/")
+
+
+class Browser:
+    """Looks at places on all tiers. Runs on one event loop; every call asks anew."""
+
+    def __init__(
+        self,
+        store_at: Callable[[Location], Store],
+        find: Callable[[Location], Awaitable[Checkpoint]],
+        directory_of: Callable[[Location], Path],
+    ) -> None:
+        self._store_at, self._find, self._directory_of = store_at, find, directory_of
+        self._gate = asyncio.Semaphore(REQUESTS_MAX)
+
+    # --- one place ----------------------------------------------------------------------------------------------
+
+    async def look(self, location: Location) -> Thing:
+        """Return what is at ``location``.
+
+        Raises:
+            ObjectNotFoundError: nothing that may be seen.
+        Cost: one HEAD for a file; a listing more for a directory; a GET of the manifest for a file of a checkpoint.
+        """
+        root, key = root_of(location)
+        if not is_private(location) and key:
+            if is_checkpoint_file(location.name):
+                is_ours, thing = await self._file_of_checkpoint(location)
+                if thing is not None:
+                    return thing
+                if is_ours:
+                    raise _nothing(location)
+            try:
+                info = await self._store_at(root).head(key)
+                return Thing(location, size_bytes=info.size_bytes, etag=info.etag)
+            except (ObjectNotFoundError, StoreUnavailableError):
+                if await asyncio.to_thread(_has_commit, self._directory_of(location)):
+                    return Thing(location, is_dir=True)
+        await self.level(location)
+        return Thing(location, is_dir=True)
+
+    async def _file_of_checkpoint(self, location: Location) -> tuple[bool, Thing | None]:
+        """Whether tierckpt saves in the directory of ``location``, and the file there if a commit names it."""
+        is_ours, checkpoint = await self._checkpoint(location.parent)
+        for thing in _files(checkpoint):
+            if thing.location == location:
+                return True, thing
+        return is_ours, None
+
+    async def _checkpoint(self, location: Location) -> tuple[bool, Checkpoint | None]:
+        """Whether tierckpt saves at ``location``, and what is committed there. Stock checkpoints are not ours."""
+        try:
+            async with self._gate:
+                found = await self._find(location)
+        except UncommittedCheckpointError:
+            return True, None
+        except (CheckpointNotFoundError, ObjectNotFoundError):
+            return False, None
+        return found.manifest is not None, found if found.manifest is not None else None
+
+    # --- one directory ------------------------------------------------------------------------------------------
+
+    async def level(self, location: Location) -> list[Thing]:
+        """Return the files and directories directly in ``location``, by name.
+
+        Raises:
+            ObjectNotFoundError: there is no such directory.
+        Cost: one listing; for each directory in it whose name ends in a number one HEAD, or one and a listing.
+        """
+        if is_private(location):
+            raise _nothing(location)
+        directory = self._directory_of(location)
+        local = await asyncio.to_thread(_with_commits, directory)
+        has_commit = await asyncio.to_thread((directory / MANIFEST).exists)
+        found = await self._shared_level(location, has_local=bool(local) or has_commit)
+        infos, names = found or ([], [])
+        files, hidden = await self._visible(location, infos, has_private=PRIVATE_DIR in names or has_commit)
+        steps = [name for name in names if step_of(name) is not None and name not in local and not name.startswith(".")]
+        seen = await asyncio.gather(*(self._is_visible(location.child(name)) for name in steps))
+        gone = {PRIVATE_DIR, *(name for name, visible in zip(steps, seen, strict=True) if not visible)}
+        things = files + [Thing(location.child(name), is_dir=True) for name in {*names, *local} - gone]
+        if not things and (found is None or hidden or PRIVATE_DIR in names):
+            raise _nothing(location)
+        return sorted(things, key=lambda thing: thing.location.name)
+
+    async def _shared_level(self, location: Location, *, has_local: bool) -> tuple[list[ObjectInfo], list[str]] | None:
+        root, key = root_of(location)
+        store = self._store_at(root)
+        if not isinstance(store, Browsable):
+            raise ConfigError(f"{location.uri} cannot be listed", hint="Its store does not offer it", uri=location.uri)
+        try:
+            async with self._gate:
+                return await store.list_level(key)
+        except (StoreUnavailableError, ObjectNotFoundError) as error:
+            is_away = isinstance(error, StoreUnavailableError)
+            if not has_local or (is_away and not await asyncio.to_thread(_suffices, self._directory_of(location))):
+                raise
+            log.warning("%s: listing the local tier only (%s)", location.uri, error)
+            return None
+
+    async def _visible(
+        self, location: Location, infos: Iterable[ObjectInfo], *, has_private: bool
+    ) -> tuple[list[Thing], bool]:
+        """The files of one directory that may be seen, and whether there are others."""
+        infos = [info for info in infos if not is_temporary(_name(info))]
+        if not has_private and not any(is_checkpoint_file(_name(info)) for info in infos):
+            return [_thing(location, info) for info in infos], False
+        is_ours, checkpoint = await self._checkpoint(location)
+        plain = [info for info in infos if not (is_ours and is_checkpoint_file(_name(info)))]
+        files = [_thing(location, info) for info in plain] + _files(checkpoint)
+        return files, len(plain) < len(infos)
+
+    async def _is_visible(self, location: Location) -> bool:
+        """False for a directory that holds nothing but what some save has not committed."""
+        root, key = root_of(location)
+        store = self._store_at(root)
+        try:
+            async with self._gate:
+                await store.head(f"{key}/{MANIFEST}")
+            return True
+        except ObjectNotFoundError:
+            pass
+        try:
+            await self.level(location)
+        except ObjectNotFoundError:
+            return False
+        return True
+
+    # --- all below ----------------------------------------------------------------------------------------------
+
+    async def below(self, location: Location) -> list[Thing]:
+        """Return every file below ``location``, [] when there is none. Cost: one listing, and a GET a checkpoint."""
+        if is_private(location):
+            return []
+        directories = await self._shared_below(location)
+        local = await asyncio.to_thread(lambda: [*_commits(self._directory_of(location))])
+        for relative in local:
+            directories.setdefault(relative, [])
+        marked = {name for name in directories if PRIVATE_DIR in name.split("/")}
+        private = {name.partition(PRIVATE_DIR)[0].rstrip("/") for name in marked} | {*local}
+        places = [name for name in {*directories, *private} if name not in marked]
+        shown = await asyncio.gather(
+            *(
+                self._visible(_at(location, name), directories.get(name, ()), has_private=name in private)
+                for name in places
+            )
+        )
+        return sorted((thing for files, _ in shown for thing in files), key=lambda thing: thing.location.path)
+
+    async def _shared_below(self, location: Location) -> dict[str, list[ObjectInfo]]:
+        """The objects below ``location`` by directory, relative to it."""
+        root, key = root_of(location)
+        directories: dict[str, list[ObjectInfo]] = {}
+        skip = len(key) + 1 if key else 0
+        try:
+            async for info in self._store_at(root).list(key):
+                directories.setdefault(info.key[skip:].rpartition("/")[0], []).append(info)
+        except (StoreUnavailableError, ObjectNotFoundError) as error:
+            directory, is_away = self._directory_of(location), isinstance(error, StoreUnavailableError)
+            if not await asyncio.to_thread(_suffices if is_away else _has_commit, directory):
+                raise
+            log.warning("%s: listing the local tier only (%s)", location.uri, error)
+        return directories
+
+    # --- before a change ----------------------------------------------------------------------------------------
+
+    async def check_change(self, location: Location) -> None:
+        """Raise ConfigError when a file or directory may not be written or removed: a commit refers to it."""
+        if is_private(location) or not root_of(location)[1]:
+            raise ConfigError(f"{location.uri} is not to be changed", hint="It is tierckpt's own", uri=location.uri)
+        if is_checkpoint_file(location.name):
+            _, checkpoint = await self._checkpoint(location.parent)
+            if checkpoint is not None:
+                raise _protected(checkpoint.location)
+
+    async def check_removal(self, location: Location) -> None:
+        """``check_change`` of all that is below ``location``."""
+        await self.check_change(location)
+        local = await asyncio.to_thread(lambda: [*_commits(self._directory_of(location))])
+        if local:
+            raise _protected(_at(location, local[0]))
+        for name in await self._shared_below(location):
+            if PRIVATE_DIR in name.split("/"):
+                raise _protected(_at(location, name.partition(PRIVATE_DIR)[0].rstrip("/")))
+
+
+def _at(location: Location, relative: str) -> Location:
+    for name in relative.split("/") if relative else ():
+        location = location.child(name)
+    return location
+
+
+def _name(info: ObjectInfo) -> str:
+    return info.key.rpartition("/")[2]
+
+
+def _thing(location: Location, info: ObjectInfo) -> Thing:
+    return Thing(location.child(_name(info)), size_bytes=info.size_bytes, etag=info.etag)
+
+
+def _files(checkpoint: Checkpoint | None) -> list[Thing]:
+    """The files of a checkpoint of ours that stock PyTorch reads. Their digests are their version."""
+    if checkpoint is None or checkpoint.manifest is None:
+        return []
+    return [
+        Thing(
+            checkpoint.location.child(entry.path),
+            size_bytes=entry.size_bytes,
+            etag=f"{checkpoint.manifest.attempt}-{entry.token}",
+            checkpoint=checkpoint,
+            entry=entry,
+        )
+        for entry in checkpoint.manifest.entries
+        if not entry.path.startswith(f"{PRIVATE_DIR}/")
+    ]
+
+
+def _commits(directory: Path) -> Iterator[str]:
+    """The directories at or below one of the local tier that hold a committed checkpoint, relative to it."""
+    for path, names, _ in os.walk(directory):
+        if PRIVATE_DIR in names and Path(path, MANIFEST).exists():
+            relative = str(Path(path).relative_to(directory))
+            yield "" if relative == "." else relative
+            names.clear()
+        elif PRIVATE_DIR in names:
+            names.remove(PRIVATE_DIR)
+
+
+def _has_commit(directory: Path) -> bool:
+    return next(_commits(directory), None) is not None
+
+
+def _suffices(directory: Path) -> bool:
+    """True when a directory of the local tier may be shown alone while the shared tier does not answer: it is a
+    checkpoint, or the newest below it is this node's own (N3). Who takes the newest of a listing must not go back."""
+    if (directory / MANIFEST).exists():
+        return True
+    newest = max(_with_commits(directory), key=lambda name: (step_of(name) is not None, step_of(name) or 0), default="")
+    try:
+        manifest = commit.read_local_manifest(directory / newest) if newest else None
+    except (ManifestError, StoreError):
+        return False
+    return manifest is not None and select.is_own(directory / newest, manifest)
+
+
+def _with_commits(directory: Path) -> set[str]:
+    """The names of the directories in one of the local tier that hold a committed checkpoint, at any depth."""
+    try:
+        children = [entry.name for entry in os.scandir(directory) if entry.is_dir()]
+    except OSError:
+        return set()
+    return {name for name in children if name != PRIVATE_DIR and _has_commit(directory / name)}
+
+
+def _nothing(location: Location) -> ObjectNotFoundError:
+    return ObjectNotFoundError(
+        f"there is no {location.uri}",
+        hint="A checkpoint appears when it is committed; check the URI and the endpoint",
+        uri=location.uri,
+    )
+
+
+def _protected(location: Location) -> ConfigError:
+    return ConfigError(
+        f"{location.uri} is a checkpoint of tierckpt, which is not changed file by file",
+        hint="`tierckpt prune` removes checkpoints; save with TierStorageWriter or a Checkpointer",
+        uri=location.uri,
+    )

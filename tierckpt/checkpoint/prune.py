@@ -1,0 +1,319 @@
+"""Prune a run: see what stands on each tier, let the policy judge it, remove what it says. Also works off what a killed
+removal has left. The rules and invariants are in checkpoint/retention.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..config import Settings
+from ..disk import read_lease
+from ..errors import ManifestError, StoreError, TierckptError
+from ..format.layout import PRIVATE_DIR, Location, local_dir, parse_uri, step_of
+from ..format.manifest import Manifest
+from ..stores.base import Store
+from ..stores.local import matching
+from ..telemetry import logger
+from ..types import Json, Tier
+from . import commit, retention
+from .catalog import is_stock
+from .journal import Journal
+from .retention import Health, Policy, Standing, Verdict
+
+log = logger("retention")
+
+KEPT, WOULD_GO, REMOVED, FAILED = "kept", "would go", "removed", "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one copy. ``reason`` says why it is kept, goes, or could not be removed."""
+
+    copy: Standing
+    outcome: str
+    reason: str
+
+    def to_json(self) -> Json:
+        return {
+            "name": self.copy.name,
+            "step": self.copy.step,
+            "tier": str(self.copy.tier),
+            "outcome": self.outcome,
+            "reason": self.reason,
+            "size_bytes": self.copy.size_bytes,
+            "health": str(self.copy.health) if self.copy.health else None,
+        }
+
+
+@dataclass(slots=True)
+class PruneResult:
+    """Every copy of a run and what became of it; names that are no business of retention, and why; leftovers."""
+
+    outcomes: list[Outcome]
+    others: dict[str, str] = field(default_factory=dict)
+    leftovers: list[str] = field(default_factory=list)
+    errors: list[TierckptError] = field(default_factory=list)
+
+    def only(self, outcome: str) -> list[Outcome]:
+        return [one for one in self.outcomes if one.outcome == outcome]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One name under the run: what each tier has committed there, and what removals have left."""
+
+    location: Location
+    local: Manifest | None = None
+    shared: Manifest | None = None
+    other: str = ""
+    begun: list[Manifest] = field(default_factory=list)
+    is_empty: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.location.name
+
+
+class Pruner:
+    """Prunes runs of one local root. Runs on one event loop; ``store_of`` opens the shared tier of a location."""
+
+    def __init__(self, settings: Settings, journal: Journal, store_of: Callable[[Location], Store]) -> None:
+        self._settings = settings
+        self._root = settings.local_root
+        self._journal = journal
+        self._store = store_of
+        self._gate = asyncio.Semaphore(4 * settings.concurrency)
+
+    async def prune(self, names: Iterable[Location], policy: Policy, *, dry_run: bool) -> PruneResult:
+        """Judge the checkpoints at ``names``, the children of one run, and remove what the policy says.
+
+        Returns what became of each, failures among it: one copy that cannot be removed does not keep the others.
+
+        Raises:
+            StoreError: the shared tier cannot be asked, so that nothing can be judged; nothing was removed.
+        Cost: one GET or two for each name, one listing of the newest; a removal costs one request for each file.
+        """
+        seen = await asyncio.gather(*(self._look(location) for location in names))
+        copies = await self._copies(seen)
+        result = PruneResult([], {one.name: one.other for one in seen if one.other})
+        locations = {one.name: one.location for one in seen}
+        for verdict in policy.judge(copies, drains=self._settings.drain):
+            result.outcomes.append(await self._carry_out(verdict, locations[verdict.copy.name], dry_run, result.errors))
+        for one in seen:
+            if one.begun or one.is_empty:
+                await self._finish(one, dry_run, result)
+        return result
+
+    # --- what is there -----------------------------------------------------------------------------------------
+
+    async def _look(self, location: Location) -> _Seen:
+        seen = _Seen(location)
+        if _is_link(location):
+            seen.other = "a link"
+            return seen
+        async with self._gate:
+            seen.local = await self._read(lambda: asyncio.to_thread(self._read_local, location))
+            try:
+                await self._look_at_shared(seen)
+            except StoreError as error:
+                if self._settings.drain:
+                    raise
+                log.info("%s: there is no shared tier to look at (%s)", location.uri, error)
+        if seen.local is None and seen.shared is None and not (seen.begun or seen.is_empty) and not seen.other:
+            seen.other = "not committed" if await self._is_marked(location) else "not of tierckpt"
+        return seen
+
+    async def _look_at_shared(self, seen: _Seen) -> None:
+        store = self._store(seen.location)
+        seen.shared = await self._read(lambda: commit.read_shared_manifest(store))
+        if seen.shared is not None:
+            return
+        if await is_stock(store):
+            seen.other = "saved by stock PyTorch"
+            return
+        seen.begun = await retention.removals_begun(store)
+        if _has_mark(seen.location):
+            seen.is_empty = not [info async for info in store.list()]
+
+    async def _read(self, read: Callable[[], Awaitable[Manifest | None]]) -> Manifest | None:
+        """Return a manifest; a damaged one is reported and its checkpoint left alone (N5)."""
+        try:
+            return await read()
+        except ManifestError as error:
+            log.warning("retention leaves it alone: %s", error)
+            return None
+
+    def _read_local(self, location: Location) -> Manifest | None:
+        directory = local_dir(self._root, location)
+        return None if directory.is_symlink() else commit.read_local_manifest(directory)
+
+    async def _is_marked(self, location: Location) -> bool:
+        if await asyncio.to_thread((local_dir(self._root, location) / PRIVATE_DIR).is_dir):
+            return True
+        try:
+            return bool(await self._store(location).list_dirs(PRIVATE_DIR))
+        except StoreError:
+            return False
+
+    async def _copies(self, seen: Sequence[_Seen]) -> list[Standing]:
+        busy = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
+        linked = await asyncio.to_thread(_linked, [one.location for one in seen if one.other == "a link"])
+        copies = []
+        for one in seen:
+            step = step_of(one.name)
+            if step is None:
+                one.other = one.other or ("no step number in its name" if one.local or one.shared else "")
+                continue
+            held = self._held(one.location, busy, linked)
+            for tier, manifest in ((Tier.LOCAL, one.local), (Tier.SHARED, one.shared)):
+                if manifest is not None:
+                    drained = tier is Tier.LOCAL and self._is_drained(one, manifest)
+                    size_bytes, attempt = manifest.size_bytes, manifest.attempt
+                    directory = local_dir(self._root, one.location)
+                    peers = tier is Tier.LOCAL and not drained and commit.is_replicated(directory, attempt)
+                    copies.append(Standing(one.name, step, tier, None, drained, held, attempt, size_bytes, peers))
+        return await self._with_health(copies, {one.name: one for one in seen})
+
+    def _is_drained(self, seen: _Seen, manifest: Manifest) -> bool:
+        if seen.shared is not None and seen.shared.attempt == manifest.attempt:
+            return True
+        return commit.may_go(local_dir(self._root, seen.location), manifest.attempt)
+
+    def _held(self, location: Location, busy: set[str], linked: dict[Path, str]) -> str:
+        if location.uri in busy:
+            return "being saved or drained"
+        if location.scheme == "file" and Path(location.path).resolve() in linked:
+            return f"{linked[Path(location.path).resolve()]} links to it"
+        return "being read" if read_lease.is_read(self._root, local_dir(self._root, location)) else ""
+
+    async def _with_health(self, copies: list[Standing], seen: dict[str, _Seen]) -> list[Standing]:
+        """Look at the newest copies of each tier, down to the first that is whole: older ones protect nothing."""
+        known: dict[tuple[str, Tier], Health] = {}
+        for tier in (Tier.LOCAL, Tier.SHARED):
+            here = sorted((copy for copy in copies if copy.tier is tier), key=lambda copy: copy.step, reverse=True)
+            for copy in here:
+                known[copy.name, tier] = await self._health(seen[copy.name], tier)
+                if known[copy.name, tier] is Health.WHOLE:
+                    break
+        return [replace(copy, health=known.get((copy.name, copy.tier))) for copy in copies]
+
+    async def _health(self, seen: _Seen, tier: Tier) -> Health:
+        manifest = seen.local if tier is Tier.LOCAL else seen.shared
+        if manifest is None:
+            return Health.DAMAGED
+        if tier is Tier.SHARED:
+            return await retention.shared_health(self._store(seen.location), manifest)
+        return await asyncio.to_thread(retention.local_health, local_dir(self._root, seen.location), manifest)
+
+    # --- removing ----------------------------------------------------------------------------------------------
+
+    async def _carry_out(
+        self, verdict: Verdict, location: Location, dry_run: bool, errors: list[TierckptError]
+    ) -> Outcome:
+        copy = verdict.copy
+        if not verdict.remove:
+            return Outcome(copy, KEPT, verdict.reason)
+        if dry_run:
+            return Outcome(copy, WOULD_GO, verdict.reason)
+        try:
+            obstacle = await self._remove(copy, location)
+        except TierckptError as error:
+            errors.append(error)
+            log.warning("%s stays on the %s tier: %s", location.uri, copy.tier, error)
+            return Outcome(copy, FAILED, error.message)
+        if obstacle:
+            return Outcome(copy, KEPT, obstacle)
+        log.info("removed %s from the %s tier: %s", location.uri, copy.tier, verdict.reason)
+        return Outcome(copy, REMOVED, verdict.reason)
+
+    async def _remove(self, copy: Standing, location: Location) -> str:
+        """Remove a copy that was judged a moment ago. Returns what has come between, if anything has (N3)."""
+        directory = local_dir(self._root, location)
+        with read_lease.removing(self._root, directory) as free:
+            if not free:
+                return "being read"
+            if location.uri in {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}:
+                return "being saved or drained"
+            if copy.tier is Tier.LOCAL:
+                gone = await asyncio.to_thread(commit.remove_local, directory, copy.attempt)
+                return "" if gone else "saved again meanwhile"
+            store = self._store(location)
+            manifest = await commit.read_shared_manifest(store)
+            if manifest is None or manifest.attempt != copy.attempt:
+                return "saved again meanwhile"
+            if not await retention.remove_shared(store, manifest):
+                return "another save has claimed it"
+            await asyncio.to_thread(remove_empty, location)
+            return ""
+
+    async def _finish(self, seen: _Seen, dry_run: bool, result: PruneResult) -> None:
+        """Work off what a killed removal left on the shared tier."""
+        result.leftovers.append(seen.name)
+        if dry_run:
+            return
+        try:
+            for gone in seen.begun:
+                await retention.finish_shared(self._store(seen.location), gone)
+            await asyncio.to_thread(remove_empty, seen.location)
+        except TierckptError as error:
+            result.errors.append(error)
+            log.warning("leftovers of %s stay: %s", seen.location.uri, error)
+
+
+def remove_empty(location: Location) -> None:
+    """Remove the directory of a removed checkpoint on a mounted tier, if nothing is left in it."""
+    if location.scheme != "file":
+        return
+    directory = Path(location.path)
+    for torn in matching(directory / commit.REMOVED_DIR, ".*.tmp"):
+        torn.unlink(missing_ok=True)  # a note that was being written when its writer was killed
+    for name in (*commit.PRIVATE_DIRS, PRIVATE_DIR, "."):
+        try:
+            (directory / name).rmdir()
+        except OSError:
+            continue  # not there, or somebody's files are in it: they stay
+
+
+def finish_local(local_root: Path, journal: Journal) -> list[Path]:
+    """Work off what killed removals left on the local tier. Returns the directories. Safe beside live processes.
+
+    Cost: one walk over the directories of the local tier.
+    """
+    found = []
+    busy = {local_dir(local_root, parse_uri(entry.uri)) for entry in journal.entries()}
+    for directory in list(retention.marked_directories(local_root / "checkpoints")):
+        if directory in busy or not _is_left(directory):
+            continue
+        try:
+            with read_lease.removing(local_root, directory) as free:
+                if free and commit.finish_removal(directory):
+                    found.append(directory)
+                    log.info("finished the removal of %s that was cut short", directory)
+        except (OSError, TierckptError) as error:
+            log.warning("leftovers in %s stay: %s", directory, error)
+    read_lease.forget_dead(local_root)
+    return found
+
+
+def _is_link(location: Location) -> bool:
+    return location.scheme == "file" and Path(location.path).is_symlink()
+
+
+def _has_mark(location: Location) -> bool:
+    return location.scheme == "file" and Path(location.path, PRIVATE_DIR).is_dir()
+
+
+def _is_left(directory: Path) -> bool:
+    """True for a note of a removal, and for a directory of ours with nothing in it."""
+    if (directory / commit.REMOVED_DIR).is_dir():
+        return True
+    return not any(name != "lock" for _, _, names in os.walk(directory) for name in names)
+
+
+def _linked(links: Sequence[Location]) -> dict[Path, str]:
+    """What links on a mounted tier lead to: who made ``best -> step-100`` wants step 100."""
+    return {Path(link.path).resolve(): link.name for link in links}

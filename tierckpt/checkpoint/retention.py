@@ -1,0 +1,309 @@
+"""Which copies of a run's checkpoints to remove, and removing them. ``Policy.judge`` decides and is pure.
+
+Invariants (tests cite them by number; I5 of the failure model is N1 and N2):
+    N1  The newest copy of a tier is never removed; when it is damaged, neither is the newest sound one, nor the newest
+        whole one. Where copies are made on peers, neither is the newest that they have whole, until the shared tier has
+        it: a node lost before the next one is copied must not cost both.
+    N2  A local copy is removed only when its attempt was drained and the shared tier holds that step, or a newer one,
+        whole. Where nothing is drained (``drain=False``) the local tier is the last one and has its own newest (N1).
+    N3  A checkpoint that a live process of this node reads, saves or drains is not removed.
+    N4  The manifest goes first, and a note says what is still to go: a crash leaves a checkpoint whole, or invisible
+        with a note that the next prune (or, on the local tier, the next process) works off.
+    N5  Only what a manifest of ours names is deleted. What other people keep in the directory stays, and so does a
+        directory that has no mark of ours.
+    N6  Removed is the very attempt that was judged. A save that takes its id over meanwhile ends whole or not at all.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import BucketNotFoundError, ConfigError, ManifestError, ObjectNotFoundError, StoreError
+from ..format.layout import CLAIM, MANIFEST, PARTS_DIR, PRIVATE_DIR, pending
+from ..format.manifest import Manifest, decode
+from ..stores.base import Store
+from ..telemetry import logger
+from ..types import Tier
+from . import commit
+from .catalog import file_size
+
+log = logger("retention")
+
+
+# --- which: pure -----------------------------------------------------------------------------------------------
+
+
+class Health(enum.StrEnum):
+    """How much of a committed copy is there, by the sizes of its files. No data is read for it."""
+
+    WHOLE = "whole"
+    PARTIAL = "partial"
+    """Local tier only: all files of some ranks and none of others, as on each node of a job of several."""
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One committed copy of a checkpoint on one tier."""
+
+    name: str
+    step: int
+    tier: Tier
+    health: Health | None = None
+    """None: not looked at, because a newer copy of the tier is whole."""
+    is_drained: bool = False
+    """Local tier: the shared tier has committed this attempt, at some time."""
+    held: str = ""
+    """Why nobody may remove it now: what a live process does with it."""
+    attempt: str = ""
+    size_bytes: int = 0
+    is_replicated: bool = False
+    """Local tier: not on the shared tier, and all its copies on other nodes are whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of one copy, and why."""
+
+    copy: Standing
+    remove: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is kept on one tier: the newest ``last`` steps and the steps that ``every`` divides. Neither: everything."""
+
+    last: int | None = None
+    every: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.last is not None or self.every is not None
+
+    def kept(self, steps: Iterable[int]) -> dict[int, str]:
+        """Return which of ``steps`` this rule keeps, and by which part of it."""
+        newest_first = sorted(set(steps), reverse=True)
+        if not self:
+            return dict.fromkeys(newest_first, "no rule for this tier")
+        multiples = [step for step in newest_first if self.every and step % self.every == 0]
+        kept = dict.fromkeys(multiples, f"a multiple of {self.every}")
+        return kept | dict.fromkeys(newest_first[: self.last or 0], f"among the newest {self.last}")
+
+    def __str__(self) -> str:
+        """Why a step goes that this rule does not keep."""
+        newest = [f"not among the newest {self.last}"] if self.last else []
+        return ", ".join(newest + ([f"no multiple of {self.every}"] if self.every else []))
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A rule for each tier."""
+
+    local: Rule = field(default_factory=Rule)
+    shared: Rule = field(default_factory=Rule)
+
+    @classmethod
+    def of(
+        cls, keep_last: int | Mapping[str, int] | None = None, keep_every: int | Mapping[str, int] | None = None
+    ) -> Policy:
+        """Build one from what people write: a number for both tiers, or one by tier. Raises ConfigError."""
+        last, every = _by_tier("keep_last", keep_last), _by_tier("keep_every", keep_every)
+        return cls(*(Rule(last.get(tier), every.get(tier)) for tier in ("local", "shared")))
+
+    def __bool__(self) -> bool:
+        return bool(self.local or self.shared)
+
+    def judge(self, copies: Sequence[Standing], *, drains: bool = True) -> list[Verdict]:
+        """Say what becomes of every copy of a run (N1, N2, N3), newest first, local before shared.
+
+        Args:
+            drains: False where nothing is drained, so that the local tier is the last one.
+        """
+        shared = [copy for copy in copies if copy.tier is Tier.SHARED]
+        shared_whole = max((copy.step for copy in shared if copy.health is Health.WHOLE), default=None)
+        verdicts = []
+        for tier, rule in ((Tier.LOCAL, self.local), (Tier.SHARED, self.shared)):
+            here = [copy for copy in copies if copy.tier is tier]
+            protected = protect(here)
+            kept = rule.kept(copy.step for copy in here)
+            for copy in here:
+                needs_lower = tier is Tier.LOCAL and drains
+                reason = (
+                    protected.get(copy.name)
+                    or kept.get(copy.step)
+                    or copy.held
+                    or (_not_lower(copy, shared_whole) if needs_lower else "")
+                )
+                verdicts.append(Verdict(copy, not reason, reason or str(rule)))
+        return sorted(verdicts, key=lambda verdict: (-verdict.copy.step, verdict.copy.name, verdict.copy.tier))
+
+
+def protect(copies: Sequence[Standing]) -> dict[str, str]:
+    """Return the names of the copies of one tier that no rule removes (N1), and why each."""
+    found: dict[str, str] = {}
+    wanted: dict[str, set[Health | None]] = {
+        "the newest": {*Health, None},
+        "the newest sound one": {Health.WHOLE, Health.PARTIAL},
+        "the newest whole one": {Health.WHOLE},
+    }
+    for reason, healths in wanted.items():
+        steps = [copy.step for copy in copies if copy.health in healths]
+        for copy in copies:
+            if steps and copy.step == max(steps) and copy.health in healths:
+                found.setdefault(copy.name, reason)
+    replicated = [copy for copy in copies if copy.is_replicated]
+    if replicated:
+        found.setdefault(max(replicated, key=lambda copy: copy.step).name, "the newest that peers have whole too")
+    return found
+
+
+def _not_lower(copy: Standing, shared_whole: int | None) -> str:
+    if not copy.is_drained:
+        return "not on the shared tier yet"
+    if shared_whole is None or shared_whole < copy.step:
+        return "the shared tier has lost it, and holds no newer one"
+    return ""
+
+
+def _by_tier(name: str, value: int | Mapping[str, int] | None) -> dict[str, int]:
+    if value is None:
+        return {}
+    given = dict(value) if isinstance(value, Mapping) else {"local": value, "shared": value}
+    for tier, count in given.items():
+        if tier not in {"local", "shared"} or not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(
+                f"{name} has {tier}={count!r}",
+                hint=f'Write {name}=3 or {{"local": 2, "shared": 10}}, each at least 1. None keeps everything',
+            )
+    return given
+
+
+# --- what is there ---------------------------------------------------------------------------------------------
+
+
+def local_health(directory: Path, manifest: Manifest) -> Health:
+    """How much of ``manifest`` is in ``directory``. Which ranks are this node's is not known: a rank is here or not."""
+    if any(file_size(directory / entry.key) != entry.size_bytes for entry in manifest.metadata):
+        return Health.DAMAGED  # every node has it
+    here: set[int] = set()
+    missing: set[int] = set()
+    for entry in manifest.files:
+        path = directory / entry.key
+        size_bytes = file_size(path)
+        if size_bytes not in {entry.size_bytes, -1} or path.with_name(f"{path.name}.bad").exists():
+            return Health.DAMAGED
+        (here if size_bytes == entry.size_bytes else missing).add(entry.rank)
+    if not missing:
+        return Health.WHOLE
+    return Health.PARTIAL if here and not here & missing else Health.DAMAGED
+
+
+async def shared_health(store: Store, manifest: Manifest) -> Health:
+    """WHOLE when the shared tier lists every file of ``manifest`` with its size."""
+    sizes = {info.key: info.size_bytes async for info in store.list()}
+    whole = all(sizes.get(entry.key) == entry.size_bytes for entry in manifest.entries)
+    return Health.WHOLE if whole else Health.DAMAGED
+
+
+def local_checkpoints(local_root: Path) -> Iterator[tuple[Path, Manifest]]:
+    """Yield every committed checkpoint of the local tier; damaged manifests are reported and passed over."""
+    for directory in marked_directories(Path(local_root, "checkpoints")):
+        try:
+            manifest = commit.read_local_manifest(directory)
+        except (ManifestError, StoreError) as error:
+            log.warning("%s", error)
+            continue
+        if manifest is not None:
+            yield directory, manifest
+
+
+def marked_directories(top: Path) -> Iterator[Path]:
+    """Yield the directories at and below ``top`` that bear our mark, the private directory. Links are not followed."""
+    for path, names, _ in os.walk(top):
+        if PRIVATE_DIR in names:
+            names.remove(PRIVATE_DIR)
+            yield Path(path)
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return ``path``, or its nearest parent that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+# --- removing --------------------------------------------------------------------------------------------------
+
+
+async def remove_shared(store: Store, manifest: Manifest) -> bool:
+    """Remove a committed checkpoint from the shared tier (N4, N6). False when another save has taken its id over.
+
+    A note with the manifest is put, the manifest is deleted, then what it names, then the note. A save that is told to
+    replace this attempt may be at its commit meanwhile. Each of the names that both use is deleted only as the version
+    that was looked at: one of the two finds that the other was faster. On a store without such conditions a save that
+    comes between the look and the delete can lose its manifest; on one node the journal closes that (N3).
+    """
+    note = commit.removal_note(manifest.attempt)
+    await store.put(note, manifest.encode())
+    stock = {entry.path: await commit.etag_of(store, entry.path) for entry in manifest.metadata}
+    claim, standing = await commit.etag_of(store, CLAIM), await commit.etag_of(store, MANIFEST)
+    now = await commit.read_shared_manifest(store)
+    is_ours = await commit.read_claim(store) in {manifest.attempt, None}
+    stands = now is not None and now.attempt == manifest.attempt
+    if not (is_ours and stands and await commit.remove(store, MANIFEST, standing)):
+        await store.delete(note)
+        return False
+    await _finish(store, manifest, stock, claim)
+    return True
+
+
+async def finish_shared(store: Store, gone: Manifest) -> None:
+    """Delete what the removed ``gone`` names and nothing else does, then the note of its removal. Repeatable."""
+    stock = {entry.path: await commit.etag_of(store, entry.path) for entry in gone.metadata}
+    claim = await commit.etag_of(store, CLAIM)
+    await _finish(store, gone, stock, claim)
+
+
+async def _finish(store: Store, gone: Manifest, stock: Mapping[str, str | None], claim: str | None) -> None:
+    """``stock`` and ``claim`` are versions that were there before it is known here who owns the id. The claim goes
+    last: a crash before that leaves what nobody takes for a checkpoint of stock PyTorch."""
+    standing = await commit.read_shared_manifest(store)
+    if standing is None or standing.attempt != gone.attempt:
+        owns_id = standing is None and await commit.read_claim(store) in {gone.attempt, None}
+        for path, etag in stock.items() if owns_id else ():
+            if etag is not None:
+                await commit.remove(store, path, etag)
+        for entry in commit.stale_files(gone, standing) if standing else gone.entries:
+            if entry.key not in stock:
+                await store.delete(entry.key)
+        await _delete_parts(store, gone)
+        if owns_id and claim is not None:
+            await commit.remove(store, CLAIM, claim)
+    await store.delete(commit.removal_note(gone.attempt))
+
+
+async def _delete_parts(store: Store, gone: Manifest) -> None:
+    async for info in store.list(PARTS_DIR):
+        token = info.key.removeprefix(f"{PARTS_DIR}/").removesuffix(".json")
+        if token in gone.tokens or token.startswith(f"{gone.attempt}-"):
+            await store.delete(info.key)
+    await store.delete(pending(gone.attempt))
+
+
+async def removals_begun(store: Store) -> list[Manifest]:
+    """Return the manifests whose removal from the shared tier has begun and not ended."""
+    found = []
+    async for info in store.list(commit.REMOVED_DIR):
+        try:
+            found.append(decode(await store.get(info.key), where=f"{store.uri}/{info.key}"))
+        except BucketNotFoundError:
+            raise
+        except ObjectNotFoundError:
+            continue  # another node has ended that removal meanwhile
+        except ManifestError as error:
+            log.warning("%s; what it names stays", error)
+    return found

@@ -1,0 +1,388 @@
+"""Choose the checkpoint of a run to go on from: the newest that can be loaded, or the certainty that there is none.
+
+Invariants (tests cite them):
+    N1  "None" is said only after a listing of the shared tier that succeeded. A store that refuses, fails, hangs or
+        breaks off in the middle of a listing is waited for, and then it is an error.
+    N2  A child that the shared tier cannot be asked about is never passed over for an older one.
+    N3  While the shared tier cannot be asked, the newest step here is taken only if this node saved it and has not
+        drained it: then no other node can have gone on from it by way of the shared tier. Others may have gone on from
+        a step that was drained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from ..config import Settings
+from ..errors import (
+    BucketNotFoundError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    IntegrityError,
+    ManifestError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    StoreError,
+    StoreUnavailableError,
+    UncommittedCheckpointError,
+)
+from ..format.layout import PRIVATE_DIR, REPLICA, Location, own_file, step_of
+from ..format.manifest import Manifest
+from ..peer.catalog import Cluster
+from ..stores.base import Recoverable, Store
+from ..telemetry import logger
+from ..types import Tier
+from . import catalog, commit
+from .catalog import Checkpoint
+
+log = logger("select")
+
+T = TypeVar("T")
+
+DENIED_SECONDS = 5.0
+"""Credentials that are being renewed are back within moments; a refusal that lasts longer is meant."""
+LOOK_SECONDS_MIN = 10.0
+"""What one look may take at least, so that ``store_wait_seconds=0`` is one try and not none."""
+PAUSE_SECONDS = 1.0
+QUIET_SECONDS = 2.0
+"""A store that has not answered for so long is told of, and every ``TELL_SECONDS`` from then on."""
+TELL_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest checkpoint. ``unseen``: why the shared tier could not be asked, when it is this node's own (N3)."""
+
+    checkpoint: Checkpoint | None
+    unseen: StoreError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Near:
+    """What this node and its peers have, while the shared tier cannot be asked."""
+
+    newest: Checkpoint | None = None
+    is_own: bool = False
+    chosen: Checkpoint | None = None
+    """The newest whole one that was asked for."""
+
+
+class Selector:
+    """Chooses among the checkpoints of all tiers. Runs on one event loop; every call asks anew."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store_at: Callable[[Location], Store],
+        directory_of: Callable[[Location], Path],
+        cluster: Cluster | None,
+    ) -> None:
+        self._settings, self._store_at, self._directory_of, self._cluster = settings, store_at, directory_of, cluster
+        self.reached: set[tuple[str, str]] = set()
+        """The stores (``place_of``) that have answered in this process as they should."""
+
+    async def find(self, location: Location) -> Checkpoint:
+        return await catalog.find(location, self._directory_of(location), self._store_at(location), self._cluster)
+
+    async def found(self, location: Location) -> Checkpoint:
+        """``find``, waiting for a shared tier that does not answer when this node and its peers lack some file."""
+        wait = _Wait(self._settings, self._store_at(location), location)
+        return await wait.until_seen(lambda: self._explicit(location), lambda error: self._whole_near(location, error))
+
+    async def newest(self, location: Location, step_max: int | None = None, *, may_be_own: bool = True) -> Newest:
+        """Return the newest usable checkpoint at or under ``location``: committed, every file with a copy of its size.
+
+        Newest is the highest step number in the name, not above ``step_max``; uncommitted and incomplete ones are
+        passed over with a log line. A shared tier that does not answer is waited for, ``store_wait_seconds``.
+
+        Args:
+            may_be_own: take this node's own newest step at once while the shared tier cannot be asked (N3).
+
+        Raises:
+            StoreUnavailableError, PermissionDeniedError: nobody could look, so nobody knows what is newest (N1).
+        """
+        wait = _Wait(self._settings, self._store_at(location), location)
+
+        async def own(error: StoreError) -> Newest | None:
+            if (explicit := await self._whole_near(location, error)) is not None:
+                return Newest(explicit, error)
+            near = await self._near(location, step_max)
+            wait.advice = _advice(near)
+            if not (may_be_own and near.is_own and near.chosen is not None):
+                return None
+            log.warning(
+                "%s: going on from %s, which this node saved and has not drained; whether shared storage has a newer "
+                "one could not be looked at: %s",
+                location.uri,
+                near.chosen.location.name,
+                error.message,
+            )
+            return Newest(near.chosen, error)
+
+        async def look() -> Newest:
+            newest = await self._look(location, step_max)
+            if newest is None or newest.unseen is None:
+                self.reached.add(place_of(location))
+            return Newest(newest, newest.unseen if newest is not None else None)
+
+        return await wait.until_seen(look, own)
+
+    # --- all tiers ----------------------------------------------------------------------------------------------
+
+    async def _explicit(self, location: Location) -> Checkpoint:
+        """The checkpoint at ``location``. One that lies near as a whole needs no answer of the shared tier."""
+        found = await self.find(location)
+        if found.unseen is not None and await catalog.lacking_near(found):
+            raise found.unseen
+        return found
+
+    async def _whole_near(self, location: Location, error: StoreError) -> Checkpoint | None:
+        """What this node and its peers have whole of a checkpoint that was asked for by name."""
+        for found in await self._committed_near(location):
+            if not await catalog.lacking_near(found):
+                log.warning("%s: going by the copy near, as shared storage does not say more: %s", location.uri, error)
+                return replace(found, unseen=error)
+        return None
+
+    async def _look(self, location: Location, step_max: int | None) -> Checkpoint | None:
+        try:
+            return await self._explicit(location)
+        except (CheckpointNotFoundError, UncommittedCheckpointError):
+            pass
+        names = {*await self._names_near(location), *await self._store_at(location).list_dirs()}
+        for name in _newest_first(names, step_max):
+            try:
+                checkpoint = await self.find(location.child(name))
+            except BucketNotFoundError:
+                raise
+            except (CheckpointError, IntegrityError, ObjectNotFoundError) as error:
+                is_damage = isinstance(error, IntegrityError)
+                (log.warning if is_damage else log.info)("latest: passing over %s: %s", name, error)
+                continue
+            if checkpoint.unseen is not None and not await asyncio.to_thread(self._is_own, checkpoint):
+                raise checkpoint.unseen  # N2
+            if await catalog.is_complete(checkpoint):
+                return checkpoint
+            log.warning("latest: passing over %s: some files have no copy", name)
+        return None
+
+    # --- near ---------------------------------------------------------------------------------------------------
+
+    async def names(self, location: Location) -> list[str]:
+        """Names below ``location``, on this node and its peers alone when the shared tier does not answer.
+
+        Only for those who show or remove what is near: what is left out here may be newer than all of it.
+        """
+        near = await self._names_near(location)
+        try:
+            shared = await self._store_at(location).list_dirs()
+        except StoreUnavailableError as error:
+            if not near:
+                raise
+            log.warning("%s: listing this node and its peers only (%s)", location.uri, error)
+            shared = []
+        return sorted({name for name in (*near, *shared) if not name.startswith(".")})
+
+    async def _names_near(self, location: Location) -> list[str]:
+        """Names below ``location`` on this node and, of checkpoints committed there, on its peers."""
+        local = await asyncio.to_thread(_directories, self._directory_of(location))
+        return local + list(await self._cluster.committed(location) if self._cluster is not None else ())
+
+    async def _near(self, location: Location, step_max: int | None) -> _Near:
+        newest: Checkpoint | None = None
+        is_own = False
+        for name in _newest_first(set(await self._names_near(location))):
+            for checkpoint in await self._committed_near(location.child(name)):
+                is_whole = not await catalog.lacking_near(checkpoint)
+                if newest is None:
+                    newest = checkpoint
+                    is_own = is_whole and await asyncio.to_thread(self._is_own, checkpoint)
+                if is_whole and (step_max is None or (checkpoint.step is not None and checkpoint.step <= step_max)):
+                    return _Near(newest, is_own, checkpoint)
+        return _Near(newest, is_own)
+
+    async def _committed_near(self, location: Location) -> list[Checkpoint]:
+        """The attempts that this node and its peers have committed at ``location``, the newest first."""
+        directory, store = self._directory_of(location), self._store_at(location)
+        try:
+            local = await asyncio.to_thread(commit.read_local_manifest, directory)
+        except (ManifestError, StoreError) as error:
+            log.warning("%s", error)
+            local = None
+        found = await self._cluster.at(location, (local,)) if self._cluster is not None else {}
+        attempts: dict[str, Manifest] = {attempt: elsewhere.manifest for attempt, elsewhere in found.items()}
+        attempts |= {local.attempt: local} if local is not None else {}
+        return [
+            Checkpoint(
+                location,
+                manifest,
+                directory,
+                store,
+                frozenset({Tier.LOCAL if local is not None and manifest.attempt == local.attempt else Tier.PEER}),
+                found.get(manifest.attempt),
+            )
+            for manifest in sorted(attempts.values(), key=lambda one: one.created_unix_seconds, reverse=True)
+        ]
+
+    def _is_own(self, checkpoint: Checkpoint) -> bool:
+        """True when a rank of this node saved ``checkpoint`` and the shared tier is not known to have it (N3)."""
+        manifest, directory = checkpoint.manifest, checkpoint.directory
+        return manifest is not None and Tier.LOCAL in checkpoint.tiers and is_own(directory, manifest)
+
+
+def is_own(directory: Path, manifest: Manifest) -> bool:
+    """True when a rank of this node saved what stands in ``directory``, and it is not known to be drained (N3)."""
+    is_copy = (directory / REPLICA).exists() and not any(
+        (directory / own_file(token)).exists() for token in manifest.tokens
+    )
+    return not is_copy and not commit.is_drained(directory, manifest.attempt)
+
+
+def place_of(location: Location) -> tuple[str, str]:
+    """The store behind ``location``: what has been reached there, or refuses us, is all of it."""
+    return location.scheme, location.authority
+
+
+class _Wait:
+    """Waits for a store that does not answer, and says so: at once, and then every ``TELL_SECONDS``."""
+
+    def __init__(self, settings: Settings, store: Store, location: Location) -> None:
+        self._store, self._location = store, location
+        self._seconds = settings.store_wait_seconds
+        self._begun = time.monotonic()
+        self._end = self._begun + self._seconds
+        self._tell_at = self._begun + QUIET_SECONDS
+        self._has_told = False
+        self._denied_at: float | None = None
+        self.advice = ""
+        """What the user may do with what is on this node."""
+
+    async def until_seen(
+        self,
+        look: Callable[[], Awaitable[T]],
+        instead: Callable[[StoreError], Awaitable[T | None]] | None = None,
+    ) -> T:
+        """``look`` until the store answers; after the first failure, take what ``instead`` has, if it has something."""
+        while True:
+            try:
+                return await self._answer(look())
+            except BucketNotFoundError:
+                raise
+            except (StoreUnavailableError, PermissionDeniedError) as error:
+                other = await instead(error) if instead is not None else None
+                if other is not None:
+                    return other
+                if self._is_over(error):
+                    raise self._blind(error) from error
+                self._tell(error.message)
+            await self._pause()
+
+    async def _answer(self, work: Awaitable[T]) -> T:
+        """The outcome of ``work``. What hangs is given up, and not waited for even where it cannot be cancelled."""
+        task = asyncio.ensure_future(work)
+        end = max(self._end, time.monotonic() + LOOK_SECONDS_MIN)
+        try:
+            while True:
+                now = time.monotonic()
+                await asyncio.wait({task}, timeout=max(0.0, min(self._tell_at, end) - now))
+                if task.done():
+                    return task.result()
+                if time.monotonic() >= end:
+                    raise StoreUnavailableError(f"{self._location.uri} has not answered for {end - self._begun:.0f} s")
+                if time.monotonic() >= self._tell_at:
+                    self._tell("no answer yet")
+        finally:
+            task.cancel()
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(max(0.0, min(PAUSE_SECONDS, self._end - time.monotonic())))
+        if isinstance(self._store, Recoverable):
+            self._store.hasten()
+
+    def _is_over(self, error: StoreError) -> bool:
+        now = time.monotonic()
+        if isinstance(error, PermissionDeniedError):
+            self._denied_at = self._denied_at or now
+            if now - self._denied_at >= DENIED_SECONDS:
+                return True
+        else:
+            self._denied_at = None
+        return now >= self._end
+
+    def _tell(self, problem: str) -> None:
+        now = time.monotonic()
+        if self._has_told and now < self._tell_at:
+            return
+        self._has_told, self._tell_at = True, now + TELL_SECONDS
+        log.warning(
+            "waiting for %s%s to say which checkpoints it has, %.0f of %.0f s (%s). Ctrl-C stops; "
+            "store_wait_seconds (TIERCKPT_STORE_WAIT_SECONDS) says how long to wait",
+            self._location.uri,
+            f" at {_endpoint(self._location)}" if _endpoint(self._location) else "",
+            now - self._begun,
+            self._seconds,
+            problem,
+        )
+
+    def _blind(self, error: StoreError) -> StoreError:
+        is_denied = isinstance(error, PermissionDeniedError)
+        todo = "the credentials and what they permit" if is_denied else "that the store is up and can be reached"
+        endpoint = error.context.get("endpoint") or _endpoint(self._location) or None
+        return (PermissionDeniedError if is_denied else StoreUnavailableError)(
+            f"which checkpoints {self._location.uri} has is not known: {error.message}",
+            hint=f"This does not mean that there are none. Check {todo}"
+            f"{', and the endpoint (AWS_ENDPOINT_URL)' if self._location.scheme == 's3' else ''}, and run again; "
+            f"store_wait_seconds (TIERCKPT_STORE_WAIT_SECONDS) waits longer than {self._seconds:g} s.{self.advice}",
+            uri=self._location.uri,
+            endpoint=endpoint,
+            tier=Tier.SHARED,
+            waited_seconds=round(time.monotonic() - self._begun, 1),
+        )
+
+
+def _advice(near: _Near) -> str:
+    """How to accept what is near, where the user knows that it is the newest."""
+    offered = near.chosen
+    if offered is None:
+        return ""
+    how = (
+        f"restore(state, step={offered.step}), or its URI {offered.location.uri},"
+        if offered.step is not None
+        else (f"its URI {offered.location.uri}")
+    )
+    where = "This node has" if Tier.LOCAL in offered.tiers else "Other nodes have"
+    return (
+        f" {where} {offered.location.name} whole; others may have gone on from it, so it is not taken by itself: "
+        f"{how} accepts it"
+    )
+
+
+def _endpoint(location: Location) -> str:
+    return os.environ.get("AWS_ENDPOINT_URL", "") if location.scheme == "s3" else ""
+
+
+def _newest_first(names: set[str], step_max: int | None = None) -> list[str]:
+    def is_wanted(name: str) -> bool:
+        step = step_of(name)
+        return not name.startswith(".") and (step_max is None or (step is not None and step <= step_max))
+
+    return sorted(
+        filter(is_wanted, names), key=lambda name: (step_of(name) is not None, step_of(name) or 0, name), reverse=True
+    )
+
+
+def _directories(directory: Path) -> list[str]:
+    try:
+        return [path.name for path in directory.iterdir() if path.is_dir() and path.name != PRIVATE_DIR]
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return []  # also when retention removes it meanwhile

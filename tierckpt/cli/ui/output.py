@@ -1,0 +1,196 @@
+"""The only printer: results on stdout, everything else on stderr, for people or as JSON.
+
+With ``--json`` stdout holds exactly one JSON document when there is a result, and stderr one when there is an error;
+warnings become a field of it. What is printed for people never holds control characters: object names come from
+strangers, and a terminal obeys what it is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TextIO
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from ... import types
+from ...errors import PartialTransferError, TierckptError
+from ...quantities import human_bytes as human_bytes
+from ...quantities import human_seconds as human_seconds
+from ...telemetry import ignore_progress
+
+WIDTH_WHEN_PIPED = 100_000
+"""Nothing is cut or wrapped when a program reads it."""
+
+_STYLES = {
+    "ok": "green",
+    "committed": "green",
+    "good": "green",
+    "warn": "yellow",
+    "uncommitted": "yellow",
+    "held": "yellow",
+    "waiting": "yellow",
+    "fail": "bold red",
+    "failed": "bold red",
+    "lost": "bold red",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a verb has to say: one document for programs, the same for people, and the exit code."""
+
+    document: types.Json
+    view: Sequence[RenderableType] = ()
+    exit_code: int = 0
+
+
+class Output:
+    """Prints one report or one error. Collects the library's warnings from the moment it is made until ``close``."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self.warnings: list[str] = []
+        self._handler = _Warnings(self)
+        logging.getLogger("tierckpt").addHandler(self._handler)
+
+    def close(self) -> None:
+        logging.getLogger("tierckpt").removeHandler(self._handler)
+
+    def show(self, report: Report) -> None:
+        if self.as_json:
+            self._dump(report.document, sys.stdout)
+            return
+        console = _console(sys.stdout)
+        for part in report.view:
+            console.print(plain(part) if isinstance(part, str) else part)
+        sys.stdout.flush()
+
+    def error(self, error: TierckptError) -> None:
+        failures = error.failures if isinstance(error, PartialTransferError) else {}
+        if self.as_json:
+            self._dump(error.to_json() | ({"failures": failures} if failures else {}), sys.stderr)
+            return
+        console = _console(sys.stderr)
+        console.print(_labelled("error", "bold red", error.message))
+        for name, reason in failures.items():
+            console.print(plain(f"  {name}: {reason}"))
+        if error.hint:
+            console.print(_labelled("hint", "cyan", error.hint))
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+        if not self.as_json:
+            _console(sys.stderr).print(_labelled("warning", "yellow", text))
+
+    def _dump(self, document: types.Json, stream: TextIO) -> None:
+        if self.warnings:
+            document = {**document, "warnings": self.warnings}
+        stream.write(json.dumps(document, indent=2) + "\n")
+        stream.flush()
+
+
+class _Warnings(logging.Handler):
+    """Hands the library's warnings to the printer."""
+
+    def __init__(self, output: Output) -> None:
+        super().__init__(logging.WARNING)
+        self._output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._output.warn(record.getMessage())
+
+
+@contextmanager
+def progress_bar(*, as_json: bool, of: Literal["bytes", "time"] = "bytes") -> Iterator[types.ProgressListener]:
+    """Yield a listener that draws a bar on stderr while a person looks at it, and does nothing otherwise.
+
+    ``of="time"``: what is done is no bytes, and only its share is shown.
+    """
+    if as_json or not sys.stderr.isatty():
+        yield ignore_progress
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *((DownloadColumn(binary_units=True), TransferSpeedColumn()) if of == "bytes" else (TaskProgressColumn(),)),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+    )
+    tasks: dict[str, Any] = {}
+    with Progress(*columns, console=_console(sys.stderr), transient=True) as bars:
+
+        def listen(progress: types.Progress, /) -> None:
+            if progress.what not in tasks:
+                tasks[progress.what] = bars.add_task(_printable(progress.what), total=None, note="")
+            bars.update(
+                tasks[progress.what],
+                completed=progress.done_bytes,
+                total=progress.total_bytes,
+                note=_printable(progress.note),
+            )
+
+        yield listen
+
+
+def table(columns: str, rows: Sequence[Sequence[object]]) -> Table:
+    """Return a table. ``columns`` are names separated by spaces; ``>`` before a name aligns it right."""
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns.split():
+        result.add_column(
+            name.lstrip(">").replace("_", " "), justify="right" if name.startswith(">") else "left", overflow="fold"
+        )
+    for row in rows:
+        result.add_row(*(plain("-" if cell is None else str(cell)) for cell in row))
+    return result
+
+
+def facts(pairs: Mapping[str, object]) -> Table:
+    """Return names and values, one a line."""
+    result = Table.grid(padding=(0, 2))
+    result.add_column(style="bold")
+    result.add_column(overflow="fold")
+    for name, value in pairs.items():
+        result.add_row(plain(name), plain("-" if value is None else str(value)))
+    return result
+
+
+def plain(text: str) -> Text:
+    """Return ``text`` to print as it is, control characters made visible."""
+    return Text(_printable(text), style=_STYLES.get(text, ""))
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def hush() -> None:
+    """Send what is still unwritten nowhere: the reader of our stdout has gone (``tierckpt ls | head``)."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+
+
+def _labelled(label: str, style: str, text: str) -> Text:
+    return Text.assemble((f"{label}: ", style), _printable(text))
+
+
+def _console(stream: TextIO) -> Console:
+    width = None if stream.isatty() else WIDTH_WHEN_PIPED
+    return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)

@@ -1,0 +1,209 @@
+"""The options that ``size`` and ``simulate`` share, declared once, and what they come to."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from ...client import Client
+from ...config import Settings
+from ...errors import ConfigError, MissingExtraError
+from ...planning import Bandwidths, Mesh, Model, Site, Sizing, State, from_config, from_number, size, state_of
+from ...planning.quantities import parse_bytes, parse_rate, parse_seconds, positive
+from .output import Report
+from .session import load_settings, location_of
+
+CONFIG_BYTES_MAX = 16 << 20
+
+_MODEL, _JOB, _SITE = "The model", "The job", "The site: give your own numbers, the defaults are assumptions"
+
+
+def _option(name: str, text: str, panel: str, **more: Any) -> Any:
+    return typer.Option(*name.split(), help=text, rich_help_panel=panel, **more)
+
+
+@dataclass(frozen=True)
+class PlanningOptions:
+    """One field for each option. Text stays text until ``sizing`` reads it, so that errors name the option."""
+
+    params: Annotated[str | None, _option("--params", "Parameters: 175e9, 70b.", _MODEL)] = None
+    expert_params: Annotated[str | None, _option("--expert-params", "Of them, in routed experts.", _MODEL)] = None
+    config: Annotated[
+        str | None, _option("--config", "A Hugging Face config.json: file, directory or URI.", _MODEL)
+    ] = None
+    checkpoint: Annotated[
+        str | None, _option("--checkpoint", "URI of a checkpoint: measured instead of assumed.", _MODEL)
+    ] = None
+    optimizer: Annotated[str, _option("--optimizer", "adam, adamw, amsgrad, adam8bit, sgd, ...", _MODEL)] = "adam"
+    weights: Annotated[str, _option("--weights", "Their dtype: bf16, fp16, fp32, fp8.", _MODEL)] = "bf16"
+    master: Annotated[
+        bool | None, _option("--master/--no-master", "fp32 copy of the weights. Default: if they are smaller.", _MODEL)
+    ] = None
+
+    tp: Annotated[int, _option("--tp", "Tensor-parallel degree.", _JOB)] = 1
+    pp: Annotated[int, _option("--pp", "Pipeline-parallel degree.", _JOB)] = 1
+    dp: Annotated[int, _option("--dp", "Data-parallel degree.", _JOB)] = 1
+    ep: Annotated[int, _option("--ep", "Expert-parallel degree; divides dp x cp.", _JOB)] = 1
+    cp: Annotated[int, _option("--cp", "Context-parallel degree.", _JOB)] = 1
+    stage: Annotated[int, _option("--stage", "Sharding: 0 none, 1, 2 ZeRO, 3 ZeRO-3 or FSDP.", _JOB)] = 0
+    gpus: Annotated[int | None, _option("--gpus", "All GPUs; only checked against the degrees.", _JOB)] = None
+    gpus_per_node: Annotated[int, _option("--gpus-per-node", "GPUs of one node.", _JOB)] = 8
+    step: Annotated[str, _option("--step", "Time of one training step.", _JOB)] = "10s"
+    split: Annotated[
+        bool, _option("--split/--no-split", "Replicated bytes are shared out among all that hold them.", _JOB)
+    ] = True
+    stall: Annotated[
+        list[str] | None, _option("--stall", "A stall budget for a blocking save; may be repeated.", _JOB)
+    ] = None
+
+    shared: Annotated[str, _option("--shared", "Write bandwidth of shared storage, for the job.", _SITE)] = "100GB/s"
+    shared_read: Annotated[str | None, _option("--shared-read", "Its read bandwidth. Default: as --shared.", _SITE)] = (
+        None
+    )
+    local_write: Annotated[str, _option("--local-write", "Write bandwidth of one node's SSDs.", _SITE)] = "10GB/s"
+    local_read: Annotated[str, _option("--local-read", "Read bandwidth of one node's SSDs.", _SITE)] = "40GB/s"
+    nic: Annotated[str, _option("--nic", "Network bandwidth of one node (200Gb/s is bits).", _SITE)] = "25GB/s"
+    pcie: Annotated[str, _option("--pcie", "Between one GPU and its host.", _SITE)] = "25GB/s"
+    ssd: Annotated[str, _option("--ssd", "SSD capacity of one node.", _SITE)] = "30TB"
+    dwpd: Annotated[float, _option("--dwpd", "Drive writes per day the SSDs are rated for.", _SITE)] = 1.0
+    keep_local: Annotated[int, _option("--keep-local", "Checkpoints kept on the SSDs.", _SITE)] = 2
+    in_flight: Annotated[int, _option("--in-flight", "Checkpoints staged and not yet flushed.", _SITE)] = 1
+    replicas: Annotated[int, _option("--replicas", "Nodes that hold each shard, its own included.", _SITE)] = 2
+    mtbf: Annotated[
+        str | None, _option("--mtbf", "Of the job, like 3h. Default: from --failure-rate and its nodes.", _SITE)
+    ] = None
+    failure_rate: Annotated[float, _option("--failure-rate", "Failures in 1000 node-days.", _SITE)] = 6.5
+    node_loss: Annotated[float, _option("--node-loss", "Share of failures that take a node's SSDs.", _SITE)] = 0.5
+    domain_loss: Annotated[float, _option("--domain-loss", "Share that takes a whole rack.", _SITE)] = 0.02
+    restart: Annotated[str, _option("--restart", "Detect, schedule, initialise: all but loading.", _SITE)] = "5min"
+    drain_slowdown: Annotated[
+        float, _option("--drain-slowdown", "How much slower training is while a drain runs.", _SITE)
+    ] = 0.01
+    load_nodes: Annotated[int | None, _option("--load-nodes", "Nodes that load the model. Default: all.", _SITE)] = None
+
+    def sizing(self) -> Sizing:
+        """Size what the options describe. Raises ConfigError that names the option."""
+        site = self._site()
+        mesh = Mesh(self.tp, self.pp, self.dp, self.ep, self.cp, self.stage, self.gpus_per_node)
+        model, state = self._model()
+        mesh.check(model, self.gpus)
+        return size(model, state, mesh, site)
+
+    def _site(self) -> Site:
+        return Site(
+            rates=Bandwidths(
+                shared_write=parse_rate(self.shared, "--shared"),
+                shared_read=parse_rate(self.shared_read or self.shared, "--shared-read"),
+                local_write=parse_rate(self.local_write, "--local-write"),
+                local_read=parse_rate(self.local_read, "--local-read"),
+                nic=parse_rate(self.nic, "--nic"),
+                pcie=parse_rate(self.pcie, "--pcie"),
+            ),
+            step_seconds=parse_seconds(self.step, "--step"),
+            mtbf_seconds=parse_seconds(self.mtbf, "--mtbf") if self.mtbf is not None else None,
+            failures_per_node_day=positive(self.failure_rate, "--failure-rate") / 1000,
+            node_loss_share=self.node_loss,
+            domain_loss_share=self.domain_loss,
+            restart_seconds=parse_seconds(self.restart, "--restart", zero=True),
+            drain_slowdown=self.drain_slowdown,
+            ssd_bytes=parse_bytes(self.ssd, "--ssd"),
+            ssd_dwpd=self.dwpd,
+            keep_local=self.keep_local,
+            in_flight=self.in_flight,
+            replicas=self.replicas,
+            split=self.split,
+            load_nodes=self.load_nodes,
+            **(
+                {"stall_budgets_seconds": tuple(parse_seconds(one, "--stall") for one in self.stall)}
+                if self.stall
+                else {}
+            ),
+        )
+
+    def _model(self) -> tuple[Model, State]:
+        sources = {"--params": self.params, "--config": self.config, "--checkpoint": self.checkpoint}
+        given = [name for name, value in sources.items() if value is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"{' and '.join(given) or 'none of --params, --config and --checkpoint'} given: exactly one is needed",
+                hint="--params 175e9, --config DIR/config.json or --checkpoint s3://bucket/run",
+            )
+        if self.checkpoint is not None:
+            return _measured(self.checkpoint, load_settings(None))
+        state = state_of(self.optimizer, self.weights, master=self.master)
+        if self.params is not None:
+            return from_number(self.params, self.expert_params), state
+        return from_config(_read_config(self.config or "")), state
+
+
+def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
+    """Make ``verb(options, ...)`` a command with every option of PlanningOptions beside its own."""
+    hints = get_type_hints(verb, include_extras=True)
+    mine = list(inspect.signature(verb).parameters.values())[1:]
+    kinds = get_type_hints(PlanningOptions, include_extras=True)
+    shared = [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=kinds[one.name])
+        for one in fields(PlanningOptions)
+    ]
+
+    def command(**values: Any) -> Report:
+        options = PlanningOptions(**{one.name: values.pop(one.name) for one in fields(PlanningOptions)})
+        return verb(options, **values)
+
+    command.__name__, command.__doc__ = verb.__name__, verb.__doc__
+    command.__annotations__ = {one.name: one.annotation for one in shared} | {one.name: hints[one.name] for one in mine}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        shared + [one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[one.name]) for one in mine]
+    )
+    return command
+
+
+def _measured(uri: str, settings: Settings) -> tuple[Model, State]:
+    try:
+        from ...dcp.inventory import take_stock_of
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"--checkpoint needs {error.name}", hint="pip install 'tierckpt[torch]'") from error
+    from .session import closing_clients
+
+    with closing_clients():
+        return take_stock_of(uri, settings)
+
+
+def _read_config(where: str) -> dict[str, Any]:
+    """Read a config.json from a file, a directory that holds one, or a URI of either."""
+    text = _fetch(where) if "://" in where else _read(Path(where))
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{where} is no JSON: {error}", hint="Give the config.json of a Hugging Face model"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{where} holds no JSON object", hint="Give the config.json of a Hugging Face model")
+    return config
+
+
+def _read(path: Path) -> bytes:
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist", hint="Give the config.json of a Hugging Face model, or --params")
+    with path.open("rb") as file:
+        return file.read(CONFIG_BYTES_MAX)
+
+
+def _fetch(uri: str) -> bytes:
+    location = location_of(uri)
+    name, parent = ("config.json", location)
+    if location.name.endswith(".json"):
+        name, parent = location.name, location.parent
+    client = Client(load_settings(None))
+    try:
+        return bytes(client.run(lambda engine: engine.store(parent).get(name)))
+    finally:
+        client.close()

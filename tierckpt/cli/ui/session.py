@@ -1,0 +1,68 @@
+"""What every verb shares: the options all of them take, and an open client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...client import Client, close_all
+from ...config import Settings
+from ...disk.local_root import use_local_root
+from ...format.layout import Location, parse_uri
+from ...stores.schemes import check_location
+from ...telemetry import ignore_progress
+from ...types import ProgressListener
+
+SETTLE_SECONDS = 10.0
+
+UriArgument = Annotated[
+    str,
+    typer.Argument(metavar="URI", help="s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document; errors as JSON on stderr.")]
+LocalRootOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--local-root",
+        metavar="PATH",
+        help="Local tier and journal. Default: TIERCKPT_LOCAL_ROOT, else a cache directory.",
+    ),
+]
+
+
+def load_settings(local_root: Path | None, **overrides: Any) -> Settings:
+    """Return the settings of this command line. Raises ConfigError; PermissionDeniedError: an unsafe local root."""
+    if local_root is not None:
+        overrides["local_root"] = local_root
+    settings = Settings.load(**overrides)
+    use_local_root(settings)
+    return settings
+
+
+def location_of(uri: str) -> Location:
+    return check_location(parse_uri(uri))
+
+
+@contextmanager
+def open_client(
+    local_root: Path | None, listener: ProgressListener = ignore_progress, **overrides: Any
+) -> Iterator[Client]:
+    """Yield a client of its own for one command, closed at the end whatever happens."""
+    client = Client(load_settings(local_root, **overrides), listener)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextmanager
+def closing_clients() -> Iterator[None]:
+    """Close the clients that the library opened for this command."""
+    try:
+        yield
+    finally:
+        close_all()

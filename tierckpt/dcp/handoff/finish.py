@@ -1,0 +1,174 @@
+"""``python -m tierckpt.dcp.handoff.finish``: brings a staged checkpoint whose trainers have died to the local tier.
+
+Started by the agent, with all that the ranks left as inherited descriptors and its order as JSON on stdin:
+``{"save": its name, "wills": [{"descriptors": {name: descriptor}, "has_begun": whether there is a journal entry}, one
+of each rank of this node], "life": a pipe with whose other end it ends}``. Writes the shards that are not on the SSD
+yet, then commits as the coordinator would have, or tells its node (``dcp/handoff/multi_node.py``); not when the job
+has been started
+again meanwhile (``checkpoint/epoch.py``). What it writes stays in the page cache: the trainer that restarts reads it at
+memory speed.
+
+Exit code 0: the checkpoint is committed on the local tier, or was settled before. Anything else: it is not, and what
+was written of it is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ...arena.memory import Memory
+from ...checkpoint import commit, epoch
+from ...checkpoint.journal import Entry, Journal
+from ...client import get_client
+from ...config import Settings
+from ...errors import OperationTimeoutError
+from ...format.layout import local_dir, parse_uri
+from ...ipc.client import LOCK_NAME, WILL_NAME
+from ...telemetry import log_to, logger
+from ...types import Json
+from ..writer import TierStorageWriter
+from . import description as wills
+from .description import Will
+from .multi_node import WAIT_SECONDS, Meeting
+
+log = logger("agent")
+
+
+def execute(order: Json) -> bool:
+    """Flush and commit what the ranks left. False when the save was settled already. Raises TierckptError."""
+    left: list[dict[str, int]] = [one["descriptors"] for one in order["wills"]]
+    begun: list[bool] = [one["has_begun"] for one in order["wills"]]
+    locks = [descriptors.pop(LOCK_NAME, None) for descriptors in left]
+    found = [will for descriptors in left if (will := wills.read(descriptors.pop(WILL_NAME))) is not None]
+    if len(found) < len(left):
+        return False  # a rank has seen the end of it, and could not say so
+    os.environ.update(found[0].environment)
+    settings = Settings.model_validate_json(found[0].settings)
+    if _is_fenced_off(settings, found[0]):
+        return False
+    writers = [TierStorageWriter(will.uri, settings=settings) for will in found]
+    coordinator = next((will for will in found if will.is_coordinator), None)
+    directory = local_dir(settings.local_root, writers[0].location)
+    if coordinator is not None and commit.is_committed(directory, coordinator.token):
+        return False  # the shards of the other ranks are named by it: recovering finds that
+    journal = Journal(settings.local_root)
+    if coordinator is None and all(will.files is not None and journal.read(will.token) is None for will in found):
+        return False  # drained, and committed: nobody has told these ranks, the coordinator being on another node
+    memories = _mapped(found, left)
+    try:
+        results: dict[int, list[WriteResult]] = {}
+        for will, writer, lock, has_begun in zip(found, writers, locks, begun, strict=True):
+            written = writer.stand_in(will, memories, lock, has_begun=has_begun) if will.token else []
+            if written is None:
+                return False
+            results[will.rank] = written
+        meeting = _meeting(order["save"], writers[0])
+        if coordinator is None:
+            _tell(meeting, results, found)
+        else:
+            others = set(range(coordinator.world_size)) - results.keys() if coordinator.use_collectives else set()
+            _commit(meeting, others, results, coordinator, writers[found.index(coordinator)])
+        for writer in writers:
+            writer.hand_over()
+    finally:
+        for writer in writers:
+            writer.let_go()
+        for memory in memories.values():
+            memory.close()
+    log.info("%s: staged by a trainer that has ended, committed now", found[0].uri)
+    return True
+
+
+def _is_fenced_off(settings: Settings, will: Will) -> bool:
+    """Whether the job was started again since, and went on without this. Asked again at the commit."""
+    if epoch.current(settings.local_root, parse_uri(will.uri).parent) == will.epoch:
+        return False
+    log.warning("%s: staged before its job was started again, which went on without it: it is given up", will.uri)
+    return True
+
+
+def _end_with(life: int) -> None:
+    """End when the agent does without having said that this may go on: nobody waits for it any more.
+
+    ``life``: a pipe of which the agent has the other end. A kill loses nothing that was acknowledged, and what is
+    written here goes when the next process recovers.
+    """
+
+    def watch() -> None:
+        if not os.read(life, 1):
+            log.warning("the agent that started this has ended: so does this")
+            _end()
+
+    threading.Thread(target=watch, name="tierckpt-life", daemon=True).start()
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _meeting(save: str, writer: TierStorageWriter) -> Meeting:
+    settings = writer.settings
+    wait_seconds = min(WAIT_SECONDS, settings.commit_timeout_seconds)
+    return Meeting(get_client(settings), writer.location, save, int(settings.chunk_size_bytes), wait_seconds)
+
+
+def _tell(meeting: Meeting, results: dict[int, list[WriteResult]], found: list[Will]) -> None:
+    """Tell the coordinator's node what the ranks of this one have written, and wait for the commit.
+
+    Raises OperationTimeoutError when there is none: the shards stay until it is sure that none will come (S3b).
+    """
+    try:
+        for rank, written in results.items():
+            meeting.tell(rank, written)
+        some = next((will for will in found if will.token), None)
+        if some is not None and not meeting.await_commit(Entry(some.token, some.uri, some.rank)):
+            raise OperationTimeoutError(
+                f"{some.uri}: the node of its coordinator has not committed it",
+                hint="Its agent may be gone, or a rank had not staged its part; the checkpoint before it stands",
+                waited_seconds=meeting.wait_seconds,
+            )
+    finally:
+        meeting.forget(results)
+
+
+def _commit(
+    meeting: Meeting,
+    others: set[int],
+    results: dict[int, list[WriteResult]],
+    coordinator: Will,
+    writer: TierStorageWriter,
+) -> None:
+    """Commit as the coordinator would have; ``others`` are the ranks of other nodes."""
+    if coordinator.metadata is None:
+        raise ValueError("the coordinator's will has no metadata")
+    try:
+        results = results | (meeting.hear(others) if others else {})
+        ranks = range(coordinator.world_size) if coordinator.use_collectives else [coordinator.rank]
+        writer.finish(coordinator.metadata, [results.get(rank, []) for rank in ranks])
+    finally:
+        if others:
+            meeting.forget(others)
+
+
+def _mapped(found: list[Will], left: list[dict[str, int]]) -> dict[str, Memory]:
+    """The staging memory that the wills speak of, by the names they use."""
+    kinds = {name: kind for will in found for name, kind in will.kinds.items()}
+    descriptors = {name: descriptor for names in left for name, descriptor in names.items()}
+    return {name: Memory.from_fd(descriptors[name], kind) for name, kind in kinds.items()}
+
+
+def main() -> None:
+    log_to(sys.stderr, "text", "info")
+    order = json.loads(sys.stdin.read())
+    _end_with(order["life"])
+    execute(order)
+
+
+if __name__ == "__main__":
+    main()

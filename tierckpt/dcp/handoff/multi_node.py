@@ -1,0 +1,160 @@
+"""What ranks that have ended had written, told from node to node through the shared tier (W6).
+
+A save of several nodes is one checkpoint only when every rank has written its part. Each node's executor brings what
+its ranks had staged to its own SSD. Then it puts what those ranks would have told the coordinator into records, one for
+each, and the executor of the coordinator's node reads the records of the others and commits.
+
+Why nobody is overruled: a record says that its rank has ended and that its shards are durable, and only the coordinator
+commits, whose executor runs when the coordinator has ended. A rank that lives, and may still give the save up, has no
+record, so that there is no commit. Records are JSON: nothing that comes from shared storage is executed (P9).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ...checkpoint.journal import Entry
+from ...client import Client
+from ...errors import ManifestError, ObjectNotFoundError, OperationTimeoutError, TierckptError
+from ...format import manifest as manifests
+from ...format.layout import WILLS_DIR, Location
+from ...telemetry import logger
+from .. import split
+from ..writer import told
+
+log = logger("agent")
+
+WAIT_SECONDS = 30.0
+"""For the other nodes: all of them act when the job's ranks have ended, which happens within seconds or not at all."""
+POLL_SECONDS = 0.5
+RECORD_BYTES_MAX = 256 << 20
+
+_FIELDS = frozenset({"save", "rank", "chunk_size_bytes", "results", "files", "parts"})
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Of the executors of one save. Blocking.
+
+    Args:
+        save: what all its ranks call it.
+        wait_seconds: how long each of the waits below may take.
+    """
+
+    client: Client
+    location: Location
+    save: str
+    chunk_size_bytes: int
+    wait_seconds: float
+
+    def tell(self, rank: int, results: list[WriteResult]) -> None:
+        """Put the record of ``rank``, which has ended and whose shards are durable."""
+        data = self._encode(rank, results)
+        self.client.run(lambda engine: engine.store(self.location).put(self._key(rank), data))
+
+    def hear(self, ranks: Collection[int]) -> dict[int, list[WriteResult]]:
+        """Return what ``ranks`` have written, when all of them have been told of.
+
+        Raises:
+            OperationTimeoutError: some were not. They may be alive, or had not staged their part.
+            ManifestError: a record is damaged.
+        """
+        heard: dict[int, list[WriteResult]] = {}
+        deadline = time.monotonic() + self.wait_seconds
+        while missing := sorted(set(ranks) - heard.keys()):
+            for rank in missing:
+                with contextlib.suppress(ObjectNotFoundError):
+                    heard[rank] = self._decode(rank, self._get(self._key(rank)))
+            if len(heard) == len(ranks):
+                break
+            if time.monotonic() > deadline:
+                raise OperationTimeoutError(
+                    f"{self.location.uri}: nobody says what ranks {missing} had written of it when the job ended",
+                    hint="They live on, or had not staged it; the checkpoint before it stands",
+                    waited_seconds=self.wait_seconds,
+                )
+            time.sleep(POLL_SECONDS)
+        return heard
+
+    def await_commit(self, entry: Entry) -> bool:
+        """Return whether a manifest on the shared tier, committed or to be, names the files of ``entry`` by then."""
+        deadline = time.monotonic() + self.wait_seconds
+        while not self.client.run(lambda engine: engine.is_named(entry)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Remove their records: whoever had to read them has, or never will. Never fails: they harm nobody."""
+        keys = [self._key(rank) for rank in ranks]
+        try:
+            self.client.run(lambda engine: engine.discard(self.location, keys))
+        except TierckptError as error:
+            log.warning("%s: records of ranks that have ended may be left: %s", self.location.uri, error)
+
+    def _get(self, key: str) -> bytes:
+        return self.client.run(lambda engine: engine.store(self.location).get(key))
+
+    def _key(self, rank: int) -> str:
+        name = hashlib.blake2b(self.save.encode(), digest_size=8).hexdigest()
+        return f"{WILLS_DIR}/{name}-{rank}.json"
+
+    def _encode(self, rank: int, results: list[WriteResult]) -> bytes:
+        first = results[0] if results else None
+        body = {
+            "save": self.save,
+            "rank": rank,
+            "chunk_size_bytes": self.chunk_size_bytes,
+            "results": [_encode_result(result) for result in results],
+            "files": [manifests.encode_entry(file) for file in getattr(first, "files", ())],
+            "parts": [[part.fqn, part.whole, part.box] for part in getattr(first, "parts", ())],
+        }
+        return manifests.seal(body)
+
+    def _decode(self, rank: int, data: bytes) -> list[WriteResult]:
+        where = f"{self.location.uri}: record of rank {rank} of a save whose trainers have ended"
+        body = manifests.unseal(data, _FIELDS, where=where, size_bytes_max=RECORD_BYTES_MAX)
+        mine = {"save": self.save, "rank": rank, "chunk_size_bytes": self.chunk_size_bytes}
+        if {name: body[name] for name in mine} != mine:
+            raise ManifestError(
+                f"{where}: it is of another save", hint="Save again with the same settings on all nodes"
+            )
+        files = manifests.decode_entries(body["files"], self.chunk_size_bytes, where=where)
+        try:
+            results = [_decode_result(*item) for item in body["results"]]
+            parts = tuple(split.Part(str(fqn), _box(whole), _box(box)) for fqn, whole, box in body["parts"])
+        except (TypeError, ValueError) as error:
+            raise ManifestError(f"{where}: {error}", hint="The record is damaged; nothing is committed") from error
+        return told(results, files, parts)
+
+
+def _encode_result(result: WriteResult) -> list[Any]:
+    index, stored = result.index, result.storage_data
+    offset = None if index.offset is None else list(index.offset)
+    place = [stored.relative_path, stored.offset, stored.length]
+    return [index.fqn, offset, index.index, result.size_in_bytes, *place]
+
+
+def _decode_result(
+    fqn: str, offset: list[int] | None, number: int | None, size_bytes: int, path: str, at: int, length: int
+) -> WriteResult:
+    if not (isinstance(fqn, str) and isinstance(path, str)):
+        raise TypeError("a name that is no text")
+    index = MetadataIndex(fqn, None if offset is None else torch.Size(offset), number)
+    return WriteResult(index, int(size_bytes), _StorageInfo(path, int(at), int(length)))
+
+
+def _box(value: list[list[int]]) -> split.Box:
+    offsets, sizes = value
+    return tuple(map(int, offsets)), tuple(map(int, sizes))

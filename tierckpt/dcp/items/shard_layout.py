@@ -1,0 +1,65 @@
+"""Where each item of a shard goes: the image of the file, the same whether it is staged in the arena or gathered later.
+
+Small items come first, packed, and none of them crosses the end of a segment, so that each segment of them is made by
+one worker alone. Large items follow, with their raw data on a multiple of 4096 in the file, so that O_DIRECT writes it
+from where it was staged and reads it to where it belongs. Items without data come at the very end: torch gives them no
+address, so nobody could tell their place among staged ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .item_format import ALIGNMENT_BYTES, Frame
+
+BLOCK_BYTES = 4096
+LARGE_BYTES = 64 * 1024
+"""From here on an item has its data on a block of its own: what that wastes is at most some percent."""
+
+SEGMENT_BYTES_MIN = 8 << 20
+
+Placed = tuple[int, int]
+"""Index of a frame, and the offset of its head in the file."""
+
+
+def unit_bytes(chunk_size_bytes: int) -> int:
+    """What small items do not straddle: whole chunks, and no less than any segment is cut into."""
+    return chunk_size_bytes * max(1, SEGMENT_BYTES_MIN // chunk_size_bytes)
+
+
+def arrange(frames: Sequence[Frame], *, shard_bytes_max: int, unit: int) -> list[list[Placed]]:
+    """Return for each shard the items in it and their offsets, in file order. The same frames give the same answer.
+
+    A shard is closed when the next item would end beyond ``shard_bytes_max``; an item larger than that gets its own.
+    """
+    shards: list[list[Placed]] = []
+    shard: list[Placed] = []
+    position = 0
+    for index in _in_file_order(frames):
+        frame = frames[index]
+        offset = _next(position, frame, unit)
+        if shard and offset + frame.total_bytes > shard_bytes_max:
+            shards.append(shard)
+            shard, offset = [], _next(0, frame, unit)
+        shard.append((index, offset))
+        position = offset + len(frame.head) + frame.size_bytes + len(frame.tail)
+    if shard:
+        shards.append(shard)
+    return shards
+
+
+def _in_file_order(frames: Sequence[Frame]) -> Iterable[int]:
+    yield from (index for index, frame in enumerate(frames) if 0 < frame.size_bytes < LARGE_BYTES)
+    yield from (index for index, frame in enumerate(frames) if frame.size_bytes >= LARGE_BYTES)
+    yield from (index for index, frame in enumerate(frames) if not frame.size_bytes)
+
+
+def _next(position: int, frame: Frame, unit: int) -> int:
+    """Offset of the next item's head, at or after ``position``."""
+    head = len(frame.head)
+    if frame.size_bytes >= LARGE_BYTES:
+        return -(-(position + head) // BLOCK_BYTES) * BLOCK_BYTES - head
+    offset = -(-(position + head) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES - head
+    if offset // unit != (offset + head + frame.size_bytes + len(frame.tail) - 1) // unit:
+        offset = -(-offset // unit) * unit
+    return offset

@@ -1,0 +1,120 @@
+"""A shard being written: large aligned O_DIRECT writes, digests taken on the staged bytes in the same pass."""
+
+from __future__ import annotations
+
+import errno
+import io
+import mmap
+import os
+from pathlib import Path
+
+from ...errors import TierckptError
+from ...format.manifest import blocks_of, digest_of_blocks
+from ...save.flush import Flushed
+from ...stores.local import translate_os_error
+from ...telemetry import logger
+from ...types import Buffer, Tier
+
+log = logger("flush")
+
+BLOCK_BYTES = 4096
+_DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+
+
+class ShardWriter(io.RawIOBase):
+    """A write-only, append-only file that gathers one chunk in an aligned buffer, digests it, and writes it whole.
+
+    The digest is of the bytes as they were handed in, before the disk saw them, so a disk that lies is found later.
+    O_DIRECT where the file system takes it (a fifth of the CPU of buffered writes), buffered with a log line where not.
+    After an error the file is useless and the caller removes it; an fsync that failed is never tried again.
+
+    Cost: one copy into the buffer, one pass of the digest; memory: one chunk.
+    """
+
+    def __init__(self, path: Path, chunk_size_bytes: int) -> None:
+        self.path = path
+        self._chunk_size_bytes = chunk_size_bytes
+        self._aligned = chunk_size_bytes % BLOCK_BYTES == 0
+        self._buffer = mmap.mmap(-1, -(-chunk_size_bytes // BLOCK_BYTES) * BLOCK_BYTES)  # mmap memory is page-aligned
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._buffer.madvise(mmap.MADV_HUGEPAGE)  # O_DIRECT from huge pages is 2 to 3 times faster
+        self._view = memoryview(self._buffer)
+        self._filled = 0
+        self._written = 0
+        self._blocks: list[bytes] = []
+        self.error: TierckptError | None = None
+        """The first error of a write. torch.save hides it behind one of its own, so the caller looks here."""
+        self._file = self._open()
+
+    def _open(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            if self._aligned:
+                try:
+                    return os.open(self.path, flags | os.O_DIRECT, 0o644)
+                except OSError as error:
+                    if error.errno not in _DIRECT_REFUSED:
+                        raise
+                    self.path.unlink(missing_ok=True)
+                    log.info("%s: no O_DIRECT here, writing through the page cache", self.path.parent)
+            return os.open(self.path, flags, 0o644)
+        except OSError as error:
+            raise translate_os_error(error, self.path, Tier.LOCAL) from error
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._written + self._filled
+
+    def write(self, data: Buffer) -> int:  # type: ignore[override]
+        view = memoryview(data).cast("B")
+        size = len(view)
+        while view:
+            count = min(len(view), self._chunk_size_bytes - self._filled)
+            self._view[self._filled : self._filled + count] = view[:count]
+            self._filled += count
+            view = view[count:]
+            if self._filled == self._chunk_size_bytes:
+                self._flush_chunk()
+        return size
+
+    def _flush_chunk(self) -> None:
+        self._blocks.append(blocks_of(self._view[: self._filled]))
+        padded = -(-self._filled // BLOCK_BYTES) * BLOCK_BYTES
+        self._write_all(self._view[:padded])
+        self._written += self._filled
+        self._filled = 0
+
+    def _write_all(self, view: memoryview) -> None:
+        try:
+            offset = self._written
+            while view:
+                count = os.pwrite(self._file, view, offset)
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            self.error = self.error or translate_os_error(error, self.path, Tier.LOCAL)
+            raise self.error from error
+
+    def finish(self, *, durable: bool) -> Flushed:
+        """Write what is left, cut the padding, fsync if ``durable``."""
+        if self._filled:
+            self._flush_chunk()
+        try:
+            os.ftruncate(self._file, self._written)
+            if durable:
+                os.fsync(self._file)
+        except OSError as error:
+            raise translate_os_error(error, self.path, Tier.LOCAL) from error
+        return Flushed(self.path, self._written, tuple(map(digest_of_blocks, self._blocks)), b"".join(self._blocks))
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        os.close(self._file)
+        self._view.release()
+        try:
+            self._buffer.close()
+        except BufferError:
+            pass  # an error on its way up still refers to a part of it: freed with the error

@@ -1,0 +1,414 @@
+"""From a load plan to pieces of files, and from those back to tensors.
+
+An item of a dense tensor is a *frame* around its raw bytes (``wire.py``), and the frame follows from dtype and shape.
+So no item is unpickled to find its bytes: the raw rows that this rank wants go straight to the tensor that wants them,
+and the head of the frame is looked at and compared (which needs no digest: damage makes a difference). What does not
+have the frame that its metadata lets expect (a strided or conjugate tensor, a subclass, an item behind a transform) is
+read whole and parsed by torch. Small tensors that lie side by side are read as one piece and copied from there.
+
+Source: FastPersist and Universal Checkpointing read by plan in the same way; the frame is PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias, TypeVar
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from ..read.parallel_read import Piece
+from .items import item_format
+
+T = TypeVar("T")
+
+WINDOW_BYTES = 256 << 20
+"""What one window of items may need besides the tensors they are read into."""
+
+SMALL_BYTES = 16 << 10
+"""Tensors up to this size are read many as one piece: a piece of its own takes longer than to copy that once more."""
+
+GROUP_BYTES = 1 << 20
+"""No group reaches across a multiple of this: it lies in what is read at a time, and damage there is told of it."""
+
+PADDING_BYTES = 4096
+"""Between small tensors that lie side by side there is less."""
+
+
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+class Shapes:
+    """Dtype and shape of each stored chunk of a checkpoint's tensors, as its metadata has them."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._tensors = metadata.state_dict_metadata
+        self._chunks: dict[str, dict[tuple[int, ...], torch.Size]] = {}
+
+    def of(self, item: ReadItem) -> tuple[torch.dtype, torch.Size] | None:
+        """None: nothing is known, or it is no tensor."""
+        index = item.storage_index
+        tensor = self._tensors.get(index.fqn)
+        if not isinstance(tensor, TensorStorageMetadata):
+            return None
+        if len(tensor.chunks) == 1:
+            size = tensor.chunks[0].sizes
+        else:
+            chunks = self._chunks.get(index.fqn)
+            if chunks is None:
+                chunks = self._chunks[index.fqn] = {tuple(chunk.offsets): chunk.sizes for chunk in tensor.chunks}
+            found = chunks.get(tuple(index.offset or ()))
+            if found is None:
+                return None
+            size = found
+        return tensor.properties.dtype, size
+
+    def wanted_bytes(self, item: ReadItem, length: int) -> int:
+        """About how many of the ``length`` bytes of an item are read for ``item``: the rows that it wants."""
+        stored = self.of(item)
+        if stored is None or not stored[1] or not item.lengths:
+            return length
+        dtype, size = stored
+        return item.lengths[0] * size[1:].numel() * dtype.itemsize
+
+
+def frame_of(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.Frame | None:
+    """The frame of an item of ``length`` bytes: ours, or that of plain ``torch.save``. None: neither fits."""
+    if dtype in _QUANTIZED:  # saved by stock DCP
+        return None
+    for known in (item_format.frame, item_format.frame_by_torch):
+        frame = known(dtype, tuple(size))
+        if frame.total_bytes == length:
+            return frame
+    return None
+
+
+def has_same_scale(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True for two quantized tensors of which one can take the numbers of the other."""
+    if not other.is_quantized or one.qscheme() != other.qscheme():
+        return False
+    if one.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return (one.q_scale(), one.q_zero_point()) == (other.q_scale(), other.q_zero_point())
+    return (
+        one.q_per_channel_axis() == other.q_per_channel_axis()
+        and torch.equal(one.q_per_channel_scales(), other.q_per_channel_scales())
+        and torch.equal(one.q_per_channel_zero_points(), other.q_per_channel_zero_points())
+    )
+
+
+class Rows:
+    """Memory for rows on their way to where they do not fit as they are: that of one window serves the next.
+
+    New memory for each would be faulted in page by page each time: for half of the columns of 2 GiB that was a third of
+    the processor time. Never holds more than ``size_bytes_max``, unless more is taken at one time.
+    """
+
+    def __init__(self, size_bytes_max: int = WINDOW_BYTES) -> None:
+        self._size_bytes_max = size_bytes_max
+        self._size_bytes = 0
+        self._free: list[torch.Tensor] = []
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """Return bytes with anything in them: at least ``size_bytes``, and at most twice as many."""
+        fitting = [bytes_ for bytes_ in self._free if size_bytes <= bytes_.nbytes <= 2 * size_bytes]
+        if fitting:
+            best = min(fitting, key=lambda bytes_: bytes_.nbytes)
+            self._free = [bytes_ for bytes_ in self._free if bytes_ is not best]
+            return best
+        while self._free and self._size_bytes + size_bytes > self._size_bytes_max:
+            self._size_bytes -= self._free.pop(0).nbytes
+        self._size_bytes += size_bytes
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def give_back(self, taken: torch.Tensor) -> None:
+        self._free.append(taken)
+
+
+@dataclass(slots=True)
+class RawRead:
+    """A tensor item whose raw bytes are read: all of them, or the rows that are wanted.
+
+    Attributes:
+        path, offset: where the item begins.
+        size: of the stored tensor.
+        target: what it is read into, of the item's ``lengths``.
+        rows: where rows come from that cannot be read into ``target``.
+    """
+
+    item: ReadItem
+    path: str
+    offset: int
+    frame: item_format.Frame
+    dtype: torch.dtype
+    size: torch.Size
+    target: torch.Tensor
+    rows: Rows
+    count: ClassVar = 1
+    extra_bytes: int = 0
+    _is_direct: bool = False
+    _start: int = 0
+    """Of the raw bytes that are read, after the head."""
+    _size_bytes: int = 0
+    _row_count: int = 1
+    _dim: int = 0
+    _head: bytearray = field(default_factory=bytearray)
+    _memory: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        size, lengths, target = self.size, self.item.lengths, self.target
+        is_same = target.dtype == self.dtype and fits_as_it_is(target)
+        if lengths == size:
+            self._row_count, self._size_bytes = size[0] if size else 1, self.frame.size_bytes
+            self._is_direct = is_same
+        else:
+            # Where one index of the first dimensions is wanted, rows are those of the dimension after them.
+            while lengths[self._dim] == 1 and self._dim < len(size) - 1:
+                self._dim += 1
+            self._row_count = lengths[self._dim]
+            self._size_bytes = self._row_count * self._bytes_of(self._dim)
+            self._start = sum(
+                offset * self._bytes_of(dim) for dim, offset in enumerate(self.item.storage_offsets[: self._dim + 1])
+            )
+            self._is_direct = is_same and lengths[self._dim + 1 :] == size[self._dim + 1 :]
+        if not self._is_direct:
+            self.extra_bytes = self._size_bytes
+
+    def _bytes_of(self, dim: int) -> int:
+        """What one index of ``dim`` takes in the file."""
+        return self.size[dim + 1 :].numel() * self.dtype.itemsize
+
+    def pieces(self) -> Iterator[Piece]:
+        head = self.frame.head
+        self._head = bytearray(len(head))
+        yield Piece(self.offset, self.offset + len(head), _address(self._head), is_peek=True)
+        if not self._size_bytes:
+            return
+        into = self.target
+        if not self._is_direct:
+            into = self._memory = (
+                torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=True)
+                if self.target.is_cuda
+                else self.rows.take(self._size_bytes)
+            )
+        start = self.offset + len(head) + self._start
+        yield Piece(start, start + self._size_bytes, into.data_ptr())
+
+    def finish(self) -> Iterator[Finished]:
+        """A copy to a CUDA device is only begun: torch keeps the pinned rows until it has ended (``DeviceCopies``)."""
+        yield self.item, self.target if self._head == self.frame.head and self._arrive() else None
+
+    def _arrive(self) -> bool:
+        if self._memory is not None:
+            shape = (self._row_count, *self.size[self._dim + 1 :]) if self.size else ()
+            part = self._memory[: self._size_bytes].view(self.dtype).view(shape)
+            for dim in range(self._dim + 1, len(self.size)):
+                part = part.narrow(dim - self._dim, self.item.storage_offsets[dim], self.item.lengths[dim])
+            self.target.copy_(part, non_blocking=self.target.is_cuda)
+            if not self.target.is_cuda:  # of those torch knows when the copy has ended
+                self.rows.give_back(self._memory)
+            self._memory = None
+        return True
+
+
+@dataclass(slots=True)
+class WholeRead:
+    """An item that is read whole and handed to ``take`` as a stream."""
+
+    item: ReadItem
+    path: str
+    offset: int
+    length: int
+    take: Callable[[ReadItem, io.BytesIO], None]
+    count: ClassVar = 1
+    _data: bytearray = field(default_factory=bytearray)
+
+    @property
+    def extra_bytes(self) -> int:
+        return self.length
+
+    def pieces(self) -> Iterator[Piece]:
+        self._data = bytearray(self.length)
+        if self.length:
+            yield Piece(self.offset, self.offset + self.length, _address(self._data))
+
+    def finish(self) -> Iterator[Finished]:
+        data, self._data = self._data, bytearray()
+        self.take(self.item, io.BytesIO(data))
+        return iter(())
+
+
+@dataclass(slots=True)
+class GroupRead:
+    """Small tensors that are wanted whole and lie side by side in one file.
+
+    Attributes:
+        start, stop: what is read of the file.
+        members: each item with where it begins, its frame and its target, in that order.
+    """
+
+    path: str
+    start: int
+    stop: int
+    members: list[tuple[ReadItem, int, item_format.Frame, torch.Tensor]]
+    _data: bytearray = field(default_factory=bytearray)
+
+    @property
+    def item(self) -> ReadItem:
+        return self.members[0][0]
+
+    @property
+    def extra_bytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def count(self) -> int:
+        return len(self.members)
+
+    def add(self, item: ReadItem, info: _StorageInfo, frame: item_format.Frame, target: torch.Tensor) -> None:
+        self.members.append((item, info.offset, frame, target))
+        self.stop = info.offset + info.length
+
+    def pieces(self) -> Iterator[Piece]:
+        self._data = bytearray(self.stop - self.start)
+        yield Piece(self.start, self.stop, _address(self._data))
+
+    def finish(self) -> Iterator[Finished]:
+        data, self._data = self._data, bytearray()
+        base = _address(data) - self.start
+        for item, offset, frame, target in self.members:
+            head = frame.head
+            if data.startswith(head, offset - self.start):
+                ctypes.memmove(target.data_ptr(), base + offset + len(head), frame.size_bytes)
+                yield item, target
+            else:
+                yield item, None
+
+
+Finished: TypeAlias = tuple[ReadItem, torch.Tensor | None]
+"""A tensor that has its bytes; None: they are not what was expected, and the item must be read whole."""
+
+Read: TypeAlias = RawRead | GroupRead | WholeRead
+"""``count`` items on their way: ``pieces`` makes the memory they need and says where their bytes lie and go; ``finish``
+brings them to their targets."""
+
+
+class Small:
+    """Finds the small tensors of a load that can be members of a group, and puts them into groups.
+
+    Nearly all of 50,000 look like the one before, in a checkpoint of ours and to DCP's own planner: so that is what
+    this looks at first, and anything else is for ``RawRead``.
+
+    Args:
+        plain: what ``looked_up`` found.
+    """
+
+    def __init__(self, plain: Mapping[str, Any], shapes: Shapes, chunk_size_bytes: int) -> None:
+        self._plain = plain
+        self._shapes = shapes
+        self._group_bytes = min(GROUP_BYTES, chunk_size_bytes)
+        self._like: tuple[torch.dtype, torch.Size, int] | None = None
+        self._frame: item_format.Frame | None = None
+
+    def group(self, group: GroupRead | None, item: ReadItem, info: _StorageInfo) -> GroupRead | None:
+        """Return the group that ``item`` is in now: ``group``, or a new one; None: it is not for a group.
+
+        Args:
+            info: where the item lies.
+        """
+        target, offset, length = self._plain.get(item.dest_index.fqn), info.offset, info.length
+        if type(target) is not torch.Tensor or length > 2 * SMALL_BYTES or not is_framed(item, info):
+            return None
+        stored = self._shapes.of(item)
+        if stored is None:
+            return None
+        dtype, size = stored
+        like = dtype, size, length
+        if self._like != like:
+            self._like, self._frame = like, frame_of(dtype, size, length)
+        frame = self._frame
+        if (
+            frame is None
+            or not 0 < frame.size_bytes <= SMALL_BYTES
+            or target.dtype != dtype
+            or not item.lengths == size == target.size()
+            or any(item.storage_offsets)
+            or target.requires_grad
+            or not fits_as_it_is(target)
+        ):
+            return None
+        last = (offset + length - 1) // self._group_bytes
+        if (
+            group is None
+            or group.path != info.relative_path
+            or not 0 <= offset - group.stop < PADDING_BYTES
+            or group.start // self._group_bytes != last
+        ):
+            if offset // self._group_bytes != last:
+                return None
+            group = GroupRead(info.relative_path, offset, offset, [])
+        group.add(item, info, frame, target)
+        return group
+
+
+def is_framed(item: ReadItem, info: _StorageInfo) -> bool:
+    """True for a tensor that lies there as it is. (Metadata of old DCP versions has no ``transform_descriptors``.)"""
+    return item.type != LoadItemType.BYTE_IO and not getattr(info, "transform_descriptors", None)
+
+
+def looked_up(planner: LoadPlanner) -> Mapping[str, Any]:
+    """What DCP's own planner would look up for an item, without five calls for each of 50,000."""
+    kind, stock = type(planner), DefaultLoadPlanner
+    names = ("resolve_tensor", "lookup_tensor", "transform_tensor")
+    if not isinstance(planner, stock) or any(name in vars(planner) for name in names):
+        return {}
+    return planner.state_dict if all(getattr(kind, name) is getattr(stock, name) for name in names) else {}
+
+
+def fits_as_it_is(target: torch.Tensor) -> bool:
+    """True when bytes that are put there one after the other are the tensor."""
+    return (
+        type(target) is torch.Tensor
+        and target.is_cpu
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+class DeviceCopies:
+    """Copies to CUDA devices that go on while the next window is read: of one window, so that memory is bounded."""
+
+    def __init__(self) -> None:
+        self._under_way: list[torch.cuda.Event] = []
+
+    def wait(self) -> None:
+        """Return when all of them have ended."""
+        for event in self._under_way:
+            event.synchronize()
+        self._under_way = []
+
+    def begun(self, reads: Iterable[Read]) -> None:
+        """``reads`` have been finished, each on the current stream of its device."""
+        devices = {read.target.device for read in reads if isinstance(read, RawRead) and read.target.is_cuda}
+        self._under_way += [torch.cuda.current_stream(device).record_event() for device in devices]
+
+
+def by_file(reads: Sequence[Read]) -> dict[str, list[tuple[Piece, Read]]]:
+    """The pieces of ``reads`` and whose they are, by file, in order of where they begin."""
+    files: dict[str, list[tuple[Piece, Read]]] = {}
+    for read in reads:
+        owned = files.setdefault(read.path, [])
+        for piece in read.pieces():
+            owned.append((piece, read))
+    for pieces in files.values():
+        pieces.sort(key=lambda owned: owned[0].start)
+    return files
+
+
+def _address(memory: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

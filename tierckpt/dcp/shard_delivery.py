@@ -1,0 +1,229 @@
+"""A rank's shards on their way: to the SSD, or from memory straight to the shared tier where that is asked for.
+
+T1 and T2 are in docs/internals/commit.md: a shard that went straight is named by the same manifest as any other, and
+one that cannot go straight goes to the SSD.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..arena.slots import Lease, bounce_for
+from ..checkpoint.journal import Entry
+from ..client import Client
+from ..config import Settings
+from ..disk.cpu_throttle import Pace
+from ..disk.flush_lock import flushing
+from ..disk.write_tuner import WRITE_BYTES_MAX, segment_bytes, tuner_for
+from ..errors import CapacityError, TierckptError
+from ..format.layout import Location, shard_name
+from ..format.manifest import FileEntry
+from ..read import block_digests
+from ..save import direct_put, eviction
+from ..save.flush import Flushed, Shard, flush, round_up
+from ..stores.local import fsync_dir
+from ..telemetry import logger
+from . import split
+from .items.streamed import write_streamed
+from .stager import StagedItems
+
+log = logger("save")
+
+Route: TypeAlias = Literal["local", "straight", "local if it fits"]
+Written: TypeAlias = tuple[list[WriteResult], tuple[FileEntry, ...]]
+"""DCP's result for each item, and the manifest's entry for each file."""
+
+
+@dataclass
+class LaidOut:
+    """Shards in which every record has its place; ``streamed`` are the items whose size is known once they are written.
+
+    ``leases`` are on the staging memory that they are written from; ``parts`` are items that other ranks hold as well.
+    """
+
+    token: str
+    prefix: str
+    shards: list[Shard]
+    results: list[WriteResult]
+    leases: set[Lease]
+    streamed: list[WriteItem]
+    parts: tuple[split.Part, ...]
+
+
+@dataclass
+class Delivery:
+    """Brings the shards of one save of one rank to where they are to be. One thread at a time."""
+
+    client: Client
+    settings: Settings
+    location: Location
+    entry: Entry
+    """The save's entry in the journal: its token and chunk size, and since when it is under way."""
+    directory: Path
+    """The checkpoint's on the local tier."""
+    rank: int
+    transforms: _StorageWriterTransforms
+    sync_files: bool
+    went_straight: bool = False
+    """Whether they went to the shared tier past the SSD."""
+
+    def write(self, laid_out: LaidOut, planner: SavePlanner | StagedItems, route: Route) -> Written:
+        """Return when the shards are durable, wherever they are; or raise, and take back what was sent straight."""
+        if laid_out.streamed:
+            route = "local"
+        if route == "straight":
+            try:
+                return laid_out.results, self._send_straight(laid_out)
+            except (TierckptError, OSError) as error:
+                log.warning(
+                    "%s cannot go straight to the shared tier, it goes to the SSD: %s", self.location.uri, error
+                )
+                self._take_back(laid_out)
+            except BaseException:
+                self._take_back(laid_out)
+                raise
+        try:
+            return self._write_local(laid_out, planner)
+        except CapacityError as error:
+            if route != "local if it fits":
+                raise
+            log.warning("%s goes straight to the shared tier: %s", self.location.uri, error.message)
+        for shard in laid_out.shards:
+            shard.path.unlink(missing_ok=True)
+        try:
+            return laid_out.results, self._send_straight(laid_out)
+        except BaseException:
+            self._take_back(laid_out)
+            raise
+
+    def write_from_memory(self, shards: list[Shard]) -> tuple[FileEntry, ...]:
+        """Write to the SSD what a rank that has ended left in memory."""
+        for shard in shards:
+            shard.path.unlink(missing_ok=True)
+        eviction.make_room(self.settings, sum(shard.size_bytes for shard in shards), self.directory)
+        flushed = self._flush(shards, cached=True)
+        fsync_dir(self.directory)
+        return self._entries(flushed)
+
+    def discard(self, names: Sequence[str]) -> None:
+        """Remove shards that no commit names, and none will, from the shared tier. Never fails: they harm nobody."""
+        self.went_straight = False
+        try:
+            self.client.run(lambda engine: engine.discard(self.location, names))
+        except TierckptError as error:
+            log.warning("%s: shards of a save that failed may be left on the shared tier: %s", self.location.uri, error)
+
+    # --- straight -----------------------------------------------------------------------------------------------
+
+    def _send_straight(self, laid_out: LaidOut) -> tuple[FileEntry, ...]:
+        """Send the shards from memory to the shared tier (T1). Only their block digests are written here."""
+        chunk, begun = self.settings.chunk_size_bytes, time.monotonic()
+        for lease in laid_out.leases:
+            lease.give_up_ahead()
+        largest = max((shard.size_bytes for shard in laid_out.shards), default=0)
+        slot_bytes = min(chunk, round_up(max(largest, 1)))
+        with bounce_for(self.settings).take(1, slot_bytes, self.settings.commit_timeout_seconds) as [slot]:
+            flushed = self.client.run(
+                lambda engine: direct_put.send(
+                    engine.store(self.location),
+                    laid_out.shards,
+                    slot,
+                    chunk,
+                    engine.budget.share(self.entry.created_unix_seconds),
+                )
+            )
+        files = self._entries(flushed)
+        self.went_straight = True
+        size_bytes = sum(file.size_bytes for file in files)
+        log.info(
+            "%s: %d bytes went straight to shared storage, %.2f s",
+            self.location.uri,
+            size_bytes,
+            time.monotonic() - begun,
+        )
+        return files
+
+    def _take_back(self, laid_out: LaidOut) -> None:
+        """What has been sent is not wanted there; the shards may be written from the beginning again."""
+        for shard in laid_out.shards:
+            for record in shard.records:
+                record.forget()
+        self.discard([shard.path.name for shard in laid_out.shards])
+
+    # --- to the SSD ---------------------------------------------------------------------------------------------
+
+    def _write_local(self, laid_out: LaidOut, planner: SavePlanner | StagedItems) -> Written:
+        shards, results, streamed = laid_out.shards, laid_out.results, laid_out.streamed
+        size_bytes = sum(shard.size_bytes for shard in shards) + sum(map(_item_bytes, streamed))
+        reserved_bytes = sum(lease.ahead.reserved_bytes for lease in laid_out.leases if lease.ahead is not None)
+        eviction.make_room(self.settings, size_bytes, self.directory, reserved_bytes=reserved_bytes)
+        flushed = self._flush(shards)
+        for lease in laid_out.leases:
+            lease.in_place = all(shard.image for shard in shards)
+        if streamed:
+            path = self.directory / shard_name(laid_out.prefix, len(shards), self.entry.token)
+            more, file = write_streamed(
+                self.transforms, path, streamed, planner, self.settings, durable=self.sync_files
+            )
+            results, flushed = results + more, [*flushed, file]
+        if self.sync_files:
+            fsync_dir(self.directory)
+        return results, self._entries(flushed)
+
+    def _entries(self, flushed: Sequence[Flushed]) -> tuple[FileEntry, ...]:
+        """The entries of the shards, and of their block digests, which are durable when this returns."""
+        token, chunk = self.entry.token, self.entry.chunk_size_bytes
+        shards = [FileEntry(f.path.name, f.size_bytes, f.digests, self.rank, token) for f in flushed]
+        return (*shards, *block_digests.keep(self.directory, flushed, self.rank, token, chunk))
+
+    def _flush(self, shards: list[Shard], *, cached: bool = False) -> list[Flushed]:
+        """Write the shards with what threads the disk likes, and note how fast it was."""
+        settings, size_bytes = self.settings, sum(shard.size_bytes for shard in shards)
+        if not shards:
+            return []
+        tuner = tuner_for(self.directory, settings.flush_threads_max)
+        shape = tuner.choose(size_bytes)
+        segment = segment_bytes(settings.chunk_size_bytes, WRITE_BYTES_MAX)  # of any shape: slots serve them all
+        slot_bytes = min(segment, round_up(max(max(shard.size_bytes for shard in shards), 1)))
+        timeout = settings.commit_timeout_seconds
+        background = threading.current_thread() is not threading.main_thread()
+        pace = Pace(settings.flush_cpu_share, shape.threads) if background else Pace()
+        is_begun = any(shard.image is not None and shard.image.ahead is not None for shard in shards)
+        # What lies in an image needs none; beside it there are only objects.
+        wanted = 1 if any(shard.image is not None for shard in shards) else shape.threads
+        with bounce_for(settings).take(wanted, slot_bytes, timeout) as slots:
+            begun = time.monotonic()
+            with flushing(settings.local_root, size_bytes):
+                flushed = flush(
+                    shards,
+                    slots=slots,
+                    shape=shape,
+                    chunk_size_bytes=settings.chunk_size_bytes,
+                    durable=self.sync_files,
+                    nice=settings.flush_nice if background else 0,
+                    pace=pace,
+                    cached=cached,
+                    timeout_seconds=timeout,
+                )
+            if not (pace.rested or cached or is_begun) and len(slots) == wanted:
+                tuner.learn(shape, size_bytes, time.monotonic() - begun)
+        return flushed
+
+
+def _item_bytes(item: WriteItem) -> int:
+    """Bytes of one plan item (its own chunk of the tensor), 1 for an object whose size nobody knows yet."""
+    if item.tensor_data is None:
+        return 1
+    count = 1
+    for size in item.tensor_data.chunk.sizes:
+        count *= size
+    return count * item.tensor_data.properties.dtype.itemsize

@@ -1,0 +1,184 @@
+"""The one copy of a save: tensors, wherever they are, into staging memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import OperationTimeoutError
+from ..save.write_ahead import Ahead
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+MOVE_BYTES_MIN = 4 << 20
+"""Each call may wait for the interpreter lock: less than this is not worth one."""
+MOVE_BYTES_MAX = 32 << 20
+"""Of one call, so that threads end together."""
+
+
+class Copies:
+    """Copies still to be made: ``targets[i]`` from ``sources[i]``, same shape and dtype."""
+
+    def __init__(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], ahead: Ahead | None = None
+    ) -> None:
+        self._pairs: list[Pair] = list(zip(targets, sources, strict=True))
+        self._ahead = ahead
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._events: list[Any] = []
+        self._on_host = False
+
+    def run(self) -> None:
+        """Make all copies, with every thread torch may use. Returns when they are complete."""
+        self.run_now(lambda tensor: True)
+        self._done.set()
+        if self._ahead is not None:
+            self._ahead.start()
+
+    def run_now(self, wanted: Callable[[torch.Tensor], bool]) -> None:
+        """Make the copies whose source is ``wanted``, complete on return; the others stay to be made."""
+        now = [pair for pair in self._pairs if wanted(pair[1])]
+        self._pairs = [pair for pair in self._pairs if not wanted(pair[1])] if len(now) < len(self._pairs) else []
+        on_device = [pair for pair in now if pair[1].is_cuda]
+        events = _start_on_devices(on_device)
+        _copy([pair for pair in now if not pair[1].is_cuda] if on_device else now)
+        for event in events:
+            event.synchronize()
+
+    def run_in_background(self, done: Callable[[BaseException | None], None]) -> None:
+        """Start the copies that are left, and call ``done`` from another thread when they are complete or failed.
+
+        Until then nobody may change the sources; ``wait`` is the fence.
+        """
+        on_device = [pair for pair in self._pairs if pair[1].is_cuda]
+        on_host = [pair for pair in self._pairs if not pair[1].is_cuda]
+        self._pairs = []
+        self._on_host = bool(on_host)
+        self._events = _start_on_devices(on_device)
+
+        def work() -> None:
+            try:
+                _copy_beside_training(on_host)
+                for event in self._events:
+                    event.synchronize()
+            except BaseException as error:
+                self._error = error
+            self._done.set()
+            done(self._error)
+
+        threading.Thread(target=work, name="tierckpt-stage", daemon=True).start()
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Return when the sources may change. Raises what went wrong with a copy, which is then lost.
+
+        Copies on a device are not waited for by this thread: what it starts on that device's current stream from now
+        on is.
+        """
+        if self._events and not self._on_host:
+            for event in self._events:
+                torch.cuda.current_stream(event.device).wait_event(event)
+            return
+        try:
+            self._done.wait(timeout_seconds)
+        finally:
+            if not self._done.is_set():
+                # Whoever waited goes on and may change the sources under the copy: it must not become a checkpoint.
+                self._error = OperationTimeoutError(
+                    "the copies to staging memory have not ended",
+                    hint="Look for a hung device; the checkpoint that was being staged is lost",
+                    waited_seconds=timeout_seconds,
+                )
+        if self._error is not None:
+            raise self._error
+
+
+def _copy(pairs: Sequence[Pair]) -> None:
+    """Large ones by memmove on as many threads as torch may use, all others in one call of torch's.
+
+    memmove does not read what it is about to overwrite; torch's copy does, and takes 1.4 times the processor time.
+    """
+    large: list[Pair] = []
+    rest: list[Pair] = []
+    for pair in pairs:
+        (large if pair[1].nbytes >= MOVE_BYTES_MIN and _is_bytes(pair[1]) else rest).append(pair)
+    if large:
+        _move(large, torch.get_num_threads())
+    if rest:
+        with torch.no_grad():
+            torch._foreach_copy_([target for target, _ in rest], [source for _, source in rest])
+
+
+def _move(pairs: Sequence[Pair], count: int) -> None:
+    """Copy the bytes of ``pairs`` on ``count`` threads, this one among them."""
+    pieces = deque(
+        (target.data_ptr() + at, source.data_ptr() + at, min(MOVE_BYTES_MAX, source.nbytes - at))
+        for target, source in pairs
+        for at in range(0, source.nbytes, MOVE_BYTES_MAX)
+    )
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                ctypes.memmove(*pieces.popleft())  # without the interpreter lock
+
+    threads = [threading.Thread(target=work, name="tierckpt-stage") for _ in range(min(count, len(pieces)) - 1)]
+    try:
+        for thread in threads:
+            thread.start()
+        work()
+    finally:  # an interrupt too: what is given back must not be written to any more
+        pieces.clear()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+
+def _is_bytes(source: torch.Tensor) -> bool:
+    """True where a copy of the tensor is a copy of its bytes, one after the other. (A freed storage has no address.)"""
+    is_plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg()
+    return is_plain and source.data_ptr() != 0
+
+
+def _copy_beside_training(pairs: Sequence[Pair]) -> None:
+    """One thread, and torch's own only where it must be: its thread pool belongs to the training step."""
+    for target, source in pairs:
+        if _is_bytes(source):
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        else:
+            with torch.no_grad():
+                target.copy_(source)
+
+
+def _start_on_devices(pairs: Sequence[Pair]) -> list[Any]:
+    """Start the copies from every device there is. Returns one event for each device."""
+    by_device: dict[torch.device, list[Pair]] = {}
+    for pair in pairs:
+        by_device.setdefault(pair[1].device, []).append(pair)
+    return [_start_on_device(device, group) for device, group in by_device.items()]
+
+
+def _start_on_device(device: torch.device, pairs: Sequence[Pair]) -> Any:
+    """Queue copies on a stream of their own, after what the current stream has still to do. Returns their event."""
+    stream = _stream_of(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream), torch.no_grad():
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs], non_blocking=True)
+        for _, source in pairs:
+            source.record_stream(stream)  # freed while the copy runs, it must not be handed out again
+        return stream.record_event()
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _stream_of(device: torch.device) -> Any:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]

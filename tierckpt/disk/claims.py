@@ -1,0 +1,287 @@
+"""Who holds something on this node: a process (pid, and when it started) with a heartbeat; and claims by name.
+
+Invariants:
+    C1  A claim appears whole, with its holder's name in it, or not at all: it is a symbolic link, made by one call that
+        fails when the name is taken.
+    C2  A claim of a process that has ended is free at once; so is one whose holder has let its heartbeat stop for
+        ``SILENT_SECONDS`` (stopped, hung, or in another container). Who removes it holds the lock of the folder (flock,
+        open(2)) and has looked again: what another has claimed meanwhile is never removed.
+    C3  A claim decides who works, never what is right: a holder that was taken for dead and goes on does the same work
+        twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ..cache.direct_write import translated
+from ..errors import StoreError
+from ..stores.local import make_dirs
+from ..telemetry import logger
+from ..types import Tier
+from .quarantine import kind_of, open_regular, set_aside
+
+log = logger("cache")
+
+BEAT_SECONDS = 2.0
+SILENT_SECONDS = 20.0
+"""Ten beats: a process that is merely starved of processor time is not taken for a dead one."""
+TRIES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One holder: a process (pid, and when it started, so that a pid used again is told apart) and a token of its own.
+
+    ``namespace`` is the pid namespace: of a process in another container the pid says nothing here.
+    """
+
+    pid: int
+    started_ticks: int
+    namespace: int
+    token: str
+
+    @classmethod
+    def mine(cls) -> Owner:
+        pid = os.getpid()
+        return cls(pid, _started_ticks(pid), _namespace(pid), secrets.token_hex(4))
+
+    @property
+    def name(self) -> str:
+        return f"{self.pid}-{self.started_ticks}-{self.namespace}-{self.token}"
+
+    @classmethod
+    def parse(cls, name: str) -> Owner | None:
+        try:
+            pid, started, namespace, token = name.split("-")
+            return cls(int(pid), int(started), int(namespace), token)
+        except ValueError:
+            return None
+
+    def has_ended(self) -> bool | None:
+        """True when the process is gone, False while it lives, None when that cannot be known (another container)."""
+        if self.namespace != _namespace(os.getpid()):
+            return None
+        return _started_ticks(self.pid) != self.started_ticks
+
+
+def is_live(name: str, beats: Path, *, silence_counts: bool = True) -> bool:
+    """True while the holder ``name`` lives and, if ``silence_counts``, its heartbeat in directory ``beats`` goes on.
+
+    A holder without a heartbeat file has let go. Where nothing but the heartbeat can be known, its silence counts.
+    """
+    owner = Owner.parse(name)
+    if owner is None:
+        return False
+    ended = owner.has_ended()
+    if ended:
+        return False
+    try:
+        silent_seconds = time.time() - (beats / name).stat().st_mtime
+    except OSError:
+        return False
+    return silent_seconds < SILENT_SECONDS or (ended is False and not silence_counts)
+
+
+class Presence:
+    """This process's heartbeat in the directory ``beats``, from ``begin`` to ``end``, or until the process ends."""
+
+    def __init__(self, beats: Path) -> None:
+        self.owner = Owner.mine()
+        self._path = beats / self.owner.name
+        self._file = -1
+
+    @property
+    def name(self) -> str:
+        return self.owner.name
+
+    def begin(self) -> None:
+        """Raises OSError or StoreError when the directory cannot be written."""
+        for left in reversed(range(TRIES)):
+            try:
+                make_dirs(self._path.parent, is_durable=False)
+                self._file = open_regular(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+                break
+            except FileNotFoundError:  # somebody has tidied the empty directory away meanwhile
+                if not left:
+                    raise
+        _heart.add(self._file)
+
+    def end(self) -> None:
+        """Let go. Idempotent; in a forked child it leaves the parent's alone."""
+        if self._file < 0 or self.owner.pid != os.getpid():
+            return
+        _heart.remove(self._file)
+        os.close(self._file)
+        self._file = -1
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+class Claims:
+    """Claims by name in the directory ``folder``, for one holder, whose heartbeat is in ``beats``."""
+
+    def __init__(self, folder: Path, beats: Path, holder: str) -> None:
+        self.folder, self._beats, self._holder = folder, beats, holder
+        self.taken_over = 0
+        """Claims of dead or silent holders that this one has taken."""
+
+    def take(self, name: str) -> bool:
+        """Claim ``name``; False when a live holder has it.
+
+        Raises:
+            ObjectNotFoundError: the folder has gone.
+            CapacityError, StoreError: no claim can be made there; what lies there is none, and cannot be moved away.
+        """
+        path = self.folder / name
+        with translated(path):
+            for _ in range(TRIES):
+                try:
+                    path.symlink_to(self._holder)
+                    return True
+                except FileExistsError:
+                    holder = self.holder(name)
+                    if holder is not None and is_live(holder, self._beats):
+                        return False
+                    if not self._clear(path, holder):
+                        return False
+        return False  # others come and go faster than we look: they do the work
+
+    def _clear(self, path: Path, dead: str | None) -> bool:
+        """Remove the claim of ``dead``, or what is no claim; False when another is just doing such a thing, and goes
+        first."""
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if not _lock(folder):
+                return False
+            if dead is not None and _link(path) == dead:
+                path.unlink(missing_ok=True)
+                self.taken_over += 1
+                log.info("taking over %s from %s, which has ended or says nothing any more", path.name, dead)
+            elif dead is None and kind_of(path) not in ("a link", "nothing") and not set_aside(path):
+                raise StoreError(
+                    f"{path} is {kind_of(path)} and no claim",
+                    hint="A copy of the directory made without its links? Remove it",
+                    path=path,
+                    tier=Tier.LOCAL,
+                )
+            return True
+        finally:
+            _unlock(folder)  # a child that was forked meanwhile has this descriptor too
+            os.close(folder)
+
+    def holder(self, name: str) -> str | None:
+        return _link(self.folder / name)
+
+    def is_held(self, name: str) -> bool:
+        """True while a live holder has ``name``."""
+        holder = self.holder(name)
+        return holder is not None and is_live(holder, self._beats)
+
+    def release(self, name: str) -> None:
+        """Give up ``name`` if it is still ours."""
+        if self.holder(name) == self._holder:
+            with contextlib.suppress(OSError):
+                (self.folder / name).unlink()
+
+    def count(self) -> int:
+        """How many claims live holders have now."""
+        try:
+            names = [name for name in os.listdir(self.folder) if not name.startswith(".")]  # noqa: PTH208
+        except OSError:
+            return 0
+        holders = Counter(self.holder(name) for name in names)
+        return sum(count for holder, count in holders.items() if holder and is_live(holder, self._beats))
+
+
+def _lock(folder: int) -> bool:
+    """False while another has the lock of ``folder``. Where there are no locks, all have it (C3)."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _unlock(folder: int) -> None:
+    with contextlib.suppress(OSError):
+        fcntl.flock(folder, fcntl.LOCK_UN)
+
+
+def _link(path: Path) -> str | None:
+    try:
+        return str(path.readlink())
+    except OSError:
+        return None
+
+
+def _started_ticks(pid: int) -> int:
+    """Clock ticks from boot to the start of ``pid``; -1 when there is no such process (a zombie is none)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return -1
+    return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+@cache
+def _namespace(pid: int) -> int:
+    try:
+        return os.stat(f"/proc/{pid}/ns/pid").st_ino  # noqa: PTH116
+    except OSError:
+        return 0
+
+
+class _Heart:
+    """One thread per process that touches the files of all its presences."""
+
+    def __init__(self) -> None:
+        self._files: set[int] = set()
+        self._lock = threading.Lock()
+        self._is_beating = False
+
+    def add(self, file: int) -> None:
+        with self._lock:
+            self._files.add(file)
+            if not self._is_beating:
+                self._is_beating = True
+                threading.Thread(target=self._beat, name="tierckpt-heart", daemon=True).start()
+
+    def remove(self, file: int) -> None:
+        with self._lock:
+            self._files.discard(file)
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_SECONDS)
+            with self._lock:
+                if not self._files:
+                    self._is_beating = False
+                    return
+                for file in self._files:
+                    with contextlib.suppress(OSError):  # the file system is in trouble: others will see silence
+                        os.utime(file)
+
+
+_heart = _Heart()
+
+
+def _start_anew() -> None:
+    """In a forked child nothing of the parent's beats, and its locks may be held for ever."""
+    global _heart
+    _heart = _Heart()
+    _namespace.cache_clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)

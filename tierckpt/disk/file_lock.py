@@ -1,0 +1,138 @@
+"""Locks between processes of one node: a flock, which ends with its holder, so a crash leaves nothing to clean up.
+
+Invariants:
+    K1  At most one holder of a path at a time, also between tasks and threads of one process.
+    K2  Released when the block ends even if a child was forked meanwhile: the child has a copy of the descriptor, so
+        closing ours alone would leave the lock with a DataLoader worker.
+    K3  With ``remove`` the file goes with the lock. Who then gets a lock on the removed file sees that the name is gone
+        or another file, and has not got it.
+    K4  A lock can be inherited: it belongs to the open file, so a process that was handed the descriptor keeps it when
+        the first holder is killed, and loses it when the first holder lets go of it in order (K2).
+    K5  A forked child holds nothing of its parent's: its copies of the descriptors are closed at the fork, so a lock
+        ends with the parent though a DataLoader worker lives on. Nor does it let go of anything: a block that the fork
+        has copied, and that ends in the child, leaves lock and file alone (an unlock would be the parent's).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import OperationTimeoutError
+from ..types import Tier
+from .quarantine import open_regular
+
+POLL_SECONDS = 0.02
+
+
+_files: set[int] = set()
+"""Descriptors of this process that may hold a lock, but for those that it was handed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What came of a try for a lock: true while it is held."""
+
+    is_held: bool
+    descriptor: int
+    """Who is handed it inherits the lock (K4)."""
+
+    def __bool__(self) -> bool:
+        return self.is_held
+
+
+@contextmanager
+def try_lock(path: Path, *, remove: bool = False, inherited: int | None = None) -> Iterator[Hold]:
+    """Yield a true ``Hold`` while holding ``path``, a false one at once when somebody else does.
+
+    Its directory must exist. ``inherited``: the descriptor of a holder that may have ended (K4); closed at the end.
+    """
+    file, pid = open_lock(path) if inherited is None else inherited, os.getpid()
+    held = False
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = _is_file(file, path)  # K3
+        except BlockingIOError:
+            pass
+        yield Hold(held, file)
+    finally:
+        if os.getpid() == pid:  # K5
+            try:
+                if held and remove:
+                    with suppress(OSError):  # a file that stays is what the next holder locks
+                        path.unlink()
+            finally:
+                with suppress(OSError):  # closing lets go of it too, unless there is such a child
+                    fcntl.flock(file, fcntl.LOCK_UN)  # K2
+                close_lock(file)
+
+
+@contextmanager
+def lock(path: Path, timeout_seconds: float, what: str) -> Iterator[None]:
+    """Hold ``path``, waiting for it at most ``timeout_seconds``. Raises OperationTimeoutError."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        with try_lock(path) as held:
+            if held:
+                yield
+                return
+        _check_deadline(deadline, timeout_seconds, what)
+        time.sleep(POLL_SECONDS)
+
+
+@asynccontextmanager
+async def lock_async(path: Path, timeout_seconds: float, what: str) -> AsyncIterator[None]:
+    """``lock`` for coroutines; the file is removed with the lock."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        with try_lock(path, remove=True) as held:
+            if held:
+                yield
+                return
+        _check_deadline(deadline, timeout_seconds, what)
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _check_deadline(deadline: float, timeout_seconds: float, what: str) -> None:
+    if time.monotonic() > deadline:
+        raise OperationTimeoutError(
+            f"another process of this node has held {what} for {timeout_seconds:g} s",
+            hint="Look for a hung tierckpt process on this node",
+            tier=Tier.LOCAL,
+        )
+
+
+def open_lock(path: Path) -> int:
+    """Open the file of a lock; a forked child closes its copy (K5)."""
+    file = open_regular(path, os.O_RDWR | os.O_CREAT)
+    _files.add(file)
+    return file
+
+
+def close_lock(file: int) -> None:
+    _files.discard(file)
+    os.close(file)
+
+
+def _let_go() -> None:
+    for file in _files:
+        with suppress(OSError):
+            os.close(file)
+    _files.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def _is_file(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.lstat())
+    except OSError:
+        return False

@@ -1,0 +1,135 @@
+"""The disk under the local root: can it be written, is it a disk at all, and what have killed processes left on it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..config import Settings
+from ..errors import ConfigError, ObjectNotFoundError, TierckptError
+from ..ownership import open_root
+from ..stores.common import is_abandoned, is_temporary
+from ..stores.local import make_dirs, translate_os_error
+from ..telemetry import logger
+from ..types import Tier
+from .file_lock import try_lock
+
+log = logger("disk")
+
+MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
+
+LEFTOVER_SECONDS = 3600.0
+"""A temporary file that nobody has written to for so long belongs to nobody: a live transfer writes more often."""
+
+_checked: set[Path] = set()
+
+
+_MODES = {"user": 0o700, "group": 0o750, "all": 0o755}
+
+
+def use_local_root(settings: Settings) -> None:
+    """Say that this process uses ``local_root``: it is checked, and from then on all that is used below it. Makes
+    nothing.
+
+    Raises:
+        PermissionDeniedError: another user owns it, can write to it, or controls a link on the way to it.
+    """
+    open_root(settings.local_root, _MODES[settings.local_readable_by])
+
+
+def check_local_root(settings: Settings) -> None:
+    """Make ``local_root``; once per process, warn when it is memory and not a disk, and clear it of leftovers.
+
+    Raises:
+        PermissionDeniedError: not safe to use, not writable, or on a read-only mount.
+        ConfigError: it cannot be a directory.
+    """
+    root = settings.local_root
+    use_local_root(settings)
+    try:
+        make_dirs(root)
+    except TierckptError as error:
+        hint = "Set TIERCKPT_LOCAL_ROOT (or local_root=) to a writable directory on node-local SSD"
+        is_no_directory = error.context.get("errno") in (errno.EEXIST, errno.ENOTDIR)
+        kind = ConfigError if is_no_directory or isinstance(error, ObjectNotFoundError) else type(error)
+        raise kind(f"local_root {root} cannot be used: {error.message}", hint=hint, **error.context) from error
+    if root in _checked:
+        return
+    _checked.add(root)
+    clear_leftovers(root)
+    kind_of_disk = filesystem_type(root)
+    if kind_of_disk in MEMORY_FILESYSTEMS and not settings.allow_tmpfs:
+        log.warning(
+            "local_root %s is on %s: checkpoints there take memory and do not survive the node. Point it at an SSD, "
+            "or set TIERCKPT_ALLOW_TMPFS=true if that is meant",
+            root,
+            kind_of_disk,
+        )
+
+
+def clear_leftovers(local_root: Path) -> int:
+    """Remove what killed processes left under names nobody looks for: temporary files, locks. Returns how many.
+
+    What a process of this machine wrote that has ended goes at once: the name says whose it is. Of the rest only what
+    was not touched for LEFTOVER_SECONDS. A lock is removed while it is held (K3), and never one whose journal
+    entry stands: its next owner takes the lock's name for the entry's.
+
+    Cost: one walk over the names below ``local_root``, and a stat for each temporary file and lock.
+    """
+    removed = 0
+    before = time.time() - LEFTOVER_SECONDS
+    for folder, _, names in os.walk(local_root):
+        for name in names:
+            if is_temporary(name) or name.endswith(".lock"):
+                with contextlib.suppress(OSError, TierckptError):  # in use, gone meanwhile, or another's: it stays
+                    removed += _clear(Path(folder, name), before)
+    if removed:
+        log.info("removed %d files that killed processes had left under %s", removed, local_root)
+    return removed
+
+
+def _clear(path: Path, before_unix_seconds: float) -> bool:
+    if is_abandoned(path.name):
+        path.unlink()  # its process has ended, and no other writes under this name
+        return True
+    if path.stat().st_mtime > before_unix_seconds:
+        return False
+    if is_temporary(path.name):
+        path.unlink()
+        return True
+    if path.with_suffix(".json").exists():
+        return False
+    with try_lock(path, remove=True) as held:
+        return bool(held)
+
+
+@contextlib.contextmanager
+def typed_errors(path: Path) -> Iterator[None]:
+    """Raise what the system refuses as an error of ours; ``path`` is said where the system names none."""
+    try:
+        yield
+    except TierckptError:
+        raise
+    except OSError as error:
+        raise translate_os_error(error, Path(os.fsdecode(error.filename or path)), Tier.LOCAL) from error
+
+
+def filesystem_type(path: Path) -> str:
+    """Return the type of the file system that holds ``path`` (``ext4``, ``tmpfs``, ``nfs4``), '' if unknown."""
+    best, kind = "", ""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    target = str(path.resolve())
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        mount = left.split()[4].replace("\\040", " ")
+        # The last of equal mounts lies on top, so >= lets it win.
+        if (target == mount or target.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
+            best, kind = mount, right.split()[0]
+    return kind

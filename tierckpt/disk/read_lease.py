@@ -1,0 +1,133 @@
+"""Leases: a checkpoint that a live process of this node is reading is not removed, from no tier.
+
+A lease is a shared flock on a small file under the local root; who removes needs the exclusive one. So a lease ends
+with its process, whatever ends it, and there is no pid to compare and nothing to clean up after a crash.
+
+Invariants:
+    L1  While anybody reads, ``removing`` yields False; while somebody removes, a reader waits (a removal is short).
+    L2  Only this node is seen: a reader on another node that loses its copy reads the next one, or an error.
+    L3  No lease is no obstacle to reading: on a read-only local root a restore goes on without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from ..errors import TierckptError
+from ..format.manifest import digest_of
+from ..stores.local import make_dirs, matching
+from ..telemetry import logger
+from .file_lock import POLL_SECONDS, _is_file, close_lock, open_lock, try_lock
+
+log = logger("leases")
+
+REMOVAL_SECONDS_MAX = 60.0
+"""How long a reader waits for a removal that is under way. After that it goes on: it finds the copy or does not."""
+
+
+@contextmanager
+def reading(local_root: Path, directory: Path) -> Iterator[None]:
+    """Hold the checkpoint that ``directory`` mirrors against removal. Any number of readers at a time.
+
+    Look again, once inside, whether the checkpoint still stands: it may have gone before the lease was held.
+    """
+    deadline, pid = time.monotonic() + REMOVAL_SECONDS_MAX, os.getpid()
+    while (lease := _try_lease(local_root, directory)) == _HELD and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    try:
+        yield
+    finally:
+        _release(lease, pid, lease_path(local_root, directory))
+
+
+@asynccontextmanager
+async def reading_async(local_root: Path, directory: Path) -> AsyncIterator[None]:
+    """``reading`` for coroutines."""
+    deadline, pid = time.monotonic() + REMOVAL_SECONDS_MAX, os.getpid()
+    lease = _try_lease(local_root, directory)
+    while lease == _HELD and time.monotonic() < deadline:
+        await asyncio.sleep(POLL_SECONDS)  # another process holds it: it sets no event of ours
+        lease = _try_lease(local_root, directory)
+    try:
+        yield
+    finally:
+        _release(lease, pid, lease_path(local_root, directory))
+
+
+@contextmanager
+def removing(local_root: Path, directory: Path) -> Iterator[bool]:
+    """Yield True while nobody reads the checkpoint of ``directory``, nor can begin to; False at once when one does."""
+    path = lease_path(local_root, directory)
+    make_dirs(path.parent)
+    with try_lock(path, remove=True) as free:
+        yield bool(free)
+
+
+def is_read(local_root: Path, directory: Path) -> bool:
+    """True while a process of this node reads the checkpoint that ``directory`` mirrors. Writes nothing."""
+    path = lease_path(local_root, directory)
+    if not path.exists():
+        return False
+    with try_lock(path, remove=True) as free:
+        return not free
+
+
+def forget_dead(local_root: Path) -> None:
+    """Remove the files of leases whose holder was killed. They hold nothing; they are only in the way."""
+    for path in matching(local_root / "leases", "*.lock"):
+        with contextlib.suppress(OSError, TierckptError), try_lock(path, remove=True):
+            pass
+
+
+def lease_path(local_root: Path, directory: Path) -> Path:
+    return local_root / "leases" / f"{digest_of(str(directory).encode())}.lock"
+
+
+_HELD = -1
+_NONE = -2
+
+
+def _try_lease(local_root: Path, directory: Path) -> int:
+    """Return the descriptor that holds the lease, _HELD while somebody removes, _NONE where none can be had (L3)."""
+    path = lease_path(local_root, directory)
+    try:
+        make_dirs(path.parent)
+        file = open_lock(path)
+    except (OSError, TierckptError) as error:
+        log.debug("no lease on %s: %s", directory, error)
+        return _NONE
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if _is_file(file, path):
+            return file
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        log.debug("no lease on %s: %s", directory, error)
+        close_lock(file)
+        return _NONE
+    close_lock(file)
+    return _HELD  # a removal is under way, or has just ended and taken the file with it
+
+
+def _release(file: int, pid: int, path: Path) -> None:
+    """Give the lease up, where it is of this process (K5). The last reader takes the file along. Unlocked by name: a
+    child that C code forked has the descriptor."""
+    if file < 0 or pid != os.getpid():
+        return
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else reads
+            if _is_file(file, path):  # taking EX gave SH up for an instant: the name may be another reader's by now
+                path.unlink(missing_ok=True)
+    finally:
+        with contextlib.suppress(OSError):  # closing lets go of it too, unless there is such a child
+            fcntl.flock(file, fcntl.LOCK_UN)
+        close_lock(file)

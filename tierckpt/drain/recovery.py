@@ -1,0 +1,109 @@
+"""What becomes of a journal entry whose process has ended: it is drained, kept for later, or its shards are removed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+from ..checkpoint import commit
+from ..checkpoint.journal import KEPT, READY, SET_ASIDE, WRITTEN, Entry
+from ..errors import ManifestError, TierckptError
+from ..format.layout import SHARD_SUFFIX
+from ..format.manifest import Manifest
+from ..stores.local import matching
+from ..telemetry import logger
+from .drain import Drainer
+
+log = logger("recovery")
+
+LOOK_SECONDS_MAX = 10.0
+"""A save that waits for recovery does not wait for a store that is away."""
+
+
+async def take_up(entry: Entry, drainer: Drainer) -> bool:
+    """Return True when ``entry`` is to be drained.
+
+    The shards of a save that never finished are removed, and the entry with them. What cannot be known yet stays as it
+    is; what a live process holds is left alone.
+    """
+    if entry.state in (READY, KEPT, SET_ASIDE):
+        return entry.state == READY
+    try:
+        if entry.state == WRITTEN:
+            return await _take_up_written(entry, drainer)
+        return await _give_up(entry, drainer)
+    except ManifestError as error:
+        log.warning("%s: whether it was committed cannot be known (%s); its files stay", entry.uri, error)
+        return False
+
+
+async def _take_up_written(entry: Entry, drainer: Drainer) -> bool:
+    """A rank that ended between its last shard and the news of the commit: find out what became of the save.
+
+    The commit is known by a manifest that names the entry: the one of this node, or what the coordinator's mover has
+    left on the shared tier. While there is none the shards stay, because the coordinator's node may be slow or away;
+    after ``commit_timeout_seconds`` no mover waits for them any more.
+    """
+    local = await asyncio.to_thread(commit.read_local_manifest, drainer.directory(entry.location))
+    named = local is not None and entry.token in local.tokens
+    if not named and drainer.settings.drain:
+        try:
+            async with asyncio.timeout(LOOK_SECONDS_MAX):
+                named = await drainer.is_named(entry)
+        except (TierckptError, TimeoutError) as error:
+            log.warning("%s: whether it was committed cannot be known yet (%s)", entry.uri, error)
+            return False
+    if not named:
+        is_old = time.time() - entry.created_unix_seconds > drainer.settings.commit_timeout_seconds
+        return is_old and await _give_up(entry, drainer)
+    with drainer.journal.own(entry.token) as dead:
+        if not dead:
+            return False
+        is_kept = local is not None and await asyncio.to_thread(_is_kept, drainer, local)
+        await asyncio.to_thread(drainer.journal.write, replace(entry, state=KEPT if is_kept else READY))
+        return not is_kept
+
+
+def _is_kept(drainer: Drainer, manifest: Manifest) -> bool:
+    """True when the coordinator's entry of this save, which has its attempt for a name, stays on this node."""
+    coordinators = drainer.journal.read(manifest.attempt)
+    return coordinators is not None and coordinators.state == KEPT
+
+
+async def _give_up(entry: Entry, drainer: Drainer) -> bool:
+    """Remove a save that never finished. One that has no shard here may have gone straight to the shared tier."""
+    directory = drainer.directory(entry.location)
+    had_shards = await asyncio.to_thread(lambda: bool(matching(directory, f"*-{entry.token}{SHARD_SUFFIX}")))
+    if await asyncio.to_thread(_put_away, entry, drainer):
+        return True
+    still_held = await asyncio.to_thread(drainer.journal.read, entry.token) is not None
+    if had_shards or still_held or not drainer.settings.drain:
+        return False
+    try:
+        async with asyncio.timeout(LOOK_SECONDS_MAX):
+            await drainer.remove_unnamed(entry)
+    except (TierckptError, TimeoutError) as error:
+        log.warning("%s: shards that no commit names may be left on the shared tier: %s", entry.uri, error)
+    return False
+
+
+def _put_away(entry: Entry, drainer: Drainer) -> bool:
+    """Remove a save that never finished, unless a commit names it: then it did, and True is returned."""
+    journal, directory = drainer.journal, drainer.directory(entry.location)
+    with journal.own(entry.token) as dead:
+        current = journal.read(entry.token)
+        if not dead or current is None or current.state != entry.state:
+            return False
+        local = commit.read_local_manifest(directory)
+        if local is not None and entry.token in local.tokens | {local.attempt}:
+            # The disk gave back an old state of the entry. What a later one said is in the manifest as well.
+            files = tuple(file for file in local.entries if file.token == entry.token)
+            manifest = local if local.attempt == entry.token else None
+            journal.write(replace(entry, state=READY, files=files, manifest=manifest))
+            log.warning("%s: an old state of its journal entry was found; it is committed", entry.uri)
+            return True
+        commit.remove_unfinished(directory, entry.token)
+        journal.remove(entry.token)
+        log.info("removed the shards of a save to %s that never finished", entry.uri)
+        return False

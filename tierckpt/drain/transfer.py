@@ -1,0 +1,264 @@
+"""Move one file between the local tier and a store, every byte checked on the way (P4).
+
+File operations in threads are ``settled``: a cancelled one is waited for before its descriptor is closed, or it would
+write into whatever gets the descriptor next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ..disk.file_lock import lock_async
+from ..disk.quarantine import open_regular
+from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
+from ..format.manifest import FileEntry, has_digest
+from ..stores.base import Store
+from ..stores.common import settled
+from ..stores.local import fsync_dir, make_dirs, matching, translate_os_error
+from ..stores.verified_read import again, verified
+from ..telemetry import BYTES, FILE_SECONDS, FILES
+from ..types import Buffer, ByteRange, Tier
+from .budget import Share
+
+if TYPE_CHECKING:
+    from ..cache.entry import Origin
+
+FETCH_TIMEOUT_SECONDS = 3600.0
+
+OnBytes = Callable[[int], None]
+
+
+async def send(
+    store: Store,
+    path: Path,
+    entry: FileEntry,
+    chunk_size_bytes: int,
+    on_bytes: OnBytes,
+    share: Share | None = None,
+) -> None:
+    """Put the local file ``path`` under ``entry.key``. Returns when it is whole and durable there.
+
+    Nothing is sent when it is there already: names are new for every save and puts are all or nothing, so an object
+    of this name and size is the file. A link replaces the copy where store and path share a filesystem.
+
+    What is read and sent is taken from ``share``, chunk by chunk; a link takes nothing.
+
+    A transfer that fails in a way that may pass begins again, and so finds out by the HEAD when it was only the answer
+    that got lost.
+
+    Raises:
+        IntegrityError: the local bytes are not what was staged; the transfer is aborted, nothing appears.
+    """
+    counted = 0
+
+    def count(size_bytes: int) -> None:
+        nonlocal counted
+        counted += size_bytes
+        on_bytes(size_bytes)
+
+    async def attempt() -> None:
+        count(-counted)
+        await _send(store, path, entry, chunk_size_bytes, count, share)
+
+    await again(store, attempt)
+
+
+async def _send(
+    store: Store, path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, share: Share | None
+) -> None:
+    try:
+        if (await store.head(entry.key)).size_bytes == entry.size_bytes:
+            on_bytes(entry.size_bytes)
+            return
+    except ObjectNotFoundError:
+        pass
+    if await store.link(entry.key, path):
+        on_bytes(entry.size_bytes)
+        BYTES.emit(entry.size_bytes, tier=Tier.SHARED, direction="linked")
+        return
+    begun = time.monotonic()
+    pieces = _checked_chunks(path, entry, chunk_size_bytes, on_bytes, share)
+    await store.put_stream(entry.key, pieces, entry.size_bytes)
+    _count("send", begun)
+
+
+async def _checked_chunks(
+    path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, share: Share | None
+) -> AsyncIterator[Buffer]:
+    in_thread = share.in_background if share is not None else asyncio.to_thread
+    file = await asyncio.to_thread(open_file, path)
+    try:
+        for byte_range, digest in entry.chunks(chunk_size_bytes):
+            if share is not None:
+                await share.spend(byte_range.size_bytes)
+            chunk = await settled(in_thread(pread_all, file, byte_range, path))
+            _expect(await in_thread(_has_digest, chunk, digest, byte_range), entry, byte_range, Tier.LOCAL, str(path))
+            yield chunk
+            BYTES.emit(len(chunk), tier=Tier.SHARED, direction="written")
+            on_bytes(len(chunk))
+    finally:
+        os.close(file)
+
+
+async def fetch(
+    store: Origin, entry: FileEntry, path: Path, chunk_size_bytes: int, on_bytes: OnBytes, concurrency: int
+) -> None:
+    """Bring ``entry`` to ``path``, verified chunk by chunk; it appears whole and durable, or not at all.
+
+    One process of the node fetches a file; the others wait for it and find it there.
+
+    Raises:
+        IntegrityError: the store's bytes are not what was staged.
+    """
+    make_dirs(path.parent)
+    async with lock_async(path.with_name(f".{path.name}.lock"), FETCH_TIMEOUT_SECONDS, str(path)):
+        if await asyncio.to_thread(path.exists):
+            on_bytes(entry.size_bytes)
+            return
+        begun = time.monotonic()
+        for left in matching(path.parent, f".{glob.escape(path.name)}.*.tmp"):
+            left.unlink(missing_ok=True)  # of a process that was killed: nobody else fetches it while we hold the lock
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        file = await asyncio.to_thread(_create, temporary, entry.size_bytes)
+        try:
+            gate = asyncio.Semaphore(concurrency)
+
+            async def move(byte_range: ByteRange, digest: str) -> None:
+                async with gate:
+                    chunk = await get_checked(store, entry, byte_range, digest)
+                    await settled(asyncio.to_thread(pwrite_all, file, chunk, byte_range.start, temporary))
+                    on_bytes(byte_range.size_bytes)
+
+            async with asyncio.TaskGroup() as group:
+                for byte_range, digest in entry.chunks(chunk_size_bytes):
+                    group.create_task(move(byte_range, digest))
+            await settled(asyncio.to_thread(_publish, file, temporary, path))
+            _count("fetch", begun)
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            raise cause_of(error) from None
+        finally:
+            os.close(file)
+
+
+async def get_checked(store: Origin, entry: FileEntry, byte_range: ByteRange, digest: str) -> Buffer:
+    """Return one chunk of ``entry`` that has ``digest``. A damaged answer is asked for again on a new connection.
+
+    Raises:
+        IntegrityError: what lies there is damaged.
+    """
+
+    async def read() -> Buffer:
+        chunk = await store.get_range(entry.key, byte_range)
+        await check(chunk, digest, entry, byte_range, getattr(store, "tier", Tier.SHARED), store.uri)
+        return chunk
+
+    return await verified(cast(Store, store), read)
+
+
+async def check(chunk: Buffer, digest: str, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
+    """Raise IntegrityError unless ``chunk`` has ``digest``."""
+    _expect(await asyncio.to_thread(_has_digest, chunk, digest, byte_range), entry, byte_range, tier, where)
+
+
+def _has_digest(chunk: Buffer, digest: str, byte_range: ByteRange) -> bool:
+    return len(chunk) == byte_range.size_bytes and has_digest(chunk, digest)
+
+
+def _expect(good: bool, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
+    BYTES.emit(byte_range.size_bytes, tier=tier, direction="read")
+    if not good:
+        raise corrupt(entry, byte_range, tier, where)
+
+
+def _count(operation: str, begun: float) -> None:
+    FILES.emit(1, operation=operation)
+    FILE_SECONDS.emit(time.monotonic() - begun, operation=operation)
+
+
+def corrupt(entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> IntegrityError:
+    return IntegrityError(
+        f"bytes {byte_range.start}-{byte_range.stop} of {entry.path} are not the bytes that were saved",
+        hint="Restore reads another copy when there is one; `tierckpt verify --read-data` lists every bad file",
+        file=entry.path,
+        tier=tier,
+        where=where,
+    )
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The error to report of a task group: damage first, then what no retry mends, then any; itself if single."""
+    flat = _flatten(error)
+    ours = [one for one in flat if isinstance(one, TierckptError)]
+    damage = [one for one in ours if isinstance(one, IntegrityError)]
+    final = [one for one in ours if not one.retryable]
+    return next(iter([*damage, *final, *ours, *flat]))
+
+
+def _flatten(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _flatten(inner)]
+    return [error]
+
+
+def open_file(path: Path) -> int:
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise translate_os_error(error, path, Tier.LOCAL) from error
+
+
+def _create(path: Path, size_bytes: int) -> int:
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            if size_bytes:
+                os.posix_fallocate(file, 0, size_bytes)  # a full disk is found before the first byte is fetched
+        except BaseException:
+            os.close(file)
+            path.unlink(missing_ok=True)
+            raise
+        return file
+    except OSError as error:
+        raise translate_os_error(error, path, Tier.LOCAL) from error
+
+
+def pread_all(file: int, byte_range: ByteRange, path: Path) -> bytes:
+    try:
+        pieces, offset = [], byte_range.start
+        while offset < byte_range.stop:
+            piece = os.pread(file, byte_range.stop - offset, offset)
+            if not piece:
+                break  # shorter than the manifest says: the digest check names it
+            pieces.append(piece)
+            offset += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    except OSError as error:
+        raise translate_os_error(error, path, Tier.LOCAL) from error
+
+
+def pwrite_all(file: int, chunk: Buffer, offset: int, path: Path) -> None:
+    try:
+        view = memoryview(chunk)
+        while view:
+            written = os.pwrite(file, view, offset)
+            view, offset = view[written:], offset + written
+        BYTES.emit(len(chunk), tier=Tier.LOCAL, direction="written")
+    except OSError as error:
+        raise translate_os_error(error, path, Tier.LOCAL) from error
+
+
+def _publish(file: int, temporary: Path, path: Path) -> None:
+    try:
+        os.fsync(file)
+        temporary.replace(path)
+        fsync_dir(path.parent)
+    except OSError as error:
+        raise translate_os_error(error, path, Tier.LOCAL) from error

@@ -1,0 +1,289 @@
+"""Where each thing lives under a checkpoint URI and under the local root. Pure functions over strings.
+
+A checkpoint directory looks the same on every tier, so what is true of the bucket is true of the SSD::
+
+    <checkpoint>/.metadata                          DCP's own metadata: stock PyTorch reads the checkpoint through it
+    <checkpoint>/__0_0-<token>.distcp               shards; the token is new for every rank and save (P3)
+    <checkpoint>/.tierckpt/manifest.json            the commit: written last, names every file with size and digests
+    <checkpoint>/.tierckpt/claim.json               which attempt owns this id (shared tier only)
+    <checkpoint>/.tierckpt/metadata/<attempt>       the metadata bytes that belong to the manifest's attempt
+    <checkpoint>/.tierckpt/blocks/<token>           digests of the blocks of one rank's shards
+    <checkpoint>/.tierckpt/pending/<attempt>.json   the manifest to be, until every rank has drained (shared tier only)
+    <checkpoint>/.tierckpt/parts/<token>.json       one rank has drained its shards (shared tier only)
+    <checkpoint>/.tierckpt/wills/<save>-<rank>.json what ranks that died had written of a save (shared tier only)
+    <checkpoint>/.tierckpt/removed/<attempt>.json   a removal that is under way: what is still to be deleted
+    <checkpoint>/.tierckpt/own/<token>              a rank of this node makes this save (local tier, with peers)
+    <checkpoint>/.tierckpt/replica.json             whose saves are copied here (local tier, with peers)
+    <checkpoint>/.tierckpt/bringing/                files on their way here from peers (local tier)
+
+A run, the directory of its checkpoints, has ``<run>/.tierckpt-history/*.jsonl``: what `tierckpt report` reads.
+
+The local root holds::
+
+    <local_root>/checkpoints/<scheme>/<authority>/<path>/...     the local tier, mirroring the URI
+    <local_root>/journal/<token>.json                            what a mover still has to drain
+    <local_root>/control.json                                    what people ask of this node's movers: rate, pause
+    <local_root>/read-ways.json                                  how each device of the node is read best
+    <local_root>/model-read-ways.json                            the same for model files
+    <local_root>/flush.mark                                      locked (shared) by whoever writes a checkpoint
+    <local_root>/cache/                                          the node cache: models and data files (cache/pool.py)
+    <local_root>/leases/                                         flocks of those who read a checkpoint
+    <local_root>/epochs/                                         of each run, which start of its job may commit
+    <local_root>/quarantine/                                     what was of another kind than belongs in its place
+    <local_root>/agent/                                          the agent's socket, lock and log; wills of staged saves
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from ..errors import ConfigError
+from ..redaction import carries_credential, redact
+from .uris import SCHEME, scheme_of
+
+METADATA = ".metadata"
+PRIVATE_DIR = ".tierckpt"
+MANIFEST = ".tierckpt/manifest.json"
+CLAIM = ".tierckpt/claim.json"
+PENDING_DIR = ".tierckpt/pending"
+PARTS_DIR = ".tierckpt/parts"
+METADATA_DIR = ".tierckpt/metadata"
+BLOCKS_DIR = ".tierckpt/blocks"
+WILLS_DIR = ".tierckpt/wills"
+OWN_DIR = ".tierckpt/own"
+REPLICA = ".tierckpt/replica.json"
+REPLICATED = ".tierckpt/replicated.json"
+"""Local tier only: what ranks of this node saved of this attempt, and copies of others', are on all their holders."""
+BRINGING = ".tierckpt/bringing"
+"""Local tier only: files on their way here, each in a directory of its own."""
+PASSED = ".tierckpt/passed.json"
+"""Local tier only: this attempt was not drained and newer ones stand here, so the local copy may be evicted."""
+DRAINED = ".tierckpt/drained.json"
+"""Local tier only: the shared tier has committed this attempt, so the local copy may be evicted."""
+
+HISTORY_DIR = ".tierckpt-history"
+"""Of a run, beside its checkpoints: what its processes have done with their time, one small file for each start."""
+
+SHARD_SUFFIX = ".distcp"
+
+_STEP = re.compile(r"(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A checkpoint URI, normalised. Two spellings of one place compare equal.
+
+    ``scheme`` is ``file`` for bare paths; ``authority`` is the bucket or container ('' for files); ``path`` has no
+    leading or trailing slash except that file paths keep the leading one.
+    """
+
+    scheme: str
+    authority: str
+    path: str
+
+    @property
+    def uri(self) -> str:
+        if self.scheme == "file":
+            return self.path
+        return (
+            f"{self.scheme}://{self.authority}/{self.path}".rstrip("/")
+            if self.authority
+            else f"{self.scheme}://{self.path}"
+        )
+
+    def __str__(self) -> str:
+        return self.uri
+
+    @property
+    def name(self) -> str:
+        return self.path.rstrip("/").rpartition("/")[2] or self.authority
+
+    def child(self, name: str) -> Location:
+        return Location(self.scheme, self.authority, f"{self.path.rstrip('/')}/{name}" if self.path else name)
+
+    @property
+    def parent(self) -> Location:
+        return Location(
+            self.scheme,
+            self.authority,
+            self.path.rstrip("/").rpartition("/")[0] or ("/" if self.scheme == "file" else ""),
+        )
+
+
+TIER_FORMS = (
+    "tierckpt://s3/BUCKET/KEY, tierckpt://az/CONTAINER/KEY, tierckpt://gs/BUCKET/KEY or tierckpt://file/ABS/PATH"
+)
+_ALIASES = {"s3a": "s3", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az", "gcs": "gs", "local": "file"}
+
+
+def parse_uri(uri: object) -> Location:
+    """Normalise a URI, bare path or ``os.PathLike``.
+
+    ``s3://bucket/key``, ``az://container/key`` (account from the environment), ``gs://bucket/key``,
+    ``file:///mount/key``, a bare path (made absolute), any fsspec URL, or one of these behind ``tierckpt://``.
+
+    Raises:
+        ConfigError: empty, not text or a path, misspelt (``s3:/bucket``), without the bucket its scheme needs, of
+            another host's file, or with a password or a signature.
+    """
+    text = uri if isinstance(uri, str) else _fspath(uri)
+    if text.strip() and scheme_of(text) == "tierckpt":
+        text = _behind(text)
+    if not text.strip():
+        raise ConfigError(
+            "the checkpoint URI is empty",
+            hint="Give s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path",
+        )
+    match = SCHEME.match(text)
+    if not match:
+        return Location("file", "", str(Path(text).absolute()))
+    if carries_credential(text):
+        raise ConfigError(
+            f"{redact(text)} carries a credential, and a URI is written to journals, manifests and logs",
+            hint="Give the plain URI, and the credential by the environment variables of the store",
+        )
+    scheme = _ALIASES.get(match[1].lower(), match[1].lower())
+    if scheme == "file":
+        return Location("file", "", _file_path(text))
+    rest = text[match.end() :]
+    authority, _, path = rest.partition("/")
+    if scheme == "memory":  # fsspec's in-process store has no authority
+        return Location(scheme, "", rest.strip("/"))
+    if scheme == "az" and "@" in authority:  # abfss://container@account.dfs.core.windows.net/path
+        authority = authority.partition("@")[0]
+    if scheme in {"s3", "az", "gs"} and not authority:
+        raise ConfigError(f"{text!r} names no bucket or container", hint=f"Write {scheme}://BUCKET/KEY", uri=text)
+    if any(part in {"..", "."} for part in path.split("/")):
+        raise ConfigError(f"{text!r} has '.' or '..' in its key", hint="Write the key without relative parts", uri=text)
+    return Location(scheme, authority, path.strip("/"))
+
+
+def _behind(text: str) -> str:
+    """The URI that ``tierckpt://`` stands before (docs/guide/fsspec.md): the node cache is the reader's affair."""
+    scheme, _, rest = text.partition("://")[2].partition("/")
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.\-]*", scheme) or scheme.lower() == "tierckpt":
+        raise ConfigError(
+            f"{redact(text)} names no store",
+            hint=f"Write {TIER_FORMS}",
+            uri=text,
+        )
+    if scheme.lower() != "file":
+        return f"{scheme}://{rest}"
+    if {".", ".."} & {*rest.split("/")}:
+        raise ConfigError(f"{text} has '.' or '..' in it", hint="Write the path without them", uri=text)
+    return "/" + rest.lstrip("/")
+
+
+def _file_path(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.netloc not in ("", "localhost"):
+        raise ConfigError(
+            f"{text} names the host {parts.netloc}, and a file URL is of this node",
+            hint=f"Write file:///{parts.netloc}{parts.path}, or the path where the share is mounted",
+            uri=text,
+        )
+    return str(Path(unquote(parts.path) or "/").absolute())
+
+
+def _fspath(uri: object) -> str:
+    import os
+
+    try:
+        return os.fspath(uri)  # type: ignore[call-overload, no-any-return]
+    except TypeError:
+        raise ConfigError(f"a checkpoint URI is text or a path, not {type(uri).__name__}") from None
+
+
+def local_dir(local_root: Path, location: Location) -> Path:
+    """Directory of the local tier that mirrors ``location``."""
+    return Path(local_root, "checkpoints", location.scheme, location.authority or "_", location.path.strip("/"))
+
+
+def location_at(local_root: Path, directory: Path) -> Location | None:
+    """The location that ``directory`` of the local tier mirrors; None when it is none's."""
+    try:
+        scheme, authority, *path = directory.relative_to(Path(local_root, "checkpoints")).parts
+    except ValueError:
+        return None
+    below = "/".join(path)
+    found = Location(scheme, "" if authority == "_" else authority, f"/{below}" if scheme == "file" else below)
+    return found if local_dir(local_root, found) == directory else None
+
+
+def journal_dir(local_root: Path) -> Path:
+    return Path(local_root, "journal")
+
+
+def agent_dir(local_root: Path) -> Path:
+    return Path(local_root, "agent")
+
+
+def epoch_file(local_root: Path, run: Location) -> Path:
+    return Path(local_root, "epochs", hashlib.sha256(run.uri.encode()).hexdigest()[:32])
+
+
+def control_file(local_root: Path) -> Path:
+    return Path(local_root, "control.json")
+
+
+def flush_mark(local_root: Path) -> Path:
+    return Path(local_root, "flush.mark")
+
+
+def read_ways(local_root: Path) -> Path:
+    return Path(local_root, "read-ways.json")
+
+
+def model_read_ways(local_root: Path) -> Path:
+    return Path(local_root, "model-read-ways.json")
+
+
+def attempt_metadata(attempt: str) -> str:
+    return f"{METADATA_DIR}/{attempt}"
+
+
+def blocks_file(token: str) -> str:
+    """Name of the digests of the blocks of one rank's shards, which partial reads check against."""
+    return f"{BLOCKS_DIR}/{token}"
+
+
+def own_file(token: str) -> str:
+    """Name of the mark that a rank of this node makes this save. It is empty, and losing it costs a copy on peers."""
+    return f"{OWN_DIR}/{token}"
+
+
+def private_files(token: str) -> tuple[str, ...]:
+    """What a rank's save writes beside its shards."""
+    return attempt_metadata(token), blocks_file(token), own_file(token)
+
+
+def pending(attempt: str) -> str:
+    return f"{PENDING_DIR}/{attempt}.json"
+
+
+def part(token: str) -> str:
+    return f"{PARTS_DIR}/{token}.json"
+
+
+def rank_metadata(rank: int) -> str:
+    """Name of the metadata of one rank in a save without collectives (DCP's own name)."""
+    return f"__{rank}{METADATA}"
+
+
+def shard_name(prefix: str, index: int, token: str) -> str:
+    """Name of a shard. ``prefix`` is DCP's per-rank prefix (``__3_``); the token makes the name new for every save."""
+    return f"{prefix}{index}-{token}{SHARD_SUFFIX}"
+
+
+def step_of(name: str) -> int | None:
+    """Step number in the last part of a checkpoint URI (``step-100`` -> 100), None when it has none."""
+    match = _STEP.search(name.rstrip("/"))
+    return int(match[1]) if match else None
+
+
+def step_name(step: int) -> str:
+    return f"step-{step}"

@@ -1,0 +1,421 @@
+"""The manifest: which files a checkpoint consists of, with size and digests. Pure: encode, decode, validate, merge.
+
+Invariants (tests cite them):
+    M1  A manifest that decodes is safe to act on: no path leaves the checkpoint directory, no file is named twice,
+        every size is possible and has exactly the digests its chunks need. Refused before anything is allocated.
+    M2  Encoding is canonical: equal manifests are equal bytes, so two movers that commit one attempt write one object.
+    M3  ``self_digest`` covers everything else, and the bytes are the canonical ones to the last: a damaged manifest is
+        refused, never half-believed. The same holds for the small records beside it (``seal``, ``unseal``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeGuard
+
+from xxhash import xxh3_128
+
+from ..errors import ManifestError
+from ..types import Buffer, ByteRange
+
+FORMAT = "tierckpt-manifest"
+VERSION = 1
+DIGEST = "xxh3-128"
+"""Digests of whole chunks. What this release reads, and writes while no chunk has more than one block."""
+TREE_DIGEST = "xxh3-128-blocks"
+"""Digests of larger chunks are of the digests of their blocks (docs/adr/0011-digests-of-blocks.md)."""
+BLOCK_BYTES = 256 * 1024
+"""What one block digest covers: the least that a partial read must read to be sure of a byte."""
+BLOCK_DIGEST_BYTES = 16
+SIZE_BYTES_MAX = 1 << 50
+FILES_MAX = 4_000_000
+RANKS_MAX = 10_000_000
+MANIFEST_BYTES_MAX = 1 << 30
+RECORD_BYTES_MAX = 1 << 20
+NAME_BYTES_MAX = 255
+
+Bad = Callable[[str], NoReturn]
+
+_DIGEST = re.compile(r"^t?[0-9a-f]{32}\Z")
+_TOKEN = re.compile(r"^[A-Za-z0-9_.-]{1,80}\Z")
+
+
+def digest_of(data: Buffer) -> str:
+    """The digest of a chunk: XXH3-128, seed 0, as 32 lower-case hex digits, most significant first (canonical form).
+
+    Of a chunk of more than ``BLOCK_BYTES`` it is ``t`` and the XXH3-128 of the digests of its blocks, one after
+    another, so that who has those can tell a good block without the rest of the chunk.
+
+    It finds damage, not malice: other bytes with the same digest can be made on purpose, and are not met by accident.
+    docs/adr/0006-digest-xxh3.md says why that is enough, docs/adr/0011-digests-of-blocks.md why blocks.
+
+    Cost: 0.04 CPU-seconds per GiB. Data of more than 64 KiB is digested without the GIL, less than that with it
+    (it takes 3 microseconds). ``update``, because the one-shot functions hold the GIL throughout before xxhash 4.
+    """
+    return ChunkDigest.of(blocks_of(data))
+
+
+class ChunkDigest(str):
+    """What ``digest_of`` returns: the digest, and the digests of the blocks that it is of, for whoever keeps them."""
+
+    __slots__ = ("blocks",)
+    blocks: bytes
+
+    @classmethod
+    def of(cls, blocks: bytes) -> ChunkDigest:
+        digest = cls(digest_of_blocks(blocks))
+        digest.blocks = blocks
+        return digest
+
+
+def blocks_of(*pieces: Buffer) -> bytes:
+    """The digests of the blocks of one chunk, one after another: ``BLOCK_DIGEST_BYTES`` each. The cost of a digest.
+
+    ``pieces``: the chunk, or what makes it up, in order; nothing is copied.
+    """
+    found, block, room = [], xxh3_128(), BLOCK_BYTES
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        while len(view):
+            count = min(room, len(view))
+            block.update(view[:count])
+            view, room = view[count:], room - count
+            if not room:
+                found.append(block.digest())
+                block, room = xxh3_128(), BLOCK_BYTES
+    if room < BLOCK_BYTES or not found:
+        found.append(block.digest())
+    return b"".join(found)
+
+
+def block_digest(data: Buffer) -> bytes:
+    """The digest of one block, at most ``BLOCK_BYTES``."""
+    digest = xxh3_128()
+    digest.update(data)
+    return digest.digest()
+
+
+def digest_of_blocks(blocks: bytes) -> str:
+    """The digest of the chunk whose blocks have these digests. A chunk of one block is not digested twice."""
+    return blocks.hex() if len(blocks) == BLOCK_DIGEST_BYTES else f"t{xxh3_128(blocks).hexdigest()}"
+
+
+def has_digest(data: Buffer, digest: str) -> bool:
+    """True when ``digest`` is that of the chunk ``data``, in the form of this release or of the first."""
+    if digest.startswith("t") or len(data) <= BLOCK_BYTES:
+        return digest_of(data) == digest
+    return _plain_digest(data) == digest
+
+
+def _plain_digest(data: Buffer) -> str:
+    """One digest whatever the size: of our records, and of chunks in manifests of ``DIGEST``."""
+    digest = xxh3_128()
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def chunk_count(size_bytes: int, chunk_size_bytes: int) -> int:
+    return -(-size_bytes // chunk_size_bytes)
+
+
+def block_count(size_bytes: int, chunk_size_bytes: int) -> int:
+    """How many blocks a file has. They are counted anew in each chunk, so that none lies in two."""
+    chunks, rest = divmod(size_bytes, chunk_size_bytes)
+    return chunks * chunk_count(chunk_size_bytes, BLOCK_BYTES) + chunk_count(rest, BLOCK_BYTES)
+
+
+def digests_of(data: Buffer, chunk_size_bytes: int) -> tuple[str, ...]:
+    """One digest a chunk of a file that is in memory. The cost of ``digest_of``; no copy."""
+    view = memoryview(data).cast("B")
+    return tuple(digest_of(view[at : at + chunk_size_bytes]) for at in range(0, len(view), chunk_size_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file: path below the checkpoint directory, size, and one digest for each chunk.
+
+    ``source`` is where the bytes lie when that is not ``path``: the metadata of an attempt is kept under a name of
+    its own, so that a later save to the same id cannot pull it away from under the manifest.
+    """
+
+    path: str
+    size_bytes: int
+    digests: tuple[str, ...]
+    rank: int = 0
+    token: str = ""
+    source: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.source or self.path
+
+    def chunks(self, chunk_size_bytes: int) -> Iterable[tuple[ByteRange, str]]:
+        """Yield each chunk's range and expected digest, in order."""
+        for index, digest in enumerate(self.digests):
+            start = index * chunk_size_bytes
+            yield ByteRange(start, min(start + chunk_size_bytes, self.size_bytes)), digest
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A committed checkpoint, or the fragment of one rank of a save without collectives."""
+
+    attempt: str
+    world_size: int
+    chunk_size_bytes: int
+    metadata: tuple[FileEntry, ...]
+    files: tuple[FileEntry, ...]
+    replaces: tuple[str, ...] = ()
+    """Attempts this one was told to take the place of: what stood under the id when the save began."""
+    created_unix_seconds: float = 0.0
+
+    @property
+    def tokens(self) -> frozenset[str]:
+        return frozenset(entry.token for entry in self.files if entry.token)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.entries)
+
+    @property
+    def entries(self) -> tuple[FileEntry, ...]:
+        """Every file the checkpoint needs: shards first, metadata last."""
+        return self.files + self.metadata
+
+    def encode(self) -> bytes:
+        return seal(self._body())
+
+    def _body(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "digest": _algorithm(self.entries),
+            "attempt": self.attempt,
+            "replaces": sorted(self.replaces),
+            "created_unix_seconds": self.created_unix_seconds,
+            "world_size": self.world_size,
+            "chunk_size_bytes": self.chunk_size_bytes,
+            "metadata": [encode_entry(entry) for entry in sorted(self.metadata, key=lambda item: item.path)],
+            "files": [encode_entry(entry) for entry in sorted(self.files, key=lambda item: item.path)],
+        }
+
+
+def merge(fragments: Sequence[Manifest]) -> Manifest:
+    """Join the fragments of all ranks of a save without collectives into the manifest of the whole checkpoint."""
+    first = fragments[0]
+    if len({fragment.attempt for fragment in fragments}) != 1 or len(fragments) != first.world_size:
+        raise ManifestError(
+            f"{len(fragments)} fragments do not make one save of {first.world_size} ranks", attempt=first.attempt
+        )
+    merged = replace(
+        first,
+        metadata=tuple(sorted((entry for fragment in fragments for entry in fragment.metadata), key=lambda e: e.path)),
+        files=tuple(sorted((entry for fragment in fragments for entry in fragment.files), key=lambda e: e.path)),
+        created_unix_seconds=max(fragment.created_unix_seconds for fragment in fragments),
+    )
+    return decode(merged.encode())
+
+
+def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
+    """Decode and validate.
+
+    Raises:
+        ManifestError: not JSON, duplicate keys, another format or version, damaged (M3), or refused by M1.
+    """
+
+    def bad(
+        reason: str, hint: str = "The manifest is damaged or was not written by tierckpt; try another tier"
+    ) -> NoReturn:
+        raise ManifestError(f"{where}: {reason}", hint=hint)
+
+    body = _parse(data, MANIFEST_BYTES_MAX, bad)
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        bad("not a tierckpt manifest")
+    version, digest = body.get("version"), body.get("digest")
+    if version != VERSION or digest not in (DIGEST, TREE_DIGEST):
+        # Never half-believed: what another release means by a digest or a field is not ours to guess.
+        bad(
+            f"version {version!r:.40} with digest {digest!r:.40} is not known to this release, "
+            f"which reads version {VERSION} with digest {DIGEST!r} or {TREE_DIGEST!r}",
+            hint="Read it with the release that wrote it. Its data files are plain DCP and load with stock PyTorch",
+        )
+    _check_seal(body, data, bad)
+
+    chunk = body.get("chunk_size_bytes")
+    if not _is_int(chunk) or not 4096 <= chunk <= SIZE_BYTES_MAX:
+        bad(f"chunk_size_bytes is {chunk!r:.80}")
+    world = body.get("world_size")
+    if not _is_int(world) or not 1 <= world <= RANKS_MAX:
+        bad(f"world_size is {world!r:.80}")
+    attempt, replaces, created = body.get("attempt"), body.get("replaces"), body.get("created_unix_seconds")
+    if not is_token(attempt):
+        bad(f"attempt is {attempt!r:.80}")
+    if not is_tokens(replaces):
+        bad(f"replaces is {replaces!r:.80}")
+    if not is_unix_seconds(created):
+        bad(f"created_unix_seconds is {created!r:.80}")
+    metadata = _decode_entries(body.get("metadata"), chunk, bad)
+    files = _decode_entries(body.get("files"), chunk, bad)
+    paths = [entry.path for entry in metadata + files] + [entry.source for entry in metadata + files if entry.source]
+    if len(set(paths)) != len(paths):
+        bad("a file is named twice")
+    if not metadata:
+        bad("no metadata file")
+    if digest != _algorithm(metadata + files):
+        bad(f"it has other digests than {digest!r}")
+    return Manifest(attempt, world, chunk, metadata, files, tuple(replaces), float(created))
+
+
+def seal(body: dict[str, Any]) -> bytes:
+    """Encode ``body`` canonically, with a ``self_digest`` of everything else (M2, M3)."""
+    return _canonical({**body, "self_digest": _plain_digest(_canonical(body))})
+
+
+def unseal(
+    data: Buffer,
+    fields: frozenset[str],
+    *,
+    where: str,
+    newer: frozenset[str] = frozenset(),
+    size_bytes_max: int = RECORD_BYTES_MAX,
+) -> dict[str, Any]:
+    """Decode a small record that ``seal`` made: exactly ``fields``, with or without ``newer``. Values are not checked.
+
+    A record without a ``self_digest`` is one of release 0.1 and is taken as it is, if its fields are exactly these: so
+    damage to the name of the digest does not pass for age.
+
+    Raises:
+        ManifestError: not JSON, larger than ``size_bytes_max``, other fields, or damaged.
+    """
+
+    def bad(reason: str) -> NoReturn:
+        raise ManifestError(f"{where}: {reason}", hint="The record is damaged; what it says is not acted upon")
+
+    body = _parse(data, size_bytes_max, bad)
+    if not isinstance(body, dict) or body.keys() - {"self_digest"} not in (fields, fields | newer):
+        bad("not a record of these fields")
+    if "self_digest" in body:
+        _check_seal(body, data, bad)
+    return body
+
+
+def _parse(data: Buffer, size_bytes_max: int, bad: Bad) -> Any:
+    if len(data) > size_bytes_max:
+        bad(f"{len(data)} bytes is larger than any that tierckpt writes")
+    try:
+        return json.loads(bytes(data), object_pairs_hook=_unique_keys, parse_constant=_no_constants)
+    except (ValueError, RecursionError) as error:
+        bad(f"not valid JSON ({error})")
+
+
+def _check_seal(body: dict[str, Any], data: Buffer, bad: Bad) -> None:
+    """Take ``self_digest`` out of ``body``, refuse if it is not that of the rest or ``data`` is not canonical (M3)."""
+    claimed = body.pop("self_digest", None)
+    try:
+        rest = _canonical(body)
+    except (ValueError, RecursionError) as error:
+        bad(f"not encodable ({error})")
+    if claimed != _plain_digest(rest):
+        bad("its own digest does not match")
+    if data != _canonical({**body, "self_digest": claimed}):
+        bad("its own digest matches and its bytes are not canonical: something was added to it")
+
+
+def decode_entries(items: Any, chunk_size_bytes: int, *, where: str) -> tuple[FileEntry, ...]:
+    """Decode and validate file entries on their own (the journal keeps some). Raises ManifestError."""
+
+    def bad(reason: str) -> NoReturn:
+        raise ManifestError(f"{where}: {reason}")
+
+    return _decode_entries(items, chunk_size_bytes, bad)
+
+
+def _decode_entries(items: Any, chunk: int, bad: Bad) -> tuple[FileEntry, ...]:
+    if not isinstance(items, list) or len(items) > FILES_MAX:
+        bad("the list of files is not a list of sane length")
+    return tuple(_decode_entry(item, chunk, bad) for item in items)
+
+
+def _decode_entry(item: Any, chunk: int, bad: Bad) -> FileEntry:
+    if not isinstance(item, dict) or set(item) - {"path", "size_bytes", "digests", "rank", "token", "source"}:
+        bad(f"a file entry has unknown or missing fields: {str(item)[:120]}")
+    path, size, digests = item.get("path"), item.get("size_bytes"), item.get("digests")
+    rank, token, source = item.get("rank", 0), item.get("token", ""), item.get("source", "")
+    if not is_safe_path(path) or (source != "" and not is_safe_path(source)):
+        bad(f"path {path!r:.80} leaves the checkpoint directory or is no path")
+    if not _is_int(size) or not 0 <= size <= SIZE_BYTES_MAX:
+        bad(f"{path}: size {size!r:.80} is not possible")
+    if not _is_int(rank) or not 0 <= rank < RANKS_MAX or (token != "" and not is_token(token)):
+        bad(f"{path}: rank {rank!r:.80} or token {token!r:.80} is not possible")
+    # The list is already in memory, so counting it allocates nothing however absurd the size.
+    if not isinstance(digests, list) or len(digests) != chunk_count(size, chunk):
+        bad(f"{path}: {size} bytes need {chunk_count(size, chunk)} digests")
+    if not all(isinstance(digest, str) and _DIGEST.match(digest) for digest in digests):
+        bad(f"{path}: a digest is not 32 hex digits")
+    return FileEntry(path, size, tuple(digests), rank, token, source)
+
+
+def _algorithm(entries: Iterable[FileEntry]) -> str:
+    """The name of what ``entries`` are digested with."""
+    has_tree = any(digest.startswith("t") for entry in entries for digest in entry.digests)
+    return TREE_DIGEST if has_tree else DIGEST
+
+
+def is_safe_path(path: Any) -> TypeGuard[str]:
+    """True for a relative path of plain names a file system takes: no absolute path, ``..``, ``.``, empty part,
+    backslash or NUL, at most 255 bytes each."""
+    if not isinstance(path, str) or not path or len(path) > 1024 or "\\" in path or "\0" in path:
+        return False
+    try:
+        names = path.encode().split(b"/")
+    except UnicodeEncodeError:  # half of a surrogate pair: no file system and no store has a name for it
+        return False
+    return all(name not in {b"", b".", b".."} and len(name) <= NAME_BYTES_MAX for name in names)
+
+
+def encode_entry(entry: FileEntry) -> dict[str, Any]:
+    item: dict[str, Any] = {
+        "path": entry.path,
+        "size_bytes": entry.size_bytes,
+        "digests": list(entry.digests),
+        "rank": entry.rank,
+        "token": entry.token,
+    }
+    if entry.source:
+        item["source"] = entry.source
+    return item
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("duplicate keys")
+    return result
+
+
+def _no_constants(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+def is_token(value: Any) -> TypeGuard[str]:
+    """True for what may name an attempt or a rank's save."""
+    return isinstance(value, str) and bool(_TOKEN.match(value))
+
+
+def is_tokens(value: Any) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(map(is_token, value))
+
+
+def is_unix_seconds(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,271 @@
+"""Tensors of a checkpoint to one safetensors file, in bounded memory: a window is read while the one before is written.
+
+The tensors of a file lie one after the other without holes, so a window of the file is a stretch of memory that DCP
+reads straight into, block by block, and O_DIRECT writes from. A *block* is a stretch of a tensor that is contiguous in
+it (all of it, or some of its rows); however it was sharded when it was saved, its parts are read to where they belong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ..arena.memory import Memory
+from ..config import MiB
+from ..dcp.reader import TierStorageReader
+from ..errors import IntegrityError
+from ..read.parallel_read import windows
+from ..save.flush import BLOCK_BYTES, round_up
+from .dtypes import name_of, shape_in_file
+
+WINDOW_BYTES = 128 * MiB
+"""What is read at a time, with what a conversion reads it into. Two windows are in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One tensor to export: its name in the checkpoint, its name in the files, and how it is stored on either side."""
+
+    key: str
+    name: str
+    stored: TensorStorageMetadata
+    written: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.properties.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stored.size.numel() * self.written.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A contiguous stretch of a tensor: its place in the tensor, and where its bytes begin in the file."""
+
+    item: Item
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.item.written.itemsize
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """The block, and what a conversion reads it into."""
+        converted_bytes = self.numel * self.item.dtype.itemsize if self.item.dtype != self.item.written else 0
+        return self.size_bytes + converted_bytes
+
+
+def in_file_order(items: Sequence[Item]) -> list[Item]:
+    """Largest dtypes first, so that every tensor begins at a multiple of its own."""
+    return sorted(items, key=lambda item: -item.written.itemsize)
+
+
+def header_of(items: Sequence[Item]) -> bytes:
+    """Return the header of a file of ``items`` in this order; the data after it begins on a block of O_DIRECT."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for item in items:
+        fields[item.name] = {
+            "dtype": name_of(item.written),
+            "shape": shape_in_file(item.written, tuple(item.stored.size)),
+            "data_offsets": [position, position + item.size_bytes],
+        }
+        position += item.size_bytes
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(round_up(8 + len(text)) - 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_file(
+    path: Path,
+    items: Sequence[Item],
+    reader: TierStorageReader,
+    on_bytes: Callable[[int], None],
+    window_bytes: int = WINDOW_BYTES,
+) -> None:
+    """Write ``items`` to the new file ``path``, durably. ``on_bytes`` is told of every stretch that was read.
+
+    Raises:
+        OSError: as the system refuses to write.
+        IntegrityError, StoreError and so on: from the reader.
+    Cost: memory for two windows; a part that is saved in columns is read by whole rows.
+    """
+    header = header_of(items)
+    memory_bytes = min(window_bytes, sum(item.size_bytes for item in items)) + 2 * BLOCK_BYTES
+    ordered = windows(blocks(items, len(header), window_bytes), lambda block: block.memory_bytes, window_bytes)
+    with _File(path) as file, ThreadPoolExecutor(1, "tierckpt-export") as writer:
+        file.write_small(header)
+        writing: Future[None] | None = None
+        end = len(header)
+        memories: list[Memory] = []
+        rest = b""
+        for number, window in enumerate(ordered):
+            if len(memories) < 2:
+                memories.append(Memory.allocate(memory_bytes))
+            view = memories[number % 2].view
+            begin = window[0].start - len(rest)  # the whole block that the last window did not fill
+            view[: len(rest)] = rest
+            _read(reader, window, view, begin)
+            for block in window:
+                on_bytes(block.size_bytes)
+            end = window[-1].stop
+            tail = (end - begin) % BLOCK_BYTES
+            rest = bytes(view[end - begin - tail : end - begin])
+            if writing is not None:
+                writing.result()
+            writing = writer.submit(file.write, view[: round_up(end - begin)], begin)
+        if writing is not None:
+            writing.result()
+        file.finish(end)
+
+
+# --- cutting -------------------------------------------------------------------------------------------------------
+
+
+def blocks(items: Sequence[Item], start: int, size_bytes_max: int) -> Iterator[Block]:
+    """Cut ``items``, which lie one after the other from ``start``, into blocks that fit."""
+    for item in items:
+        unit = item.written.itemsize + (item.dtype.itemsize if item.dtype != item.written else 0)
+        shape = tuple(item.stored.size)
+        position = start
+        for offsets, sizes in _stretches(shape, max(1, size_bytes_max // unit)):
+            block = Block(item, offsets, sizes, position)
+            position = block.stop
+            if block.numel:
+                yield block
+        start += item.size_bytes
+
+
+def _stretches(shape: tuple[int, ...], numel_max: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a tensor into contiguous stretches of at most ``numel_max`` elements, in order: offsets and sizes of each."""
+    row = math.prod(shape[1:])
+    if math.prod(shape) <= numel_max:
+        yield (0,) * len(shape), shape
+    elif row <= numel_max:
+        step = numel_max // row
+        for first in range(0, shape[0], step):
+            yield (first, *(0,) * (len(shape) - 1)), (min(step, shape[0] - first), *shape[1:])
+    else:
+        for index in range(shape[0]):
+            for offsets, sizes in _stretches(shape[1:], numel_max):
+                yield (index, *offsets), (1, *sizes)
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def _read(reader: TierStorageReader, window: list[Block], view: memoryview, begin: int) -> None:
+    """Read the blocks of ``window`` to where they are in ``view``, which is the file from ``begin``."""
+    placed: list[Tensor] = []
+    targets: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    plan: list[ReadItem] = []
+    for block in window:
+        item = block.item
+        raw = torch.frombuffer(view, dtype=item.written, count=block.numel, offset=block.start - begin)
+        place = raw.view(block.sizes)
+        target = place if item.dtype == item.written else torch.empty(block.sizes, dtype=item.dtype)
+        placed.append(place)
+        targets[item.key, block.offsets] = target
+        plan += _reads(block)
+    reader.read_data(LoadPlan(plan), _Into(targets))  # type: ignore[arg-type]
+    for block, place in zip(window, placed, strict=True):
+        target = targets.pop((block.item.key, block.offsets))
+        if target is not place:
+            place.copy_(target)
+
+
+def _reads(block: Block) -> list[ReadItem]:
+    chunk = ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.sizes))
+    found = create_read_items_for_chunk_list(block.item.key, block.item.stored, [chunk])
+    if sum(math.prod(item.lengths) for item in found) != block.numel:  # the memory is that of another window
+        raise IntegrityError(
+            f"the shards of {block.item.key} do not cover it, each element once", tensor=block.item.key
+        )
+    return found
+
+
+class _Into:
+    """The part of DCP's planner that a read needs: where each item goes."""
+
+    def __init__(self, targets: dict[tuple[str, tuple[int, ...]], Tensor]) -> None:
+        self._targets = targets
+
+    def resolve_tensor(self, item: ReadItem) -> Tensor:
+        target = self._targets[item.dest_index.fqn, tuple(item.dest_index.offset or ())]
+        for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            target = target.narrow(dim, offset, length)
+        return target
+
+    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
+        """It is where it belongs."""
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+class _File:
+    """A new file, written in whole blocks: past the page cache where the file system can."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._file = os.open(path, flags | os.O_DIRECT, 0o644)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()  # some systems make the file before they refuse
+            self._file = os.open(path, flags, 0o644)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def write_small(self, data: bytes) -> None:
+        """Write ``data``, whole blocks of it, to the beginning."""
+        memory = Memory.allocate(len(data))
+        memory.view[: len(data)] = data
+        self.write(memory.view[: len(data)], 0)
+        memory.close()
+
+    def write(self, view: memoryview, at: int) -> None:
+        while view:
+            count = os.pwrite(self._file, view, at)
+            if count % BLOCK_BYTES and count < len(view):  # O_DIRECT goes on from a whole block only
+                count -= count % BLOCK_BYTES
+                if not count:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            view, at = view[count:], at + count
+
+    def finish(self, size_bytes: int) -> None:
+        os.ftruncate(self._file, size_bytes)
+        os.fsync(self._file)

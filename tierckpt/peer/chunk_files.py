@@ -1,0 +1,432 @@
+"""Directories of this node that hold chunks of a version: whole, on their way, or a committed checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+from xxhash import xxh3_128
+
+from ..cache.file_set import Frozen, Receipt, decode, from_manifest
+from ..cache.partial_entry import ENTRY, FILLING, RECEIPT, SHARED, Lines
+from ..disk.claims import is_live
+from ..disk.open_beneath import open_beneath
+from ..errors import ManifestError
+from ..format.layout import MANIFEST
+from ..format.manifest import BLOCK_BYTES, Manifest, block_digest, digest_of_blocks
+from ..format.manifest import decode as decode_manifest
+from ..types import ByteRange
+from .messages import MANIFEST_BYTES_MAX
+
+LOOK_SECONDS = 0.05
+"""How long what was seen of claims and owners is taken to be so."""
+RECHECK_SECONDS = 1.0
+BAD_SECONDS = 60.0
+"""A damaged chunk is looked at again after this long: somebody may have mended it."""
+PAGES_BYTES = 1 << 20
+SINGLE_BYTES_MIN = 1 << 20
+"""Of smaller files nobody asks on their own: they are not worth asking around for (peer/fetch/join.py)."""
+_RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+
+
+class Source(Protocol):
+    """One directory that holds ``frozen``, or part of it. The caller has a lock, except for ``verify``."""
+
+    directory: Path
+    frozen: Frozen
+    order: list[tuple[int, int]]
+    """Chunks of ``frozen`` that are here, in the order in which they came. It only grows."""
+
+    @property
+    def is_whole(self) -> bool: ...
+
+    def refresh(self) -> bool:
+        """Look again; False when it is not there any more, or another one."""
+
+    def covers(self, index: int, at: ByteRange) -> bool:
+        """True when the range of a file is here."""
+
+    def path(self, index: int) -> str: ...
+
+    def digest(self, index: int, chunk: int, chunk_size_bytes: int) -> str: ...
+
+    def verify(self, file: int, index: int, at: ByteRange, digest: str) -> str | None:
+        """Return the digest of a range that may be given; None when it is damaged."""
+
+    def verified(self, index: int, at: ByteRange, digest: str) -> str:
+        """What ``verify`` would return without reading anything; '' when it would have to."""
+
+    def is_filled_now(self) -> bool: ...
+
+    def claimed(self) -> Iterable[tuple[int, int]]: ...
+
+
+class _Checked:
+    """What sources have in common: chunks are digested once, and bad ones are not given."""
+
+    directory: Path
+    frozen: Frozen
+
+    def __init__(self, directory: Path, frozen: Frozen) -> None:
+        self.directory, self.frozen = directory, frozen
+        self.order: list[tuple[int, int]] = []
+        self._good: set[tuple[int, int]] = set()
+        self._found: dict[tuple[int, int, int], str] = {}
+        self._bad: dict[tuple[int, int], float] = {}
+
+    def path(self, index: int) -> str:
+        return self.frozen.files[index].path
+
+    def digest(self, index: int, chunk: int, chunk_size_bytes: int) -> str:
+        """'' for a chunk of another size than those that were digested."""
+        return self._known(index, chunk) if chunk_size_bytes == self.frozen.chunk_size_bytes else ""
+
+    def _known(self, index: int, chunk: int) -> str:
+        item = self.frozen.files[index]
+        return item.digests[chunk] if item.digests else self._landed(index, chunk)
+
+    def _landed(self, index: int, chunk: int) -> str:
+        return ""
+
+    def _trusts(self, index: int, chunk: int) -> bool:
+        return (index, chunk) in self._good
+
+    def is_bad(self, index: int, at: ByteRange) -> bool:
+        if not self._bad:
+            return False
+        after = time.monotonic() - BAD_SECONDS
+        return any(self._bad.get((index, chunk), after - 1) > after for chunk in self.frozen.touched(at))
+
+    def verify(self, file: int, index: int, at: ByteRange, digest: str) -> str | None:
+        for chunk in self.frozen.touched(at):
+            if self._trusts(index, chunk):
+                continue
+            known, own = self._known(index, chunk), self.frozen.chunk_range(index, chunk)
+            if known and digest_at(file, own, like=known) != known:
+                self._bad[index, chunk] = time.monotonic()
+                return None
+            self._good.add((index, chunk))
+            self._bad.pop((index, chunk), None)
+        known = self.verified(index, at, digest)
+        if not known:
+            known = self._found[index, at.start, at.stop] = digest_at(file, at)
+        return known
+
+    def verified(self, index: int, at: ByteRange, digest: str) -> str:
+        if not all(self._trusts(index, chunk) for chunk in self.frozen.touched(at)):
+            return ""
+        return digest or self._found.get((index, at.start, at.stop), "")
+
+    def is_filled_now(self) -> bool:
+        return False
+
+    def claimed(self) -> Iterable[tuple[int, int]]:
+        return ()
+
+
+class Whole(_Checked):
+    """A directory with a receipt."""
+
+    is_whole = True
+
+    def __init__(self, directory: Path, receipt: Receipt, seen: tuple[int, ...]) -> None:
+        super().__init__(directory, receipt.frozen)
+        self._receipt, self._seen = receipt, seen
+
+    @classmethod
+    def read(cls, directory: Path) -> Whole:
+        """Raises OSError, ManifestError."""
+        seen = _seen(directory / RECEIPT)
+        data = read_beneath(directory, RECEIPT, MANIFEST_BYTES_MAX)
+        return cls(directory, decode(data, where=str(directory / RECEIPT)), seen)
+
+    def trust(self, lines: Lines) -> None:
+        """What has landed by these lines, of this boot, was verified then."""
+        if lines.frozen.chunk_size_bytes == self.frozen.chunk_size_bytes:
+            self._good.update((index, chunk) for index, chunks in lines.landed.items() for chunk in chunks)
+
+    def refresh(self) -> bool:
+        return _is_as_seen(self.directory / RECEIPT, self._seen)
+
+    def covers(self, index: int, at: ByteRange) -> bool:
+        return not self.is_bad(index, at)
+
+    def _landed(self, index: int, chunk: int) -> str:
+        return self._receipt.landed[index][chunk] if self._receipt.landed else ""
+
+
+class Incoming(_Checked):
+    """A directory on its way. Its lines are read on from where the last look ended."""
+
+    is_whole = False
+
+    def __init__(self, directory: Path, frozen: Frozen, seen: tuple[int, ...]) -> None:
+        super().__init__(directory, frozen)
+        self.lines = Lines(frozen)
+        self.order = self.lines.order
+        self._seen, self._offset, self._size_bytes = seen, 0, 0
+        self._progress = self.lines.path(directory)
+        self._looked_at = self._owned_at = float("-inf")
+        self._claims: list[tuple[int, int]] = []
+        self._is_owned = False
+
+    @classmethod
+    def read(cls, directory: Path) -> Incoming:
+        """Raises OSError, ManifestError."""
+        seen = _seen(directory / ENTRY)
+        data = read_beneath(directory, ENTRY, MANIFEST_BYTES_MAX)
+        source = cls(directory, decode(data, where=str(directory / ENTRY)).frozen, seen)
+        source.refresh()
+        return source
+
+    def refresh(self) -> bool:
+        if not _is_as_seen(self.directory / ENTRY, self._seen):
+            return False
+        try:
+            size = self._progress.stat().st_size
+        except FileNotFoundError:
+            return True  # nothing has landed yet, or nothing since this boot
+        if size != self._size_bytes:
+            self._read_on()
+            self._size_bytes = size
+        return True
+
+    def _read_on(self) -> None:
+        file = open_beneath(self.directory, str(self._progress.relative_to(self.directory)))
+        try:
+            data = b""
+            while piece := os.pread(file, 1 << 20, self._offset + len(data)):
+                data += piece
+        finally:
+            os.close(file)
+        self._offset += self.lines.take(data)
+
+    def covers(self, index: int, at: ByteRange) -> bool:
+        landed = self.lines.landed.get(index, {})
+        return all(chunk in landed for chunk in self.frozen.touched(at)) and not self.is_bad(index, at)
+
+    def _landed(self, index: int, chunk: int) -> str:
+        return self.lines.landed.get(index, {}).get(chunk, "")
+
+    def _trusts(self, index: int, chunk: int) -> bool:
+        return True  # it covers only what has a line of this boot: verified when it landed
+
+    def is_filled_now(self) -> bool:
+        now = time.monotonic()
+        if now - self._owned_at > LOOK_SECONDS:
+            owners = self.directory / FILLING / "owners"
+            self._is_owned, self._owned_at = any(is_live(name, owners) for name in _listed(owners)), now
+        return self._is_owned
+
+    def claimed(self) -> Iterable[tuple[int, int]]:
+        """Chunks that live processes fetch from shared storage now."""
+        now = time.monotonic()
+        if now - self._looked_at > LOOK_SECONDS:
+            self._claims, self._looked_at = list(self._look_at_claims()), now
+        return self._claims
+
+    def _look_at_claims(self) -> Iterable[tuple[int, int]]:
+        base = self.directory / FILLING
+        live: dict[str, bool] = {}
+        for name in _listed(base / SHARED):
+            index, _, chunk = name.partition("-")
+            if not (index.isdecimal() and chunk.isdecimal()) or int(index) >= len(self.frozen.files):
+                continue
+            try:
+                holder = str((base / SHARED / name).readlink())
+            except OSError:
+                continue
+            if holder not in live:
+                live[holder] = is_live(holder, base / "owners")
+            if live[holder] and int(chunk) < self.frozen.chunks_of(int(index)):
+                yield int(index), int(chunk)
+
+
+class Committed(_Checked):
+    """A checkpoint of the local tier: all of it, or the files that this node holds."""
+
+    def __init__(self, directory: Path, manifest: Manifest, seen: tuple[int, ...]) -> None:
+        super().__init__(directory, frozen_of(manifest, str(directory)))
+        self.attempt = manifest.attempt
+        self._seen = seen
+        self._paths: dict[int, str] = {}
+        self._checked_at = float("-inf")
+        self._look()
+
+    @classmethod
+    def read(cls, directory: Path) -> Committed:
+        """Raises OSError, ManifestError."""
+        seen = _seen(directory / MANIFEST)
+        data = read_beneath(directory, MANIFEST, MANIFEST_BYTES_MAX)
+        return cls(directory, decode_manifest(data, where=str(directory / MANIFEST)), seen)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self._paths) == len(self.frozen.files) and not self._bad
+
+    def has(self, index: int) -> bool:
+        """True when the whole file is here."""
+        return index in self._paths
+
+    @cached_property
+    def singles(self) -> dict[str, Single]:
+        """Its larger files by the versions that they are on their own (restore/fetch_file.py asks for those)."""
+        sizes = enumerate(item.size_bytes for item in self.frozen.files)
+        found = [Single(self, index) for index, size in sizes if size >= SINGLE_BYTES_MIN]
+        return {single.frozen.version: single for single in found}
+
+    def path(self, index: int) -> str:
+        return self._paths[index]
+
+    def refresh(self) -> bool:
+        if not _is_as_seen(self.directory / MANIFEST, self._seen):
+            return False
+        if len(self._paths) < len(self.frozen.files) and time.monotonic() - self._checked_at > RECHECK_SECONDS:
+            self._look()
+        return True
+
+    def _look(self) -> None:
+        """Which files are here. Metadata lies under a name of its attempt, or where it was restored to."""
+        self._checked_at = time.monotonic()
+        for index, item in enumerate(self.frozen.files):
+            if index in self._paths:
+                continue
+            for name in dict.fromkeys((item.key, item.path)):
+                if _size(self.directory / name) == item.size_bytes:
+                    self._paths[index] = name
+                    self.order.extend((index, chunk) for chunk in range(self.frozen.chunks_of(index)))
+                    break
+
+    def covers(self, index: int, at: ByteRange) -> bool:
+        return index in self._paths and not self.is_bad(index, at)
+
+
+class Single(_Checked):
+    """One file of a checkpoint, which is a version of its own: nodes that restore want some of its files."""
+
+    def __init__(self, checkpoint: Committed, index: int) -> None:
+        item = checkpoint.frozen.files[index]
+        super().__init__(
+            checkpoint.directory, Frozen(checkpoint.frozen.uri, (item,), checkpoint.frozen.chunk_size_bytes)
+        )
+        self._checkpoint, self._index = checkpoint, index
+        self._look()
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.order) and not self._bad
+
+    def refresh(self) -> bool:
+        stands = self._checkpoint.refresh()
+        self._look()
+        return stands
+
+    def _look(self) -> None:
+        if not self.order and self._checkpoint.has(self._index):
+            self.order.extend((0, chunk) for chunk in range(self.frozen.chunks_of(0)))
+
+    def path(self, index: int) -> str:
+        return self._checkpoint.path(self._index)
+
+    def covers(self, index: int, at: ByteRange) -> bool:
+        return bool(self.order) and not self.is_bad(index, at)
+
+
+def frozen_of(manifest: Manifest, uri: str) -> Frozen:
+    """The files of a checkpoint as every node freezes them: the version does not depend on ``uri``."""
+    return Frozen(uri, tuple(from_manifest(manifest)), manifest.chunk_size_bytes)
+
+
+def digest_at(file: int, at: ByteRange, like: str = "t") -> str:
+    """The digest of a range of a file, in the form of ``like``, in a piece of memory at a time."""
+    blocks, plain = [], xxh3_128()
+    is_plain = not like.startswith("t") and at.size_bytes > BLOCK_BYTES
+    piece = memoryview(bytearray(min(4 * BLOCK_BYTES, at.size_bytes)))
+    for start in range(at.start, at.stop, max(1, len(piece))):
+        view = piece[: min(len(piece), at.stop - start)]
+        if not _read_all(file, view, start):
+            return ""
+        if is_plain:
+            plain.update(view)
+        else:
+            blocks += [block_digest(view[offset : offset + BLOCK_BYTES]) for offset in range(0, len(view), BLOCK_BYTES)]
+    return plain.hexdigest() if is_plain else digest_of_blocks(b"".join(blocks) or block_digest(b""))
+
+
+def _read_all(file: int, view: memoryview, offset: int) -> bool:
+    done = 0
+    while done < len(view):
+        count = os.preadv(file, [view[done:]], offset + done)
+        if not count:
+            return False
+        done += count
+    return True
+
+
+def bring_in(file: int, at: ByteRange) -> None:
+    """Have a range in the page cache, so that sending it never waits for the disk. No copy is made.
+
+    Cost: a system call for each MiB where all is there. Best effort.
+    """
+    if is_resident(file, at):
+        return
+    try:
+        with open(os.devnull, "wb", buffering=0) as nowhere:  # noqa: PTH123
+            done = at.start
+            while done < at.stop:
+                count = os.sendfile(nowhere.fileno(), file, done, at.stop - done)
+                if not count:
+                    return
+                done += count
+    except OSError:
+        os.posix_fadvise(file, at.start, at.size_bytes, os.POSIX_FADV_WILLNEED)
+
+
+def is_resident(file: int, at: ByteRange) -> bool:
+    """True when a range is in the page cache, as far as a byte of each MiB tells; False where that cannot be known."""
+    probe = bytearray(1)
+    try:
+        for start in range(at.start, at.stop, PAGES_BYTES):
+            os.preadv(file, [probe], start, _RWF_NOWAIT)
+    except OSError:
+        return False
+    return bool(_RWF_NOWAIT)
+
+
+def read_beneath(directory: Path, relative: str, size_bytes_max: int) -> bytes:
+    """A small file of a directory. Raises OSError; ManifestError when it is too large."""
+    file = open_beneath(directory, relative)
+    with os.fdopen(file, "rb") as stream:
+        if os.fstat(file).st_size > size_bytes_max:
+            raise ManifestError(f"{directory / relative} is larger than any that tierckpt writes")
+        return stream.read(size_bytes_max)
+
+
+def _seen(path: Path) -> tuple[int, ...]:
+    status = path.lstat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _is_as_seen(path: Path, seen: tuple[int, ...]) -> bool:
+    try:
+        return _seen(path) == seen
+    except OSError:
+        return False
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return -1
+
+
+def _listed(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)  # noqa: PTH208
+    except OSError:
+        return []

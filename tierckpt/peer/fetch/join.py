@@ -1,0 +1,114 @@
+"""Filling together with the other nodes: joins what this node keeps (cache/entry.py) with its peers
+(peer/fetch/session.py).
+
+Invariants:
+    E1  Peers are extra. Where no agent can be reached or started, or it takes no part in the cluster, everything is
+        read from the store as if there were none; that is logged once.
+    E2  Small things are not worth asking around for: they are read from the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from ...cache.file_set import Frozen
+from ...cache.partial_entry import Filling
+from ...config import Settings
+from ...errors import TierckptError
+from ...ipc.client import own_contact
+from ...stores.common import settled
+from ...telemetry import logger
+from ...types import Json
+from ..members import Member, member_of
+
+if TYPE_CHECKING:
+    from ...cache.entry import Cached
+    from .session import Swarm, View
+
+log = logger("prefetch")
+
+SMALL_BYTES = 1 << 20
+ANSWER_SECONDS = 15.0
+
+
+class Sharing:
+    """Joins fills with the node's peers, for one ``Settings``. Runs on one event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._is_told = False
+
+    async def join(self, cached: Cached, filling: Filling) -> Swarm | None:
+        """Return the swarm for a fill, started; None to read from the store (E1, E2)."""
+        if filling.frozen.size_bytes < SMALL_BYTES:
+            return None
+        place = _Place(cached, filling)
+        agent = _Agent(self.settings, filling.frozen, cached.target)
+        try:
+            from ..client import PeerClient
+            from .session import Swarm
+
+            swarm = Swarm(
+                filling.frozen,
+                place,
+                agent.view,
+                lambda me: PeerClient(self.settings, me),
+                tell=agent.tell,
+                leave=agent.leave,
+            )
+            await swarm.start()
+            return swarm
+        except (TierckptError, ImportError, OSError, KeyError, ValueError) as error:
+            await agent.leave()
+            log.log(logging.DEBUG if self._is_told else logging.WARNING, "reading without peers: %s", error)
+            self._is_told = True
+            return None
+
+
+class _Place:
+    """This node's part, for the swarm."""
+
+    def __init__(self, cached: Cached, filling: Filling) -> None:
+        self._cached, self._filling = cached, filling
+
+    def has(self, index: int, chunk: int) -> bool:
+        return self._filling.has(index, chunk)
+
+    async def from_store(self, index: int, chunk: int, into: memoryview) -> str:
+        return await self._cached.read_store(index, chunk, into)
+
+    async def mark(self, index: int, chunk: int, is_fetched: bool) -> None:
+        """Peers see it (peer/inventory.py). One that cannot be made costs a request at worst."""
+        marks, name = self._filling.fetching, f"{index}-{chunk}"
+        try:
+            await settled(asyncio.to_thread(marks.take if is_fetched else marks.release, name))
+        except OSError:
+            pass  # published meanwhile
+
+
+class _Agent:
+    """This node's agent, on a connection of its own: while it lasts, what lands is served."""
+
+    def __init__(self, settings: Settings, frozen: Frozen, directory: str) -> None:
+        self._contact = own_contact(settings)
+        self._version, self._directory = frozen.version, directory
+
+    async def view(self, is_filling: bool) -> View:
+        from .session import View
+
+        message: Json = {"op": "peers", "version": None, "directory": None}
+        if is_filling:
+            message |= {"version": self._version, "directory": self._directory}
+        answer = await asyncio.to_thread(self._contact.ask, message, timeout_seconds=ANSWER_SECONDS)
+        live: list[Member] = [member_of(row) for row in answer["live"]]
+        interested, slow_to = (frozenset(map(str, answer.get(key, ()))) for key in ("interested", "slow_to"))
+        return View(member_of(answer["me"]), tuple(live), interested, slow_to)
+
+    async def tell(self, report: Json) -> None:
+        message = {"op": "fetched", "version": self._version, "report": report}
+        await asyncio.to_thread(self._contact.ask, message, start=False)
+
+    async def leave(self) -> None:
+        await asyncio.to_thread(self._contact.close)

@@ -1,0 +1,446 @@
+"""What one node has heard of the others while it fills one version: who is there, what each holds, whom to ask next.
+
+Holdings are whole numbers used as sets: bit ``n`` is chunk ``n``. That makes "what does this member have that we lack
+and have not asked for" a few machine instructions for each 64 chunks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ..members import Member
+from .placement import Placement, fraction
+
+EXACT_RANKS_MAX: Final = 64
+"""Among more members a node's place in the ranks of a chunk is drawn, not worked out: among those that may know of it.
+"""
+EXACT_CHUNKS_MAX: Final = 1 << 14
+"""And of more chunks."""
+OWNERS_WATCHED: Final = 2
+"""More would make many nodes ask few owners all the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What bench/fanout_simulation.py was used to find."""
+
+    slots: int = 16
+    """Chunks under way at a time."""
+    settle_seconds: float = 0.25
+    settle_seconds_max: float = 1.0
+    """The first moment lasts so long while some member has not said yet what it holds."""
+    wait_seconds: float = 2.0
+    """How long a request waits at an owner for a chunk to land."""
+    hedge_seconds_min: float = 0.5
+    hedge_factor: float = 3.0
+    hedges_max: int = 2
+    fetch_seconds_min: float = 1.0
+    fetch_factor: float = 4.0
+    """An owner that fetches a chunk for so many times the usual is stood in for."""
+    slow_factor: float = 3.5
+    """A member whose answers take so many times the usual is slow, or that owes one so many times as long as nearly all
+    take: of many requests one is always the last."""
+    stall_seconds: float = 2.0
+    """Nothing has moved for so long: the next rank goes to the store. Then the next."""
+    stall_seconds_max: float = 10.0
+    """The same while all wait for the store."""
+    answer_seconds_max: float = 5.0
+    """For so long an answer about holdings is waited for, where chunks take as long."""
+    ranks_asked: int = 3
+    retry_seconds_min: float = 0.5
+    retry_seconds_max: float = 15.0
+    poll_seconds: float = 0.15
+    """A member that was not heard of for so long is asked what it holds, while there is nothing else to do."""
+    keep_seconds: float = 3.0
+    """And in any case."""
+    polls_max: int = 4
+    watched_max: int = 24
+    steal_margin: int = 2
+    """Of an owner that is behind, so many times what it fetches at a time are left to it,"""
+    still_seconds: float = 0.5
+    """unless nothing has moved for so long."""
+    copies_first: int = 3
+    """Of a chunk that ``h`` members hold, so many times ``h`` others have a turn; ``h`` if only slow ones hold it."""
+    turn_seconds: float = 1.0
+    """Then it is everybody's turn,"""
+    turn_answers: float = 2.0
+    """or after the time of so many answers, where that is longer."""
+    turn_slow_seconds: float = 30.0
+    ahead_max: int = 16
+    """So many chunks that a node has from the store, and nobody has from it, come before more of the store's."""
+    takes_from_owner_only: bool = False
+    """A seeded fault: nobody but the owner is ever asked. Tests find it."""
+
+
+@dataclass(slots=True)
+class Peer:
+    member: Member
+    held: int = 0
+    """A bit for each chunk."""
+    lacks: int = 0
+    """Those that it said it has, and did not give: damaged there, or gone."""
+    cursor: int = 0
+    is_whole: bool = False
+    fetching: dict[int, float] = field(default_factory=dict)
+    """Chunks it fetches from the store, and since when that is known."""
+    heard_at: float = -1.0
+    asked_at: float = -1.0
+    asked: dict[int, float] = field(default_factory=dict)
+    """Chunks asked of it, and when."""
+    waiting: set[int] = field(default_factory=set)
+    seconds: float = 0.0
+    """How long its answers take; 0: not known yet."""
+    answers: int = 0
+    failures: int = 0
+    retry_at: float = 0.0
+    is_banned: bool = False
+    is_late: bool = False
+    """An answer is late: see whether it is there at all."""
+
+    @property
+    def is_good(self) -> bool:
+        """True unless it has sent wrong bytes, or could not be reached and has not been heard of since."""
+        return not (self.is_banned or self.failures)
+
+    def usable(self, now: float) -> bool:
+        return self.is_good and now >= self.retry_at
+
+
+class Known:
+    """What has been heard. ``Schedule`` decides by it."""
+
+    def __init__(
+        self,
+        version: str,
+        total: int,
+        me: str,
+        *,
+        tuning: Tuning | None = None,
+        rng: random.Random | None = None,
+        placement: Callable[[str, Sequence[Member]], Placement] = Placement,
+        wanted: Iterable[int] | None = None,
+    ) -> None:
+        """``wanted``: the chunks to fetch; None: all."""
+        self.version, self.total, self.me = version, total, me
+        self.tuning = tuning or Tuning()
+        self.rng = rng or random.Random()
+        self._place = placement
+        self._all = (1 << total) - 1
+        self.missing = self._all if wanted is None else mask(wanted)
+        self.peers: dict[str, Peer] = {}
+        self._live: dict[str, Member] = {}
+        self._interested: frozenset[str] = frozenset()
+        self._placed: frozenset[str] = frozenset()
+        """Those that chunks are placed on: the interested ones, from the end of the first moment on."""
+        self._placement: Placement | None = None
+        self._owners: list[str] = []
+        self._count = bytearray(total)
+        """How many members are known to hold each chunk."""
+        self._any = 0
+        """Chunks that somebody is known to hold."""
+        self._turn = 0
+        """Those that it is our turn to ask for."""
+        self._turn_slow = 0
+        """The same where only slow members hold them."""
+        self._turns: deque[tuple[float, int]] = deque()
+        """When somebody was first heard to hold which: some time later they are everybody's turn."""
+        self._turns_slow: deque[tuple[float, int]] = deque()
+        self._my_ranks: dict[int, int] = {}
+        self._settled_at: float | None = None
+        self._moved_at = 0.0
+        self._hungry = False
+        """The last choice found nothing to ask a peer for."""
+        self._slow: frozenset[str] = frozenset()
+        self._am_slow = False
+        """Others say so."""
+
+    def _plan(self, now: float = 0.0) -> None:
+        """Who counts has changed: work out again what is ours to do."""
+
+    # --- who is there --------------------------------------------------------------------------------------------
+
+    def meet(
+        self, live: Sequence[Member], interested: Iterable[str], now: float, *, slow_to: Iterable[str] = ()
+    ) -> None:
+        """Take in who is there, and who of them fills this version too. Call it again whenever either may change.
+
+        ``slow_to``: members that have said lately that we are slow.
+        """
+        if self._settled_at is None:
+            self._settled_at = self._moved_at = now
+        by_name = {member.name: member for member in live}
+        by_name.setdefault(self.me, Member(self.me, ""))
+        for name in [name for name in self.peers if name not in by_name]:
+            self._forget(name)
+        self._live = by_name
+        self._watch()
+        self._interested = frozenset(name for name in interested if name in by_name) | {self.me}
+        self._step_back(len(self._interested.intersection(slow_to)), now)
+
+    def _step_back(self, slow_to: int, now: float) -> None:
+        """Own no chunks while two thirds of the others find us slow: they fetch them instead, and what we would bring
+        from the store would wait here for our turn to send it, or be fetched twice.
+
+        Fewer will not do: when a partition heals, each half finds the other slow, and somebody has to own the chunks.
+        """
+        is_slow = slow_to >= 2 and 3 * slow_to >= 2 * (len(self._interested) - 1)
+        if is_slow != self._am_slow:
+            self._am_slow = is_slow
+            self._plan(now)
+
+    def _settle(self, now: float) -> bool:
+        """True when what is known is enough to decide by. Works out the placement anew when members came or went."""
+        if self._settled_at is None:
+            return False
+        if self._is_early(now):
+            return False
+        if self._placed != self._interested:
+            self._placed = self._interested
+            self._placement = self._place(self.version, [self._live[name] for name in sorted(self._placed)])
+            self._owners = self._placement.owners(self.total)
+            self._watch_owners()
+            self._my_ranks.clear()
+            self._turn = self._turn_slow = 0
+            self._recount()
+            self._plan(now)
+        return True
+
+    def _is_early(self, now: float) -> bool:
+        """True in the first moment, in which members tell what they hold."""
+        if self._settled_at is None:
+            return True
+        since = now - self._settled_at
+        if not self.peers or since >= self.tuning.settle_seconds_max:
+            return False
+        is_waited_for = any(peer.heard_at < 0 and peer.is_good for peer in self.peers.values())
+        return since < self.tuning.settle_seconds or is_waited_for
+
+    def _watch(self) -> None:
+        """Keep an eye on some members, drawn at random where there are many: who watches whom is then a graph in which
+        everything is a few steps away."""
+        room = self.tuning.watched_max - len(self.peers)
+        if room <= 0 or len(self._live) <= len(self.peers) + 1:
+            return
+        others = [name for name in self._live if name not in self.peers and name != self.me]
+        for name in others if len(others) <= room else self.rng.sample(others, room):
+            self.peers[name] = Peer(self._live[name])
+
+    def _watch_owners(self) -> None:
+        """Of far more nodes than chunks few fetch anything: who hears of none of them takes the store to be asleep."""
+        owners = {name for name in self._owners if name in self._live} - {self.me}
+        unknown = sorted(owners - self.peers.keys())
+        room = min(len(unknown), OWNERS_WATCHED - (len(owners) - len(unknown)))
+        for name in self.rng.sample(unknown, max(0, room)):
+            self.peers[name] = Peer(self._live[name])
+
+    def _counts(self, name: str, now: float) -> bool:
+        """True for a member that may own chunks: one that answers, and is not slow."""
+        if name == self.me:
+            return not self._am_slow
+        return self._is_usable(name, now) and name not in self._slow
+
+    @property
+    def slow(self) -> frozenset[str]:
+        """Members that take far longer to answer than others do. They should be told."""
+        return self._slow
+
+    def _is_usable(self, name: str, now: float) -> bool:
+        peer = self.peers.get(name)
+        return name in self._live and (peer is None or peer.is_good)
+
+    def _ranks(self, chunk: int) -> tuple[str, ...]:
+        return self._placement.ranks(chunk) if self._placement is not None else (self.me,)
+
+    def _owner(self, chunk: int, now: float) -> str:
+        if not self._owners:
+            return self.me
+        first = self._owners[chunk]
+        if self._counts(first, now):
+            return first
+        return next((name for name in self._ranks(chunk) if self._counts(name, now)), self.me)
+
+    # --- what they hold ------------------------------------------------------------------------------------------
+
+    def hear(
+        self,
+        name: str,
+        now: float,
+        *,
+        new: Iterable[int] = (),
+        fetching: Iterable[int] | None = None,
+        whole: bool = False,
+        cursor: int | None = None,
+    ) -> None:
+        """Take in what a member holds (``new``: besides what was heard before), and fetches from the store."""
+        peer = self.peers.get(name)
+        if peer is None:
+            return
+        peer.heard_at = now
+        if peer.failures:
+            peer.failures, peer.retry_at = 0, 0.0
+            self._left()
+        if whole and not peer.is_whole:
+            peer.is_whole, peer.fetching = True, {}
+            for chunk in bits(self._all & ~peer.held & ~peer.lacks):
+                self._holds(peer, chunk, now)
+        elif not peer.is_whole:
+            for chunk in new:
+                if 0 <= chunk < self.total and not (peer.held | peer.lacks) >> chunk & 1:
+                    self._holds(peer, chunk, now)
+        if cursor is not None:
+            peer.cursor = max(peer.cursor, cursor)
+        if fetching is not None and not peer.is_whole:
+            known = peer.fetching
+            peer.fetching = {chunk: known.get(chunk, now) for chunk in fetching if 0 <= chunk < self.total}
+
+    def _holds(self, peer: Peer, chunk: int, now: float) -> None:
+        bit = 1 << chunk
+        peer.held |= bit
+        peer.fetching.pop(chunk, None)
+        if not self._any & bit:
+            self._any |= bit
+            self._moved_at = now
+            self._turns.append((now, bit))
+            self._turns_slow.append((now, bit))
+        self._counted(chunk)
+
+    def _counted(self, chunk: int) -> None:
+        """One more holds it. Copies spread as a tree does, each chunk's its own: first to a few, who pass it on."""
+        count = self._count[chunk] = min(255, self._count[chunk] + 1)
+        rank = self._my_rank(chunk)
+        if rank <= count * self.tuning.copies_first:
+            self._turn |= 1 << chunk
+            if rank <= count:
+                self._turn_slow |= 1 << chunk
+
+    def _my_rank(self, chunk: int) -> int:
+        if not self._owners or len(self._placed) <= self.tuning.copies_first + 1:
+            return 0
+        rank = self._my_ranks.get(chunk)
+        if rank is None:
+            nodes = len(self._placed)
+            if nodes > EXACT_RANKS_MAX or self.total > EXACT_CHUNKS_MAX:
+                rank = int(fraction(f"{self.version}/{chunk}/{self.me}") * min(nodes, self.tuning.watched_max))
+            else:
+                rank = self._ranks(chunk).index(self.me)
+            self._my_ranks[chunk] = rank
+        return rank
+
+    def _take_turns(self, now: float, answer_seconds: float) -> None:
+        """``answer_seconds``: what an answer takes. Before two have been given those whose turn it is cannot have
+        passed on what they got, and who does not wait for them asks the one holder there is."""
+        turn_seconds = max(self.tuning.turn_seconds, self.tuning.turn_answers * answer_seconds)
+        while self._turns and self._turns[0][0] + turn_seconds <= now:
+            self._turn |= self._turns.popleft()[1]
+        while self._turns_slow and self._turns_slow[0][0] + self.tuning.turn_slow_seconds <= now:
+            self._turn_slow |= self._turns_slow.popleft()[1]
+
+    def forget_held(self, name: str) -> None:
+        """A member's list has begun anew (its agent did): what it holds is not known any more."""
+        peer = self.peers.get(name)
+        if peer is not None:
+            peer.held, peer.lacks, peer.cursor, peer.is_whole, peer.fetching = 0, 0, 0, False, {}
+            self._recount()
+
+    def _forget(self, name: str) -> None:
+        del self.peers[name]
+        self._recount()
+
+    def _recount(self) -> None:
+        self._any, self._count = 0, bytearray(self.total)
+        for peer in self.peers.values():
+            if peer.is_good:
+                self._any |= peer.held
+                for chunk in bits(peer.held & self.missing):
+                    self._counted(chunk)
+
+    def to_ask(self, now: float) -> list[tuple[str, int]]:
+        """Members whose holdings should be asked for now, each with how far its list is known. Marks them as asked."""
+        tuning = self.tuning
+        is_early = self._is_early(now)
+        patience = tuning.poll_seconds if self._hungry or is_early else tuning.keep_seconds
+        due = [
+            peer
+            for peer in self.peers.values()
+            if not peer.is_banned
+            and now >= peer.retry_at
+            and now - max(peer.heard_at, peer.asked_at) >= (tuning.poll_seconds if peer.is_late else patience)
+            and (not peer.is_whole or peer.is_late or now - peer.heard_at >= tuning.keep_seconds)
+        ]
+        first = [peer for peer in due if peer.heard_at < 0 or is_early]
+        if len(first) < tuning.polls_max:
+            rest = sorted((peer for peer in due if peer not in first), key=lambda peer: peer.heard_at)
+            first += rest[: tuning.polls_max - len(first)]
+        for peer in first:
+            peer.asked_at, peer.is_late = now, False
+        return [(peer.member.name, peer.cursor) for peer in first]
+
+    # --- whom to believe -----------------------------------------------------------------------------------------
+
+    def unreached(self, name: str, now: float) -> None:
+        """A member did not answer at all. It is asked what it holds, less and less often, and nothing else, till it
+        does."""
+        peer = self.peers.get(name)
+        if peer is None or now < peer.retry_at:
+            return  # requests that were under way together fail together
+        peer.failures += 1
+        wait = self.tuning.retry_seconds_min * 2 ** (peer.failures - 1)
+        peer.retry_at = now + min(wait, self.tuning.retry_seconds_max) * (0.5 + self.rng.random())
+        if peer.failures == 1:
+            self._left()
+
+    def ban(self, name: str) -> None:
+        """A member has lied: it is not asked for anything any more."""
+        peer = self.peers.get(name)
+        if peer is not None and not peer.is_banned:
+            peer.is_banned = True
+            self._left()
+
+    def trust(self, name: str) -> None:
+        """A member was right after all."""
+        peer = self.peers.get(name)
+        if peer is not None and peer.is_banned:
+            peer.is_banned = False
+            self._left()
+
+    def _left(self) -> None:
+        """Some member counts no more: who owns what, and what is held, is worked out again."""
+        self._recount()
+        self._plan()
+
+
+def mask(chunks: Iterable[int]) -> int:
+    bits = 0
+    for chunk in chunks:
+        bits |= 1 << chunk
+    return bits
+
+
+def bits(bits: int) -> list[int]:
+    """The places of all ones, least first."""
+    text = bin(bits)[:1:-1]
+    found, at = [], text.find("1")
+    while at >= 0:
+        found.append(at)
+        at = text.find("1", at + 1)
+    return found
+
+
+def span(window: range) -> int:
+    return ((1 << len(window)) - 1) << window.start if len(window) else 0
+
+
+def any_bit(bits: int, rng: random.Random) -> int:
+    """The place of some one."""
+    start = rng.randrange(bits.bit_length())
+    above = bits >> start
+    return start + ((above & -above).bit_length() - 1)
+
+
+def quantile(times: Iterable[float], share: float) -> float:
+    known = sorted(times)
+    return known[min(len(known) - 1, int(share * len(known)))] if known else 0.0

@@ -1,0 +1,547 @@
+"""Which chunk next, and from whom: one node's decisions while it fills one version. Pure: no I/O, no clock, no thread.
+
+What it decides by is what it has heard: who is there, what each holds, what each fetches from shared storage now, and
+how fast each has answered. It may be out of date, so a decision may be poor; it is never wrong: what comes is verified.
+
+1.  Each chunk has an owner among the members that fill this version (``placement``). The owner fetches it from shared
+    storage, everybody else has it from whoever holds it. While much of what it fetched is still its own alone, what
+    others hold comes first.
+2.  First come chunks that few hold, where the loader is going to need them next, else anywhere; of two holders drawn
+    at random the one with less to do gets the request (M. Mitzenmacher, "The power of two choices in randomized load
+    balancing", IEEE TPDS 12(10), 2001).
+    Of a member that is slow nothing is asked that another one holds.
+3.  A chunk that nobody holds is asked of its owner, who answers when it has landed. Only a few requests wait so.
+4.  Chunks of an owner that cannot be reached, or is much slower than the others, go to who is next in rank. Those that
+    the owner would come to last go first, so that the two meet once. Who is slow to two thirds of the others owns none.
+5.  Who has no chunk of its own left takes some of whoever is far behind.
+6.  What does not come in the time that most take is asked of another holder too; the first answer wins.
+7.  When nothing moves at all, shared storage is asked for whatever is missing, one rank after the other.
+
+A member that has sent wrong bytes is not asked again. At the start a moment passes in which members tell what they
+hold, so that nodes that begin together do not all begin at the store.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from .peer_state import Known, Peer, Tuning, any_bit, bits, mask, quantile, span
+from .placement import fraction
+from .ramp import Ramp
+
+__all__ = ["SHARED", "Ask", "Decision", "NotNowError", "Pause", "Schedule", "Tuning"]
+
+SHARED: Final = None
+"""The source that is shared storage."""
+SAMPLES: Final = 6
+PEERS_SAMPLED: Final = 3
+"""Of so many members so many chunks are drawn; the one that fewest hold is taken."""
+IDLE_SECONDS: Final = 0.05
+SETTLE_PAUSE_SECONDS: Final = 0.02
+OWN_ROUNDS: Final = 32
+"""Rounds in which a node's own chunks come, at least: the first of them can be passed on after one."""
+FETCHES_MIN: Final = 3
+"""Where so many are under way and all take long, it is the store that is slow, and no owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request to make: ``chunk`` of ``source``, a member's name or ``SHARED``."""
+
+    chunk: int
+    source: str | None
+    reason: str
+    """Why this source. For ``SHARED``: ``mine`` and ``alone`` are as it should be, others are fallbacks."""
+    wait_seconds: float = 0.0
+    """How long the other side may wait for it to land there."""
+
+
+class NotNowError(Exception):
+    """Nobody who was asked has the chunk now, and somebody is going to have it. Choose again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """There is nothing to do before ``until``, unless something is heard."""
+
+    until: float
+
+
+Decision: TypeAlias = Ask | Pause | None
+
+
+class Schedule(Known):
+    """One fill of one version on one node."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.flying: dict[int, list[tuple[Ask, float]]] = {}
+        """What is under way, by chunk: each request, and when it was made."""
+        self._flying = 0
+        self._own: deque[int] = deque()
+        """Chunks that are ours to fetch from the store, in this order."""
+        self._times: deque[float] = deque(maxlen=64)
+        self._store_times: deque[float] = deque(maxlen=16)
+        self._store = self._waits = 0
+        self._ramp = Ramp()
+        self._unwanted: list[Ask] = []
+        self._brought = 0
+        """Chunks that we have fetched from the store."""
+        self._bad: set[int] = set()
+        """Chunks whose digests members do not agree on: the store decides."""
+        self._looked_at = self._planned_at = -1.0
+        self._ages: list[float] = []
+        """How long each chunk that is known to be fetched from the store has been on its way."""
+
+    # --- what became of it ---------------------------------------------------------------------------------------
+
+    def came(self, ask: Ask, now: float) -> None:
+        """The chunk is here, verified, by this request. Others for it need not be waited for."""
+        asked_at = self._ended(ask)
+        seconds = now - asked_at if asked_at is not None else 0.0
+        if ask.source is SHARED:
+            self._store_times.append(seconds)
+            self._ramp.came(seconds, self.store_slots(), self.tuning.slots // 2)
+            self._brought |= 1 << ask.chunk
+        else:
+            peer = self.peers.get(ask.source)
+            if peer is not None:
+                self.hear(ask.source, now)
+                if not ask.wait_seconds:
+                    peer.answers += 1
+                    peer.seconds = seconds if not peer.seconds else 0.7 * peer.seconds + 0.3 * seconds
+                    self._times.append(seconds)
+                if not peer.held >> ask.chunk & 1:
+                    self._holds(peer, ask.chunk, now)
+        self.landed(ask.chunk, now)
+
+    def landed(self, chunk: int, now: float) -> None:
+        """The chunk is here, whoever brought it."""
+        if self.missing >> chunk & 1:
+            self.missing &= ~(1 << chunk)
+            self._moved_at = now
+
+    def failed(self, ask: Ask, now: float, why: str) -> None:
+        """The request brought nothing.
+
+        Args:
+            why: ``missing`` (it does not hold the chunk), ``busy``, ``given up`` (we did), ``wrong`` (its bytes are not
+                the chunk), or anything else: it could not be reached.
+        """
+        asked_at = self._ended(ask)
+        if self._owner(ask.chunk, now) == self.me:
+            self._own.append(ask.chunk)  # it was left out of it while it was under way
+        if ask.source is SHARED:
+            return
+        peer = self.peers.get(ask.source)
+        if peer is None:
+            return
+        if why == "given up" and asked_at is not None and not ask.wait_seconds:
+            peer.seconds = max(peer.seconds, now - asked_at)  # it would have taken longer than that
+        if why == "missing":
+            if peer.held >> ask.chunk & 1:
+                peer.held &= ~(1 << ask.chunk)
+                peer.lacks |= 1 << ask.chunk
+                self._count[ask.chunk] = max(0, self._count[ask.chunk] - 1)
+                if not any(other.is_good and other.held >> ask.chunk & 1 for other in self.peers.values()):
+                    self._any &= ~(1 << ask.chunk)
+        elif why == "wrong":
+            self.ban(ask.source)
+        elif why == "busy":
+            peer.retry_at = now + self.tuning.retry_seconds_min * (0.5 + self.rng.random())
+        elif why != "given up":
+            self.unreached(ask.source, now)
+
+    def want(self, chunks: Iterable[int]) -> None:
+        """These are the chunks to fetch, and no others."""
+        self.missing = mask(chunks)
+        self._recount()
+        self._plan()
+
+    def distrust(self, chunk: int, names: Iterable[str]) -> None:
+        """Members do not agree on what a chunk is: it comes from the store, and they are not asked for anything."""
+        self._bad.add(chunk)
+        for name in names:
+            if name in self.peers:
+                self.peers[name].is_banned = True
+        self._left()
+
+    def _ended(self, ask: Ask) -> float | None:
+        asked_at = None
+        requests = self.flying.get(ask.chunk, [])
+        for position, (other, at) in enumerate(requests):
+            if other is ask:
+                asked_at = at
+                del requests[position]
+                break
+        if asked_at is None:
+            return None
+        if not requests:
+            self.flying.pop(ask.chunk, None)
+            self._flying &= ~(1 << ask.chunk)
+        if ask.source is SHARED:
+            self._store -= 1
+        else:
+            self._waits -= ask.wait_seconds > 0
+            peer = self.peers.get(ask.source)
+            if peer is not None:
+                peer.asked.pop(ask.chunk, None)
+                peer.waiting.discard(ask.chunk)
+        return asked_at
+
+    # --- deciding ------------------------------------------------------------------------------------------------
+
+    def choose(self, now: float, window: range | None = None) -> Decision:
+        """Say what to do with a free slot: a request (it counts as made), a pause, or None: nothing is left to ask for.
+
+        Args:
+            window: the chunks that are needed next.
+        """
+        open_ = self.missing & ~self._flying
+        if not open_:
+            return None
+        if not self._settle(now):
+            return Pause(now + SETTLE_PAUSE_SECONDS)
+        self._look(now)
+        self._take_turns(now, self._usual(0.5))
+        near = open_ & span(window) if window is not None else 0
+        if self._is_ahead():
+            found = self._from_holder(now, near, open_) or self._from_store(now)
+        else:
+            found = self._from_store(now) or self._from_holder(now, near, open_)
+        if found is None:
+            found = self._from_laggard(now, open_) or self._from_store_at_last(now, open_)
+            found = found or self._from_owner(now, open_)
+        self._hungry = found is None or found.source is SHARED
+        if found is None:
+            if not self._own and now - self._planned_at > self.tuning.turn_seconds:
+                self._plan(now)
+            return Pause(now + IDLE_SECONDS)
+        return self._begin(found, now)
+
+    def source(self, chunk: int, now: float, tried: Iterable[str | None] = ()) -> Ask | Pause:
+        """Say whom to ask for a chunk that somebody waits for, be it under way or not. It counts as asked."""
+        tried = {*tried, *(ask.source for ask, _ in self.flying.get(chunk, ()))}
+        if not self._settle(now):
+            return Pause(now + SETTLE_PAUSE_SECONDS)
+        holders = [peer for peer in self._holders(chunk, now) if peer.member.name not in tried]
+        if holders:
+            return self._begin(Ask(chunk, self._better(holders).member.name, "holds it"), now)
+        if SHARED not in tried and self._owner(chunk, now) == self.me:
+            return self._begin(Ask(chunk, SHARED, self._why_mine(chunk)), now)
+        for name in self._ranks(chunk)[: self.tuning.ranks_asked]:
+            if name not in tried and name != self.me and self._is_usable(name, now):
+                return self._begin(Ask(chunk, name, "owns it", self.tuning.wait_seconds), now)
+        if SHARED in tried:
+            return Pause(now + self.tuning.retry_seconds_min)
+        return self._begin(Ask(chunk, SHARED, "nobody had it"), now)
+
+    def hedge(self, chunk: int, now: float) -> Ask | None:
+        """Another source for a chunk that is late; None when there is no better one now. It counts as asked."""
+        requests = self.flying.get(chunk, [])
+        if requests and not any(ask.source is SHARED or self._is_usable(ask.source, now) for ask, _ in requests):
+            again = self.source(chunk, now)  # nobody will answer
+            return again if isinstance(again, Ask) else None
+        for ask, _ in requests:
+            if ask.source in self.peers:
+                self.peers[ask.source].is_late = True
+        if len(requests) != 1 or sum(len(known) > 1 for known in self.flying.values()) >= self.tuning.hedges_max:
+            return None
+        tried = {ask.source for ask, _ in requests}
+        holders = [peer for peer in self._holders(chunk, now) if peer.member.name not in tried]
+        if holders:
+            return self._begin(Ask(chunk, self._better(holders).member.name, "late"), now)
+        return None
+
+    def hedge_at(self, ask: Ask) -> float:
+        """When ``ask`` is late."""
+        asked_at = next((at for other, at in self.flying.get(ask.chunk, ()) if other is ask), 0.0)
+        return asked_at + max(self.tuning.hedge_seconds_min, self.tuning.hedge_factor * self._usual(0.95))
+
+    @property
+    def is_done(self) -> bool:
+        return not self.missing
+
+    def _begin(self, ask: Ask, now: float) -> Ask:
+        self.flying.setdefault(ask.chunk, []).append((ask, now))
+        self._flying |= 1 << ask.chunk
+        if ask.source is SHARED:
+            self._store += 1
+        else:
+            self._waits += ask.wait_seconds > 0
+            peer = self.peers.get(ask.source) or self.peers.setdefault(ask.source, Peer(self._live[ask.source]))
+            peer.asked[ask.chunk] = now
+            if ask.wait_seconds:
+                peer.waiting.add(ask.chunk)
+        return ask
+
+    # --- the store -----------------------------------------------------------------------------------------------
+
+    def store_slots(self) -> int:
+        """Chunks to fetch from the store at a time. Few, where there are many nodes and few chunks: what all of them
+        have under way comes at the same time, at the end, and till then nobody can pass on any of it. More, where that
+        does not make each take longer (``ramp``): then they wait for the store's answers, not for its bandwidth."""
+        nodes = len(self._interested)
+        if nodes <= 1:
+            return self.tuning.slots
+        return min(self.tuning.slots // 2, max(1, self.total // (OWN_ROUNDS * nodes)) * self._ramp.factor)
+
+    def _is_ahead(self) -> bool:
+        """True when much of what we brought from the store is still ours alone: what the others hold comes first.
+
+        Who sends slowly finds out so at once, while the others can still bring what it would have to send.
+        """
+        return (self._brought & ~self._any).bit_count() >= self.tuning.ahead_max
+
+    def _from_store(self, now: float) -> Ask | None:
+        if self._store >= self.store_slots():
+            return None
+        later: list[int] = []
+        found, fetched = None, self._fetched(now)
+        while self._own and found is None and len(later) < 32:
+            chunk = self._own.popleft()
+            bit = 1 << chunk
+            if not self.missing & bit or self._flying & bit:
+                continue
+            if self._any & bit and chunk not in self._bad and self._holders(chunk, now):
+                continue
+            if chunk in fetched:
+                later.append(chunk)
+                continue
+            found = chunk
+        self._own.extend(later)
+        return None if found is None else Ask(found, SHARED, self._why_mine(found))
+
+    def _why_mine(self, chunk: int) -> str:
+        if chunk in self._bad:
+            return "members disagree"
+        if len(self._interested) <= 1:
+            return "alone"
+        return "mine" if self._owners[chunk] == self.me else "owner is away"
+
+    def _fetched(self, now: float) -> set[int]:
+        """Chunks that other members fetch from the store, and not for too long."""
+        return {
+            chunk
+            for peer in self.peers.values()
+            if peer.fetching and peer.usable(now)
+            for chunk, since in peer.fetching.items()
+            if now - since < self._fetch_patience(peer)
+        }
+
+    def _fetch_patience(self, peer: Peer) -> float:
+        """How long a member may take for a chunk of the store's; less when it is slow anyhow."""
+        usual = quantile(self._store_times, 0.5)
+        if len(self._ages) >= FETCHES_MIN:
+            usual = max(usual, quantile(self._ages, 0.5))
+        if peer.member.name in self._slow:
+            return max(self.tuning.fetch_seconds_min / 2, usual)
+        return max(self.tuning.fetch_seconds_min, self.tuning.fetch_factor * usual)
+
+    def _from_laggard(self, now: float, open_: int) -> Ask | None:
+        """A chunk that its owner would come to last, when it has many before it, and we have none left."""
+        if self._store >= self.store_slots() or self._own:
+            return None
+        for peer in self.peers.values():
+            late = self._fetch_patience(peer) if peer.fetching else 0.0
+            for chunk, since in peer.fetching.items():
+                is_late = open_ >> chunk & 1 and now - since >= late and not self._any >> chunk & 1
+                if is_late and self._standin(chunk, peer.member.name, now) == self.me:
+                    return Ask(chunk, SHARED, "owner is slow")
+        by_owner: dict[str, list[int]] = {}
+        fetched = self._fetched(now)
+        for chunk in bits(open_ & ~self._any):
+            if chunk not in fetched:
+                by_owner.setdefault(self._owners[chunk], []).append(chunk)
+        for name, chunks in sorted(by_owner.items(), key=lambda item: -len(item[1])):
+            owner = self.peers.get(name)
+            if owner is None or now - owner.heard_at > 4 * self.tuning.poll_seconds:
+                continue
+            is_still = now - self._moved_at >= self.tuning.still_seconds
+            margin = 0 if is_still else self.tuning.steal_margin * self.store_slots()
+            if len(chunks) <= margin:
+                break
+            for chunk in reversed(self._order(name, chunks)[margin:]):
+                if self._standin(chunk, name, now) == self.me:
+                    return Ask(chunk, SHARED, "owner is behind")
+        return None
+
+    def _standin(self, chunk: int, name: str, now: float) -> str | None:
+        return next((other for other in self._ranks(chunk) if other != name and self._counts(other, now)), None)
+
+    def _from_store_at_last(self, now: float, open_: int) -> Ask | None:
+        """Nothing has moved for some time: one rank after the other goes to the store."""
+        tuning, still = self.tuning, now - self._moved_at
+        # While all that is fetched takes long, the store has enough to do: one more request helps nobody.
+        patience = max(
+            tuning.stall_seconds, min(tuning.fetch_factor * quantile(self._ages, 0.5), tuning.stall_seconds_max)
+        )
+        if still < patience or self._store >= self.store_slots():
+            return None
+        turn = int(still / patience)
+        for _ in range(8):
+            chunk = any_bit(open_, self.rng)
+            ranks = self._ranks(chunk)
+            if turn > self.tuning.ranks_asked or self.me in ranks[: turn + 1]:
+                return Ask(chunk, SHARED, "nothing moved")
+        return None
+
+    # --- the others ----------------------------------------------------------------------------------------------
+
+    def _from_holder(self, now: float, near: int, open_: int) -> Ask | None:
+        holding = [peer for peer in self.peers.values() if peer.held and peer.usable(now)]
+        most = max(2, -(-3 * self.tuning.slots // (2 * max(1, len(holding)))))
+        ready = [peer for peer in holding if len(peer.asked) < (1 if peer.member.name in self._slow else most)]
+        self.rng.shuffle(ready)
+        turn_slow = self._turn_slow
+        if self._slow:  # what others hold comes from them: who sends slowly needs its uplink for its own requests
+            for peer in holding:
+                if peer.member.name not in self._slow:
+                    turn_slow &= ~peer.held
+        for within in (near, open_) if near else (open_,):
+            best, best_count, looked = -1, 1 << 30, 0
+            for peer in ready:
+                turn = turn_slow if peer.member.name in self._slow else self._turn
+                useful = peer.held & within & turn
+                if self.tuning.takes_from_owner_only:
+                    useful = mask(chunk for chunk in bits(useful) if self._owners[chunk] == peer.member.name)
+                if not useful:
+                    continue
+                for _ in range(SAMPLES):
+                    chunk = any_bit(useful, self.rng)
+                    if self._count[chunk] < best_count and chunk not in self._bad:
+                        best, best_count = chunk, self._count[chunk]
+                looked += 1
+                if looked >= PEERS_SAMPLED:
+                    break
+            if best >= 0:
+                holders = [peer for peer in ready if peer.held >> best & 1]
+                if self.tuning.takes_from_owner_only:
+                    holders = [peer for peer in holders if peer.member.name == self._owners[best]]
+                return Ask(best, self._better(holders).member.name, "holds it")
+        return None
+
+    def _holders(self, chunk: int, now: float) -> list[Peer]:
+        if chunk in self._bad:
+            return []
+        return [peer for peer in self.peers.values() if peer.held >> chunk & 1 and peer.usable(now)]
+
+    def _better(self, holders: Sequence[Peer]) -> Peer:
+        """The less loaded of two drawn at random, of those that are not slow if there are any."""
+        drawn = [peer for peer in holders if peer.member.name not in self._slow] or holders
+        if len(drawn) == 1:
+            return drawn[0]
+        one, other = self.rng.sample(drawn, 2)
+        return min(one, other, key=self._load)
+
+    def _load(self, peer: Peer) -> float:
+        return (len(peer.asked) + 1) * (peer.seconds or self._usual(0.5))
+
+    def _from_owner(self, now: float, open_: int) -> Ask | None:
+        """A chunk that nobody holds, of an owner that is going to have it soon."""
+        if self._waits >= max(1, self.tuning.slots // 2):
+            return None
+        unheld = open_ & ~self._any
+        if not unheld:
+            return None
+        peers = [
+            peer
+            for peer in self.peers.values()
+            if peer.usable(now) and not peer.is_whole and not peer.waiting and peer.member.name not in self._slow
+        ]
+        self.rng.shuffle(peers)
+        for peer in peers:
+            patience = self._fetch_patience(peer) if peer.fetching else 0.0
+            for chunk, since in peer.fetching.items():
+                is_next = unheld >> chunk & 1 and self._my_rank(chunk) < self.tuning.copies_first
+                if is_next and now - since < patience:
+                    return Ask(chunk, peer.member.name, "fetches it", self.tuning.wait_seconds)
+        return None
+
+    # --- who counts ----------------------------------------------------------------------------------------------
+
+    def _plan(self, now: float = 0.0) -> None:
+        """Work out which chunks are ours to fetch from the store, in which order."""
+        mine: list[int] = []
+        if not self._am_slow:
+            own = [chunk for chunk in bits(self.missing) if self._owners and self._owners[chunk] == self.me]
+            mine = self._order(self.me, own)
+        instead: list[int] = []
+        if any(not self._counts(name, now) for name in self._placed):
+            others = [
+                chunk
+                for chunk in bits(self.missing & ~self._any)
+                if self._owners[chunk] != self.me and self._owner(chunk, now) == self.me
+            ]
+            by_owner: dict[str, list[int]] = {}
+            for chunk in others:
+                by_owner.setdefault(self._owners[chunk], []).append(chunk)
+            for name, chunks in by_owner.items():
+                instead += reversed(self._order(name, chunks))
+        self._own = deque(_interleaved(mine, instead))
+        self._planned_at = now
+
+    def _order(self, name: str, chunks: list[int]) -> list[int]:
+        """The order in which a member fetches its own: each begins at another place."""
+        start = int(fraction(f"{self.version}/{name}") * self.total)
+        return [c for c in chunks if c >= start] + [c for c in chunks if c < start]
+
+    def _look(self, now: float) -> None:
+        """See who is slow, now and then."""
+        if now - self._looked_at < 0.2:
+            return
+        self._looked_at = now
+        self._ages = self._ages_of_fetches(now)
+        self._ramp.under_way(self._ages_of_ours(now))
+        usual, longest = self._usual(0.5), self._usual(0.95)
+        slow = set()
+        if usual and len(self.peers) >= 2:
+            for peer in self.peers.values():
+                oldest = min((at for chunk, at in peer.asked.items() if chunk not in peer.waiting), default=now)
+                factor = self.tuning.slow_factor / (2 if peer.member.name in self._slow else 1)
+                takes = max(peer.seconds / usual, (now - oldest) / longest)
+                if takes > factor and max(peer.seconds, now - oldest) > 0.1:
+                    slow.add(peer.member.name)
+        if slow != self._slow:
+            for name in slow - self._slow:
+                self._leave(self.peers[name])
+            self._slow = frozenset(slow)
+            self._plan(now)
+
+    def _ages_of_fetches(self, now: float) -> list[float]:
+        ages = [now - since for peer in self.peers.values() if peer.usable(now) for since in peer.fetching.values()]
+        return ages + self._ages_of_ours(now)
+
+    def _ages_of_ours(self, now: float) -> list[float]:
+        return [now - at for asks in self.flying.values() for ask, at in asks if ask.source is SHARED]
+
+    def _leave(self, peer: Peer) -> None:
+        """Ask a member that turned out to be slow for one chunk at a time: what others hold comes from them, and of the
+        rest each node asks for another one."""
+        chunks = sorted(peer.asked, key=lambda chunk: (not self._turn_slow >> chunk & 1, self._count[chunk]))
+        for chunk in chunks[1:] if chunks and self._turn_slow >> chunks[0] & 1 else chunks:
+            self._unwanted += [ask for ask, _ in self.flying[chunk] if ask.source == peer.member.name]
+
+    def take_unwanted(self) -> list[Ask]:
+        """Requests that are to be broken off; say of each that it has failed: ``given up``."""
+        found, self._unwanted = self._unwanted, []
+        return found
+
+    @property
+    def usual_seconds(self) -> float:
+        """What nearly all answers take, at most ``answer_seconds_max``: where links are full even a short one waits."""
+        return min(self._usual(0.95), self.tuning.answer_seconds_max)
+
+    def _usual(self, share: float) -> float:
+        return quantile(self._times or self._store_times, share)
+
+
+def _interleaved(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    mixed: list[int] = []
+    for position in range(max(len(first), len(second))):
+        mixed += first[position : position + 1]
+        mixed += second[position : position + 1]
+    return mixed

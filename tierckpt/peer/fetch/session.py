@@ -1,0 +1,501 @@
+"""One fill of one version together with the other nodes: does what ``schedule`` decides, and says what became of it.
+
+Invariants:
+    P1  Whatever comes from a peer is verified before anybody sees it: by the manifest's digest, or where there is none
+        by the one with which it landed on the node that read it from the store; where nodes differ the store decides,
+        and those that were wrong are not asked again.
+    P2  A peer can cost time, never bytes: when all else fails a chunk is read from the store as if there were no peers.
+    P3  Everything has an end: each request by the client, each wait by the schedule, the whole by ``close``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+from ...cache.file_set import Frozen
+from ...errors import IntegrityError, ObjectNotFoundError, PeerBusyError, TierckptError
+from ...telemetry import BYTES, PEER_BANS, logger
+from ...types import Json, Tier
+from ..client import ChunkAnswer
+from ..members import Member
+from ..messages import Held
+from .hedged_request import Brought, Race
+from .scheduler import SHARED, Ask, NotNowError, Schedule, Tuning
+from .stats import Sources
+
+log = logger("peer")
+
+TICK_SECONDS = 0.05
+VIEW_SECONDS = 0.25
+REPORT_SECONDS = 1.0
+POLL_TIMEOUT_SECONDS = 1.5
+INTEREST_SECONDS = 10.0
+WINDOW_CHUNKS = 64
+"""After a chunk that somebody reads, so many are what it is going to need next."""
+EXPECTED = frozenset({"mine", "alone"})
+"""Why a chunk came from the store when all went well."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Who is there, as this node's agent sees it."""
+
+    me: Member
+    live: tuple[Member, ...]
+    interested: frozenset[str] = frozenset()
+    slow_to: frozenset[str] = frozenset()
+    """Members that have told the agent lately that this node is slow."""
+
+
+class Asks(Protocol):
+    """What is needed of a ``PeerClient``."""
+
+    async def chunk(
+        self,
+        member: Member,
+        version: str,
+        chunk_size_bytes: int,
+        ordinal: int,
+        into: memoryview,
+        *,
+        expected: str = "",
+        after: int = 0,
+        wait_seconds: float = 0.0,
+    ) -> ChunkAnswer: ...
+
+    async def held(
+        self, member: Member, version: str, chunk_size_bytes: int, *, after: int = 0, interested: bool = False
+    ) -> Held: ...
+
+    async def tell_slow(self, member: Member, version: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Place(Protocol):
+    """The node's own part in a fill: its store, and what others on the node should know."""
+
+    async def from_store(self, index: int, chunk: int, into: memoryview) -> str:
+        """Read a chunk from shared storage; return its digest. Raises StoreError, IntegrityError."""
+
+    def has(self, index: int, chunk: int) -> bool: ...
+
+    async def mark(self, index: int, chunk: int, is_fetched: bool) -> None:
+        """Say, or take back, that this node fetches a chunk from shared storage: from the request until it is held."""
+
+
+class Swarm:
+    """The other nodes, for one fill. ``start`` it, ``close`` it. Runs on one event loop."""
+
+    def __init__(
+        self,
+        frozen: Frozen,
+        place: Place,
+        view: Callable[[bool], Awaitable[View]],
+        client: Callable[[Member], Asks],
+        *,
+        tell: Callable[[Json], Awaitable[None]] | None = None,
+        leave: Callable[[], Awaitable[None]] | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        """
+        Args:
+            view: who is there; it is told whether all of the version is being fetched here.
+            client: makes what asks peers in the name of a member, this node.
+            tell: is given ``Sources.report`` now and then.
+            leave: is called at the end.
+        """
+        self.frozen, self.sources = frozen, Sources()
+        self._place, self._view, self._make_client = place, view, client
+        self._tell, self._leave = tell, leave
+        self._tuning = tuning or Tuning()
+        self._work = list(frozen.chunks())
+        self._firsts = [0, *accumulate(frozen.chunks_of(index) for index in range(len(frozen.files)))]
+        self._is_filling = False
+        self._schedule: Schedule | None = None
+        self._client: Asks | None = None
+        self._members: dict[str, Member] = {}
+        self._heard_interest: dict[str, float] = {}
+        self._interested: frozenset[str] = frozenset()
+        self._slow_to: frozenset[str] = frozenset()
+        self._planned: dict[int, Ask] = {}
+        self.requests: dict[int, asyncio.Task[str]] = {}
+        self._marked: set[int] = set()
+        """Chunks that are said to be fetched from the store."""
+        self._claims: dict[int, dict[str, str]] = {}
+        """Where the version has no digests: those that members have told, by chunk."""
+        self._truth: dict[int, str] = {}
+        """And those of chunks that came from the store."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._polling: set[str] = set()
+        self._changed = asyncio.Event()
+        self._choosing = asyncio.Lock()
+        self._window: range | None = None
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Raises TierckptError: nobody can be asked who is there."""
+        view = await self._view(False)
+        missing = [number for number, work in enumerate(self._work) if not self._place.has(*work)]
+        self._schedule = Schedule(
+            self.frozen.version, len(self._work), view.me.name, tuning=self._tuning, wanted=missing
+        )
+        self._client = self._make_client(view.me)
+        self._take(view)
+        self._spawn(self._keep())
+
+    async def close(self) -> None:
+        """End all requests. Idempotent."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._tell is not None and self._schedule is not None:
+            with contextlib.suppress(TierckptError, OSError):
+                await self._tell(self.sources.report())
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+        if self._leave is not None:
+            await self._leave()
+
+    @property
+    def slots(self) -> int:
+        """Chunks that it can have under way at a time."""
+        return self._tuning.slots
+
+    @property
+    def schedule(self) -> Schedule:
+        if self._schedule is None:
+            raise RuntimeError("the swarm has not been started")
+        return self._schedule
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _keep(self) -> None:
+        """See who is there, ask what they hold, break off what is not wanted any more: until cancelled."""
+        looking: asyncio.Task[Any] | None = None
+        look_at = tell_at = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if now >= look_at and (looking is None or looking.done()):
+                look_at, looking = now + VIEW_SECONDS, self._spawn(self._look())
+            if now >= tell_at:
+                tell_at = now + REPORT_SECONDS
+                self._spawn(self._report())
+                for name in self.schedule.slow & self._members.keys():
+                    self._spawn(self._warn(self._members[name]))
+            for name, cursor in self.schedule.to_ask(now):
+                if name not in self._polling:
+                    self._polling.add(name)
+                    self._spawn(self._poll(name, cursor))
+            self._break_off()
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _look(self) -> None:
+        try:
+            self._take(await self._view(self._is_filling))
+        except (TierckptError, OSError) as error:
+            log.info("%s: who is there is not known anew: %s", self.frozen.uri, error)
+
+    def _take(self, view: View) -> None:
+        self._members = {member.name: member for member in view.live}
+        self._interested, self._slow_to = view.interested, view.slow_to
+        self._meet()
+
+    def _meet(self) -> None:
+        now = time.monotonic()
+        fresh = {name for name, at in self._heard_interest.items() if now - at < INTEREST_SECONDS}
+        interested = self._interested | fresh
+        self.schedule.meet(list(self._members.values()), interested, now, slow_to=self._slow_to)
+        self._changed.set()
+
+    async def _report(self) -> None:
+        if self._tell is not None:
+            with contextlib.suppress(TierckptError, OSError):
+                await self._tell(self.sources.report())
+
+    async def _warn(self, member: Member) -> None:
+        """Tell a member that it is slow: it had better own nothing. That it does not hear it costs time, no more."""
+        if self._client is not None:
+            with contextlib.suppress(TierckptError, OSError, TimeoutError):
+                async with asyncio.timeout(POLL_TIMEOUT_SECONDS):
+                    await self._client.tell_slow(member, self.frozen.version)
+
+    async def _poll(self, name: str, cursor: int) -> None:
+        """Ask a member what it holds."""
+        member, client = self._members.get(name), self._client
+        try:
+            if member is None or client is None:
+                return
+            async with asyncio.timeout(max(POLL_TIMEOUT_SECONDS, self.schedule.usual_seconds)):
+                held = await client.held(
+                    member,
+                    self.frozen.version,
+                    self.frozen.chunk_size_bytes,
+                    after=cursor,
+                    interested=self._is_filling,
+                )
+            self._hear(name, held, cursor, is_full=True)
+        except PeerBusyError:
+            pass  # it is there
+        except (TierckptError, OSError, TimeoutError) as error:
+            log.debug("%s does not say what it holds: %r", name, error)
+            self.schedule.unreached(name, time.monotonic())
+        finally:
+            self._polling.discard(name)
+            self._changed.set()
+
+    def _hear(self, name: str, held: Held, cursor: int, *, is_full: bool) -> None:
+        now = time.monotonic()
+        if is_full:
+            has_news = not held.interested <= self._heard_interest.keys()
+            self._heard_interest.update(dict.fromkeys(held.interested, now))
+            if has_news:
+                self._meet()
+        if held.total not in (0, len(self._work)):
+            log.warning("%s: %s has %d chunks of it, not %d", self.frozen.uri, name, held.total, len(self._work))
+            self.schedule.hear(name, now)
+            return
+        if held.landed < cursor and not held.whole:
+            self.schedule.forget_held(name)
+            self.schedule.hear(name, now)
+            return
+        self.schedule.hear(
+            name,
+            now,
+            new=[ordinal for ordinal, _ in held.new],
+            fetching=held.fetching if is_full else None,
+            whole=held.whole,
+            cursor=held.next,
+        )
+        for ordinal, digest in held.new:
+            if digest and not self._expected(ordinal):
+                self._claim(ordinal, name, digest)
+        self._changed.set()
+
+    # --- whom to believe -----------------------------------------------------------------------------------------
+
+    def _expected(self, ordinal: int) -> str:
+        index, chunk = self._work[ordinal]
+        digests = self.frozen.files[index].digests
+        return digests[chunk] if digests else ""
+
+    def _claim(self, ordinal: int, name: str, digest: str) -> bool:
+        """Note what a member says a chunk is. False when somebody says otherwise: then the store decides."""
+        truth = self._truth.get(ordinal)
+        if truth is not None:
+            if digest != truth:
+                self._ban(name, f"it says {digest} of chunk {ordinal}, the store {truth}")
+            return digest == truth
+        claims = self._claims.setdefault(ordinal, {})
+        claims[name] = digest
+        if len(set(claims.values())) <= 1:
+            return True
+        log.warning("%s: %s do not agree on chunk %d: the store decides", self.frozen.uri, ", ".join(claims), ordinal)
+        self.schedule.distrust(ordinal, claims)
+        return False
+
+    def _judge(self, ordinal: int, truth: str) -> None:
+        """The store has said what a chunk is."""
+        self._truth[ordinal] = truth
+        for name, digest in self._claims.pop(ordinal, {}).items():
+            if digest == truth:
+                self.schedule.trust(name)
+            else:
+                self._ban(name, f"it says {digest} of chunk {ordinal}, the store {truth}")
+
+    def _ban(self, name: str, reason: str) -> None:
+        if name not in self.sources.banned:
+            self.sources.banned.add(name)
+            PEER_BANS.emit(1)
+            log.error("peer %s is not asked for anything of %s any more: %s", name, self.frozen.uri, reason)
+        self.schedule.ban(name)
+
+    # --- choosing ------------------------------------------------------------------------------------------------
+
+    def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> Order:
+        """The chunks of a fill, in the order in which they are to be fetched. ``whole``: they are all that is missing,
+        so that other nodes may count on this one."""
+        self._is_filling = whole
+        self.schedule.want(self._firsts[index] + chunk for index, chunk in todo)
+        return Order(self)
+
+    async def take(self) -> tuple[int, int] | None:
+        """The next chunk to fetch; None when none is left."""
+        async with self._choosing:
+            while True:
+                self._changed.clear()
+                now = time.monotonic()
+                decision = self.schedule.choose(now, self._window)
+                self._break_off()
+                if decision is None:
+                    return None
+                if isinstance(decision, Ask):
+                    self._planned[decision.chunk] = decision
+                    return self._work[decision.chunk]
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.001, decision.until - now)):
+                        await self._changed.wait()
+
+    def put_back(self, index: int, chunk: int) -> None:
+        ask = self._planned.pop(self._firsts[index] + chunk, None)
+        if ask is not None:
+            self.schedule.failed(ask, time.monotonic(), "given up")
+
+    def done(self, index: int, chunk: int) -> None:
+        self.put_back(index, chunk)
+        self.schedule.landed(self._firsts[index] + chunk, time.monotonic())
+
+    def _break_off(self) -> None:
+        for ask in self.schedule.take_unwanted():
+            request = self.requests.get(id(ask))
+            if request is not None:
+                request.cancel()
+
+    # --- bringing ------------------------------------------------------------------------------------------------
+
+    async def bring(self, index: int, chunk: int, into: memoryview) -> Brought:
+        """Receive one chunk, verified, in ``into``: from whom the schedule says, from others too when it is late.
+
+        What came from the store is still said to be on its way: say ``landed``, or that chunk seems to be nowhere for
+        as long as it takes to write it, and another node fetches it too.
+
+        Raises:
+            NotNowError: it was chosen by ``take``, and nobody has it now. It can be taken again at once: do not put it
+                back, or what another worker has planned with it is lost.
+            StoreError, IntegrityError: nobody had it, and the store failed.
+        """
+        ordinal = self._firsts[index] + chunk
+        race, brought = Race(self, ordinal, into), None
+        planned = self._planned.pop(ordinal, None)
+        if planned is None:
+            self._window = range(ordinal, min(ordinal + WINDOW_CHUNKS, len(self._work)))
+        ask = planned or await self._source(ordinal, race.tried)
+        try:
+            while True:
+                race.begin(ask)
+                while race.running:
+                    brought = await race.wait()
+                    if brought is not None:
+                        return brought
+                if race.store_error is not None:
+                    raise race.store_error
+                if planned is not None:
+                    raise NotNowError
+                ask = await self._source(ordinal, race.tried)
+        finally:
+            await race.end()
+            if brought is None:
+                await self._unmark(ordinal)
+            self._changed.set()
+
+    async def landed(self, index: int, chunk: int) -> None:
+        """What ``bring`` brought can be seen by other nodes now, or is not kept."""
+        await self._unmark(self._firsts[index] + chunk)
+
+    async def _source(self, ordinal: int, tried: set[str | None]) -> Ask:
+        while True:
+            now = time.monotonic()
+            found = self.schedule.source(ordinal, now, tried)
+            if isinstance(found, Ask):
+                return found
+            await asyncio.sleep(max(0.001, found.until - now))
+
+    async def ask(self, ask: Ask, into: memoryview) -> str:
+        """Do one request. Returns the digest."""
+        if ask.source is SHARED:
+            return await self._ask_store(ask, into)
+        member, client, peer = self._members.get(ask.source), self._client, self.schedule.peers.get(ask.source)
+        if member is None or client is None or peer is None:
+            raise ObjectNotFoundError(f"peer {ask.source} has left", tier=Tier.PEER)
+        cursor, expected = peer.cursor, self._expected(ask.chunk)
+        begun = time.monotonic()
+        answer = await client.chunk(
+            member,
+            self.frozen.version,
+            self.frozen.chunk_size_bytes,
+            ask.chunk,
+            into,
+            expected=expected or self._truth.get(ask.chunk, ""),
+            after=cursor,
+            wait_seconds=ask.wait_seconds,
+        )
+        self._hear(ask.source, answer.held, cursor, is_full=False)
+        if not expected and not self._claim(ask.chunk, ask.source, answer.digest):
+            raise ObjectNotFoundError("members do not agree on what it is", tier=Tier.PEER)
+        BYTES.emit(len(into), tier=Tier.PEER, direction="read")
+        self.sources.peer_bytes[ask.source] += len(into)
+        self.sources.peer_seconds[ask.source] += time.monotonic() - begun  # type: ignore[assignment]
+        return answer.digest
+
+    async def _ask_store(self, ask: Ask, into: memoryview) -> str:
+        index, chunk = self._work[ask.chunk]
+        if ask.reason not in EXPECTED:
+            self.sources.fallbacks[ask.reason] += 1
+            log.info("%s: chunk %d from shared storage: %s", self.frozen.uri, ask.chunk, ask.reason)
+        self._marked.add(ask.chunk)
+        await self._place.mark(index, chunk, True)
+        digest = await self._place.from_store(index, chunk, into)
+        self.sources.shared_bytes += len(into)
+        if not self._expected(ask.chunk):
+            self._judge(ask.chunk, digest)
+        return digest
+
+    async def _unmark(self, ordinal: int) -> None:
+        if ordinal in self._marked:
+            self._marked.discard(ordinal)
+            await self._place.mark(*self._work[ordinal], False)
+
+    def came(self, ask: Ask, seconds: float) -> None:
+        if seconds > self.sources.slowest[0]:
+            index, chunk = self._work[ask.chunk]
+            at = self.frozen.chunk_range(index, chunk)
+            what = f"{self.frozen.files[index].path} {at.start}-{at.stop}"
+            self.sources.slowest = (seconds, what, ask.source or "shared")
+        self.schedule.came(ask, time.monotonic())
+
+    def failed(self, ask: Ask, error: BaseException | None) -> None:
+        """Say what went wrong with a request. ``error`` None: it was broken off."""
+        why = "unreached"
+        if error is None:
+            why = "given up"
+        elif isinstance(error, ObjectNotFoundError):
+            why = "missing"
+        elif isinstance(error, PeerBusyError):
+            why = "busy"
+        elif isinstance(error, IntegrityError) and ask.source is not SHARED:
+            self._ban(ask.source, str(error))
+        self.schedule.failed(ask, time.monotonic(), why)
+        if error is not None and ask.source is not SHARED:
+            level = logging.DEBUG if why in ("missing", "busy") else logging.INFO
+            log.log(level, "chunk %d did not come from %s: %s", ask.chunk, ask.source, error)
+
+
+class Order:
+    """What a fill takes its chunks from (cache/fetch_job.py, ``Chooses``)."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self._swarm = swarm
+
+    async def take(self) -> tuple[int, int] | None:
+        return await self._swarm.take()
+
+    def put_back(self, work: tuple[int, int]) -> None:
+        self._swarm.put_back(*work)
+
+    def done(self, work: tuple[int, int]) -> None:
+        self._swarm.done(*work)

@@ -1,0 +1,401 @@
+"""What this node has, by version: whole entries of the cache, what is on its way, checkpoints of the local tier.
+
+It is all found from the files, so whoever writes them need not know of peers; ``add`` names directories elsewhere.
+
+    J1  Only what has landed is said to be here, and only that is given: by its line in a progress file
+        (cache/partial_entry.py G1),
+        a receipt (G4), or a committed manifest and a file of the right size.
+    J2  A chunk is digested before it is given for the first time, unless its line is of this boot: then whoever landed
+        it verified it a moment before. Damage that comes later is found by who receives it: every receiver verifies.
+    J3  No file is reached through a symbolic link, and none outside its directory.
+    J4  Asking often is cheap: a look costs one fstat while nothing has landed, and the disk is searched for new
+        directories at most once in ``SCAN_SECONDS``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..cache.partial_entry import RECEIPT, SUFFIX, incoming_of
+from ..disk.open_beneath import open_beneath
+from ..errors import ManifestError, TierckptError
+from ..format.layout import MANIFEST, PRIVATE_DIR
+from ..format.manifest import digest_of
+from ..telemetry import QUARANTINES, logger
+from ..types import ByteRange, Json, Tier
+from .chunk_files import Committed, Incoming, Source, Whole, bring_in, is_resident, read_beneath
+from .fetch.chunk_index import View
+from .messages import CHUNK_BYTES_MAX, CHUNKS_MAX, LINES_IN_HEAD_MAX, LINES_MAX, MANIFEST_BYTES_MAX, Held
+
+log = logger("peer")
+
+SCAN_SECONDS = 0.5
+DEPTH_MAX = 32
+VIEWS_MAX = 4
+"""Chunk sizes at which one version is asked for at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a chunk lies on this node, and its digest ('' when nobody recorded one of this range)."""
+
+    source: Source
+    index: int
+    path: str
+    byte_range: ByteRange
+    digest: str
+
+    @property
+    def directory(self) -> Path:
+        return self.source.directory
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A chunk that may be given: an open file, where it lies in it, and its digest. Close it."""
+
+    file: int
+    byte_range: ByteRange
+    digest: str
+
+    def close(self) -> None:
+        os.close(self.file)
+
+
+class Holdings:
+    """What is on this node below ``local_root`` and in the directories named by ``add``. Blocking; any thread."""
+
+    def __init__(self, local_root: Path) -> None:
+        self._root = local_root
+        self._lock = threading.RLock()
+        self._named: dict[tuple[str, Path], int] = {}
+        self._sources: dict[Path, Source] = {}
+        self._by_version: dict[str, list[Source]] = {}
+        self._views: dict[str, dict[int, View]] = {}
+        self._manifests: dict[str, Path] = {}
+        self._steps: dict[str, dict[str, str]] = {}
+        self._scanned_at = float("-inf")
+        self.bad = 0
+        """Chunks that were found damaged here, and are not given any more."""
+
+    # --- what others tell of -------------------------------------------------------------------------------------
+
+    def add(self, version: str, directory: Path) -> None:
+        """``directory`` holds ``version``, or is being filled with it. As often added, as often to be removed."""
+        with self._lock:
+            key = (version, directory.absolute())
+            self._named[key] = self._named.get(key, 0) + 1
+            self._scanned_at = float("-inf")
+
+    def remove(self, version: str, directory: Path) -> None:
+        """Take back one ``add``. What lies below the local root is found all the same."""
+        with self._lock:
+            key = (version, directory.absolute())
+            left = self._named.pop(key, 1) - 1
+            if left > 0:
+                self._named[key] = left
+            self._scanned_at = float("-inf")
+
+    # --- asking --------------------------------------------------------------------------------------------------
+
+    def held(self, version: str, chunk_size_bytes: int, after: int = 0, most: int = LINES_MAX) -> Held:
+        """What is here of ``version``, in chunks of this size: an empty ``Held`` when nothing is known of it."""
+        with self._lock:
+            # Looked at before what has landed: a chunk that lands between the two is then in both, never in neither.
+            claims = {source: list(source.claimed()) for source in self._by_version.get(version, [])}
+            view = self._view(version, chunk_size_bytes)
+            if view is None:
+                return Held()
+            sources = self._by_version.get(version, [])
+            for source in sources:
+                if source not in claims:
+                    claims[source] = list(source.claimed())
+            fetching = frozenset(at for source in sources for at in view.ordinals(source, claims[source]))
+            return replace(_list(view, sources, after, most), fetching=fetching)
+
+    def locate(self, version: str, chunk_size_bytes: int, ordinal: int) -> Place | None:
+        """Where a chunk lies, None when it is not here."""
+        with self._lock:
+            view = self._view(version, chunk_size_bytes)
+            if view is None or not 0 <= ordinal < view.total:
+                return None
+            return self._place(view, self._by_version.get(version, []), ordinal)
+
+    def has_seen(self, version: str, chunk_size_bytes: int, ordinal: int) -> bool:
+        """True when a chunk was here at the last look. Never waits, neither for a disk nor for a lock."""
+        view, sources = self._views.get(version, {}).get(chunk_size_bytes), self._by_version.get(version, [])
+        return view is not None and ordinal < view.total and self._place(view, sources, ordinal) is not None
+
+    def _place(self, view: View, sources: list[Source], ordinal: int) -> Place | None:
+        index, chunk, at = view.place(ordinal)
+        for source in sources:
+            if source.covers(index, at):
+                digest = source.digest(index, chunk, view.frozen.chunk_size_bytes)
+                return Place(source, index, source.path(index), at, digest)
+        return None
+
+    def open(self, version: str, chunk_size_bytes: int, ordinal: int) -> Opened | None:
+        """Open a chunk so that it can be given: verified (J2), and in the page cache. None when it is not here.
+
+        Cost: a digest the first time a chunk of an earlier boot is asked for; else two or three system calls.
+        """
+        for _ in range(2):
+            place = self.locate(version, chunk_size_bytes, ordinal)
+            if place is None:
+                return None
+            try:
+                return self._open(place)
+            except OSError:
+                self.rescan()  # renamed or evicted between the look and the open: look again, once
+        return None
+
+    def _open(self, place: Place) -> Opened | None:
+        file = open_beneath(place.directory, place.path)
+        try:
+            if os.fstat(file).st_size < place.byte_range.stop:
+                raise OSError("shorter than it should be")
+            digest = place.source.verify(file, place.index, place.byte_range, place.digest)
+            if digest is None:
+                self._found_bad(place)
+                return None
+            bring_in(file, place.byte_range)
+            opened, file = Opened(file, place.byte_range, digest), -1
+            return opened
+        finally:
+            if file >= 0:
+                os.close(file)
+
+    def _found_bad(self, place: Place) -> None:
+        with self._lock:
+            self.bad += 1
+        QUARANTINES.emit(1, tier=Tier.LOCAL)
+        log.error(
+            "%s: bytes %d-%d of %s are not what landed: no peer gets them. `tierckpt prefetch --check --read-data` or "
+            "`tierckpt verify --read-data` says what else is damaged",
+            place.directory,
+            place.byte_range.start,
+            place.byte_range.stop,
+            place.path,
+        )
+
+    def open_now(self, version: str, chunk_size_bytes: int, ordinal: int, after: int) -> tuple[Opened, Held] | None:
+        """``open`` and the first part of ``held`` for what needs no waiting, so that an event loop may call it.
+
+        None: the chunk was not here at the last look, was never verified, is not in the page cache, or another thread
+        is looking. ``open`` says which.
+        """
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            view, sources = self._views.get(version, {}).get(chunk_size_bytes), self._by_version.get(version, [])
+            for source in sources:
+                if not source.is_whole:
+                    source.refresh()
+            place = self._place(view, sources, ordinal) if view is not None and ordinal < view.total else None
+            digest = place.source.verified(place.index, place.byte_range, place.digest) if place is not None else ""
+            if view is None or place is None or not digest:
+                return None
+            file = open_beneath(place.directory, place.path)
+            if os.fstat(file).st_size < place.byte_range.stop or not is_resident(file, place.byte_range):
+                os.close(file)
+                return None
+            return Opened(file, place.byte_range, digest), _list(view, sources, after, LINES_IN_HEAD_MAX)
+        except OSError:
+            return None
+        finally:
+            self._lock.release()
+
+    def is_filling(self, version: str) -> bool:
+        """True while a live process fills a directory of this node with ``version``."""
+        with self._lock:
+            self._find(version)
+            return any(source.is_filled_now() for source in self._by_version.get(version, []))
+
+    def manifest(self, uri_digest: str) -> bytes | None:
+        """The manifest of the checkpoint whose URI has this digest, when it is committed on this node."""
+        with self._lock:
+            self._scan()
+            directory = self._manifests.get(uri_digest)
+        if directory is None:
+            return None
+        try:
+            return read_beneath(directory, MANIFEST, MANIFEST_BYTES_MAX)
+        except (OSError, TierckptError):
+            return None
+
+    def steps(self, parent_digest: str) -> dict[str, str]:
+        """Names and attempts of the checkpoints of this node directly below the URI with this digest."""
+        with self._lock:
+            self._scan()
+            return dict(self._steps.get(parent_digest, {}))
+
+    def fills(self) -> list[Json]:
+        """How far each fill of this node is, for people to look at."""
+        with self._lock:
+            self._scan()
+            found = [source for source in self._sources.values() if isinstance(source, Incoming)]
+            for source in found:
+                source.refresh()
+            return [
+                {
+                    "uri": source.frozen.uri,
+                    "version": source.frozen.version,
+                    "chunk_size_bytes": source.frozen.chunk_size_bytes,
+                    "chunks": sum(map(source.frozen.chunks_of, range(len(source.frozen.files)))),
+                    "chunks_landed": sum(len(chunks) for chunks in source.lines.landed.values()),
+                    "size_bytes": source.frozen.size_bytes,
+                    "landed_bytes": source.lines.landed_bytes,
+                    "live": source.is_filled_now(),
+                }
+                for source in found
+            ]
+
+    # --- finding -------------------------------------------------------------------------------------------------
+
+    def rescan(self) -> None:
+        """Look for new and gone directories now."""
+        with self._lock:
+            self._scanned_at = float("-inf")
+            self._scan()
+
+    def _view(self, version: str, chunk_size_bytes: int) -> View | None:
+        """The version cut into chunks of this size; None when it is unknown, or the size is none that is served."""
+        sources = self._find(version)
+        if not sources or not 4096 <= chunk_size_bytes <= CHUNK_BYTES_MAX or chunk_size_bytes % 4096:
+            return None
+        views = self._views.setdefault(version, {})
+        view = views.pop(chunk_size_bytes, None)
+        if view is None:
+            frozen = replace(sources[0].frozen, chunk_size_bytes=chunk_size_bytes)
+            if sum(-(-item.size_bytes // chunk_size_bytes) for item in frozen.files) > CHUNKS_MAX:
+                return None
+            view = View(frozen)
+            while len(views) >= VIEWS_MAX:
+                views.pop(next(iter(views)))
+        views[chunk_size_bytes] = view  # the last one used is the last to go
+        return view
+
+    def _find(self, version: str) -> list[Source]:
+        """The sources of a version, looked at again: what has gone is dropped, what is new is found."""
+        sources = self._by_version.get(version, [])
+        are_there = [source.refresh() for source in sources]
+        if not all(are_there):
+            self._scanned_at = float("-inf")
+        if self._scanned_at == float("-inf") or not any(source.is_whole for source in sources):
+            self._scan()  # more of it may have landed in another directory meanwhile
+        return self._by_version.get(version, [])
+
+    def _scan(self) -> None:
+        if time.monotonic() - self._scanned_at < SCAN_SECONDS:
+            return
+        found: dict[Path, Source] = {}
+        for directory, read in self._candidates():
+            if directory in found:
+                continue
+            known = self._sources.get(directory)
+            source = known if known is not None and known.refresh() else self._read(read, directory)
+            if source is not None:
+                found[directory] = source
+        self._replace(found)
+        self._scanned_at = time.monotonic()
+
+    def _read(self, read: Callable[[Path], Source | None], directory: Path) -> Source | None:
+        try:
+            return read(directory)
+        except (OSError, ManifestError) as error:
+            log.debug("%s holds nothing for peers: %s", directory, error)
+            return None
+
+    def _replace(self, found: dict[Path, Source]) -> None:
+        trusted = {source.frozen.version: source for source in self._sources.values() if isinstance(source, Incoming)}
+        by_version: dict[str, list[Source]] = {}
+        for directory, source in found.items():
+            if directory not in self._sources and isinstance(source, Whole) and source.frozen.version in trusted:
+                source.trust(trusted[source.frozen.version].lines)  # it landed under our eyes (J2)
+            by_version.setdefault(source.frozen.version, []).append(source)
+            if isinstance(source, Committed):
+                for version, single in source.singles.items():
+                    by_version.setdefault(version, []).append(single)
+        self._sources, self._by_version = found, by_version
+        self._views = {version: views for version, views in self._views.items() if version in by_version}
+        self._index_checkpoints()
+
+    def _index_checkpoints(self) -> None:
+        self._manifests, self._steps = {}, {}
+        for directory, source in self._sources.items():
+            uri = self._uri_of(directory) if isinstance(source, Committed) else None
+            if uri is None or not isinstance(source, Committed):
+                continue
+            self._manifests[digest_of(uri.encode())] = directory
+            parent, _, name = uri.rpartition("/")
+            self._steps.setdefault(digest_of((parent or "/").encode()), {})[name] = source.attempt
+
+    def _uri_of(self, directory: Path) -> str | None:
+        """The URI that a directory of the local tier mirrors (format/layout.py); None for one that is elsewhere."""
+        try:
+            scheme, authority, *parts = directory.relative_to(self._root / "checkpoints").parts
+        except ValueError:
+            return None
+        path = "/".join(parts)
+        if scheme == "file":
+            return f"/{path}"
+        return f"{scheme}://{authority}/{path}".rstrip("/") if authority != "_" else f"{scheme}://{path}"
+
+    def _candidates(self) -> Iterator[tuple[Path, Callable[[Path], Source | None]]]:
+        for version, directory in list(self._named):
+            for place in {incoming_of(directory, version), directory.with_name(_beside(directory, version))}:
+                yield place, Incoming.read
+            yield directory, _whole_or_committed
+        for name in _names(self._root / "cache"):
+            if name.endswith(SUFFIX):
+                yield self._root / "cache" / name, Incoming.read
+            elif not name.startswith("."):
+                yield self._root / "cache" / name, Whole.read
+        yield from self._below(self._root / "checkpoints", DEPTH_MAX)
+
+    def _below(self, directory: Path, depth: int) -> Iterator[tuple[Path, Callable[[Path], Source | None]]]:
+        """The checkpoints below ``directory``, and what is on its way there."""
+        for name in _names(directory):
+            path = directory / name
+            if name.endswith(SUFFIX) and name.startswith("."):
+                yield path, Incoming.read
+                continue
+            if (path / MANIFEST).is_file():
+                yield path, Committed.read
+            elif depth and name != PRIVATE_DIR:
+                yield from self._below(path, depth - 1)
+            for inner in _names(path / PRIVATE_DIR):
+                if inner.endswith(SUFFIX):
+                    yield path / PRIVATE_DIR / inner, Incoming.read
+
+
+def _list(view: View, sources: Sequence[Source], after: int, most: int) -> Held:
+    """The lines from ``after`` on, of what was seen at the last look."""
+    if any(source.is_whole for source in sources):
+        return Held(view.total, view.total, view.total, whole=True)
+    view.take(sources)
+    start = after if after <= len(view.log) else 0  # the list has begun anew: so does who asks
+    new = tuple(view.log[start : start + most])
+    return Held(view.total, len(view.log), start + len(new), new)
+
+
+def _beside(directory: Path, version: str) -> str:
+    return f".{directory.name}.{version[:8]}{SUFFIX}"
+
+
+def _whole_or_committed(directory: Path) -> Source | None:
+    return Whole.read(directory) if (directory / RECEIPT).is_file() else Committed.read(directory)
+
+
+def _names(directory: Path) -> list[str]:
+    """The directories in one, links left out (J3); [] when there is none."""
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return []

@@ -1,0 +1,158 @@
+"""Who holds copies of whose fresh checkpoints, and what nodes tell each other of it. Pure.
+
+Each member's shards are on ``replicas`` members, itself among them: in groups that hold each other's (Gemini, Wang et
+al., SOSP 2023), over the members in an order that all nodes find alike, different failure domains first. Nobody sends:
+who is to hold a copy asks the members whose holder it is what is fresh there, and fetches it like anything else.
+
+Invariants (docs/internals/replicas.md; tests cite them):
+    R1  A save counts as held by a node when every file of it lies there under its name; files get their names when
+        they are whole, verified and durable. So what is told was true when it was told, whenever a node was killed.
+    R2  A copy is removed only when a newer checkpoint of its run is on all holders of every save that it has.
+    R3  What a stranger tells is checked before it is acted upon: a URI names a directory below the local root, a token
+        a file in it, or the row is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..format.layout import Location, local_dir, location_at, parse_uri, step_of
+from ..format.manifest import is_token, is_unix_seconds
+from ..types import Json
+from .members import Member
+
+FRESH_MAX = 64
+"""Checkpoints that one answer tells of."""
+TOKENS_MAX = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """One of the newest checkpoints of a run, as a node tells of it."""
+
+    uri: str
+    attempt: str
+    created_unix_seconds: float
+    own: frozenset[str]
+    """Tokens of the saves in it that ranks of this node have made."""
+    held: frozenset[str]
+    """Tokens of others' saves that are whole on this node."""
+    is_safe: bool = False
+    """All that are to hold the own ones have told that they do."""
+    made_by: Mapping[str, str] = field(default_factory=dict)
+    """Of saves that are copied here, or on their way, the member that has made them. This is not told."""
+
+    @property
+    def age(self) -> tuple[int, float]:
+        """Larger is newer: by step, and by time where names tell none."""
+        return step_of(self.uri) or 0, self.created_unix_seconds
+
+    @property
+    def location(self) -> Location:
+        return parse_uri(self.uri)
+
+    @property
+    def run(self) -> str:
+        return self.location.parent.uri
+
+    def to_json(self) -> Json:
+        return {
+            "uri": self.uri,
+            "attempt": self.attempt,
+            "created_unix_seconds": self.created_unix_seconds,
+            "own": sorted(self.own),
+            "held": sorted(self.held),
+            "safe": self.is_safe,
+        }
+
+
+def fresh_of(answer: Any) -> list[Fresh]:
+    """The rows of an answer of ``/v1/fresh`` that can be (R3). Raises nothing."""
+    rows = answer.get("fresh") if isinstance(answer, dict) else None
+    found = (_row(row) for row in rows[:FRESH_MAX]) if isinstance(rows, list) else ()
+    return [row for row in found if row is not None]
+
+
+def _row(row: Any) -> Fresh | None:
+    if not isinstance(row, dict):
+        return None
+    uri, attempt, created = row.get("uri"), row.get("attempt"), row.get("created_unix_seconds")
+    own, held, safe = row.get("own"), row.get("held"), row.get("safe")
+    if not (is_place(uri) and is_token(attempt) and is_unix_seconds(created) and isinstance(safe, bool)):
+        return None
+    if not all(isinstance(some, list) and len(some) <= TOKENS_MAX and all(map(is_token, some)) for some in (own, held)):
+        return None
+    return Fresh(str(uri), str(attempt), float(str(created)), frozenset(own or ()), frozenset(held or ()), safe)
+
+
+def is_place(uri: Any) -> bool:
+    """True for a URI as ``Location.uri`` spells it, whose directory lies below the local root (R3)."""
+    try:
+        if not isinstance(uri, str) or len(uri) > 4096 or "\0" in uri or parse_uri(uri).uri != uri:
+            return False
+        uri.encode()
+        location = parse_uri(uri)
+        directory, names = local_dir(Path("/root"), location), location.path.strip("/").split("/")
+        return not {"", ".", ".."} & {*names} and location_at(Path("/root"), directory) == location
+    except ValueError:  # ConfigError and UnicodeError are
+        return False
+
+
+# --- who holds whose -------------------------------------------------------------------------------------------------
+
+
+def holders(members: Iterable[Member], replicas: int) -> Mapping[str, tuple[str, ...]]:
+    """For each member by name the members that hold its saves, itself first. Fewer members than copies: all of them.
+
+    All who know the same members find the same.
+    """
+    known = sorted({member.name: member.domain for member in members}.items())
+    return _holders(tuple(known), replicas)
+
+
+@lru_cache(maxsize=8)
+def _holders(known: tuple[tuple[str, str], ...], replicas: int) -> Mapping[str, tuple[str, ...]]:
+    if not known:
+        return {}
+    names = [name for name, _ in known]
+    from ..planning.placement import spread_placement  # planning is a tenth of what a command takes to start
+
+    placed = spread_placement([domain for _, domain in known], min(replicas, len(known)))
+    return {names[node]: tuple(names[other] for other in held) for node, held in enumerate(placed)}
+
+
+def sources(placed: Mapping[str, Sequence[str]], me: str) -> list[str]:
+    """The members whose saves ``me`` is to hold."""
+    return [name for name, held in placed.items() if me in held and name != me]
+
+
+# --- what may go -----------------------------------------------------------------------------------------------------
+
+
+def outdated(mine: Sequence[Fresh], told: Mapping[str, Sequence[Fresh]], draining: Collection[str] = ()) -> list[Fresh]:
+    """Those of ``mine`` that are copies of others' saves and nothing else, and that R2 lets go.
+
+    A member that is gone tells nothing, so its last copies stay: that is what they are for.
+
+    Args:
+        told: what each live member tells of itself, by name.
+        draining: URIs of checkpoints that this node still has to bring somewhere.
+    """
+
+    def is_replaced(old: Fresh, name: str) -> bool:
+        rows = told.get(name, ())
+        return any(row.is_safe and row.run == old.run and row.age > old.age for row in rows)
+
+    return [
+        old
+        for old in mine
+        if old.made_by
+        and not old.own
+        and old.held <= old.made_by.keys()
+        and old.uri not in draining
+        and all(is_replaced(old, name) for name in old.made_by.values())
+    ]

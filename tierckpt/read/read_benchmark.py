@@ -1,0 +1,94 @@
+"""A load that is large enough tries how its device is read best: each way in turn, on a part of its own bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Protocol, TypeVar
+
+from ..disk.read_tuner import ReadTuner, Way
+from .replicated_file import LocalCopy
+
+MiB = 1 << 20
+
+TRIED_BYTES = 128 * MiB
+"""Read at a time in each way before one is chosen."""
+
+TRIED_ROUNDS_MAX = 3
+"""How often, by a load that is large enough to read as much again in the best of them."""
+
+TELLING_SHARE = 0.9
+"""A trial tells something of a device when it had to give at least this part of the bytes."""
+
+
+class Request(Protocol):
+    """Something to be read."""
+
+    @property
+    def wanted_bytes(self) -> int: ...
+
+    @property
+    def disk(self) -> LocalCopy | None:
+        """The file, where it lies on a disk."""
+
+
+R = TypeVar("R", bound=Request)
+
+
+def tried(jobs: list[R], first: LocalCopy | None, run: Callable[[list[R], int], None]) -> list[R]:
+    """Read the first of ``jobs`` in each way there is, unless that is known or another process does so now.
+
+    Nothing is learned from bytes that came from memory, or from another device. A device is not equally fast at all
+    times, so a load that is large enough tries each way several times, in turn.
+
+    Args:
+        first: a file on the device that is asked about, open.
+        run: reads some of the jobs with so many threads.
+    Returns: what is left to read.
+    """
+    if first is None or first.tuner is None or not first.is_untried:
+        return jobs
+    if _size_bytes(jobs) <= TRIED_BYTES * len(first.tuner.ways):
+        return jobs
+    with first.tuner.trial() as is_ours:
+        return _try(jobs, first.tuner, first, run) if is_ours else jobs
+
+
+def _try(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[list[R], int], None]) -> list[R]:
+    rounds = min(TRIED_ROUNDS_MAX, max(1, _size_bytes(jobs) // (2 * TRIED_BYTES * len(tuner.ways))))
+    rates: dict[Way, list[float]] = {way: [] for way in tuner.ways}
+    for way in tuner.ways * rounds:
+        part, jobs = _part(jobs, TRIED_BYTES)
+        disks = {job.disk for job in part}
+        cold_bytes = -sum(disk.cold_bytes for disk in disks if disk)
+        for disk in disks:
+            if disk is not None:
+                disk.take(way)
+        begun = time.monotonic()
+        run(part, way.threads)
+        seconds = time.monotonic() - begun
+        cold_bytes += sum(disk.cold_bytes for disk in disks if disk)
+        if cold_bytes < TELLING_SHARE * _size_bytes(part) or any(
+            not disk or disk.device != first.device for disk in disks
+        ):
+            return jobs
+        rates[way].append(cold_bytes / seconds)
+    chosen = tuner.decide(first.device, {way: median(found) for way, found in rates.items()}, first.where)
+    for job in jobs:
+        if job.disk is not None:
+            job.disk.take(chosen)
+    return jobs
+
+
+def _part(jobs: list[R], wanted_bytes: int) -> tuple[list[R], list[R]]:
+    """The first of ``jobs`` that make up ``wanted_bytes``, and the others."""
+    for count, job in enumerate(jobs, 1):
+        wanted_bytes -= job.wanted_bytes
+        if wanted_bytes <= 0:
+            return jobs[:count], jobs[count:]
+    return jobs, []
+
+
+def _size_bytes(jobs: list[R]) -> int:
+    return sum(job.wanted_bytes for job in jobs)

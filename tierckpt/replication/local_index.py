@@ -1,0 +1,153 @@
+"""What the local tier holds of which saves: this node's own, and copies of others'. Blocking; found from the files.
+
+A file is under its name when it is whole, verified and durable: so a save whose files are all here counts (R1).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoint import commit
+from ..checkpoint.catalog import file_size
+from ..checkpoint.retention import marked_directories
+from ..errors import ManifestError, ObjectNotFoundError, StoreError
+from ..format import manifest as manifests
+from ..format.layout import MANIFEST, OWN_DIR, REPLICA, SHARD_SUFFIX, Location, location_at, step_of
+from ..format.manifest import Manifest
+from ..peer.replica_policy import Fresh
+from ..stores.local import durable_write, matching, read_whole
+from ..telemetry import logger
+
+log = logger("replicas")
+
+STEPS_TOLD = 2
+"""Of each run: the newest, and the one that it replaces."""
+_NOTE_FIELDS = frozenset({"attempt", "of"})
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """One committed checkpoint of the local tier, and whose files of it lie here."""
+
+    directory: Path
+    location: Location
+    manifest: Manifest
+    own: frozenset[str]
+    held: frozenset[str]
+    made_by: Mapping[str, str]
+    """The members that have made the saves copied here, by token."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.location.uri, self.manifest.attempt
+
+    def fresh(self, *, is_safe: bool) -> Fresh:
+        uri, manifest = self.location.uri, self.manifest
+        return Fresh(uri, manifest.attempt, manifest.created_unix_seconds, self.own, self.held, is_safe, self.made_by)
+
+
+class LocalTier:
+    """Looks at the checkpoints of one local root again and again. A manifest that has not changed is read once."""
+
+    def __init__(self, local_root: Path) -> None:
+        self._root = local_root
+        self._manifests: dict[Path, tuple[tuple[int, int, int], Manifest]] = {}
+        self.newest: list[Here] = []
+        """The newest steps of every run, newest first."""
+        self.unnamed: dict[Path, set[str]] = {}
+        """Saves of this node's ranks that no manifest here names, by directory: their commit was elsewhere, or is yet
+        to come."""
+
+    def look(self) -> None:
+        """Cost: a walk over the directories, and one stat for each file of the newest steps."""
+        runs: dict[Path, list[tuple[Path, Manifest]]] = {}
+        unnamed: dict[Path, set[str]] = {}
+        for directory in marked_directories(self._root / "checkpoints"):
+            manifest = self._manifest(directory)
+            named = manifest.tokens | {manifest.attempt} if manifest is not None else frozenset()
+            if lost := {token for token in _own(directory) - named if _is_flushed(directory, token)}:
+                unnamed[directory] = lost
+            if manifest is not None:
+                runs.setdefault(directory.parent, []).append((directory, manifest))
+        steps = [step for run in runs.values() for step in sorted(run, key=_age, reverse=True)[:STEPS_TOLD]]
+        self.newest = list(self._here(sorted(steps, key=_age, reverse=True)))
+        self.unnamed = unnamed
+        standing = {directory for run in runs.values() for directory, _ in run}
+        self._manifests = {path: known for path, known in self._manifests.items() if path in standing}
+
+    def copies(self) -> list[Here]:
+        """The checkpoints, of any age, that hold copies of others' saves, as of the last ``look``."""
+        known = [(directory, manifest) for directory, (_, manifest) in self._manifests.items()]
+        return list(self._here(step for step in known if (step[0] / REPLICA).exists()))
+
+    def _here(self, steps: Iterable[tuple[Path, Manifest]]) -> Iterable[Here]:
+        for directory, manifest in steps:
+            location = location_at(self._root, directory)
+            if location is not None:
+                yield here(directory, location, manifest)
+
+    def _manifest(self, directory: Path) -> Manifest | None:
+        try:
+            status = (directory / MANIFEST).stat()
+        except OSError:
+            return None
+        stamp, known = (status.st_ino, status.st_mtime_ns, status.st_size), self._manifests.get(directory)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        try:
+            manifest = commit.read_local_manifest(directory)
+        except (ManifestError, StoreError) as error:
+            log.warning("%s", error)
+            return None
+        if manifest is not None:
+            self._manifests[directory] = (stamp, manifest)
+        return manifest
+
+
+def here(directory: Path, location: Location, manifest: Manifest) -> Here:
+    """Look which saves of ``manifest`` are whole in ``directory`` (R1)."""
+    missing = {entry.token for entry in manifest.files if file_size(directory / entry.key) != entry.size_bytes}
+    whole, own = manifest.tokens - missing, _own(directory)
+    return Here(directory, location, manifest, own & whole, whole - own, _noted(directory, manifest.attempt))
+
+
+def note(directory: Path, manifest: Manifest, made_by: Mapping[str, str]) -> None:
+    """Note whose saves are copied here. Losing the note costs room: the copies are then kept like this node's own."""
+    body = {"attempt": manifest.attempt, "of": {**_noted(directory, manifest.attempt), **made_by}}
+    durable_write(directory / REPLICA, manifests.seal(body))
+
+
+def _noted(directory: Path, attempt: str) -> dict[str, str]:
+    path = directory / REPLICA
+    try:
+        data = read_whole(path, manifests.MANIFEST_BYTES_MAX)
+        body = manifests.unseal(data, _NOTE_FIELDS, where=str(path), size_bytes_max=manifests.MANIFEST_BYTES_MAX)
+    except ObjectNotFoundError:
+        return {}
+    except (ManifestError, StoreError) as error:
+        log.warning("%s", error)
+        return {}
+    if body["attempt"] != attempt or not isinstance(body["of"], dict):
+        return {}
+    return {str(token): str(name) for token, name in body["of"].items()}
+
+
+def _own(directory: Path) -> frozenset[str]:
+    """The saves here that ranks of this node make, or have made."""
+    try:
+        with os.scandir(directory / OWN_DIR) as entries:
+            return frozenset(entry.name for entry in entries)
+    except OSError:
+        return frozenset()
+
+
+def _is_flushed(directory: Path, token: str) -> bool:
+    return bool(matching(directory, f"*-{token}{SHARD_SUFFIX}"))
+
+
+def _age(step: tuple[Path, Manifest]) -> tuple[int, float]:
+    """By step, and by time where names tell none."""
+    return step_of(step[0].name) or 0, step[1].created_unix_seconds

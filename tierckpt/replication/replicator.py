@@ -1,0 +1,389 @@
+"""Copies of other nodes' fresh checkpoints on this one, and news of commits: what an agent does beside draining.
+
+Once a second it looks at the local tier, asks the members whose saves it is to hold, and those that are to hold its
+own, what they have (``/v1/fresh``), and
+
+1. learns of commits: a node whose rank did not coordinate a save has shards and no manifest; it takes the manifest from
+   whoever has it, so that it can serve its part and be restored from;
+2. fetches what it is to hold and lacks, the newest checkpoint of each run only, into its own local tier under the same
+   names: a replica is a local copy of more files;
+3. removes copies that newer ones on all their holders have replaced (R2).
+
+Crash safety: the manifest comes first, so every file that a killed agent leaves is named by it and goes with it; a file
+gets its name when it is whole, verified and durable. Nothing here touches the journal, or a file that another writes.
+
+Room is never taken from this node's own work: what a save may evict may go, else there is no copy, which is counted.
+Bytes are spent from the budget of the drains, so training comes first here too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..checkpoint import commit
+from ..checkpoint.catalog import file_size
+from ..checkpoint.journal import Journal
+from ..config import Settings
+from ..disk import read_lease
+from ..drain.budget import Budget
+from ..drain.transfer import fetch
+from ..errors import CapacityError, IntegrityError, ManifestError, ObjectNotFoundError, TierckptError
+from ..format.layout import Location, local_dir, location_at
+from ..format.manifest import FileEntry, Manifest
+from ..peer.catalog import Cluster, Elsewhere, Live, Taking
+from ..peer.members import Member
+from ..peer.replica_policy import FRESH_MAX, Fresh, holders, outdated, sources
+from ..save import eviction
+from ..stores.base import Store
+from ..telemetry import REPLICAS, logger
+from ..types import Json, Progress, ProgressListener
+from .local_index import Here, LocalTier, note
+
+log = logger("replicas")
+
+ROUND_SECONDS = 1.0
+NO_ROOM_SECONDS = 30.0
+"""How long after there was no room for a copy it is tried again; and at the latest after something else went wrong."""
+WAIT_FOR_HOLDERS_SECONDS = 120.0
+"""How long after a save an agent stays for the sake of copies that nobody has fetched yet."""
+SETTLE_SECONDS = 60.0
+"""How often the shared tier is asked whether it has what lies here of others."""
+NEWS_SECONDS_MAX = 10.0
+ASKED_PER_SECOND = 64
+"""Peers that are asked for news of one save."""
+CONCURRENCY = 4
+
+
+@dataclass
+class Standing:
+    """How far the copies are, for ``tierckpt status``."""
+
+    members: int = 0
+    holders: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    copied: int = 0
+    copied_bytes: int = 0
+    without_room: int = 0
+    failed: int = 0
+    removed: int = 0
+    error: str = ""
+    newest: dict[str, Json] = field(default_factory=dict)
+    """By run: the newest step of this node's own, and whether all its holders have it."""
+
+
+class Replicator:
+    """The copies of one node. Runs on the agent's event loop until it is cancelled.
+
+    Args:
+        cluster: the other nodes, as this agent sees them.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        journal: Journal,
+        budget: Budget,
+        cluster: Cluster,
+        store_at: Callable[[Location], Store],
+        listener: ProgressListener,
+    ) -> None:
+        self.settings = settings
+        self.standing = Standing()
+        self._journal, self._budget, self._cluster = journal, budget, cluster
+        self._store_at, self._listener = store_at, listener
+        self._settled_at = time.monotonic()
+        self._tier = LocalTier(settings.local_root)
+        self._safe: set[tuple[str, str]] = set()
+        """(URI, attempt) of own saves that all holders have told to hold."""
+        self._marked: set[tuple[str, str]] = set()
+        self._told: Mapping[str, list[Fresh]] = {}
+        self._taking: asyncio.Task[None] | None = None
+        self._again_at: dict[str, float] = {}
+        self._tries: Counter[str] = Counter()
+
+    # --- what is told ----------------------------------------------------------------------------------------------
+
+    def fresh(self) -> Json:
+        """The answer to ``/v1/fresh``. Any thread."""
+        return {"fresh": [row.to_json() for row in self._rows()[:FRESH_MAX]]}
+
+    def _rows(self) -> list[Fresh]:
+        return [here.fresh(is_safe=here.key in self._safe) for here in self._tier.newest]
+
+    def status(self) -> Json:
+        """For ``tierckpt status``: placement, what was copied, and whether the newest own step has all its copies."""
+        now = self.standing
+        return {
+            "replicas": self.settings.replicas,
+            "members": now.members,
+            "holders": list(now.holders),
+            "sources": list(now.sources),
+            "newest": now.newest,
+            "copied": now.copied,
+            "copied_bytes": now.copied_bytes,
+            "without_room": now.without_room,
+            "failed": now.failed,
+            "removed": now.removed,
+            "last_error": now.error,
+        }
+
+    # --- the loop --------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Go on until cancelled. Nothing that goes wrong ends it: it is told, and tried again in the next round."""
+        try:
+            while True:
+                try:
+                    await self.round()
+                except (TierckptError, OSError) as error:
+                    self._failed("a round of the copies failed", error)
+                except Exception:
+                    log.exception("a round of the copies failed")
+                await asyncio.sleep(ROUND_SECONDS)
+        finally:
+            if self._taking is not None:
+                self._taking.cancel()
+                await asyncio.gather(self._taking, return_exceptions=True)
+
+    async def round(self) -> None:
+        """Look once, and begin to fetch what is missing unless something is being fetched."""
+        live = await self._cluster.live()
+        await asyncio.to_thread(self._tier.look)
+        await self._learn(live)
+        if self.settings.drain and time.monotonic() - self._settled_at > SETTLE_SECONDS:
+            self._settled_at = time.monotonic()
+            await self._settle()
+        if self.settings.replicas < 2 or not live.me:
+            return
+        await self._compare(live)
+        if self._taking is None or self._taking.done():
+            wanted = self._wanted(live)
+            if wanted:
+                self._taking = asyncio.create_task(self._take_all(wanted, live), name="replicas")
+        await self._remove_outdated()
+
+    @property
+    def is_needed(self) -> bool:
+        """True while something is being fetched, or a fresh save of this node is not on all its holders yet."""
+        if self._taking is not None and not self._taking.done():
+            return True
+        limit = time.time() - WAIT_FOR_HOLDERS_SECONDS
+        return len(self.standing.holders) > 1 and any(
+            here.own and here.manifest.created_unix_seconds > limit and here.key not in self._safe
+            for here in self._tier.newest
+        )
+
+    # --- news of commits -------------------------------------------------------------------------------------------
+
+    async def _learn(self, live: Live) -> None:
+        """Find the manifests that name saves of this node, and note their commits here."""
+        for directory, tokens in self._tier.unnamed.items():
+            location = location_at(self.settings.local_root, directory)
+            key = f"news {directory}"
+            pause = ROUND_SECONDS * len(live.others) / ASKED_PER_SECOND
+            if location is None or not live.others or time.monotonic() < self._again_at.get(key, 0.0):
+                continue
+            try:
+                if not await self._learn_of(location, directory, tokens):
+                    self._later(key, min(pause, NEWS_SECONDS_MAX))
+            except (TierckptError, OSError) as error:
+                self._later(key, NEWS_SECONDS_MAX)
+                self._failed(f"the commit of {location.uri} cannot be noted on this node", error)
+
+    async def _learn_of(self, location: Location, directory: Path, tokens: set[str]) -> bool:
+        for elsewhere in (await self._cluster.at(location)).values():
+            if tokens & elsewhere.manifest.tokens:
+                log.info("%s is committed, says %s", location.uri, elsewhere.members[0].name)
+                return await self._adopt(elsewhere, directory, elsewhere.members)
+        return False
+
+    async def _adopt(self, elsewhere: Elsewhere, directory: Path, members: Sequence[Member]) -> bool:
+        """Note a commit of another node here. False when a different one stands here that it does not replace."""
+        manifest, taking = elsewhere.manifest, Taking(elsewhere, members)
+        metadata = {}
+        for entry in manifest.metadata:
+            metadata[entry.path] = await taking.get(entry)
+            commit.check_bytes(metadata[entry.path], entry, manifest.chunk_size_bytes, taking.uri)
+        await asyncio.to_thread(commit.adopt_local, directory, manifest, metadata)
+        standing = await asyncio.to_thread(commit.read_local_manifest, directory)
+        return standing is not None and standing.attempt == manifest.attempt
+
+    # --- copies ----------------------------------------------------------------------------------------------------
+
+    async def _compare(self, live: Live) -> None:
+        """Ask the members that this node holds copies of or with; note which of its own saves all holders have."""
+        members = {member.name: member for member in live.others}
+        placed = holders(live.members, self.settings.replicas)
+        mine, others = placed.get(live.me, ()), sources(placed, live.me)
+        # Whoever has made what lies here is asked too, wherever the placement has put its copies since.
+        made = {name for here in self._tier.newest for name in here.made_by.values()}
+        fellows = [members[name] for name in {*mine, *others, *made} if name in members]
+        self._told = await self._cluster.fresh(fellows)
+        self.standing.members, self.standing.holders = len(members) + 1, tuple(mine)
+        self.standing.sources = tuple(others)
+        safe = {
+            here.key
+            for here in self._tier.newest
+            if here.own and len(mine) > 1 and all(self._holds(name, here) for name in mine if name != live.me)
+        }
+        self._safe = safe
+        await asyncio.to_thread(self._mark_replicated)
+        self.standing.newest = {}
+        for here in self._tier.newest:
+            if here.own:
+                row = {"uri": here.location.uri, "has_all_replicas": here.key in safe}
+                self.standing.newest.setdefault(here.location.parent.uri, row)
+
+    def _mark_replicated(self) -> None:
+        """Note which steps are on all holders, this node's own saves and those it has copies of: retention keeps the
+        newest of them (N1) until a newer one is."""
+        told = [row for name in self.standing.sources for row in self._told.get(name, ())]
+        for here in self._tier.newest:
+            others = [row for row in told if row.own and (row.uri, row.attempt) == here.key]
+            if here.key in self._safe and here.key not in self._marked and all(row.is_safe for row in others):
+                commit.mark_replicated(here.directory, here.manifest.attempt)
+                self._marked.add(here.key)
+
+    def _holds(self, name: str, here: Here) -> bool:
+        rows = self._told.get(name, ())
+        return any(row.attempt == here.manifest.attempt and here.own <= row.held | row.own for row in rows)
+
+    def _wanted(self, live: Live) -> list[tuple[str, Fresh]]:
+        """What this node is to hold and lacks, newest first: of each run of each source its newest checkpoint."""
+        having: dict[tuple[str, str], Set[str]] = {
+            (here.location.uri, here.manifest.attempt): here.own | here.held for here in self._tier.newest
+        }
+        found = []
+        for name in self.standing.sources:
+            newest: dict[str, Fresh] = {}
+            for row in sorted((row for row in self._told.get(name, ()) if row.own), key=lambda row: row.age):
+                newest[row.run] = row
+            found += [(name, row) for row in newest.values() if row.own - having.get((row.uri, row.attempt), set())]
+        now = time.monotonic()
+        ready = [(name, row) for name, row in found if now >= self._again_at.get(_key(name, row), 0.0)]
+        return sorted(ready, key=lambda item: item[1].created_unix_seconds, reverse=True)
+
+    async def _take_all(self, wanted: Sequence[tuple[str, Fresh]], live: Live) -> None:
+        members = {member.name: member for member in live.others}
+        for name, row in wanted:
+            if name not in members:
+                continue
+            try:
+                size_bytes = await self._take(members[name], row)
+            except CapacityError as error:
+                self.standing.without_room += 1
+                self._later(_key(name, row), NO_ROOM_SECONDS)
+                self._failed(f"no copy of {row.uri} for {name}", error, outcome="no_room")
+            except (TierckptError, OSError, TimeoutError) as error:
+                self.standing.failed += 1
+                self._tries[_key(name, row)] += 1
+                self._later(_key(name, row), min(ROUND_SECONDS * 2 ** self._tries[_key(name, row)], NO_ROOM_SECONDS))
+                self._failed(f"the copy of {row.uri} of {name} is not whole yet", error, outcome="failed")
+            else:
+                self._tries.pop(_key(name, row), None)
+                self.standing.copied += size_bytes > 0
+                self.standing.copied_bytes += size_bytes
+                REPLICAS.emit(1, outcome="copied")
+
+    async def _take(self, member: Member, row: Fresh) -> int:
+        """Bring the saves of ``member`` in one checkpoint to this node. Returns the bytes that were fetched."""
+        directory = local_dir(self.settings.local_root, row.location)
+        here = next((here for here in self._tier.newest if here.directory == directory), None)
+        is_new = here is None or here.manifest.attempt != row.attempt
+        manifest = here.manifest if here is not None and not is_new else await self._manifest_of(member, row)
+        elsewhere = Elsewhere(self._cluster, row.location, manifest, [member])
+        files = [entry for entry in manifest.files if entry.token in row.own]
+        lacking = [entry for entry in files if file_size(directory / entry.key) != entry.size_bytes]
+        needed = sum(entry.size_bytes for entry in (*lacking, *manifest.metadata))
+        async with read_lease.reading_async(self.settings.local_root, directory):
+            if not await asyncio.to_thread(eviction.has_room, self.settings, needed, directory):
+                raise CapacityError(f"{needed} bytes are needed, and only this node's own work is in the way")
+            if is_new and not await self._adopt(elsewhere, directory, [member]):
+                raise ManifestError(f"another save stands at {directory}", hint="It is this node's own, and stays")
+            await asyncio.to_thread(note, directory, manifest, dict.fromkeys(row.own, member.name))
+            try:
+                await self._fetch(elsewhere, member, directory, lacking, row.created_unix_seconds)
+            except IntegrityError:
+                elsewhere.report(member)
+                raise
+        return sum(entry.size_bytes for entry in lacking)
+
+    async def _manifest_of(self, member: Member, row: Fresh) -> Manifest:
+        """The manifest of ``row``. Raises ObjectNotFoundError when it has gone meanwhile, or is not as was said."""
+        found = await self._cluster.manifest_of(member, row.location)
+        if found is None or found.attempt != row.attempt or not row.own <= found.tokens:
+            raise ObjectNotFoundError(f"{member.name} does not have {row.uri} as it said", uri=row.uri)
+        return found
+
+    async def _fetch(
+        self, elsewhere: Elsewhere, member: Member, directory: Path, lacking: Sequence[FileEntry], newness: float
+    ) -> None:
+        share = self._budget.share(newness)
+        source = Taking(elsewhere, [member], share.spend)
+        total, done = sum(entry.size_bytes for entry in lacking), 0
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            done += count
+            self._listener(Progress(f"replica {elsewhere.location.uri} of {member.name}", done, total))
+
+        for entry in lacking:
+            async with share.slot():
+                chunk = elsewhere.frozen.chunk_size_bytes
+                await fetch(source, entry, directory / entry.key, chunk, on_bytes, CONCURRENCY)
+
+    async def _settle(self) -> None:
+        """Note which of the copies here the shared tier has got since: from then on a save may evict them.
+
+        Cost: one request for each copy of others' saves that is not known to be there.
+        """
+        for here in self._tier.newest:
+            drained = await asyncio.to_thread(commit.is_drained, here.directory, here.manifest.attempt)
+            if here.own or drained:
+                continue
+            try:
+                shared = await commit.read_shared_manifest(self._store_at(here.location))
+            except TierckptError as error:
+                log.info("%s: whether it is on the shared tier is not known: %s", here.location.uri, error)
+                continue
+            if shared is not None and shared.attempt == here.manifest.attempt:
+                await asyncio.to_thread(commit.mark_drained, here.directory, shared.attempt)
+
+    # --- removing ----------------------------------------------------------------------------------------------------
+
+    async def _remove_outdated(self) -> None:
+        """Remove copies that R2 lets go."""
+        busy = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
+        for old in await asyncio.to_thread(self._outdated, frozenset(busy)):
+            if await asyncio.to_thread(self._remove, old):
+                self.standing.removed += 1
+                log.info("removed the copy of %s: a newer one is on all its holders", old.location.uri)
+
+    def _outdated(self, busy: frozenset[str]) -> list[Here]:
+        copies = self._tier.copies()
+        gone = {row.uri for row in outdated([copy.fresh(is_safe=False) for copy in copies], self._told, busy)}
+        return [copy for copy in copies if copy.location.uri in gone]
+
+    def _remove(self, old: Here) -> bool:
+        with read_lease.removing(self.settings.local_root, old.directory) as free:
+            return bool(free) and commit.remove_local(old.directory, old.manifest.attempt)
+
+    # --- odds and ends -----------------------------------------------------------------------------------------------
+
+    def _later(self, key: str, seconds: float) -> None:
+        now = time.monotonic()
+        self._again_at = {key: at for key, at in self._again_at.items() if at > now} | {key: now + seconds}
+
+    def _failed(self, what: str, error: BaseException, outcome: str = "failed") -> None:
+        REPLICAS.emit(1, outcome=outcome)
+        self.standing.error = f"{what}: {error}"
+        log.warning("%s: %s", what, error)
+
+
+def _key(name: str, row: Fresh) -> str:
+    return f"{name} {row.uri} {row.attempt}"

@@ -1,0 +1,198 @@
+"""The drill: does the shared tier alone bring a checkpoint back? Found out before a node is lost, not after.
+
+A committed step is chosen at random (the seed says which, so that a finding can be repeated), fetched into scratch with
+nothing of this node's copies, and read back from there: every byte is compared with its digest twice, as it came and
+as it lies on the disk. Nothing of the checkpoint is loaded, so nothing in it can run (P9).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..checkpoint import commit
+from ..disk.file_lock import try_lock
+from ..drain.transfer import check, fetch, open_file, pread_all
+from ..errors import CapacityError, IntegrityError, ObjectNotFoundError, TierckptError
+from ..format.layout import Location
+from ..format.manifest import FileEntry, Manifest
+from ..quantities import human_bytes
+from ..stores.base import Store
+from ..stores.local import make_dirs, translate_os_error
+from ..telemetry import logger
+from ..types import Json, Progress, ProgressListener, Tier
+
+log = logger("drill")
+
+PREFIX = "drill-"
+
+
+@dataclass
+class DrillReport:
+    """What a drill found. ``problems`` maps a file to what is wrong with it; none means that it all came back."""
+
+    location: Location
+    seed: int
+    committed: int
+    """Steps that the drill could have chosen."""
+    files: int = 0
+    size_bytes: int = 0
+    restored_bytes: int = 0
+    seconds: float = 0.0
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> Json:
+        return {
+            "uri": self.location.uri,
+            "seed": self.seed,
+            "committed": self.committed,
+            "files": self.files,
+            "size_bytes": self.size_bytes,
+            "restored_bytes": self.restored_bytes,
+            "seconds": self.seconds,
+            "bytes_per_second": self.restored_bytes / self.seconds if self.seconds else 0.0,
+            "good": not self.problems,
+            "problems": [{"file": path, "problem": text} for path, text in sorted(self.problems.items())],
+        }
+
+
+def choose(steps: list[Location], seed: int) -> Location:
+    """The same seed over the same steps chooses the same one."""
+    ordered = sorted(steps, key=lambda location: location.uri)
+    return ordered[random.Random(seed).randrange(len(ordered))]
+
+
+async def drill(
+    report: DrillReport, store: Store, manifest: Manifest, parent: Path, *, concurrency: int, listener: ProgressListener
+) -> DrillReport:
+    """Restore ``manifest`` from ``store`` to a new directory under ``parent``, compare it, remove it; fill ``report``.
+
+    Damaged and missing files are findings and end up in ``problems``. The directory goes whatever happens; that of a
+    drill that was killed goes with the next drill there.
+
+    Raises:
+        CapacityError: it does not fit; nothing was fetched.
+        StoreUnavailableError, PermissionDeniedError: the store does not answer, which says nothing about the files.
+    Cost: every byte fetched, written and read back once; room for the whole checkpoint.
+    """
+    report.files, report.size_bytes = len(manifest.entries), manifest.size_bytes
+    begun = time.monotonic()
+    with _scratch(parent, manifest.size_bytes) as scratch:
+        job = _Job(report, store, manifest, scratch, concurrency, listener)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for entry in manifest.entries:
+                    group.create_task(job.restore(entry))
+                for entry in manifest.metadata:
+                    if entry.source:
+                        group.create_task(job.look_at_stock_copy(entry))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+    report.seconds = time.monotonic() - begun
+    return report
+
+
+class _Job:
+    def __init__(
+        self,
+        report: DrillReport,
+        store: Store,
+        manifest: Manifest,
+        scratch: Path,
+        concurrency: int,
+        listener: ProgressListener,
+    ) -> None:
+        self.report, self.store, self.manifest, self.scratch = report, store, manifest, scratch
+        self.concurrency = concurrency
+        self.gate = asyncio.Semaphore(concurrency)
+        self.listener = listener
+
+    async def restore(self, entry: FileEntry) -> None:
+        """Fetch one file and read it back from the disk."""
+        path = self.scratch / entry.path
+        chunk_size = self.manifest.chunk_size_bytes
+        async with self.gate:
+            try:
+                await self._expect_size(entry)
+                await fetch(self.store, entry, path, chunk_size, self._advance, self.concurrency)
+                await self._read_back(entry, path)
+            except (IntegrityError, ObjectNotFoundError) as error:
+                self._note(entry.path, error)
+
+    async def _expect_size(self, entry: FileEntry) -> None:
+        """Fetching by ranges would not see what was added at the end."""
+        found_bytes = (await self.store.head(entry.key)).size_bytes
+        if found_bytes != entry.size_bytes:
+            raise IntegrityError(f"it has {found_bytes} bytes, the manifest says {entry.size_bytes}")
+
+    async def _read_back(self, entry: FileEntry, path: Path) -> None:
+        file = await asyncio.to_thread(open_file, path)
+        try:
+            for byte_range, digest in entry.chunks(self.manifest.chunk_size_bytes):
+                chunk = await asyncio.to_thread(pread_all, file, byte_range, path)
+                await check(chunk, digest, entry, byte_range, Tier.LOCAL, str(path))
+        finally:
+            os.close(file)
+
+    async def look_at_stock_copy(self, entry: FileEntry) -> None:
+        """Stock PyTorch reads the metadata under its own name: that copy counts too (P1)."""
+        async with self.gate:
+            try:
+                data = await self.store.get(entry.path)
+                commit.check_bytes(data, entry, self.manifest.chunk_size_bytes, self.store.uri)
+            except (IntegrityError, ObjectNotFoundError) as error:
+                self._note(entry.path, error)
+
+    def _note(self, path: str, error: TierckptError) -> None:
+        log.warning("the drill found damage: %s", error.message, extra={"file": path})
+        self.report.problems[path] = error.message
+
+    def _advance(self, count: int) -> None:
+        self.report.restored_bytes += count
+        self.listener(Progress(f"drill {self.report.location.uri}", self.report.restored_bytes, self.report.size_bytes))
+
+
+@contextmanager
+def _scratch(parent: Path, needed_bytes: int) -> Iterator[Path]:
+    """Yield a new directory under ``parent`` with room for ``needed_bytes``; it is removed at the end."""
+    make_dirs(parent)
+    _remove_dead(parent)
+    try:
+        free = shutil.disk_usage(parent).free
+        if free < needed_bytes:
+            raise CapacityError(
+                f"the checkpoint has {human_bytes(needed_bytes)}, {human_bytes(free)} are free under {parent}",
+                hint="Give a --scratch directory with more room; nothing was fetched",
+                needed_bytes=needed_bytes,
+                free_bytes=free,
+            )
+        directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    except OSError as error:
+        raise translate_os_error(error, parent, Tier.LOCAL) from error
+    with try_lock(_lock_of(directory), remove=True):
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _remove_dead(parent: Path) -> None:
+    """Remove what a killed drill left: its lock went with it."""
+    for left in parent.glob(f"{PREFIX}*"):
+        if left.is_dir() and _lock_of(left).exists():  # without a lock file it is not known to be ours
+            with try_lock(_lock_of(left), remove=True) as dead:
+                if dead:
+                    shutil.rmtree(left, ignore_errors=True)
+                    log.info("removed %s, which a killed drill had left", left)
+
+
+def _lock_of(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.lock")

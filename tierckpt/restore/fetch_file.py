@@ -1,0 +1,197 @@
+"""Bring files of a checkpoint to this node from the nearest other copy: peers that have them, then the shared tier."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from ..cache.entry import Cached, Origin
+from ..cache.file_set import Frozen, wanted_of
+from ..checkpoint import commit
+from ..checkpoint.catalog import Checkpoint
+from ..disk.file_lock import lock_async
+from ..disk.local_root import typed_errors
+from ..drain.transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
+from ..errors import IntegrityError, ObjectNotFoundError, StoreError, TierckptError
+from ..format.layout import BRINGING
+from ..format.manifest import FileEntry, Manifest
+from ..peer.catalog import Elsewhere
+from ..peer.fetch.join import SMALL_BYTES, Sharing
+from ..peer.members import Member
+from ..stores.base import Recoverable, Store
+from ..stores.common import settled
+from ..stores.local import fsync_dir, make_dirs
+from ..stores.verified_read import again, available
+from ..telemetry import logger
+from ..types import Buffer, ByteRange, Progress, Tier
+
+log = logger("restore")
+
+T = TypeVar("T")
+
+PEERS_TRIED_MAX = 3
+"""Peers that are asked for a file, one after another, before it is read from the shared tier."""
+
+
+class Nearest:
+    """An ``Origin`` of one checkpoint's files: chunks of peers that have them, verified, else ranges of the store.
+
+    A peer that fails is not asked again; one that gives wrong bytes is reported.
+    """
+
+    def __init__(self, store: Store, elsewhere: Elsewhere | None) -> None:
+        self.uri = store.uri
+        self.peer_bytes = 0
+        self._store, self._elsewhere = store, elsewhere
+        self._given_up: set[str] = set()
+        self._entries = {entry.key: entry for entry in elsewhere.manifest.entries} if elsewhere is not None else {}
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        """Return one chunk, or any range that only the store has.
+
+        Raises:
+            ObjectNotFoundError, StoreError, IntegrityError: of the shared tier, when no peer gives it.
+        """
+        data = await self._from_peers(key, byte_range)
+        if data is not None:
+            self.peer_bytes += byte_range.size_bytes
+            return data
+        return await self._store.get_range(key, byte_range, if_match=if_match)
+
+    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
+        return await again(self._store, work)
+
+    async def reconnect(self, damage: TierckptError) -> None:
+        """Chunks of peers are verified when they come here: the damage is the store's."""
+        if not isinstance(self._store, Recoverable):
+            raise damage
+        await self._store.reconnect(damage)
+
+    async def available(self) -> bool:
+        return await available(self._store)
+
+    def hasten(self) -> None:
+        if isinstance(self._store, Recoverable):
+            self._store.hasten()
+
+    async def _from_peers(self, key: str, byte_range: ByteRange) -> Buffer | None:
+        elsewhere, entry = self._elsewhere, self._entries.get(key)
+        if elsewhere is None or entry is None or not entry.digests:
+            return None
+        index = byte_range.start // elsewhere.frozen.chunk_size_bytes
+        for member in self._asked(elsewhere, key):
+            try:
+                return await elsewhere.chunk(member, entry, index)
+            except IntegrityError as error:
+                elsewhere.report(member)
+                self._give_up(member, error)
+            except ObjectNotFoundError as error:
+                log.info("%s: %s", key, error)
+            except (TierckptError, OSError, TimeoutError) as error:
+                self._give_up(member, error)
+        return None
+
+    def _asked(self, elsewhere: Elsewhere, key: str) -> list[Member]:
+        holders = elsewhere.holders(self._entries[key])
+        return [member for member in holders if member.name not in self._given_up][:PEERS_TRIED_MAX]
+
+    def _give_up(self, member: Member, error: BaseException) -> None:
+        self._given_up.add(member.name)
+        log.warning("%s is given up for %s: %s", member.name, self.uri, error)
+
+
+async def bring(
+    checkpoint: Checkpoint, entry: FileEntry, *, sharing: Sharing | None, concurrency: int, on_bytes: OnBytes
+) -> None:
+    """Bring one file of ``checkpoint`` to the local tier; it appears whole, verified and durable, or not at all.
+
+    With ``sharing``, nodes that bring the same file read each byte of it from the shared tier once, all together, and
+    what one has the others have from it. One process of a node brings a file; others wait, and find it there.
+
+    Raises:
+        IntegrityError, StoreError, CapacityError: it cannot be had, or not kept.
+    """
+    chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest is not None else 0
+    path, nearest = checkpoint.directory / entry.key, Nearest(checkpoint.store, checkpoint.elsewhere)
+    if sharing is None or entry.size_bytes < SMALL_BYTES or not entry.digests:
+        await fetch(nearest, entry, path, chunk, on_bytes, concurrency)
+        return
+    make_dirs(path.parent)
+    async with lock_async(path.with_name(f".{path.name}.lock"), FETCH_TIMEOUT_SECONDS, str(path)):
+        if await asyncio.to_thread(path.exists):
+            on_bytes(entry.size_bytes)
+            return
+        origin: Origin = checkpoint.store if Tier.SHARED in checkpoint.tiers else nearest
+        # A version of its own (peer/chunk_files.py, Single), so that only those share a file who want it.
+        frozen = Frozen(checkpoint.location.uri, (wanted_of(entry),), chunk)
+        place = checkpoint.directory / BRINGING / frozen.version
+        gate, counted = asyncio.Semaphore(concurrency), _Counted(on_bytes)
+        cached = Cached(origin, frozen, place, gate=gate, fetches_max=concurrency, sharing=sharing)
+        try:
+            await asyncio.to_thread(lambda: cached.begin(whole=True))
+            await cached.fill(listener=counted)
+            await settled(asyncio.to_thread(_put, place, entry, path))
+        finally:
+            await cached.close()
+
+
+class _Counted:
+    """Turns the progress of one fill into bytes that have come."""
+
+    def __init__(self, on_bytes: OnBytes) -> None:
+        self._on_bytes, self._done_bytes = on_bytes, 0
+
+    def __call__(self, progress: Progress, /) -> None:
+        self._on_bytes(progress.done_bytes - self._done_bytes)
+        self._done_bytes = progress.done_bytes
+
+
+def _put(place: Path, entry: FileEntry, path: Path) -> None:
+    """Give the file its name. It is durable already."""
+    with typed_errors(path):
+        (place / entry.path).replace(path)
+        fsync_dir(path.parent)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+async def adopt(checkpoint: Checkpoint) -> None:
+    """Note on this node a commit that was found elsewhere: what was brought here is known to retention and eviction,
+    and peers find it here.
+
+    Best effort: what it costs is told, and nothing that was brought is lost.
+    """
+    manifest, directory = checkpoint.manifest, checkpoint.directory
+    if manifest is None:
+        return
+    try:
+        await asyncio.to_thread(commit.adopt_local, directory, manifest, await metadata_of(checkpoint, manifest))
+        if Tier.SHARED in checkpoint.tiers:
+            await asyncio.to_thread(commit.mark_drained, directory, manifest.attempt)
+    except (TierckptError, OSError) as error:
+        log.warning("the commit of %s could not be noted on this node: %s", checkpoint.location.uri, error)
+
+
+async def metadata_of(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, bytes]:
+    """The bytes of each metadata file by its path, checked: from this node, peers, or the shared tier.
+
+    Raises:
+        IntegrityError, StoreError: there is no good copy of one.
+    """
+    nearest, chunk = Nearest(checkpoint.store, checkpoint.elsewhere), manifest.chunk_size_bytes
+    found = {}
+    for entry in manifest.metadata:
+        for name in (entry.key, entry.path):  # a prefetch fills directories as stock PyTorch reads them
+            try:
+                data = await asyncio.to_thread((checkpoint.directory / name).read_bytes)
+                commit.check_bytes(data, entry, chunk, str(checkpoint.directory))
+                break
+            except (OSError, IntegrityError, StoreError):
+                continue
+        else:
+            data = b"".join([bytes(await nearest.get_range(entry.key, at)) for at, _ in entry.chunks(chunk)])
+            commit.check_bytes(data, entry, chunk, checkpoint.store.uri)
+        found[entry.path] = data
+    return found

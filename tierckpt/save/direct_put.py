@@ -1,0 +1,56 @@
+"""Straight to the shared tier: shards that go from staging memory into the store and never lie on the SSD.
+
+For a save that the SSD has no room for, or where it is no faster than the shared tier (``planning/policy.py``, D5). The
+commit is the usual one: an object has the name its shard would have had, so the drain finds it there and sends nothing.
+
+Invariants (tests cite them):
+    T1  A rank's results name its shards only when all of them are whole and durable on the shared tier, digests taken
+        of the very bytes that were sent. So a commit that names them, on either tier, names what can be read.
+    T2  A shard that did not get there goes to the SSD instead, and the other way round. Only when neither takes it the
+        save fails, and what it left in the store is removed, or stays under names that no commit knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from ..arena.memory import Memory
+from ..drain.budget import Share
+from ..stores.base import Store
+from ..stores.common import settled
+from ..stores.verified_read import again
+from ..telemetry import BYTES
+from ..types import Buffer, Tier
+from .flush import Flushed, Shard, Stream
+
+
+async def send(
+    store: Store, shards: Sequence[Shard], slot: Memory, chunk_size_bytes: int, share: Share
+) -> list[Flushed]:
+    """Put ``shards`` into ``store``, one after another, each under its file's name. All are whole there on return.
+
+    Raises TierckptError: one could not be put; those before it are there.
+    Cost: one pass over the data for CRC and digest, and a copy of each chunk, as the store takes several at a time.
+    """
+    return [await _send(store, shard, slot, chunk_size_bytes, share) for shard in shards]
+
+
+async def _send(store: Store, shard: Shard, slot: Memory, chunk_size_bytes: int, share: Share) -> Flushed:
+    async def attempt() -> Flushed:
+        stream = Stream(shard, slot, chunk_size_bytes)
+        await store.put_stream(shard.path.name, _pieces(stream, share), shard.size_bytes)
+        return stream.flushed()
+
+    return await again(store, attempt)
+
+
+async def _pieces(stream: Stream, share: Share) -> AsyncIterator[Buffer]:
+    pieces = stream.pieces()
+
+    def copied() -> bytes:
+        return bytes(next(pieces, b""))
+
+    while piece := await settled(share.in_background(copied)):
+        await share.spend(len(piece))
+        yield piece
+        BYTES.emit(len(piece), tier=Tier.SHARED, direction="written")

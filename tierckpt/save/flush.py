@@ -1,0 +1,681 @@
+"""Flush: memory to node-local SSD, durable, with digests and CRCs taken on the same pass.
+
+A shard is an ordered list of records (head, raw data somewhere in memory, tail). Its file is cut in segments of one or
+more chunks. Workers take segments in file order; each one
+
+    1. brings the segment's bytes together: in place where the arena already holds the image of the file, otherwise in
+       a slot of huge pages that the worker owns;
+    2. computes the CRC-32 of the data in it, and fills the tails that are now known;
+    3. digests each chunk;
+    4. writes the whole segment with one O_DIRECT write.
+
+The processor's cache still holds the bytes of step 1 in steps 2 and 3. Nothing else is allocated, whatever the size.
+
+Invariants (tests cite them):
+    F1  The digests are of the bytes that were handed to the kernel, padding excluded.
+    F2  A tail waits only for segments that come earlier in the same file, and those are taken first: no deadlock.
+    F3  After any error the shard is useless: the error is raised, nothing is tried again on the same file. A failed
+        fsync in particular may have dropped the pages it could not write (Rebello et al., ATC'20).
+    F4  When ``flush`` returns, every shard's bytes are durable if ``durable``; its directory is the caller's to fsync.
+
+Works in the process that owns the data or in another that has mapped the same memory: addresses count from ``base``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import time
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import memmove
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zlib_ng.zlib_ng import crc32, crc32_combine
+
+from ..arena.memory import Memory
+from ..cache.direct_write import allocate
+from ..disk import priority
+from ..disk.cpu_throttle import Pace
+from ..disk.write_tuner import IoShape, segment_bytes
+from ..errors import OperationTimeoutError, TierckptError
+from ..format.manifest import BLOCK_BYTES as DIGEST_BLOCK_BYTES
+from ..format.manifest import block_digest, blocks_of, digest_of_blocks
+from ..stores.local import translate_os_error
+from ..telemetry import logger
+from ..types import Tier
+from .write_ahead import AheadFile
+
+log = logger("flush")
+
+BLOCK_BYTES = 4096
+DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+_ZEROS = bytes(64 * 1024)
+HOT_BYTES = 2 * DIGEST_BLOCK_BYTES
+"""A quarter of the smallest second-level cache of today's servers, since source, target and more go through it."""
+
+
+SMALL_BYTES = 16 * 1024
+"""Copied without letting go of the interpreter lock: to get it back takes longer than the copy."""
+
+_copy_small = ctypes.PyDLL(None).memmove
+_copy_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_copy_small.restype = None
+
+
+def round_up(value: int, to: int = BLOCK_BYTES) -> int:
+    return -(-value // to) * to
+
+
+Fetch = Callable[[int, int, int], None]
+"""``fetch(target_address, start, count)``: put ``count`` bytes of the data, from ``start`` on, at an address."""
+
+
+class Record:
+    """One item of a shard: ``head``, ``size_bytes`` of data at ``address``, and a tail made from the data's CRC."""
+
+    __slots__ = (
+        *("address", "crcs", "fetch", "frame", "head", "head_bytes", "item", "known_bytes", "lease", "offset", "owner"),
+        *("size_bytes", "tail_bytes", "total_bytes"),
+    )
+
+    def __init__(
+        self,
+        offset: int,
+        head: Any,
+        frame: Any = None,
+        address: int = 0,
+        owner: Any = None,
+        fetch: Fetch | None = None,
+        item: Any = None,
+        lease: Any = None,
+    ) -> None:
+        self.offset = offset
+        """Of the head, in the file."""
+        self.head = head
+        self.frame = frame
+        """Has ``tail_with(crc)``, ``tail`` and ``size_bytes``; None when the head is all there is."""
+        self.address = address
+        self.owner = owner
+        """Keeps the data alive until it is written."""
+        self.fetch = fetch
+        """Brings data that has no address in this process (on a device, or strewn over memory); None to copy it."""
+        self.item = item
+        """What the caller knows the record by."""
+        self.lease = lease
+        """Of the arena, where the data is staged; None elsewhere."""
+        self.head_bytes = len(head)
+        self.size_bytes: int = 0
+        self.tail_bytes: int = 0
+        if frame is not None:
+            self.size_bytes, self.tail_bytes = frame.size_bytes, len(frame.tail)
+        self.total_bytes = self.head_bytes + self.size_bytes + self.tail_bytes
+        self.known_bytes = 0
+        self.crcs: dict[int, tuple[int, int]] | None = None
+
+    @property
+    def data_offset(self) -> int:
+        return self.offset + self.head_bytes
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.total_bytes
+
+    def know(self, offset: int, size_bytes: int, crc: int) -> None:
+        """Note the CRC-32 of a part of the data."""
+        if self.crcs is None:
+            self.crcs = {}
+        self.crcs[offset] = (crc, size_bytes)
+        self.known_bytes += size_bytes
+
+    def forget(self) -> None:
+        """Forget the CRCs: the shard is written from the beginning again."""
+        self.known_bytes, self.crcs = 0, None
+
+    def crc(self) -> int:
+        """The CRC-32 of the whole data, from those of its parts in order."""
+        value = 0
+        for _, (crc, size_bytes) in sorted((self.crcs or {}).items()):
+            value = crc32_combine(value, crc, size_bytes)
+        return value
+
+
+@dataclass(slots=True)
+class Image:
+    """Memory that already holds a shard's data where the file will have it: offset 0 of the file is at ``address``."""
+
+    memory: Memory
+    address: int
+    size_bytes: int
+    ahead: AheadFile | None = None
+    """Data of it that is in a file already, one without a name."""
+
+
+@dataclass(slots=True)
+class Shard:
+    """A file to be written. Records are in order of their offsets and do not overlap."""
+
+    path: Path
+    records: Sequence[Record]
+    image: Image | None = None
+    size_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size_bytes = self.records[-1].end if self.records else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What a shard has become."""
+
+    path: Path
+    size_bytes: int
+    digests: tuple[str, ...]
+    blocks: bytes = b""
+    """The digests of the blocks of all chunks (``manifest.blocks_of``)."""
+
+
+def flush(
+    shards: Sequence[Shard],
+    *,
+    slots: Sequence[Memory],
+    shape: IoShape,
+    chunk_size_bytes: int,
+    durable: bool = True,
+    base: int = 0,
+    nice: int = 0,
+    pace: Pace | None = None,
+    cached: bool = False,
+    timeout_seconds: float = 1800.0,
+) -> list[Flushed]:
+    """Write ``shards``, each under a name that does not exist yet. Returns size and chunk digests, in order.
+
+    The caller's thread is one of the workers, unless ``nice`` asks for a low priority, which only threads of our own
+    get. ``slots``: memory for a segment each; only what does not lie in an image takes one, and waits for it.
+
+    ``cached`` writes through the page cache: slower, and whoever reads the shards next finds them in memory.
+
+    With a ``pace`` workers rest between segments while the node's processors are busy (``disk/cpu_throttle.py``).
+
+    Raises:
+        CapacityError: the disk is full (found by fallocate before the first byte, where the file system has it).
+        TierckptError: any other error of any worker, by the first shard that had one (F3). Files are left as they are.
+        OperationTimeoutError: a worker has not ended within ``timeout_seconds``.
+    Cost: one pass over data in cache for CRC and digest, one copy more where there is no image; memory: the slots.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    pace = pace or Pace()
+    foreground = not nice and pace.share >= 1.0
+    job = _Job(shards, slots, shape, chunk_size_bytes, durable, base, pace, deadline, cached, foreground)
+    try:
+        job.run(nice)
+    finally:
+        job.close()
+    return [file.flushed() for file in job.files]
+
+
+class Stream:
+    """One shard as a stream, for who sends it instead of writing it. ``slot`` must hold a chunk."""
+
+    def __init__(self, shard: Shard, slot: Memory, chunk_size_bytes: int, timeout_seconds: float = 1800.0) -> None:
+        for record in shard.records:
+            record.forget()
+        deadline = time.monotonic() + timeout_seconds
+        one_by_one = IoShape(1, chunk_size_bytes)
+        self._job = _Job([shard], [slot], one_by_one, chunk_size_bytes, False, 0, Pace(), deadline, True, True)
+        self._slot = slot
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the bytes of the file in order, chunk by chunk. Each piece is valid until the next is asked for."""
+        for file in self._job.files:
+            for index in range(file.segments):
+                start = index * self._job.segment_bytes
+                end = min(start + self._job.segment_bytes, file.shard.size_bytes)
+                records = _overlapping(file.shard.records, start, end)
+                place = self._job.in_place(file, records, start, end) or _in(self._slot, start, end)
+                self._job.bring_together(file, records, place, end)
+                yield place.part(start, end)
+
+    def flushed(self) -> Flushed:
+        """What the shard has become, once all pieces were taken."""
+        return self._job.files[0].flushed()
+
+
+class _File:
+    """One shard being written: its descriptor, and how many segments are still to come."""
+
+    def __init__(self, shard: Shard, segment_bytes: int, *, direct: bool) -> None:
+        self.shard = shard
+        self.blocks: dict[int, bytes] = {}
+        """The digests of each chunk's blocks."""
+        self.ahead = shard.image.ahead if direct and shard.image is not None else None
+        self.segments = -(-shard.size_bytes // segment_bytes)
+        self.left = self.segments
+        self.direct = direct
+        self.fd = -1
+
+    def open(self) -> None:
+        try:
+            if not self._take():
+                self._open()
+            allocate(self.fd, round_up(self.shard.size_bytes))
+        except OSError as error:
+            raise translate_os_error(error, self.shard.path, Tier.LOCAL) from error
+
+    def _take(self) -> bool:
+        """Go on with the file that was begun ahead, if there is one."""
+        fd = self.ahead.take(self.shard.path) if self.ahead is not None else None
+        if fd is None:
+            self.ahead = None
+            return False
+        self.fd = fd
+        return True
+
+    def has(self, place: _Place) -> bool:
+        """True when the segment at ``place`` is written ahead: it lies in the image and is one record's data (A3)."""
+        image = self.shard.image
+        if self.ahead is None or image is None or place.address != image.address + place.start:
+            return False
+        record, *others = _overlapping(self.shard.records, place.start, place.end)
+        first, last = record.data_offset, record.data_offset + record.size_bytes
+        return not others and first <= place.start and place.end <= last and self.ahead.covers(place.start, place.end)
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        path = self.shard.path
+        try:
+            self.fd = os.open(path, flags | (os.O_DIRECT if self.direct else 0), 0o644)
+        except OSError as error:
+            if error.errno not in DIRECT_REFUSED:
+                raise
+            path.unlink(missing_ok=True)
+            log.info("%s: no O_DIRECT here (%s), writing through the page cache", path.parent, error.strerror)
+            self.fd = os.open(path, flags, 0o644)
+            self.direct = False
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write all of ``view``. A short write goes on from the last whole block, which O_DIRECT demands."""
+        end = offset + len(view)
+        while view:
+            count = os.pwrite(self.fd, view, offset)
+            if self.direct and count < len(view):
+                count -= count % BLOCK_BYTES
+            if count <= 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            view, offset = view[count:], offset + count
+        if offset != end:
+            raise OSError(errno.EIO, "wrote another number of bytes than asked")
+
+    def flushed(self) -> Flushed:
+        blocks = [self.blocks[index] for index in sorted(self.blocks)]
+        return Flushed(self.shard.path, self.shard.size_bytes, tuple(map(digest_of_blocks, blocks)), b"".join(blocks))
+
+    def finish(self, durable: bool) -> None:
+        if round_up(self.shard.size_bytes) != self.shard.size_bytes:
+            os.ftruncate(self.fd, self.shard.size_bytes)
+        if durable:
+            os.fsync(self.fd)
+
+
+class _Job:
+    """The workers of one call of ``flush`` and what they share."""
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        slots: Sequence[Memory],
+        shape: IoShape,
+        chunk_size_bytes: int,
+        durable: bool,
+        base: int,
+        pace: Pace,
+        deadline: float,
+        cached: bool,
+        foreground: bool,
+    ) -> None:
+        self.chunk_size_bytes = chunk_size_bytes
+        self.segment_bytes = segment_bytes(chunk_size_bytes, shape.size_bytes)
+        self.files = [_File(shard, self.segment_bytes, direct=not cached) for shard in shards]
+        self.threads = shape.threads
+        self.durable = durable
+        self.base = base
+        self.deadline = deadline
+        self.changed = threading.Condition()
+        self.failure: BaseException | None = None
+        self.working = 0
+        self.threads_started: list[threading.Thread] = []
+        self.pace = pace
+        # Where the caller waits, copy, CRC and digest take a piece that the core's own cache holds, one after another:
+        # an eighth less processor time. Beside training each takes a segment, as each must ask for the GIL.
+        whole_blocks = not chunk_size_bytes % DIGEST_BLOCK_BYTES
+        self.hot_bytes = HOT_BYTES if foreground and whole_blocks else 0
+        self._queue = deque(self._segments())
+        self._free = list(slots)
+        self._writing = threading.BoundedSemaphore(shape.writes_max)
+
+    def _segments(self) -> Iterator[tuple[_File, int]]:
+        for file in self.files:
+            for index in range(file.segments):
+                yield file, index * self.segment_bytes
+
+    def run(self, nice: int) -> None:
+        for file in self.files:
+            file.open()
+            if not file.segments:
+                self._finish(file)
+        count = min(self.threads, max(1, sum(file.segments for file in self.files)))
+        threads = [
+            threading.Thread(target=self._run, args=(nice,), name="tierckpt-flush", daemon=True)
+            for _ in range(count if nice else count - 1)
+        ]
+        try:
+            for thread in threads:
+                self._start(thread)
+            if not nice:
+                self._work(0)
+            self._join()
+        except BaseException as error:
+            # An interrupt, or a thread that cannot be had. The slots are the caller's again when this returns, so the
+            # workers end first: each finishes the segment it has and takes no other.
+            self._fail(error)
+            self._join()
+            raise
+        if self.failure is not None:
+            raise self.failure
+
+    def _join(self) -> None:
+        """Wait until no worker touches a slot or a file any more.
+
+        Counted, because ``Thread.join`` takes a thread for ended when an interrupt hits it (CPython issue 89437).
+        """
+        with self.changed:
+            ended = self.changed.wait_for(lambda: not self.working, max(0.0, self.deadline - time.monotonic()))
+        if ended:
+            for thread in self.threads_started:  # they have only to return: none is left for the interpreter's end
+                thread.join(1.0)
+            return
+        # One hangs in the kernel and still uses its slot and its file: neither may be used again.
+        late = self._late("a write to end")
+        self._fail(late)
+        raise late
+
+    def _start(self, thread: threading.Thread) -> None:
+        with self.changed:
+            self.working += 1
+        try:
+            thread.start()
+            self.threads_started.append(thread)
+        except BaseException:
+            if thread.ident is None:  # it never ran, so it cannot say that it has ended
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        with self.changed:
+            self.working -= 1
+            self.changed.notify_all()
+
+    def _run(self, nice: int) -> None:
+        try:
+            self._work(nice)
+        finally:
+            self._leave()
+
+    def _work(self, nice: int) -> None:
+        try:
+            if nice:
+                priority.lower_this_thread(nice)
+            while (segment := self._next()) is not None:
+                begun = time.thread_time()
+                try:
+                    self._write_segment(segment)
+                finally:
+                    self._give_back(segment.slot)
+                if self._queue:  # after the last segment the commit waits, and nothing is left to hold back
+                    self.pace.rest_after(time.thread_time() - begun)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def _next(self) -> _Segment | None:
+        """The next segment of the queue, with a slot if it takes one; None when there is none, or after an error.
+
+        The first of the queue waits for its slot, and what comes after it too: a tail waits for the CRCs of segments
+        before it, and all of those must have what they need.
+        """
+        with self.changed:
+            while self.failure is None and self._queue:
+                file, start = self._queue[0]
+                end = min(start + self.segment_bytes, file.shard.size_bytes)
+                records = _overlapping(file.shard.records, start, end)
+                place, slot = self.in_place(file, records, start, end), None
+                if place is None and self._free:
+                    slot = self._free.pop()
+                    place = _in(slot, start, end)
+                if place is not None:
+                    self._queue.popleft()
+                    return _Segment(file, records, place, end, slot)
+                if not self.changed.wait(max(0.0, self.deadline - time.monotonic())):
+                    raise self._late("a buffer")
+        return None
+
+    def _give_back(self, slot: Memory | None) -> None:
+        if slot is not None:
+            with self.changed:
+                self._free.append(slot)
+                self.changed.notify_all()
+
+    def _write_segment(self, segment: _Segment) -> None:
+        file, place, end = segment.file, segment.place, segment.end
+        start = place.start
+        self.bring_together(file, segment.records, place, end)
+        try:
+            if not file.has(place):
+                self._write(file, place.part(start, place.end if file.direct else end), start)
+            with self.changed:
+                file.left -= 1
+                last = not file.left
+            if last:
+                self._finish(file)
+        except OSError as error:
+            if isinstance(error, TierckptError):
+                raise
+            raise translate_os_error(error, file.shard.path, Tier.LOCAL) from error
+
+    def bring_together(self, file: _File, records: Sequence[Record], place: _Place, end: int) -> None:
+        """Have the bytes up to ``end`` at ``place``, padded to whole blocks, and note their digests."""
+        self._gather(records, place)
+        start = place.start
+        for index, offset in enumerate(range(start, end, self.chunk_size_bytes), start // self.chunk_size_bytes):
+            file.blocks[index] = place.blocks(offset, min(offset + self.chunk_size_bytes, end))
+
+    def _write(self, file: _File, view: memoryview, start: int) -> None:
+        """Write one segment, when it is this thread's turn."""
+        if not self._writing.acquire(timeout=max(0.0, self.deadline - time.monotonic())):
+            raise self._late("another write to end")
+        try:
+            file.write(view, start)
+        finally:
+            self._writing.release()
+
+    def _finish(self, file: _File) -> None:
+        try:
+            if file.ahead is not None:
+                if not file.ahead.end(max(0.0, self.deadline - time.monotonic())):
+                    raise self._late("a write to end")
+                if file.ahead.error is not None:
+                    raise file.ahead.error
+            file.finish(self.durable)
+        except OSError as error:
+            raise translate_os_error(error, file.shard.path, Tier.LOCAL) from error
+
+    def in_place(self, file: _File, records: Sequence[Record], start: int, end: int) -> _Place | None:
+        """Where bytes ``start`` to ``end`` lie in the image as they will lie in the file; None when they do not."""
+        image, padded = file.shard.image, round_up(end)
+        if image is None or padded > image.size_bytes:
+            return None
+        for record in records:
+            if record.size_bytes and (
+                record.fetch is not None or self.base + record.address != image.address + record.data_offset
+            ):
+                return None
+        position = image.address + start - image.memory.address
+        return _Place(image.memory.view[position : position + padded - start], image.address + start, start, padded)
+
+    def _gather(self, records: Sequence[Record], place: _Place) -> None:
+        """Bring the bytes of a segment together, tails last: theirs may be the CRC of a part another worker has."""
+        cursor = place.start
+        tails = []
+        view, start, shift = place.view, place.start, place.address - place.start
+        for record in records:
+            offset = record.offset
+            if offset > cursor:
+                place.zero(cursor, offset)
+            cursor = offset + record.total_bytes
+            frame = record.frame
+            if offset >= start and cursor <= place.end and frame is not None:
+                # The whole item lies in this segment: by far the most frequent case when there are many small ones.
+                data = offset + record.head_bytes
+                tail = data + record.size_bytes
+                view[offset - start : data - start] = record.head
+                self._bring(record, shift + data, 0, record.size_bytes)
+                view[tail - start : cursor - start] = frame.tail_with(crc32(view[data - start : tail - start]))
+                continue
+            place.put(record.head, offset)
+            self._put_data(record, place)
+            if record.tail_bytes and cursor > place.start and cursor - record.tail_bytes < place.end:
+                tails.append(record)
+            cursor = min(cursor, place.end)
+        if cursor < place.end:
+            place.zero(cursor, place.end)
+        for record in tails:
+            place.put(record.frame.tail_with(self._crc_of(record)), record.end - record.tail_bytes)
+
+    def _put_data(self, record: Record, place: _Place) -> None:
+        """Copy the part of the data that lies in this segment, unless it is there, and note its CRC."""
+        first = max(record.data_offset, place.start)
+        last = min(record.data_offset + record.size_bytes, place.end)
+        if first >= last:
+            return
+        crc = 0
+        for start, end in _pieces(first, last, self.hot_bytes):
+            self._bring(record, place.address + start - place.start, start - record.data_offset, end - start)
+            crc = crc32(place.part(start, end), crc)
+            if self.hot_bytes:
+                place.digest(start, end)
+        with self.changed:
+            record.know(first, last - first, crc)
+            self.changed.notify_all()
+
+    def _bring(self, record: Record, target: int, start: int, count: int) -> None:
+        if record.fetch is not None:
+            record.fetch(target, start, count)
+            return
+        source = self.base + record.address + start
+        if source != target:
+            (_copy_small if count < SMALL_BYTES else memmove)(target, source, count)
+
+    def _crc_of(self, record: Record) -> int:
+        with self.changed:
+            while record.known_bytes < record.size_bytes:
+                if self.failure is not None:
+                    raise self.failure
+                if not self.changed.wait(max(0.0, self.deadline - time.monotonic())):
+                    raise self._late("the CRC of an item")
+        return record.crc()
+
+    def _late(self, what: str) -> OperationTimeoutError:
+        where = self.files[0].shard.path.parent if self.files else ""
+        return OperationTimeoutError(
+            f"waited for {what} under {where}", hint="Look for a hung disk; the previous checkpoint is whole"
+        )
+
+    def close(self) -> None:
+        if self.working:
+            return  # its next write would go to whatever file got the number of the one closed here
+        for file in self.files:
+            if file.ahead is not None and not file.ahead.end(max(0.0, self.deadline - time.monotonic())):
+                continue  # the same (A5)
+            if file.fd >= 0:
+                os.close(file.fd)
+                file.fd = -1
+
+
+class _Place:
+    """Where a segment's bytes come together: ``view`` begins at file offset ``start`` and memory ``address``."""
+
+    __slots__ = ("address", "digests", "end", "start", "view")
+
+    def __init__(self, view: memoryview, address: int, start: int, end: int) -> None:
+        self.view, self.address, self.start, self.end = view, address, start, end
+        self.digests: dict[int, bytes] = {}
+        """By file offset: the digests of blocks that were taken as soon as their bytes were there."""
+
+    def part(self, start: int, end: int) -> memoryview:
+        return self.view[start - self.start : end - self.start]
+
+    def digest(self, start: int, end: int) -> None:
+        """Take the digests of the blocks that lie within ``[start, end)``, whose bytes are final."""
+        for offset in range(start + -start % DIGEST_BLOCK_BYTES, end - DIGEST_BLOCK_BYTES + 1, DIGEST_BLOCK_BYTES):
+            self.digests[offset] = block_digest(self.part(offset, offset + DIGEST_BLOCK_BYTES))
+
+    def blocks(self, start: int, end: int) -> bytes:
+        """The digests of the blocks of the chunk ``[start, end)``, of which all bytes are here."""
+        if not self.digests:
+            return blocks_of(self.part(start, end))
+        return b"".join(
+            self.digests.get(offset) or block_digest(self.part(offset, min(offset + DIGEST_BLOCK_BYTES, end)))
+            for offset in range(start, end, DIGEST_BLOCK_BYTES)
+        )
+
+    def put(self, data: Any, offset: int) -> None:
+        """Put what of ``data`` (which begins at file ``offset``) lies in this segment."""
+        first, last = max(offset, self.start), min(offset + len(data), self.end)
+        if first < last:
+            self.view[first - self.start : last - self.start] = data[first - offset : last - offset]
+
+    def zero(self, start: int, end: int) -> None:
+        """No stale memory reaches a file."""
+        while start < end:
+            count = min(end - start, len(_ZEROS))
+            self.view[start - self.start : start - self.start + count] = _ZEROS[:count]
+            start += count
+
+
+def _pieces(start: int, end: int, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """``[start, end)`` cut at the multiples of ``size_bytes``; whole when that is 0."""
+    while size_bytes and end - start > size_bytes:
+        cut = start + size_bytes - start % size_bytes
+        yield start, cut
+        start = cut
+    yield start, end
+
+
+def _in(slot: Memory, start: int, end: int) -> _Place:
+    return _Place(slot.view, slot.address, start, round_up(end))
+
+
+class _Segment(NamedTuple):
+    """A part of a file that one thread writes."""
+
+    file: _File
+    records: Sequence[Record]
+    place: _Place
+    end: int
+    slot: Memory | None
+    """What ``place`` lies in, where that is not the image."""
+
+
+def _overlapping(records: Sequence[Record], start: int, end: int) -> Sequence[Record]:
+    """The records with a byte in [start, end): records are in order."""
+    first = bisect_right(records, start, key=lambda record: record.end)
+    return records[first : bisect_left(records, end, first, key=lambda record: record.offset)]

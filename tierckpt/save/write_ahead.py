@@ -1,0 +1,307 @@
+"""Writing ahead: staged data goes to the SSD before DCP has planned the save, and before it is hashed.
+
+Where the last save of the same layout was written from where it was staged, the next one will be too; so whatever is
+nothing but data is written as soon as all is copied, before anybody knows where its files go. The flush gives the files
+their names and writes the rest beside us: what is only data can be written before it is hashed, so no disk waits.
+
+Not while the copies are made, though the disk is idle then: training waits for them, and where writing takes memory
+bandwidth or the host's processors they took up to five times as long (docs/adr/0007-flush.md).
+
+Invariants (tests cite them):
+    A1  Begun is only when all is copied, and written only what lies within the data of one tensor: nobody changes that
+        before the lease ends. Heads, tails, CRCs and digests are the flush's, from the same memory.
+    A2  A file has no name (O_TMPFILE, open(2)) until a flush takes it. If that never comes, or the process ends, the
+        kernel frees it: there is nothing to tidy up, and no reader ever sees it.
+    A3  A flush takes a file only for the same memory in the same place, and leaves out a write only where its own
+        records say that there is nothing but one tensor's data. A wrong guess costs writes, never bytes.
+    A4  An error before a flush has taken the file is not one of the save: the file is given up, and the flush makes
+        another. After that it is the flush's own, and nothing is tried again on that file (F3 of ``save/flush.py``).
+    A5  No descriptor is closed while a thread may write to it: its number may be another file's by then.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..arena.memory import Memory
+from ..arena.slots import Lease
+from ..cache.direct_write import allocate
+from ..config import Settings
+from ..disk.write_tuner import segment_bytes
+from ..telemetry import logger
+from . import eviction
+
+log = logger("flush")
+
+BYTES_MIN = 64 << 20
+"""A state below this is on the disk before threads are started."""
+THREADS = 2
+OPEN_SECONDS = 30.0
+"""What takes longer to open and to reserve is not worth waiting for."""
+WRITE_BYTES = 8 << 20
+LAYOUTS_KNOWN_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One file to be, as it was staged: where its offset 0 is, and where in it each tensor's data lies."""
+
+    address: int
+    size_bytes: int
+    data: Sequence[tuple[int, int]]
+
+    def units(self, unit_bytes: int) -> Iterator[int]:
+        """The offsets of the units that lie within the data of one tensor (A1)."""
+        for start, end in self.data:
+            first = -(-start // unit_bytes) * unit_bytes
+            yield from range(first, end - unit_bytes + 1, unit_bytes)
+
+
+@dataclass(slots=True, eq=False)
+class AheadFile:
+    """A file that has no name before a flush takes it."""
+
+    owner: Ahead
+    span: Span
+    fd: int = -1
+    begun: set[int] = field(default_factory=set)
+    """The offsets of the units that are written, or being written, by us or by the flush."""
+    writing: int = 0
+    is_taken: bool = False
+    is_ended: bool = False
+    error: BaseException | None = None
+
+    def take(self, path: Path) -> int | None:
+        """Give the file its name. Returns its descriptor, the caller's to close once ``end`` has returned True; None
+        when there is no file to take (A4).
+
+        Raises FileExistsError: there is such a name already.
+        """
+        return self.owner.take(self, path)
+
+    def covers(self, start: int, end: int) -> bool:
+        """True when all of ``[start, end)`` is written here, or being written. If not it is all the caller's."""
+        return self.owner.covers(self, start, end)
+
+    def end(self, timeout_seconds: float) -> bool:
+        """Begin no more writes, and return when those under way have ended; False when they take longer.
+
+        ``error`` says what went wrong with one, if anything did.
+        """
+        return self.owner.end(self, timeout_seconds)
+
+
+class Ahead:
+    """The files of one staged checkpoint, and the threads that write them. Thread-safe."""
+
+    def __init__(self, directory: Path, memory: Memory, spans: Sequence[Span], unit_bytes: int) -> None:
+        self.unit_bytes = unit_bytes
+        self._directory = directory
+        self._memory = memory
+        self._files = [AheadFile(self, span) for span in spans]
+        self._queue = deque((file, offset) for file in self._files for offset in file.span.units(unit_bytes))
+        self._is_stopped = self._is_discarded = False
+        self._working = 0
+        self._changed = threading.Condition()
+
+    @property
+    def planned_bytes(self) -> int:
+        return len(self._queue) * self.unit_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the files that nobody has taken hold of the disk."""
+        with self._changed:
+            return sum(file.span.size_bytes for file in self._files if file.fd >= 0 and not file.is_taken)
+
+    def start(self) -> None:
+        """Begin to write: all is copied and stays as it is (A1). The first thread opens the files."""
+        _started.add(self)
+        for number in range(THREADS):
+            with self._changed:
+                self._working += 1
+            thread = threading.Thread(target=self._run, args=(number == 0,), name="tierckpt-ahead", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no thread can be had
+                self._stop(error)
+                self._leave()
+                return
+
+    def discard(self) -> None:
+        """Give up what no flush has taken. Waits for nothing: the kernel frees it after the last write under way."""
+        with self._changed:
+            self._is_stopped = self._is_discarded = True
+            self._changed.notify_all()
+            if not self._working:
+                self.close()
+
+    def file(self, address: int, size_bytes: int) -> AheadFile | None:
+        """The file whose offset 0 is at ``address``, if it is as large as that (A3)."""
+        for file in self._files:
+            if file.span.address == address and file.span.size_bytes == size_bytes:
+                return file
+        return None
+
+    # --- for the flush, through AheadFile -----------------------------------------------------------------------
+
+    def take(self, file: AheadFile, path: Path) -> int | None:
+        with self._changed:
+            # Opening takes some milliseconds, and has begun: sooner done than another file is made.
+            self._changed.wait_for(lambda: file.fd >= 0 or self._is_stopped or not self._working, OPEN_SECONDS)
+            try:
+                if file.fd >= 0 and file.error is None and not self._is_discarded:
+                    # Given a directory, Python calls linkat and has it follow the link; link(2) would not.
+                    os.link(f"/proc/self/fd/{file.fd}", path, src_dir_fd=file.fd)
+                    file.is_taken = True
+                    return file.fd
+            except FileExistsError:
+                raise
+            except OSError as error:
+                log.info("%s: what was written ahead cannot be used: %s", path.parent, error)
+            file.is_ended = True
+            return None
+
+    def covers(self, file: AheadFile, start: int, end: int) -> bool:
+        units = range(start - start % self.unit_bytes, end, self.unit_bytes)
+        with self._changed:
+            if file.begun.issuperset(units):
+                return True
+            file.begun.update(units)  # the caller's: nobody begins them here any more
+            return False
+
+    def end(self, file: AheadFile, timeout_seconds: float) -> bool:
+        with self._changed:
+            file.is_ended = True
+            return self._changed.wait_for(lambda: not file.writing, timeout_seconds)
+
+    # --- the threads --------------------------------------------------------------------------------------------
+
+    def _run(self, is_first: bool) -> None:
+        try:
+            if is_first:
+                self._open_files()
+            while (taken := self._next()) is not None:
+                self._write(*taken)
+        except BaseException as error:
+            self._stop(error)
+        finally:
+            self._leave()
+
+    def _open_files(self) -> None:
+        for file in self._files:
+            # Under the directory of the local tier: on its file system, as only there can the file get its name.
+            fd = os.open(self._directory, os.O_TMPFILE | os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC, 0o644)
+            try:
+                allocate(fd, file.span.size_bytes)
+            except BaseException:
+                os.close(fd)
+                raise
+            with self._changed:
+                file.fd = fd
+                self._changed.notify_all()
+
+    def _next(self) -> tuple[AheadFile, int] | None:
+        with self._changed:
+            while True:
+                while self._queue and not self._is_wanted(*self._queue[0]):
+                    self._queue.popleft()
+                if self._is_stopped or not self._queue:
+                    return None
+                file, offset = self._queue[0]
+                if file.fd >= 0:
+                    self._queue.popleft()
+                    file.begun.add(offset)
+                    file.writing += 1
+                    return file, offset
+                if not self._changed.wait(OPEN_SECONDS):
+                    self._is_stopped = True
+
+    def _is_wanted(self, file: AheadFile, offset: int) -> bool:
+        """False when the flush has come to it first, or when nothing more goes to that file (A4)."""
+        return not file.is_ended and file.error is None and offset not in file.begun
+
+    def _write(self, file: AheadFile, offset: int) -> None:
+        start = file.span.address + offset - self._memory.address
+        try:
+            count = os.pwrite(file.fd, self._memory.view[start : start + self.unit_bytes], offset)
+            if count != self.unit_bytes:
+                file.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except BaseException as error:
+            file.error = error
+        finally:
+            with self._changed:
+                file.writing -= 1
+                self._changed.notify_all()
+
+    def _stop(self, error: BaseException) -> None:
+        log.info("%s: nothing more is written ahead: %s", self._directory, error)
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._working -= 1
+            self._changed.notify_all()
+            if self._is_discarded and not self._working:
+                self.close()
+
+    def close(self) -> None:
+        for file in self._files:
+            if file.fd >= 0 and not file.is_taken:
+                os.close(file.fd)
+                file.fd = -1
+
+
+def prepare(
+    settings: Settings, lease: Lease, spans: Sequence[Span], offsets: Sequence[int], size_bytes: int
+) -> Ahead | None:
+    """What writes the data that is about to be staged in ``lease``, to be started when it is there. None mostly.
+
+    Only where the last save of this layout in this process was written from where it was staged, and where the disk
+    has room without anything having to go.
+
+    Args:
+        spans: the files to be. ``offsets``: of each tensor's data in the lease, which tell one layout from another.
+    """
+    if size_bytes < BYTES_MIN or not lease.memory.huge:
+        return None
+    layout = hash((size_bytes, tuple(offsets)))
+    with _lock:
+        last = _last_of.pop(layout, None)
+        _last_of[layout] = lease
+        while len(_last_of) > LAYOUTS_KNOWN_MAX:
+            _last_of.popitem(last=False)
+    if last is None or not last.in_place:
+        return None
+    unit = segment_bytes(settings.chunk_size_bytes, WRITE_BYTES)
+    ahead = Ahead(settings.local_root, lease.memory, spans, unit)
+    if ahead.planned_bytes < BYTES_MIN or eviction.room_bytes(settings) < size_bytes:
+        return None
+    lease.ahead = ahead
+    return ahead
+
+
+_last_of: OrderedDict[int, Lease] = OrderedDict()
+_lock = threading.Lock()
+_started: weakref.WeakSet[Ahead] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _last_of.clear()
+    for ahead in list(_started):
+        ahead.close()  # these descriptors would keep the blocks of a file that the parent removes
+    _started.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

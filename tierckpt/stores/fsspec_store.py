@@ -1,0 +1,359 @@
+"""Any URL that fsspec opens: sftp://, hdfs://, smb://, webdav, hf://, memory:// and the rest.
+
+An fsspec file publishes what it holds when it is closed, and it is closed by ``with``, and by the garbage collector,
+after an error too: the classic way to a truncated object under a good name. So nothing is ever written under its own
+name. Pieces go to a temporary name, which is moved only when it is complete and has the right size; whatever a failed
+transfer leaves can only be there, where nobody looks.
+
+Where fsspec has no rename (object stores) the move is a copy on the server; S3, Azure and GCS have their own store
+(remote.py) and do not pay for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextlib
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.registry import available_protocols, known_implementations
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+from ..config import MiB
+from ..errors import (
+    ConfigError,
+    MissingExtraError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreError,
+    StoreUnavailableError,
+    TierckptError,
+)
+from ..format.layout import Location
+from ..redaction import printable
+from ..types import Buffer, ByteRange, ObjectInfo, Tier
+from .common import check_key, check_prefix, check_range, check_size, closing, is_temporary, settled, short_answer
+from .local import translate_os_error
+
+T = TypeVar("T")
+
+BLOCK_SIZE_BYTES = 8 * MiB
+DELETES_AT_ONCE = 16
+
+# Errors of client libraries that are no OSError, by the name of their type, so that none of them is imported here.
+_DENIED_TYPES = {
+    "AuthenticationException",
+    "BadHostKeyException",
+    "ClientAuthenticationError",
+    "DefaultCredentialsError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "SMBAuthenticationError",
+}
+# Where a backend reports the version of a file, in order of trust.
+_VERSION_FIELDS = ("ETag", "etag", "checksum", "sha256", "blob_id", "oid")
+_TIME_FIELDS = ("mtime", "modified", "LastModified", "last_modified", "updated", "created")
+
+
+def open_universal(location: Location) -> UniversalStore:
+    """Return the store for an fsspec URL.
+
+    Raises:
+        ConfigError: fsspec knows no such scheme, or the URL does not suit it.
+        MissingExtraError: it knows the scheme and the package for it is not installed.
+    """
+    try:
+        fsspec.get_filesystem_class(location.scheme)
+    except ImportError as error:
+        raise _missing_package(location.scheme, error) from None
+    except ValueError:
+        known = sorted({"file", "s3", "az", "gs", *available_protocols()})
+        raise ConfigError(
+            f"no store knows the scheme {location.scheme!r}", hint=f"Known are: {', '.join(known)}", uri=location.uri
+        ) from None
+    try:
+        fs, root = fsspec.url_to_fs(location.uri)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"fsspec cannot open {location.uri}: {error}", uri=location.uri) from printable(error)
+    except Exception as error:
+        raise _translate(error, location.uri) from printable(error)
+    return UniversalStore(fs, root, location.uri)
+
+
+def _missing_package(scheme: str, error: ImportError) -> MissingExtraError:
+    cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+    package = (cause.name or "").partition(".")[0]
+    said = known_implementations.get(scheme, {}).get("err") or str(error)
+    command = f"pip install {package}" if package else "pip install the package it names"
+    return MissingExtraError(f"{scheme}:// needs a package that is not installed: {said}", hint=f"Run `{command}`")
+
+
+class UniversalStore:
+    """Files of an fsspec filesystem below ``root``. ``put(if_absent=True)`` checks, then puts: two may both win."""
+
+    def __init__(self, fs: AbstractFileSystem, root: str, uri: str) -> None:
+        self.fs = fs
+        self.root = root.rstrip("/")
+        self.uri = uri
+        self.has_put_if_absent = False
+        # A backend that is not asynchronous inside (ftplib, paramiko) is not made for several threads at once.
+        self._turn: Any = contextlib.nullcontext() if fs.async_impl else threading.Lock()
+
+    def _path(self, key: str) -> str:
+        return f"{self.root}/{check_key(key)}"
+
+    def _directory(self, prefix: str) -> str:
+        return f"{self.root}/{prefix}" if prefix else self.root
+
+    async def _call(self, verb: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Run ``verb`` in a thread and to its end, its errors translated."""
+
+        def run() -> T:
+            with _errors(self.uri), self._turn:
+                return verb(*args, **options)
+
+        return await settled(asyncio.to_thread(run))
+
+    async def head(self, key: str) -> ObjectInfo:
+        return await self._call(self._head, key)
+
+    def _head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        self.fs.invalidate_cache()  # what another process wrote must be seen
+        info = self.fs.info(path)
+        if info["type"] != "file":
+            raise ObjectNotFoundError(f"{self.uri}/{key} is not a file", uri=self.uri, key=key)
+        return ObjectInfo(key, info["size"], _etag(info))
+
+    async def get(self, key: str) -> bytes:
+        return bytes(await self._call(self.fs.cat_file, self._path(key)))
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        return await self._call(self._get_range, key, check_range(byte_range), if_match)
+
+    def _get_range(self, key: str, byte_range: ByteRange, if_match: str | None) -> bytes:
+        start, stop = byte_range.start, byte_range.stop
+        # Backends disagree about ranges past the end (short, empty, any error), so the size is asked for first.
+        size_bytes = self._head(key).size_bytes
+        if stop > size_bytes:
+            raise short_answer(self.uri, key, byte_range, max(0, size_bytes - start))
+        data = bytes(self.fs.cat_file(self._path(key), start=start, end=stop)) if stop > start else b""
+        # After the read: an etag that still matches now was the object's etag while it was read.
+        if if_match is not None and self._head(key).etag != if_match:
+            raise PreconditionFailedError(f"{self.uri}/{key} has changed", uri=self.uri, key=key)
+        if len(data) != byte_range.size_bytes:
+            raise short_answer(self.uri, key, byte_range, len(data))
+        return data
+
+    async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        if if_absent and await self._call(self._exists, key):
+            raise PreconditionFailedError(f"{self.uri}/{key} exists", uri=self.uri, key=key)
+        await self.put_stream(key, _one(data), len(memoryview(data).cast("B")))
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self._head(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
+        """Write a large object. Memory: a few blocks of 8 MiB, as the backend buffers them."""
+        path = self._path(key)
+        parent, _, name = path.rpartition("/")
+        temporary = f"{parent}/.{name}.{secrets.token_hex(6)}.tmp"
+        async with closing(pieces):
+            opened: builtins.list[Any] = []  # filled by the thread: a cancellation meanwhile cannot lose it
+            try:
+                await self._call(self._create, temporary, opened)
+                (file,) = opened
+                written = 0
+                async for piece in pieces:
+                    await self._call(file.write, bytes(piece))  # a copy: backends may keep the buffer
+                    written += len(piece)
+                check_size(self.uri, key, size_bytes, written)
+                await self._call(file.close)
+                await self._call(self._publish, temporary, path, key, size_bytes)
+            except BaseException:
+                await self._call(self._abandon, opened, temporary)
+                raise
+
+    def _create(self, path: str, opened: builtins.list[Any]) -> None:
+        try:
+            opened.append(self.fs.open(path, "wb", block_size=BLOCK_SIZE_BYTES))
+        except FileNotFoundError:  # a backend with real directories
+            self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            opened.append(self.fs.open(path, "wb", block_size=BLOCK_SIZE_BYTES))
+
+    def _publish(self, temporary: str, path: str, key: str, size_bytes: int) -> None:
+        self.fs.invalidate_cache()
+        check_size(self.uri, key, size_bytes, self.fs.info(temporary)["size"])
+        if type(self.fs).mv is AbstractFileSystem.mv:  # the generic one expands wildcards in names; and has no rename
+            self.fs.cp_file(temporary, path)
+            self.fs.rm_file(temporary)
+            return
+        try:
+            self.fs.mv(temporary, path)
+        except FileExistsError:  # a backend whose rename does not replace: the new bytes are safe under their name
+            self.fs.rm_file(path)
+            self.fs.mv(temporary, path)
+
+    def _abandon(self, opened: builtins.list[Any], temporary: str) -> None:
+        """Give up the temporary file. Never raises: the error that led here is what the caller must see."""
+        for file in opened:
+            with contextlib.suppress(Exception):
+                _discard(file)
+        with contextlib.suppress(Exception):
+            self.fs.rm_file(temporary)
+
+    async def link(self, key: str, source: Path) -> bool:
+        """False: fsspec has no links."""
+        return False
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        for info in await self._call(self._find, check_prefix(prefix)):
+            yield info
+
+    def _find(self, prefix: str) -> builtins.list[ObjectInfo]:
+        self.fs.invalidate_cache()
+        try:
+            found = self.fs.find(self._directory(prefix), detail=True)
+        except FileNotFoundError:
+            return []
+        infos = []
+        below = self._directory(prefix) + "/"
+        for path, info in found.items():
+            # Some backends answer with the path itself when it is a file, or with a leading slash more or less.
+            path = self._normal(path)
+            if path.startswith(below) and info["type"] == "file" and not is_temporary(path.rpartition("/")[2]):
+                infos.append(ObjectInfo(path[len(self.root) + 1 :], info["size"], _etag(info)))
+        return infos
+
+    def _normal(self, path: str) -> str:
+        if self.root.startswith("/") and not path.startswith("/"):
+            return f"/{path}"
+        return path if self.root.startswith("/") else path.lstrip("/")
+
+    async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
+        return await self._call(self._list_dirs, check_prefix(prefix))
+
+    def _list_dirs(self, prefix: str) -> builtins.list[str]:
+        self.fs.invalidate_cache()
+        try:
+            infos = self.fs.ls(self._directory(prefix), detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted({info["name"].rstrip("/").rpartition("/")[2] for info in infos if info["type"] == "directory"})
+
+    async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+        return await self._call(self._list_level, check_prefix(prefix))
+
+    def _list_level(self, prefix: str) -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+        self.fs.invalidate_cache()
+        directory = self._directory(prefix)
+        try:
+            found = {self._normal(info["name"]).rstrip("/"): info for info in self.fs.ls(directory, detail=True)}
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        itself = found.pop(directory.rstrip("/"), None)  # the answer of most backends when it is a file
+        if itself is not None and itself["type"] == "file" and not found:
+            return None
+        files = [
+            ObjectInfo(path[len(self.root) + 1 :], info["size"], _etag(info))
+            for path, info in found.items()
+            if info["type"] == "file" and not is_temporary(path.rpartition("/")[2])
+        ]
+        return files, sorted(path.rpartition("/")[2] for path, info in found.items() if info["type"] == "directory")
+
+    async def delete(self, key: str) -> None:
+        await self._call(self._remove, self._path(key))
+
+    async def delete_dir(self, prefix: str) -> None:
+        directory = self._directory(check_prefix(prefix))
+        paths = await self._call(self._paths, directory)
+        for start in range(0, len(paths), DELETES_AT_ONCE):
+            batch = paths[start : start + DELETES_AT_ONCE]
+            await asyncio.gather(*(self._call(self._remove, path) for path in batch))
+        await self._call(self._remove_empty, directory)
+
+    def _paths(self, directory: str) -> builtins.list[str]:
+        self.fs.invalidate_cache()
+        try:
+            return [path for path in self.fs.find(directory) if self._normal(path).startswith(f"{directory}/")]
+        except FileNotFoundError:
+            return []
+
+    def _remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.rm_file(path)
+
+    def _remove_empty(self, directory: str) -> None:
+        """Remove the directories that a backend with real ones still has: they are empty now."""
+        self.fs.invalidate_cache()
+        if directory != self.root and self.fs.isdir(directory):
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm(directory, recursive=True)
+
+    async def close(self) -> None:
+        """fsspec keeps its connections in a cache of its own."""
+
+
+def _discard(file: Any) -> None:
+    """Let go of a file without publishing what it holds, where the backend allows that."""
+    if not isinstance(file, AbstractBufferedFile):
+        file.close()
+        return
+    try:
+        file.discard()  # aborts a multipart transfer where the backend has one
+    finally:
+        file.closed = True  # or the garbage collector would close, and so publish, it
+
+
+async def _one(data: Buffer) -> AsyncIterator[Buffer]:
+    yield data
+
+
+def _etag(info: dict[str, Any]) -> str | None:
+    for field in _VERSION_FIELDS:
+        if info.get(field):
+            return str(info[field])
+    for field in _TIME_FIELDS:
+        if info.get(field):
+            moment = info[field].timestamp() if isinstance(info[field], datetime) else info[field]
+            return f"{moment}-{info['size']}"
+    return None
+
+
+@contextlib.contextmanager
+def _errors(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except TierckptError:
+        raise
+    except Exception as error:
+        raise _translate(error, uri) from printable(error)
+
+
+def _translate(error: Exception, uri: str) -> TierckptError:
+    """Return the error of ours for what a backend raised: by type, or by errno."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    context: dict[str, Any] = {"uri": uri, "tier": Tier.SHARED}
+    if isinstance(error, FileNotFoundError):
+        return ObjectNotFoundError(f"not found: {error}", **context)
+    status = getattr(error, "status", None)  # aiohttp keeps the HTTP status here
+    if isinstance(error, PermissionError) or names & _DENIED_TYPES or status in {401, 403}:
+        return PermissionDeniedError(f"access to {uri} was refused: {error}", hint="Check the credentials", **context)
+    if isinstance(error, FileExistsError):
+        return PreconditionFailedError(f"exists: {error}", **context)
+    if isinstance(error, NotImplementedError | TypeError | AttributeError | ValueError):
+        return StoreError(f"{uri}: the filesystem cannot do this: {error}", **context)
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
+        return translate_os_error(error, Path(uri), Tier.SHARED)
+    return StoreUnavailableError(f"{uri}: {type(error).__name__}: {error}", hint="Try again later", **context)

@@ -1,0 +1,370 @@
+"""A training job's values as text and tensors, and back: equal in type and in value.
+
+DCP flattens nested values to names and forgets what they were in: keys become text, tuples lists, empty containers
+nothing. So beside the tensors, which lie where DCP has them, lies one text for each entry of the state:
+
+    null, true, 1, 1.5, "x"   None, bool, int of 64 bits, float, str
+    [...]                     list
+    {"tag": ...}              everything else; {"tensor": [name, kind]} stands for a tensor of the checkpoint
+
+No code runs from it (P9). Nothing is imported and no constructor of a class that the text names is called:
+    V1  Values are made by the functions of this module alone; a tag that it does not know is refused.
+    V2  An enum, dataclass or named tuple is made only of a class that this process has imported already and that is
+        one. Members of enums exist; of the others an empty instance gets its fields, past ``__init__``,
+        ``__post_init__`` and ``__setattr__``. A class with ``__del__`` is refused: that would run later, over fields
+        that the text has chosen.
+    V3  What becomes a key or a member of a set has a hash and an equality of Python's own, and few share a hash.
+    V4  Functions, classes and objects are refused when they are saved: to give one back is to have it called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import dataclasses
+import datetime
+import enum
+import io
+import json
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, cast
+from uuid import UUID
+from zoneinfo import ZoneInfo
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ...errors import StateMismatchError
+from .structure_types import (
+    DEPTH_MAX,
+    FACTORIES,
+    INT64,
+    NUMBERS,
+    PATHS,
+    ZONE,
+    fields_of,
+    found_class,
+    has_finalizer,
+    is_dataclass,
+    is_enum,
+    is_json,
+    is_key,
+    is_namedtuple,
+    joined,
+    numpy_dtype,
+)
+
+LARGE_BYTES = 64 << 10
+"""Arrays from here on are tensors of the checkpoint: staged, checked and read as such."""
+NOTHING: Any = object()
+"""In place of what DCP is not to see."""
+PathOf = tuple[str | int, ...]
+
+
+class Encoder:
+    """Takes one entry of a state apart.
+
+    Tensors have the names that DCP gives them. Where two values would have one name, those of the second are numbered.
+
+    Args:
+        below: where tensors are numbered.
+        is_ambiguous: all of them are.
+
+    Attributes:
+        numbered: these tensors, to be saved below ``below``.
+    """
+
+    def __init__(self, below: str, *, is_ambiguous: bool = False) -> None:
+        self.numbered: dict[str, torch.Tensor] = {}
+        self._below = below
+        self._is_ambiguous = is_ambiguous
+        self._apart = 0
+        """How many of the values so far DCP cannot be shown in one piece: tensors, and what does not pickle."""
+        self._open: set[int] = set()
+
+    def encode(self, value: Any, path: PathOf) -> tuple[Any, Any]:
+        """Return the node of ``value``, and what DCP is to save of it: its tensors, and what it can show to others.
+
+        Raises StateMismatchError naming what cannot be given back. Cost: about a microsecond for each value.
+        """
+        kind = type(value)
+        if kind in NUMBERS:
+            return value, value
+        if kind is int:
+            return (value if value in INT64 else {"int": format(value, "x")}), value
+        if kind is str:
+            return _text(value), value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if (leaf := _LEAVES.get(kind)) is not None:
+            node = self._leaf(value, *leaf, path)
+            self._apart += kind is torch.memory_format
+            return node, NOTHING if kind is torch.memory_format else value
+        if id(value) in self._open or len(self._open) >= DEPTH_MAX:
+            deep = "contains itself" if id(value) in self._open else f"is nested more than {DEPTH_MAX} deep"
+            raise _refused(path, value, deep)
+        self._open.add(id(value))
+        try:
+            return self._container(value, kind, path)
+        finally:
+            self._open.discard(id(value))
+
+    def _leaf(self, value: Any, tag: str, encode: Callable[[Any], Any], path: PathOf) -> Any:
+        try:
+            return {tag: encode(value)}
+        except ValueError as error:
+            raise _refused(path, value, str(error)) from None
+
+    def _container(self, value: Any, kind: Any, path: PathOf) -> tuple[Any, Any]:
+        before = self._apart
+        if kind is list:
+            return self._items(value, path)
+        if kind is dict:
+            return self._dict(value, path)
+        if kind in (tuple, deque):
+            node, flat = self._items(list(value), path)
+            return ({"tuple": node} if kind is tuple else {"deque": [value.maxlen, node]}), self._shown(
+                value, flat, before
+            )
+        if kind in (set, frozenset):
+            return {kind.__name__: [self._key(item, path) for item in value]}, value
+        if kind in (OrderedDict, Counter):
+            node, flat = self._dict(value, path)
+            return {kind.__name__: [node, *self._attributes(value, path)]}, flat
+        if kind is defaultdict:
+            node, flat = self._dict(value, path)
+            factory = value.default_factory
+            if factory is not None and FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
+                raise _refused(path, value, "has a default_factory that is not a plain type of Python")
+            return {"defaultdict": [None if factory is None else factory.__name__, node]}, flat
+        if kind in (argparse.Namespace, types.SimpleNamespace):
+            node, flat = self._dict(vars(value), path)
+            return {kind.__name__: node}, self._shown(value, flat, before)
+        if kind is torch.Generator:
+            node, flat = self._tensor(value.get_state(), path)
+            return {"Generator": [str(value.device), node]}, flat
+        if isinstance(value, enum.Enum):
+            return self._enum(value, path), value
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            node, flat = self._items(list(value), path)
+            return {"namedtuple": [*_class_name(value, path, is_namedtuple), node]}, self._shown(value, flat, before)
+        if dataclasses.is_dataclass(value) and not hasattr(value, "state_dict"):
+            node, flat = self._dict(fields_of(value), path)
+            return {"dataclass": [*_class_name(value, path, is_dataclass), node]}, self._shown(value, flat, before)
+        if kind.__module__.partition(".")[0] == "numpy" and "numpy" in sys.modules:
+            return self._numpy(value, path)
+        raise _refused(path, value, _why_not(value))
+
+    def _shown(self, value: Any, flat: Any, before: int) -> Any:
+        """What DCP sees of a container that it does not open: the container, unless it must be taken apart."""
+        return value if self._apart == before else flat
+
+    def _items(self, items: list[Any], path: PathOf) -> tuple[Any, Any]:
+        if is_json(items):
+            return items, items
+        pairs = [self.encode(item, (*path, index)) for index, item in enumerate(items)]
+        flat: Any = [shown for _, shown in pairs]
+        if any(shown is NOTHING for shown in flat):
+            flat = {str(index): shown for index, shown in enumerate(flat) if shown is not NOTHING}
+        return [node for node, _ in pairs], flat
+
+    def _dict(self, value: Mapping[Any, Any], path: PathOf) -> tuple[Any, Any]:
+        nodes: list[Any] = []
+        flat: dict[str, Any] = {}
+        for key, item in value.items():
+            text = _key_text(key)
+            before = self._is_ambiguous
+            self._is_ambiguous = before or text in flat
+            node, shown = self.encode(item, (*path, text))
+            nodes.append(node)
+            if shown is not NOTHING and not self._is_ambiguous:
+                flat[text] = shown
+            self._is_ambiguous = before
+        if all(type(key) is str and key.isascii() for key in value):
+            return {"dict": dict(zip(value, nodes, strict=True))}, flat
+        return {"map": [[self._key(key, path), node] for key, node in zip(value, nodes, strict=True)]}, flat
+
+    def _attributes(self, value: Any, path: PathOf) -> list[Any]:
+        """``_metadata`` of a module's state dict, which is an attribute of it."""
+        if not vars(value):
+            return []
+        before = self._apart
+        node, _ = self._dict(vars(value), (*path, "__dict__"))
+        if self._apart != before:
+            raise _refused(path, value, "has tensors among its attributes")
+        return [node]
+
+    def _key(self, key: Any, path: PathOf) -> Any:
+        if not is_key(key):
+            raise _refused((*path, _key_text(key)), key, "cannot be a key or a member of a set in a checkpoint")
+        return self.encode(key, (*path, _key_text(key)))[0]
+
+    def _enum(self, value: enum.Enum, path: PathOf) -> Any:
+        name = _class_name(value, path, is_enum)
+        if type(value).__members__.get(value.name or "") is value:
+            return {"enum": [*name, value.name]}
+        parts = [member.name for member in cast(Any, value)] if isinstance(value, enum.Flag) else []
+        if not isinstance(value, enum.Flag) or joined(type(value), parts) != value:
+            raise _refused(path, value, "is no member of its class by name")
+        return {"flags": [*name, parts]}
+
+    def _numpy(self, value: Any, path: PathOf) -> tuple[Any, Any]:
+        import numpy as np
+
+        before = self._apart
+        if isinstance(value, np.dtype):
+            return {"numpy.dtype": _dtype_name(value, path)}, value
+        if isinstance(value, np.generic):
+            array = np.asarray(value)
+            return {"numpy": [_dtype_name(array.dtype, path), _base64(array.tobytes())]}, value
+        if type(value) is not np.ndarray:
+            raise _refused(path, value, _why_not(value))
+        order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+        if value.dtype == object:
+            items = self._items(list(value.ravel(order="C")), path)
+            return {"objects": [list(value.shape), items[0]]}, self._shown(value, items[1], before)
+        name = _dtype_name(value.dtype, path)
+        if value.nbytes < LARGE_BYTES:
+            return {"ndarray": [name, list(value.shape), order, _base64(value.tobytes(order=cast(Any, order)))]}, value
+        raw = value.T if order == "F" else np.ascontiguousarray(value)
+        raw = raw if raw.flags.writeable else raw.copy()
+        node, flat = self._tensor(torch.from_numpy(raw.reshape(-1).view(np.uint8)), path)
+        return {"ndarray": [name, list(value.shape), order, node]}, flat
+
+    def _tensor(self, value: torch.Tensor, path: PathOf) -> tuple[Any, Any]:
+        kind = type(value)
+        if kind not in (torch.Tensor, torch.nn.Parameter, DTensor) or value.layout != torch.strided:
+            raise _refused(path, value, f"is a {kind.__name__} of layout {value.layout}: only dense tensors come back")
+        if value.is_quantized:
+            raise _refused(path, value, "is quantized: DCP loads it as something else")
+        self._apart += 1
+        name = ".".join(map(str, path))
+        if self._is_ambiguous:
+            number = str(len(self.numbered))
+            name = f"{self._below}.{number}"
+            self.numbered[number] = value
+        told = "parameter" if kind is torch.nn.Parameter else ""
+        return {"tensor": [name, told, value.requires_grad]}, NOTHING if self._is_ambiguous else value
+
+
+def text_of(node: Any) -> str:
+    """The text of a node: ASCII."""
+    return json.dumps(node, separators=(",", ":"), check_circular=False)
+
+
+def _key_text(key: Any) -> str:
+    """The key in the name of a tensor, as DCP has it. Python writes no integer of thousands of digits."""
+    if type(key) is int and key not in INT64:
+        return format(key, "x")
+    return key if type(key) is str else str(key)
+
+
+def _text(value: str) -> Any:
+    """JSON would join two surrogates that stand side by side."""
+    if value.isascii():
+        return value
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return {"str": _base64(value.encode("utf-8", "surrogatepass"))}
+    return value
+
+
+def _base64(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _zone(zone: datetime.tzinfo | None) -> Any:
+    if zone is None:
+        return None
+    if type(zone) is ZoneInfo and zone.key is not None and ZONE.fullmatch(zone.key):
+        return zone.key
+    if type(zone) is datetime.timezone:
+        offset, *name = cast(Any, zone).__getinitargs__()
+        return [*_delta(offset), *map(_text, name)]
+    raise ValueError(f"has a time zone of type {type(zone).__name__}")
+
+
+def _delta(value: datetime.timedelta) -> list[int]:
+    return [value.days, value.seconds, value.microseconds]
+
+
+def _time(value: Any) -> list[Any]:
+    return [value.hour, value.minute, value.second, value.microsecond, value.fold, _zone(value.tzinfo)]
+
+
+_LEAVES: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    bytes: ("bytes", _base64),
+    bytearray: ("bytearray", _base64),
+    complex: ("complex", lambda value: [value.real, value.imag]),
+    range: ("range", lambda value: [_integer(part) for part in (value.start, value.stop, value.step)]),
+    slice: ("slice", lambda value: [_integer(part) for part in (value.start, value.stop, value.step)]),
+    Decimal: ("Decimal", str),
+    Fraction: ("Fraction", lambda value: [format(value.numerator, "x"), format(value.denominator, "x")]),
+    UUID: ("UUID", lambda value: value.hex),
+    datetime.timedelta: ("timedelta", _delta),
+    datetime.date: ("date", lambda value: [value.year, value.month, value.day]),
+    datetime.time: ("time", _time),
+    datetime.datetime: ("datetime", lambda value: [value.year, value.month, value.day, *_time(value)]),
+    datetime.timezone: ("timezone", _zone),
+    ZoneInfo: ("timezone", _zone),
+    io.BytesIO: ("BytesIO", lambda value: [_base64(value.getvalue()), value.tell()]),
+    torch.Size: ("Size", list),
+    torch.dtype: ("dtype", str),
+    torch.layout: ("layout", str),
+    torch.memory_format: ("memory_format", str),
+    torch.device: ("device", str),
+    **{kind: ("path", lambda value: [type(value).__name__, _text(str(value))]) for kind in PATHS.values()},
+}
+
+
+def _integer(value: Any) -> Any:
+    if value is None or (type(value) is int and value in INT64):
+        return value
+    raise ValueError("has ends that are no numbers of 64 bits")
+
+
+def _dtype_name(dtype: Any, path: PathOf) -> Any:
+    import numpy as np
+
+    with contextlib.suppress(Exception):
+        name: Any = dtype.str if dtype.fields is None else np.lib.format.dtype_to_descr(dtype)
+        if not dtype.metadata and numpy_dtype(json.loads(json.dumps(name))) == dtype:
+            return name
+    raise _refused(path, dtype, f"has numpy's dtype {dtype}")
+
+
+def _class_name(value: Any, path: PathOf, fits: Callable[[type], bool]) -> tuple[str, str]:
+    """The name that ``class_of`` finds the class by: it must be that very class, and one to make values of."""
+    kind = type(value)
+    if not fits(kind) or has_finalizer(kind):
+        raise _refused(path, value, f"{_why_not(value)}, whose values are made by code of its own")
+    if found_class(kind.__module__, kind.__qualname__) is not kind:
+        raise _refused(path, value, f"{_why_not(value)}, which no module has by that name")
+    return kind.__module__, kind.__qualname__
+
+
+def _why_not(value: Any) -> str:
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.MethodType):
+        return f"is the function {value.__qualname__}"
+    if isinstance(value, type):
+        return f"is the class {value.__qualname__}"
+    if hasattr(value, "state_dict"):
+        return f"is a {type(value).__qualname__} inside a container: give it a name of its own in the state"
+    return f"is a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _refused(path: PathOf, value: Any, what: str) -> StateMismatchError:
+    name = ".".join(map(str, path))
+    return StateMismatchError(
+        f"{name!r} {what}; a restore could not give it back",
+        hint="Leave it out of the state, or save the plain values it is made of",
+        key=name,
+        type=type(value).__name__,
+    )

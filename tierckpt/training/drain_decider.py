@@ -1,0 +1,238 @@
+"""Which saves go to shared storage, which way, and how fast: decided when they are taken.
+
+A checkpoint is on shared storage only when every rank's part is, so the movers of the nodes cannot each decide for
+themselves. Rank 0 decides at the save, from what all ranks measured, and the other ranks hear of it. The journal
+carries it to each node's mover: an entry is ``ready`` to be drained, or ``kept`` on its SSD until newer checkpoints
+stand there (``checkpoint/local_only.py``). With ``drain_policy="adaptive"`` the policy is asked (``planning/policy.py``, D1 to D7)
+and what it says is carried out: ``dcp/shard_delivery.py`` goes straight to shared storage, ``drain/budget.py``
+throttles.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config import Settings, ranks_of_node
+from ..format.layout import MANIFEST, local_dir, parse_uri
+from ..planning import policy
+from ..planning.policy import Decision, Rules, Situation, Version
+from ..save.eviction import room_bytes
+from ..telemetry import logger
+from .record import SaveRecord
+
+log = logger("policy")
+
+VERSIONS_MAX = 64
+SLOWDOWN_WEIGHT = 0.5
+"""Of the newest measurement of what drains cost training."""
+THROTTLED_SHARE = 0.8
+"""A drain that reached so much of its throttle was held back by it: it says nothing of shared storage."""
+THROTTLE_SECONDS_MIN = 60.0
+THROTTLE_INTERVALS = 4.0
+"""How long a throttle lasts that is not renewed: a job that has ended needs no room for its traffic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What becomes of one save. ``bytes_per_second`` is for the drains of the whole job, None: as fast as they go."""
+
+    is_sent: bool = True
+    is_straight: bool = False
+    bytes_per_second: float | None = None
+    throttle_seconds: float = 0.0
+
+    def throttle_of_node(self) -> int | None:
+        """What the drains of this node may take, if all nodes hold equally much."""
+        if self.bytes_per_second is None:
+            return None
+        return max(1, int(self.bytes_per_second * _share_of_node()))
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a rank sees. ``room`` is how many checkpoints more its SSD takes, if all nodes hold equally much of each;
+    ``drain_slowdown`` the share by which drains slow its steps down, None when there was no drain to tell by."""
+
+    room: float = math.inf
+    drain_slowdown: float | None = None
+
+    @classmethod
+    def of_all(cls, seen: Sequence[Sight]) -> Sight:
+        """What the job sees: the fullest SSD, the slowest step."""
+        slow = [one.drain_slowdown for one in seen if one.drain_slowdown is not None]
+        return cls(min(one.room for one in seen), max(slow) if slow else None)
+
+
+class Sending:
+    """The state of these decisions on rank 0."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.drains = settings.drain
+        self.is_adaptive = settings.drain and settings.drain_policy == "adaptive"
+        self._settings = settings
+        self._since_sent = math.inf
+        self._state = policy.State()
+        self._observed: set[tuple[str, int]] = set()
+        self._throttle: float | None = None
+        self._slowdown = 0.0
+        """Of a step, by a drain that nothing holds back."""
+
+    @property
+    def decides(self) -> bool:
+        return self.is_adaptive
+
+    def look(self, records: Sequence[SaveRecord], drain_slowdown: float | None) -> Sight:
+        """What this rank can tell rank 0. Cost: a statvfs, and what ``local_bytes_max`` costs."""
+        size_bytes = _usual_bytes(records)
+        if not self.is_adaptive or not size_bytes:
+            return Sight(drain_slowdown=drain_slowdown)
+        return Sight(room_bytes(self._settings) / (size_bytes * _share_of_node()), drain_slowdown)
+
+    def decide(
+        self,
+        step: int,
+        records: Sequence[SaveRecord],
+        every: int,
+        interval_seconds: float,
+        *,
+        is_asked: bool = False,
+        sight: Sight | None = None,
+    ) -> Order:
+        """What becomes of the save that is about to be taken. On rank 0 only.
+
+        One that somebody has asked for is sent, unless it is the policy that is to decide.
+        """
+        if not self.drains:
+            return Order()  # the settings say it already
+        if not self.is_adaptive:
+            self._since_sent += 1
+            is_sent = is_asked or self._since_sent >= every
+            self._since_sent = 0 if is_sent else self._since_sent
+            return Order(is_sent)
+        return self._ask(step, records, every, interval_seconds, sight or Sight())
+
+    def _ask(
+        self, step: int, records: Sequence[SaveRecord], every: int, interval_seconds: float, sight: Sight
+    ) -> Order:
+        """Ask the policy twice: where this save goes, and, if that is the SSD, whether it is sent from there."""
+        good = [(number, one) for number, one in enumerate(records, 1) if not one.error][-VERSIONS_MAX:]
+        for number, one in good:
+            self._observe(number, one)
+        self._learn_slowdown(sight.drain_slowdown)
+        size_bytes = float(_usual_bytes(records))
+        versions = [self._version(number, one) for number, one in good]
+        arrived = max((version.number for version in versions if version.on_shared), default=0)
+        under_way = [n for n, one in good if one.is_sent and one.shared_commit_seconds is None and n > arrived]
+        flushing = [one for _, one in good if one.local_commit_seconds is None and not one.is_straight]
+        queue = sum(one.size_bytes or size_bytes for one in flushing)
+        used = sum(version.size_bytes for version in versions if version.on_local)
+        rules = Rules(
+            every=every,
+            rpo_seconds=self._settings.exposure_seconds_max or math.inf,
+            local_bytes_max=used + sight.room * size_bytes if size_bytes else math.inf,
+        )
+        before = Situation(
+            now=0.0,
+            versions=versions,
+            next_bytes=size_bytes,
+            interval_seconds=interval_seconds,
+            sending=under_way[0] if under_way else None,
+            local_queue_bytes=queue,
+            local_reserved_bytes=queue,
+            step_slowdown=self._slowdown,
+            began_at=-max((one.age_seconds for _, one in good), default=0.0),
+        )
+        number = len(records) + 1
+        self._state, where = policy.decide(self._state, rules, before)
+        if where.place == "shared":
+            is_full = where.numbers["free_bytes"] < size_bytes
+            why = "the SSD has no room for it" if is_full else "the SSD is no faster"
+            order, self._throttle = Order(True, is_straight=True), None
+            self._say(step, "goes straight to shared storage", why, where, order)
+            return order
+        here = Version(number, size_bytes, 0.0)
+        asked = policy.with_version(before, here)
+        self._state, decision = policy.decide(self._state, rules, asked, votes=False)
+        is_sent = decision.send == number
+        lasts = max(THROTTLE_SECONDS_MIN, THROTTLE_INTERVALS * interval_seconds)
+        hurts = self._slowdown > rules.step_slowdown_max
+        order = Order(is_sent, False, decision.rate_bytes_per_second if hurts else None, lasts)
+        self._throttle = order.bytes_per_second
+        what = "goes to shared storage" if is_sent else "stays on the SSD"
+        self._say(step, what, decision.reason, decision, order)
+        return order
+
+    def _say(self, step: int, what: str, why: str, decision: Decision, order: Order) -> None:
+        numbers = {name: round(value, 3) for name, value in decision.numbers.items()}
+        numbers["step_slowdown"] = round(self._slowdown, 4)
+        if order.bytes_per_second is not None:
+            numbers["drain_bytes_per_second"] = round(order.bytes_per_second)
+        log.info(
+            "step %d %s: %s (%s)",
+            step,
+            what,
+            why,
+            ", ".join(f"{name} {value:g}" for name, value in numbers.items()),
+            extra={
+                "step": step,
+                "is_sent": order.is_sent,
+                "is_straight": order.is_straight,
+                "rpo": decision.rpo,
+                **numbers,
+            },
+        )
+
+    def _version(self, number: int, one: SaveRecord) -> Version:
+        return Version(
+            number,
+            float(one.size_bytes),
+            -one.age_seconds,
+            on_local=not one.is_straight and one.local_commit_seconds is not None and self._stands_here(one),
+            on_shared=one.shared_commit_seconds is not None,
+            skipped=not one.is_sent,
+        )
+
+    def _stands_here(self, one: SaveRecord) -> bool:
+        """False when the SSD has had to give up its copy. Without a URI, in tests, there is no SSD."""
+        return not one.uri or (local_dir(self._settings.local_root, parse_uri(one.uri)) / MANIFEST).exists()
+
+    def _observe(self, number: int, one: SaveRecord) -> None:
+        """Tell the policy how fast each tier took a checkpoint, once."""
+        rules = Rules()
+        local, shared = one.local_commit_seconds, one.shared_commit_seconds
+        if local is not None and not one.is_straight and ("local", number) not in self._observed:
+            self._observed.add(("local", number))
+            self._state = policy.observe(self._state, rules, "local", one.size_bytes, local, 0.0)
+        if shared is not None and one.is_sent and ("shared", number) not in self._observed:
+            self._observed.add(("shared", number))
+            seconds = max(shared - (0.0 if one.is_straight else local or 0.0), 1e-3)
+            is_held_back = (
+                self._throttle is not None
+                and not one.is_straight
+                and one.size_bytes / seconds > THROTTLED_SHARE * self._throttle
+            )
+            if not is_held_back:
+                self._state = policy.observe(self._state, rules, "shared", one.size_bytes, seconds, 0.0)
+        if len(self._observed) > 4 * VERSIONS_MAX:
+            self._observed = {seen for seen in self._observed if seen[1] > number - VERSIONS_MAX}
+
+    def _learn_slowdown(self, measured: float | None) -> None:
+        """What a drain costs training grows with its rate: a throttled one tells what a free one would cost."""
+        if measured is None:
+            return
+        rate = self._state.shared_rate
+        free = measured * rate / self._throttle if rate and self._throttle and self._throttle < rate else measured
+        self._slowdown += SLOWDOWN_WEIGHT * (free - self._slowdown)
+
+
+def _usual_bytes(records: Sequence[SaveRecord]) -> int:
+    """The size of the latest save of which it is known, 0 without one."""
+    return next((one.size_bytes for one in reversed(records) if one.size_bytes), 0)
+
+
+def _share_of_node() -> float:
+    """Of a checkpoint, what this node holds, if all hold equally much. torchrun says how many ranks are where."""
+    return ranks_of_node() / max(1, int(os.environ.get("WORLD_SIZE", 1)))

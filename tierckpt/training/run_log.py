@@ -1,0 +1,319 @@
+"""The records of a run: what its processes do with their time, for ``tierckpt report``.
+
+Rank 0 appends lines to one small file for each start, below the run's directory on the local tier
+(``layout.HISTORY_DIR``); now and then, and at the end, the file is put beside the checkpoints on shared storage.
+Nothing there belongs to a checkpoint. Every line carries totals, so a torn or missing line costs only its own news.
+
+    L1  Nothing here fails or delays training: an error ends the records, and is told once.
+    L2  A file has at most ``LINES_MAX`` lines: then every second line of progress goes. Totals lose nothing by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..client import get_client
+from ..config import Settings
+from ..disk.quarantine import open_regular
+from ..engine import Engine
+from ..format.layout import HISTORY_DIR, Location, local_dir
+from ..stores.local import make_dirs
+from ..telemetry import logger
+from .other_jobs import OtherJobs, identity
+
+log = logger("ledger")
+
+LINES_MAX = 4000
+LINE_SECONDS = 1.0
+"""Time between two lines of progress that stay. The last step is always there."""
+SEND_SECONDS = 5.0
+"""Time between two copies on shared storage."""
+LAST_SEND_SECONDS = 5.0
+LOOK_SECONDS = 5.0
+"""What a look at the records of others may take."""
+_own: set[str] = set()
+"""The names of the records of this process."""
+PROGRESS = ("step", "save", "durable")
+
+
+class Ledger:
+    """The records of one Checkpointer. Thread-safe. ``is_on`` False: it writes nothing (other ranks)."""
+
+    def __init__(self, location: Location, settings: Settings, *, is_on: bool = True) -> None:
+        self._settings, self._location = settings, location
+        self._lock = threading.Lock()
+        self._totals = dict.fromkeys(("productive", "blocked", "starting", "loading", "warming"), 0.0)
+        self._saves = 0
+        self._step: int | None = None
+        self._mark: float | None = None
+        self._first_seconds: float | None = None
+        self._has_begun = False
+        self._trains = False
+        """Nothing is written before the first step or save: who only reads the run is no part of its history."""
+        self._written_at = self._sent_at = 0.0
+        self._sending: Future[None] | None = None
+        self._lines: list[str] = []
+        self._tail = ""
+        """The line of the last step, when it is younger than the last line that stays."""
+        self._size_bytes = 0
+        """Of the lines in the file that stay."""
+        now = time.time()
+        self._process_at = min(process_started_at(), now)
+        name = f"{int(now * 1000):014d}-{os.getpid()}.jsonl"
+        self._key = f"{HISTORY_DIR}/{name}"
+        self._path = local_dir(settings.local_root, location) / self._key
+        _own.add(name)
+        self._others = OtherJobs(location, self._process_at)
+        self._looking: Future[None] | None = None
+        self._file: int | None = None
+        self._is_on = is_on
+        self._begun_at = time.monotonic()
+
+    # --- what happens ------------------------------------------------------------------------------------------
+
+    def restored(self, step: int | None, seconds: float) -> None:
+        """A restore has ended, which took ``seconds``."""
+        with self._lock:
+            self._begin(seconds)
+            self._totals["loading"] += seconds
+            self._mark = time.monotonic()
+            if step is not None:
+                self._step = step
+                self._write("restored", step=step)
+
+    def stepped(self, step: int) -> None:
+        """Training has come to ``step``: what has passed since the last call was work."""
+        with self._lock:
+            self._step = step if self._step is None else self._step
+            self._begin(0.0)
+            self._trains = True
+            now = time.monotonic()
+            if self._mark is not None:
+                self._count(now - self._mark)
+            self._mark, self._step = None, step
+            if now - self._written_at >= LINE_SECONDS:
+                self._write("step")
+            else:
+                self._write_tail()
+
+    def resumed(self, blocked_seconds: float) -> None:
+        """Training goes on after a call that blocked it."""
+        with self._lock:
+            self._totals["blocked"] += blocked_seconds
+            self._mark = time.monotonic()
+
+    def saved(self, step: int) -> None:
+        """A save of ``step`` has begun: it is staged."""
+        with self._lock:
+            self._begin(0.0)
+            self._trains = True
+            self._saves += 1
+            self._step = step
+            self._write("save")
+
+    def durable(self, step: int, seconds: float, size_bytes: int) -> None:
+        """The save of ``step`` is committed on the local tier, after ``seconds``."""
+        with self._lock:
+            if self._has_begun:
+                self._write("durable", step=step, durable_seconds=round(seconds, 6), size_bytes=size_bytes)
+            is_written = self._file is not None
+        if is_written:
+            _make_durable(self._path)  # here, where no step waits for it
+        self.send()
+        self._look()
+
+    def _look(self) -> None:
+        """Look, in the background, whether another job saves here too; it is to see us as soon as we see it."""
+        if not (self._is_on and self._settings.drain) or (self._looking is not None and not self._looking.done()):
+            return
+
+        async def look(engine: Engine) -> None:
+            try:
+                async with asyncio.timeout(LOOK_SECONDS):
+                    has_news = await self._others.look(engine, frozenset(_own))
+            except Exception as error:  # L1
+                log.debug("whether other jobs save to %s is not known now: %s", self._location.uri, error)
+                return
+            if has_news:
+                self.send(at_once=True)
+
+        with contextlib.suppress(Exception):  # L1: a client that is closing
+            self._looking = get_client(self._settings).start(look)
+
+    def is_alone(self) -> bool:
+        """False when another job is known to save to this run. A look that is under way is waited for a moment."""
+        if self._looking is not None:
+            with contextlib.suppress(Exception):
+                self._looking.result(LOOK_SECONDS)
+        return self._others.is_alone
+
+    def ended(self, reason: str, *, wait_seconds: float = 0.0) -> None:
+        """The job closes its Checkpointer (``closed``), or ends for another reason."""
+        with self._lock:
+            if not self._trains:
+                return
+            self._mark = None  # since then the job has waited for its drains, or failed: no step has ended
+            self._write("end", reason=reason)
+        if wait_seconds > 0:
+            self.send(at_once=True)
+            if self._sending is not None:
+                with contextlib.suppress(Exception):
+                    self._sending.result(min(LAST_SEND_SECONDS, wait_seconds))
+
+    # --- keeping it --------------------------------------------------------------------------------------------
+
+    def _begin(self, loading_seconds: float) -> None:
+        """The first thing that happens: until here the process was starting."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if self._mark is None:
+            before = time.monotonic() - self._begun_at
+            if loading_seconds:  # everything but the restore itself
+                self._totals["starting"] = max(0.0, time.time() - self._process_at - loading_seconds)
+            else:
+                self._totals["starting"] = max(0.0, time.time() - self._process_at - before)
+                self._mark = self._begun_at  # the first step began with us, for all that is known
+        self._write(
+            "start",
+            process_at=round(self._process_at, 3),
+            world_size=dist.get_world_size() if dist.is_initialized() else 1,
+            **identity(),
+        )
+
+    def _count(self, seconds: float) -> None:
+        """Book a step. The first takes longer, for compiling and connecting: beyond the second's time it is warming."""
+        if self._first_seconds is not None:
+            extra = max(0.0, self._first_seconds - seconds)
+            self._totals["warming"] += extra
+            self._totals["productive"] -= extra
+            self._first_seconds = None
+        elif self._totals["productive"] == 0:
+            self._first_seconds = seconds
+        self._totals["productive"] += seconds
+
+    def _write(self, what: str, **more: Any) -> None:
+        if not self._is_on:
+            return
+        self._written_at = time.monotonic()
+        text = self._text(what, **more)
+        try:
+            self._lines.append(text)
+            self._tail = ""
+            if not self._trains:
+                return
+            if len(self._lines) > LINES_MAX:
+                self._thin()
+            elif self._file is None:
+                make_dirs(self._path.parent)
+                self._file = open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+                self._put("".join(self._lines))
+            else:
+                self._put(text)
+        except Exception as error:  # L1
+            log.warning("the records of %s end here: %s", self._location.uri, error)
+            self._is_on = False
+
+    def _text(self, what: str, **more: Any) -> str:
+        line = {"what": what, "at": round(time.time(), 3), "step": self._step, "saves": self._saves}
+        line |= {f"{name}_seconds": round(seconds, 4) for name, seconds in self._totals.items()} | more
+        return json.dumps(line) + "\n"
+
+    def _put(self, text: str) -> None:
+        """Add a line that stays, in the place of the tail. What of the tail is longer is blank from now on."""
+        assert self._file is not None
+        data = text.encode()
+        os.pwrite(self._file, data, self._size_bytes)
+        self._size_bytes += len(data)
+        os.ftruncate(self._file, self._size_bytes)
+
+    def _write_tail(self) -> None:
+        """Note the step that has just ended where the next line overwrites it, so that a kill hides no step.
+
+        A kill tears no write of one page. A power cut may: the reader leaves out a line that is none. Cost: 20 us.
+        """
+        if not self._is_on or self._file is None:
+            return
+        # Never shorter than the tail before it, of which nothing must be left behind.
+        self._tail = self._text("step")[:-1].ljust(len(self._tail) - 1) + "\n"
+        try:
+            os.pwrite(self._file, self._tail.encode(), self._size_bytes)
+        except OSError as error:  # L1
+            log.warning("the records of %s end here: %s", self._location.uri, error)
+            self._is_on = False
+
+    def _thin(self) -> None:
+        """L2: leave out every second line of progress, in a file that takes the place of the old one at once."""
+        progress = [n for n, text in enumerate(self._lines[:-1]) if json.loads(text)["what"] in PROGRESS]
+        gone = set(progress[1::2])
+        self._lines = [text for n, text in enumerate(self._lines) if n not in gone]
+        beside = self._path.with_suffix(".new")
+        text = "".join(self._lines)
+        beside.write_text(text)
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CLOEXEC)
+        beside.rename(self._path)
+        self._size_bytes = len(text.encode())
+        if self._file is not None:
+            os.close(self._file)
+        self._file = descriptor
+
+    def send(self, *, at_once: bool = False) -> None:
+        """Put a copy beside the checkpoints on shared storage, in the background; one at a time, and not too often."""
+        with self._lock:
+            is_early = time.monotonic() - self._sent_at < SEND_SECONDS and self._sent_at > 0
+            is_busy = self._sending is not None and not self._sending.done()
+            if not (self._is_on and self._lines and self._settings.drain) or is_busy or (is_early and not at_once):
+                return
+            self._sent_at = time.monotonic()
+            data = "".join([*self._lines, self._tail]).encode()
+        try:
+            self._sending = get_client(self._settings).start(
+                lambda engine: _put(engine, self._location, self._key, data)
+            )
+        except Exception as error:  # L1: a client that is closing
+            log.debug("the records of %s stay on this node: %s", self._location.uri, error)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+            self._file, self._is_on = None, False
+
+
+def _make_durable(path: Path) -> None:
+    """What a power cut takes is then younger than the last checkpoint."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:  # L1
+        log.debug("the records may be lost with the power: %s", error)
+
+
+async def _put(engine: Engine, location: Location, key: str, data: bytes) -> None:
+    try:
+        await engine.store(location).put(key, data)
+    except Exception as error:  # L1; the next one brings all of it
+        log.debug("the records of %s stay on this node for now: %s", location.uri, error)
+
+
+def process_started_at() -> float:
+    """When this process began, Unix seconds. Source: proc(5), field 22 of stat, in clock ticks since boot."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - age_seconds
+    except (OSError, ValueError, IndexError):
+        return time.time()
