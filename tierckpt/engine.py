@@ -15,7 +15,7 @@ from .cache.entry import Cached
 from .cache.node_cache import Check, Held, Kind, Shelf, refuse_pin
 from .cache.pool import Room
 from .cache.prefetch import PrefetchResult, prefetch
-from .checkpoint import catalog, commit, local_only
+from .checkpoint import catalog, local_commit, local_only, marks, shared_commit
 from .checkpoint.catalog import Checkpoint, Row
 from .checkpoint.journal import READY, SET_ASIDE, Entry, Journal
 from .checkpoint.namespace import Browser
@@ -154,13 +154,13 @@ class Engine:
         """
         directory = self.directory(location)
         try:
-            local = await asyncio.to_thread(commit.read_local_manifest, directory)
+            local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
             standing = {local.attempt} if local else set()
         except (ManifestError, StoreError) as error:
             # Set aside by the commit, no sooner: what the journal still has to drain is known by it.
             log.warning("%s: what stands on the local tier cannot be read, a new save replaces it: %s", location, error)
             local, standing = None, await asyncio.to_thread(self._attempts_in_journal, location)
-        if local is not None and not await asyncio.to_thread(commit.is_drained, directory, local.attempt):
+        if local is not None and not await asyncio.to_thread(marks.is_drained, directory, local.attempt):
             standing |= {*local.replaces}  # the shared tier may still be at one of those
         if self.settings.drain:
             try:
@@ -168,12 +168,12 @@ class Engine:
                 async with asyncio.timeout(PROBE_SILENT_SECONDS if is_silent else PROBE_TIMEOUT_SECONDS):
                     store = self.store(location)
                     self._say_if_blind(store, location)
-                    found = await commit.attempts_standing(store)
+                    found = await shared_commit.attempts_standing(store)
                     stock = not overwrite and not found and await catalog.is_stock(store)
                 self.selector.reached.add(place_of(location))
                 standing |= found
                 if stock:
-                    raise commit.already_committed(location, "of stock DCP", Tier.SHARED)
+                    raise shared_commit.already_committed(location, "of stock DCP", Tier.SHARED)
             except (StoreUnavailableError, TimeoutError) as error:
                 if not is_silent:
                     self._silent_until[place_of(location)] = time.monotonic() + SILENT_SECONDS
@@ -186,7 +186,9 @@ class Engine:
                     "%s: the shared tier refuses us, saving locally; what is drained later is: %s", location.uri, error
                 )
         if standing and not overwrite:
-            raise commit.already_committed(location, ", ".join(sorted(standing)), Tier.LOCAL if local else Tier.SHARED)
+            raise shared_commit.already_committed(
+                location, ", ".join(sorted(standing)), Tier.LOCAL if local else Tier.SHARED
+            )
         return tuple(sorted(standing))
 
     def _attempts_in_journal(self, location: Location) -> set[str]:
@@ -352,7 +354,7 @@ class Engine:
         while True:
             entries = await asyncio.to_thread(self._unsettled, location)
             try:
-                local = await asyncio.to_thread(commit.read_local_manifest, self.directory(location))
+                local = await asyncio.to_thread(local_commit.read_local_manifest, self.directory(location))
             except ManifestError:
                 local = None  # a save that is under way replaces it
             if tier is Tier.LOCAL:
@@ -415,11 +417,11 @@ class Engine:
 
     async def _is_committed(self, location: Location, local: Manifest | None, timeout_seconds: float) -> bool:
         """True when the shared tier has our local attempt, or any attempt where this node has none."""
-        if local is not None and await asyncio.to_thread(commit.is_drained, self.directory(location), local.attempt):
+        if local is not None and await asyncio.to_thread(marks.is_drained, self.directory(location), local.attempt):
             return True
         try:
             async with asyncio.timeout(max(ANSWER_SECONDS_MIN, timeout_seconds)):
-                shared = await commit.read_shared_manifest(self.store(location))
+                shared = await shared_commit.read_shared_manifest(self.store(location))
         except (StoreUnavailableError, TimeoutError):
             return False
         return shared is not None and (local is None or local.attempt == shared.attempt)
@@ -553,7 +555,7 @@ class Engine:
             )
         seed = secrets.randbelow(1 << 32) if seed is None else seed
         chosen = choose(steps, seed)
-        manifest = await commit.read_shared_manifest(self.store(chosen))
+        manifest = await shared_commit.read_shared_manifest(self.store(chosen))
         if manifest is None:
             raise CheckpointNotFoundError(f"{chosen.uri} was removed while the drill began", hint="Run it again")
         report = DrillReport(chosen, seed, len(steps))

@@ -15,6 +15,7 @@ import pytest
 
 from tests.open_files import open_files
 from tests.services import unavailable
+from tierckpt.disk.durable import durable_link, durable_write, make_dirs, translate_os_error
 from tierckpt.errors import (
     CapacityError,
     ObjectNotFoundError,
@@ -25,7 +26,7 @@ from tierckpt.errors import (
     TierckptError,
 )
 from tierckpt.stores import local
-from tierckpt.stores.local import LocalStore, durable_link, durable_write, make_dirs, translate_os_error
+from tierckpt.stores.local import LocalStore
 from tierckpt.testing.store_contract import Pieces, keys_of
 from tierckpt.types import Tier
 
@@ -257,7 +258,7 @@ async def test_a_cancelled_write_is_finished_before_its_file_is_closed(
     started, go_on = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     failures: list[OSError] = []
-    write_all = local._write_all
+    write_all = local.write_all
 
     def slow(file: int, data: bytes) -> int:
         loop.call_soon_threadsafe(started.set)
@@ -268,7 +269,7 @@ async def test_a_cancelled_write_is_finished_before_its_file_is_closed(
             failures.append(error)
             raise
 
-    monkeypatch.setattr(local, "_write_all", slow)
+    monkeypatch.setattr(local, "write_all", slow)
     transfer = asyncio.create_task(LocalStore(tmp_path).put_stream("key", Pieces([b"data"]).iterate(), 4))
     await started.wait()
     transfer.cancel()

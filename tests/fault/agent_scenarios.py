@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import tierckpt
 from tierckpt.arena import slots
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import local_commit
 from tierckpt.dcp.handoff import client
 from tierckpt.dcp.writer import TierStorageWriter
 from tierckpt.errors import OperationTimeoutError, TierckptError
@@ -188,13 +188,13 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
     elif points.rank and way == "Checkpointer":
         _replace(TierStorageWriter, "_note", after)
     elif point == "flushed":
-        _replace(commit, "keep_metadata", instead)
+        _replace(local_commit, "keep_metadata", instead)
     elif point == "ready":
-        _replace(commit, "commit_local", instead)
-        _replace(commit, "commit_local_fragment", instead)
+        _replace(local_commit, "commit_local", instead)
+        _replace(local_commit, "commit_local_fragment", instead)
     elif point == "committed":
-        _replace(commit, "commit_local", after)
-        _replace(commit, "commit_local_fragment", after)
+        _replace(local_commit, "commit_local", after)
+        _replace(local_commit, "commit_local_fragment", after)
         _replace(TierStorageWriter, "_hand_over", lambda _: stay)
     else:
         raise ValueError(point)
@@ -469,7 +469,7 @@ def restarts_and_saves(
 
         return call
 
-    _replace(commit, "keep_metadata", late)
+    _replace(local_commit, "keep_metadata", late)
     if way == "Checkpointer":
         checkpointer = _checkpointer(uri, **settings)
         found = {

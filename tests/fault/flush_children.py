@@ -25,7 +25,7 @@ import tierckpt
 from tests.services import shared_memory_alone
 from tests.states import raises_ours, same
 from tierckpt.arena import capacity
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import local_commit
 from tierckpt.dcp import staging_copy
 from tierckpt.disk import write_tuner
 from tierckpt.disk.write_tuner import IoShape
@@ -166,10 +166,10 @@ PHASES: dict[str, Callable[[], None]] = {
     "in the last write": lambda: in_write(10),
     "before the fsync": lambda: before(flush._File, "finish"),
     "after the fsync": lambda: after(flush._File, "finish"),
-    "before the metadata is kept": lambda: before(commit, "keep_metadata"),
-    "after the metadata is kept": lambda: after(commit, "keep_metadata"),
-    "before the commit": lambda: before(commit, "commit_local"),
-    "after the commit": lambda: after(commit, "commit_local"),
+    "before the metadata is kept": lambda: before(local_commit, "keep_metadata"),
+    "after the metadata is kept": lambda: after(local_commit, "keep_metadata"),
+    "before the commit": lambda: before(local_commit, "commit_local"),
+    "after the commit": lambda: after(local_commit, "commit_local"),
 }
 AHEAD_PHASES = (
     "while staging",
@@ -185,7 +185,7 @@ SEEDED = "after a commit of shards that were not written"
 def commit_too_early() -> None:
     """The bug that all of this is there to find."""
     flush._File.write = lambda *_: None  # type: ignore[method-assign]
-    after(commit, "commit_local")
+    after(local_commit, "commit_local")
 
 
 # --- who runs them ------------------------------------------------------------------------------------------------

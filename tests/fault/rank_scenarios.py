@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import local_commit
 from tierckpt.dcp.reader import TierStorageReader
 from tierckpt.dcp.stager import TierStager
 from tierckpt.dcp.writer import TierStorageWriter
@@ -69,8 +69,8 @@ SAVE_PHASES: dict[str, Callable[[], None]] = {
 }
 COORDINATOR_PHASES: dict[str, Callable[[], None]] = {
     "global plan": lambda: _before(TierStorageWriter, "prepare_global_plan"),
-    "commit": lambda: _before(commit, "commit_local"),
-    "committed": lambda: _after(commit, "commit_local"),
+    "commit": lambda: _before(local_commit, "commit_local"),
+    "committed": lambda: _after(local_commit, "commit_local"),
 }
 RESTORE_PHASES: dict[str, Callable[[], None]] = {
     "finding the step": lambda: _before(checkpointers, "restore_newest"),

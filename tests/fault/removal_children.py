@@ -18,11 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tierckpt.checkpoint import commit, prune
+from tierckpt.checkpoint import local_commit, marks, prune, shared_commit
 from tierckpt.checkpoint.retention import Policy
 from tierckpt.config import Settings
 from tierckpt.engine import Engine
 from tierckpt.errors import CheckpointNotFoundError, ManifestError, UncommittedCheckpointError
+from tierckpt.format import layout
 from tierckpt.format.layout import MANIFEST, METADATA, attempt_metadata, local_dir, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest, decode, digests_of
 from tierckpt.stores.base import Store
@@ -60,10 +61,10 @@ def build(folder: Path) -> None:
         for name, data in shards.items():
             (directory / name).write_bytes(data)
             asyncio.run(store.put(name, data))
-        commit.commit_local(directory, location, manifest, {METADATA: metadata})
+        local_commit.commit_local(directory, location, manifest, {METADATA: metadata})
         asyncio.run(store.put(manifest.metadata[0].key, metadata))
-        asyncio.run(commit.commit_shared(store, location, manifest))
-        commit.mark_drained(directory, attempt)
+        asyncio.run(shared_commit.commit_shared(store, location, manifest))
+        marks.mark_drained(directory, attempt)
 
 
 async def keep_the_newest(folder: Path) -> None:
@@ -166,7 +167,7 @@ def shards_first(bug: str) -> None:
     if bug == "local":
 
         def remove_local(directory: Path, attempt: str | None = None) -> bool:
-            manifest = commit.read_local_manifest(directory)
+            manifest = local_commit.read_local_manifest(directory)
             if manifest is not None:
                 for entry in manifest.entries:
                     (directory / entry.key).unlink()
@@ -188,7 +189,7 @@ def shards_first(bug: str) -> None:
     if bug == "no note":
 
         async def forget(store: Store, key: str, data: Any, **_: Any) -> None:
-            if commit.REMOVED_DIR not in key:
+            if layout.REMOVED_DIR not in key:
                 await real_put(store, key, data)
 
         real_put = LocalStore.put

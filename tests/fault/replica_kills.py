@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.servers.nodes import hurry
+from tierckpt.disk import file_io
 from tierckpt.drain import transfer
 from tierckpt.replication import replicator
+from tierckpt.stores import verified_read
 
 AT = "TIERCKPT_TEST_KILL_AT"
 LOG = "TIERCKPT_TEST_KILL_LOG"
@@ -68,8 +70,8 @@ def names_before_bytes() -> None:
         file = transfer._create(path, entry.size_bytes)
         try:
             for byte_range, digest in entry.chunks(chunk_size_bytes):
-                data = await transfer.get_checked(store, entry, byte_range, digest)
-                transfer.pwrite_all(file, data, byte_range.start, path)
+                data = await verified_read.get_checked(store, entry, byte_range, digest)
+                file_io.pwrite_all(file, data, byte_range.start, path)
                 on_bytes(byte_range.size_bytes)
             os.fsync(file)
         finally:

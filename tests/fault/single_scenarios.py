@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.states import raises_ours
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import local_commit, shared_commit
 from tierckpt.dcp.shard_delivery import Delivery
 from tierckpt.drain import drain
 from tierckpt.errors import AlreadyCommittedError
@@ -54,7 +54,7 @@ def race(uri: str, folder: str, root: str, value: int, meet: str, of: int) -> No
 
 def _half(directory: Path, location: Any, manifest: Any, metadata: Any) -> None:
     for entry in manifest.metadata:
-        commit.durable_write(directory / entry.path, metadata[entry.path])
+        local_commit.durable_write(directory / entry.path, metadata[entry.path])
     die()
 
 
@@ -63,14 +63,14 @@ def _commits_and_dies(*arguments: Any) -> None:
     die()
 
 
-_commit_local = commit.commit_local
+_commit_local = local_commit.commit_local
 
 POINTS: dict[str, tuple[Any, str, Any]] = {
     "before shards": (Delivery, "write", die),
     "in a shard": (flush._File, "write", die),
-    "before the commit": (commit, "commit_local", die),
-    "between metadata and manifest": (commit, "_publish", _half),
-    "after the commit": (commit, "commit_local", _commits_and_dies),
+    "before the commit": (local_commit, "commit_local", die),
+    "between metadata and manifest": (local_commit, "_publish", _half),
+    "after the commit": (local_commit, "commit_local", _commits_and_dies),
 }
 
 
@@ -99,10 +99,10 @@ def die_before_the_shared_commit(uri: str, folder: str) -> None:
     """Killed in the drain, when all files are there."""
 
     async def claim_and_die(store: Any, location: Any, manifest: Any) -> None:
-        await commit._claim(store, location, manifest)
+        await shared_commit._claim(store, location, manifest)
         await store.put(pending(manifest.attempt), manifest.encode())
         die()
 
-    commit.commit_shared = claim_and_die
+    shared_commit.commit_shared = claim_and_die
     dcp.save({"w": torch.zeros(1000)}, storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)
     tierckpt.wait(uri, timeout_seconds=30)

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import READY, Entry
 from tierckpt.config import KiB, MiB, Settings
+from tierckpt.disk.durable import durable_write, make_dirs
 from tierckpt.engine import Engine
 from tierckpt.errors import (
     IntegrityError,
@@ -29,7 +30,6 @@ from tierckpt.errors import (
 )
 from tierckpt.format.layout import METADATA, Location, attempt_metadata, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest, digests_of
-from tierckpt.stores.local import durable_write, make_dirs
 from tierckpt.types import Tier
 
 T = TypeVar("T")
@@ -94,9 +94,9 @@ def save(engine: Engine, location: Location, sizes: tuple[int, ...], seed: int) 
     metadata = noise.randbytes(3000)
     listed = _entry(METADATA, metadata, token, attempt_metadata(token))
     manifest = Manifest(token, 1, CHUNK_BYTES, (listed,), files, created_unix_seconds=time.time())
-    commit.keep_metadata(directory, manifest, {METADATA: metadata})
+    local_commit.keep_metadata(directory, manifest, {METADATA: metadata})
     engine.journal.write(_ready(entry, manifest))
-    commit.commit_local(directory, location, manifest, {METADATA: metadata})
+    local_commit.commit_local(directory, location, manifest, {METADATA: metadata})
     return Saved(location, token, {path: digest(data) for path, data in {**contents, METADATA: metadata}.items()})
 
 

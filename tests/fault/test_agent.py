@@ -26,8 +26,9 @@ from tests.fault.nursery import Job, Nursery
 from tests.servers.faultproxy import FaultProxy
 from tests.services import S3Server
 from tests.states import load, same, save, zeros_like
-from tierckpt.checkpoint.commit import is_drained, read_local_manifest
 from tierckpt.checkpoint.journal import Journal
+from tierckpt.checkpoint.local_commit import read_local_manifest
+from tierckpt.checkpoint.marks import is_drained
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.disk.file_lock import try_lock

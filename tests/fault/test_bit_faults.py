@@ -22,13 +22,12 @@ import pytest
 import torch
 
 from tests.states import save
-from tierckpt.checkpoint import commit, verify
+from tierckpt.checkpoint import local_commit, marks, shared_commit, verify
 from tierckpt.checkpoint.journal import READY, WRITING, Entry
 from tierckpt.checkpoint.verify import VerifyReport
 from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.dcp import writer
-from tierckpt.drain import transfer
 from tierckpt.engine import Engine
 from tierckpt.errors import IntegrityError, ManifestError, TierckptError
 from tierckpt.format import layout
@@ -36,6 +35,7 @@ from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import CLAIM, DRAINED, MANIFEST, METADATA, local_dir, parse_uri, part, pending
 from tierckpt.format.manifest import Manifest
 from tierckpt.read import replicated_file
+from tierckpt.stores import verified_read
 from tierckpt.stores.local import LocalStore
 from tierckpt.types import Tier
 
@@ -74,7 +74,7 @@ class Node:
         self._save(1)
         before = self._files()
         self._save(2)
-        self.manifest = commit.read_local_manifest(self.local) or pytest.fail("not committed")
+        self.manifest = local_commit.read_local_manifest(self.local) or pytest.fail("not committed")
         self.after = self._files()
         self.runner = asyncio.Runner()
         self.engine = Engine(self.settings)
@@ -279,7 +279,7 @@ def passed_over(node: Node, kind: Kind, damaged: bytes) -> bool:
     overwrite(kind.path, damaged)
     try:
         if kind.name == "local drained":
-            return not commit.is_drained(node.local, node.manifest.attempt)
+            return not marks.is_drained(node.local, node.manifest.attempt)
         return restored(node, f"passed-{random.getrandbits(40):x}") == contents(node)
     finally:
         overwrite(kind.path, kind.good)
@@ -371,13 +371,13 @@ def test_records_of_the_release_before_are_taken_as_they_are(node: Node) -> None
     try:
         claim.write_bytes(f'{{"attempt": "{attempt}", "replaces": []}}'.encode())
         note.write_bytes(f'{{"attempt": "{attempt}"}}'.encode())
-        assert node.runner.run(commit.read_claim(node.engine.store(node.location))) == attempt
-        assert commit.is_drained(node.local, attempt)
+        assert node.runner.run(shared_commit.read_claim(node.engine.store(node.location))) == attempt
+        assert marks.is_drained(node.local, attempt)
         claim.write_bytes(claims.replace(b"self_digest", b"selF_digest"))
         note.write_bytes(notes.replace(b"self_digest", b"selF_digest"))
         with pytest.raises(ManifestError, match=r"claim\.json"):
-            node.runner.run(commit.read_claim(node.engine.store(node.location)))
-        assert not commit.is_drained(node.local, attempt)
+            node.runner.run(shared_commit.read_claim(node.engine.store(node.location)))
+        assert not marks.is_drained(node.local, attempt)
     finally:
         claim.write_bytes(claims)
         note.write_bytes(notes)
@@ -456,7 +456,7 @@ def drained_after_damage(root: Path) -> tuple[str, bool]:
 
     async def drain() -> tuple[str, bool]:
         _, errors = await engine.drain_all(patient=False)
-        committed = await commit.read_shared_manifest(engine.store(location)) is not None
+        committed = await shared_commit.read_shared_manifest(engine.store(location)) is not None
         await engine.close()
         return ", ".join(type(error).__name__ for error in errors), committed
 
@@ -476,5 +476,5 @@ def test_a_shard_that_was_damaged_before_the_drain_is_not_sent(tmp_path: Path, m
 def test_a_digest_taken_from_what_is_sent_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: "digest after upload" says yes to whatever lies on the disk."""
     monkeypatch.setattr(LocalStore, "link", never_links)
-    monkeypatch.setattr(transfer, "_has_digest", lambda *_: True)
+    monkeypatch.setattr(verified_read, "_has_digest", lambda *_: True)
     assert drained_after_damage(tmp_path) == ("", True)

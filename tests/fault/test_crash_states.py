@@ -1,6 +1,6 @@
 """Crash states: after a power cut at any moment of a save, drain, removal or resume, what was acknowledged is there.
 
-A run of the real code is recorded (tierckpt/testing/crash_states.py), every state that a crash may leave is built, and
+A run of the real code is recorded (tests/fault/crash_state_model.py), every state that a crash may leave is built, and
 each is held against what had been acknowledged at that moment. TIERCKPT_TEST_CRASH_STATES sets how many are built.
 """
 
@@ -26,16 +26,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.fault.crash_state_model import CrashState, Files, Mark, Recorder, crash_states, flat, materialise
 from tests.fault.sweep import saver as sweep_saver
 from tests.states import load, same, save
 from tierckpt.arena import slots
-from tierckpt.cache import direct_write
-from tierckpt.checkpoint import commit, journal
+from tierckpt.checkpoint import journal, local_commit
 from tierckpt.checkpoint.retention import Policy
 from tierckpt.client import Client, close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.dcp import shard_delivery
 from tierckpt.dcp import writer as dcp_writer
+from tierckpt.disk import durable, file_io
 from tierckpt.drain import transfer
 from tierckpt.errors import CapacityError, ManifestError, StoreError, TierckptError
 from tierckpt.format import layout
@@ -44,9 +45,7 @@ from tierckpt.format.layout import MANIFEST, METADATA, local_dir, parse_uri
 from tierckpt.format.manifest import Manifest
 from tierckpt.read import block_digests, replicated_file
 from tierckpt.save import flush, write_ahead
-from tierckpt.stores import local
 from tierckpt.stores.local import LocalStore
-from tierckpt.testing.crash_states import CrashState, Files, Mark, Recorder, crash_states, flat, materialise
 from tierckpt.types import Tier
 
 STATES = int(os.environ.get("TIERCKPT_TEST_CRASH_STATES", "24000"))
@@ -109,7 +108,7 @@ class World:
 
     def must(self, step: int, *tiers: str) -> None:
         for tier in tiers:
-            manifest = commit.read_local_manifest(self.directory((tier, step)))
+            manifest = local_commit.read_local_manifest(self.directory((tier, step)))
             if manifest is not None:
                 self.manifests[manifest.attempt] = manifest
                 for entry in manifest.metadata:
@@ -265,12 +264,12 @@ def no_durable_manifest() -> Iterator[None]:
     failures = [StoreError("seeded")]
 
     def durable_write(path: Path, data: bytes) -> None:
-        local.durable_write(path, data)
+        durable.durable_write(path, data)
         if path.name == "manifest.json" and failures:
             raise failures.pop()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "durable_write", durable_write)
+        patch.setattr(local_commit, "durable_write", durable_write)
         yield
 
 
@@ -284,7 +283,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def record(run: Callable[[World], None], root: Path) -> World:
     world = World(root)
-    keep_metadata = commit.keep_metadata
+    keep_metadata = local_commit.keep_metadata
 
     def keep(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
         """Also that of saves which fail later: plain PyTorch may read it all the same."""
@@ -292,7 +291,7 @@ def record(run: Callable[[World], None], root: Path) -> World:
         keep_metadata(directory, manifest, metadata)
 
     with world.recorder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "keep_metadata", keep)
+        patch.setattr(local_commit, "keep_metadata", keep)
         try:
             run(world)
         finally:
@@ -562,57 +561,57 @@ def no_fsync(of_what: Callable[[int], bool]) -> Callable[[pytest.MonkeyPatch], N
 
 def rename_before_fsync(patch: pytest.MonkeyPatch) -> None:
     def durable_write(path: Path, data: bytes, **_: Any) -> None:
-        with local._temporary(path) as temporary:
-            file = local._create(temporary)
-            local._write_all(file, data)
+        with durable.temporary_beside(path) as temporary:
+            file = durable.create_file(temporary)
+            durable.write_all(file, data)
             temporary.replace(path)
-            local.fsync_dir(path.parent)
+            durable.fsync_dir(path.parent)
             os.fsync(file)
             os.close(file)
 
-    everywhere(patch, local.durable_write, durable_write)
+    everywhere(patch, durable.durable_write, durable_write)
 
 
 def fsync_before_flush(patch: pytest.MonkeyPatch) -> None:
     """What stock DCP does with its metadata: the bytes are still in the process when it fsyncs."""
 
     def durable_write(path: Path, data: bytes, **_: Any) -> None:
-        with local._temporary(path) as temporary:
+        with durable.temporary_beside(path) as temporary:
             with temporary.open("wb") as file:
                 file.write(data)
                 os.fsync(file.fileno())
             temporary.replace(path)
-            local.fsync_dir(path.parent)
+            durable.fsync_dir(path.parent)
 
-    everywhere(patch, local.durable_write, durable_write)
+    everywhere(patch, durable.durable_write, durable_write)
 
 
 def unlink_before_rename(patch: pytest.MonkeyPatch) -> None:
     def durable_write(path: Path, data: bytes, **_: Any) -> None:
-        with local._temporary(path) as temporary:
-            local._write_new(temporary, data)
+        with durable.temporary_beside(path) as temporary:
+            durable.write_new(temporary, data)
             path.unlink(missing_ok=True)
             temporary.replace(path)
-            local.fsync_dir(path.parent)
+            durable.fsync_dir(path.parent)
 
-    everywhere(patch, local.durable_write, durable_write)
+    everywhere(patch, durable.durable_write, durable_write)
 
 
 def manifest_before_shards(patch: pytest.MonkeyPatch) -> None:
     """The commit comes first, and the shards are made durable after it."""
-    commit_local = commit.commit_local
+    commit_local = local_commit.commit_local
 
     def commit_first(directory: Path, *rest: Any) -> None:
         commit_local(directory, *rest)
         for path in directory.glob("*.distcp"):
-            local._fsync_file(path)
-        local.fsync_dir(directory)
+            durable.fsync_file(path)
+        durable.fsync_dir(directory)
 
     patch.setattr(
         shard_delivery, "flush", lambda *items, **options: flush.flush(*items, **{**options, "durable": False})
     )
     patch.setattr(shard_delivery, "fsync_dir", lambda path: None)
-    patch.setattr(commit, "commit_local", commit_first)
+    patch.setattr(local_commit, "commit_local", commit_first)
 
 
 def data_name_reused(patch: pytest.MonkeyPatch) -> None:
@@ -645,24 +644,24 @@ def short_write_ignored(patch: pytest.MonkeyPatch) -> None:
         os.write(file, view[: max(1, len(view) // 2)])  # the kernel took half of it
         return len(view)
 
-    patch.setattr(local, "_write_all", write_all)
+    patch.setattr(durable, "write_all", write_all)
 
 
 def shards_removed_before_the_manifest(patch: pytest.MonkeyPatch) -> None:
-    remove_local = commit.remove_local
+    remove_local = local_commit.remove_local
 
     def remove(directory: Path, *rest: Any, **options: Any) -> bool:
-        manifest = commit.read_local_manifest(directory)
+        manifest = local_commit.read_local_manifest(directory)
         for entry in manifest.files if manifest else ():
             (directory / entry.key).unlink()
         return remove_local(directory, *rest, **options)
 
-    patch.setattr(commit, "remove_local", remove)
+    patch.setattr(local_commit, "remove_local", remove)
 
 
 def removal_that_is_not_durable(patch: pytest.MonkeyPatch) -> None:
     """The manifest is removed first, and nothing says that this reaches the disk first."""
-    patch.setattr(commit, "fsync_dir", lambda path: None)
+    patch.setattr(local_commit, "fsync_dir", lambda path: None)
 
 
 def unfinished_save_that_comes_back(patch: pytest.MonkeyPatch) -> None:
@@ -752,13 +751,13 @@ def test_a_rename_without_fsync_may_leave_any_of_its_halves(tmp_path: Path) -> N
 
 
 def test_a_durable_write_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
-    recorder = recorded(tmp_path / "world", lambda root: local.durable_write(root / "old", b"new"))
+    recorder = recorded(tmp_path / "world", lambda root: durable.durable_write(root / "old", b"new"))
     assert {dict(state)["old"] for state in contents(recorder)} == {b"old", b"new"}
 
 
 def test_every_way_to_change_a_file_is_recorded(tmp_path: Path) -> None:
     def change(root: Path) -> None:
-        local.make_dirs(root / "a/b")
+        durable.make_dirs(root / "a/b")
         (root / "a/text").write_text("text")
         (root / "a/text").rename(root / "a/b/moved")
         os.link(root / "a/b/moved", root / "linked")
@@ -769,12 +768,12 @@ def test_every_way_to_change_a_file_is_recorded(tmp_path: Path) -> None:
             file.write(b"X")
             file.truncate(6)
         descriptor = os.open(root / "a", os.O_TMPFILE | os.O_WRONLY)
-        direct_write.allocate(descriptor, 4096)
+        file_io.allocate(descriptor, 4096)
         os.pwrite(descriptor, b"named later", 1)
         os.link(f"/proc/self/fd/{descriptor}", root / "named", src_dir_fd=descriptor)
         os.close(descriptor)
         descriptor = transfer._create(root / "sized", 5000)
-        transfer.pwrite_all(descriptor, b"x" * 10, 4990, root / "sized")
+        file_io.pwrite_all(descriptor, b"x" * 10, 4990, root / "sized")
         os.ftruncate(descriptor, 4995)
         os.close(descriptor)
         (root / "a/b").rename(root / "b")

@@ -19,8 +19,8 @@ from tests.fault.agent_scenarios import whole_state
 from tests.fault.nursery import Nursery
 from tests.states import load, same
 from tierckpt.checkpoint import epoch as epochs
-from tierckpt.checkpoint.commit import read_local_manifest
 from tierckpt.checkpoint.journal import Journal
+from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.disk.file_lock import try_lock
@@ -41,7 +41,7 @@ HOOK = """
 import os, sys, time
 if "tierckpt.dcp.handoff.finish" in sys.orig_argv:
     from pathlib import Path
-    from tierckpt.checkpoint import commit
+    from tierckpt.checkpoint import local_commit as commit
     folder, name, lives = Path(os.environ["HOOK_FOLDER"]), os.environ["HOOK_AT"], "HOOK_LIVES" in os.environ
     def wrapped(real):
         def call(*arguments, **options):

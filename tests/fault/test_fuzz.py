@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_manifest import checkpoint, entry
-from tierckpt.checkpoint import commit, journal
+from tierckpt.checkpoint import journal, local_commit, marks, shared_commit
 from tierckpt.checkpoint.journal import READY, Entry, Journal
 from tierckpt.errors import ManifestError, TierckptError
 from tierckpt.format import manifest as manifests
@@ -61,7 +61,7 @@ def finished(work: Coroutine[Any, Any, Any]) -> Any:
 
 def claim_of(data: bytes) -> Any:
     store: Any = OneObject(data)
-    return finished(commit.read_claim(store)), finished(commit.replaced_by_claim(store))
+    return finished(shared_commit.read_claim(store)), finished(shared_commit.replaced_by_claim(store))
 
 
 def merged(data: bytes) -> Manifest:
@@ -377,8 +377,8 @@ def test_a_record_larger_than_any_is_refused_before_it_is_read(tmp_path: Path) -
     for path in (tmp_path / MANIFEST, queue.directory / "aa.json", tmp_path / ".tierckpt/drained.json"):
         with path.open("wb") as file:
             file.truncate(1 << 40)
-    for read in (lambda: commit.read_local_manifest(tmp_path), lambda: queue.read("aa"),
-                 lambda: commit.read_drained(tmp_path)):  # fmt: skip
+    for read in (lambda: local_commit.read_local_manifest(tmp_path), lambda: queue.read("aa"),
+                 lambda: marks.read_drained(tmp_path)):  # fmt: skip
         with pytest.raises(ManifestError, match="larger than any"):
             read()
     assert queue.entries() == []

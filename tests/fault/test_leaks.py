@@ -22,7 +22,7 @@ SCENARIOS = {
 LOADS = {"restore", "load"}
 """There ``torch.load`` leaves a class behind for each object."""
 BOUNDED = {
-    "tierckpt.training.record.SaveRecord",  # the latest 4096
+    "tierckpt.training.job.SaveRecord",  # the latest 4096
     "tierckpt.stores.remote.RemoteStore",  # the latest 16, with their places
     "tierckpt.format.layout.Location",
 }

@@ -19,8 +19,8 @@ import tierckpt
 from tests.compat.worker import launch
 from tests.fault.nursery import Nursery
 from tests.states import load, save
-from tierckpt.checkpoint.commit import read_local_manifest
 from tierckpt.checkpoint.journal import Journal
+from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.client import close_all
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.stores import open_store

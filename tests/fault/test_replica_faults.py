@@ -20,7 +20,7 @@ from tests.fault.replica_kills import AT, LOG, ON
 from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
 from tests.states import save
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import local_commit
 from tierckpt.client import close_all
 from tierckpt.format.layout import location_at
 from tierckpt.replication.local_index import here
@@ -91,7 +91,7 @@ class Kills:
         wrong = [path.name for path in copies if _digest(path) != good.get(path.name)]
         problems = [f"step {self.step}: {name} has wrong bytes" for name in wrong]
         for directory in (self.holder.root / "checkpoints").rglob("step-*"):
-            manifest, location = commit.read_local_manifest(directory), location_at(self.holder.root, directory)
+            manifest, location = local_commit.read_local_manifest(directory), location_at(self.holder.root, directory)
             if manifest is None or location is None:
                 continue
             held = here(directory, location, manifest).held

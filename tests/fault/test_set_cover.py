@@ -112,7 +112,7 @@ def test_a_step_that_was_asked_for_by_number_is_not_replaced_by_another(run: str
 
 @pytest.mark.slow
 def test_the_command_walks_back_too(run: str, tmp_path: Path) -> None:
-    from tierckpt.cli.app import run as command
+    from tierckpt.cli.ui.app import run as command
 
     damage(shards(local(run, 3, tmp_path))[0])
     damage(shards(Path(run, "step-3"))[0])

@@ -25,12 +25,11 @@ import pytest
 from tests.fault.store_loop import Expiry, Loop, Outage, drained, engine_at, outage, race, save, wrong_files
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
 from tests.services import ENVIRONMENT, S3Server, rgw_server
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import shared_commit
 from tierckpt.config import KiB, MiB
-from tierckpt.drain import transfer
 from tierckpt.errors import PermissionDeniedError, PreconditionFailedError
 from tierckpt.format.layout import METADATA, PRIVATE_DIR, parse_uri
-from tierckpt.stores import retry
+from tierckpt.stores import retry, verified_read
 from tierckpt.stores.remote import RemoteStore
 from tierckpt.types import Tier
 
@@ -103,7 +102,7 @@ async def test_a_loop_without_digests_is_found_out(
     server: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: with the digest check switched off, flipped bits reach the files, and the loop must say so."""
-    monkeypatch.setattr(transfer, "_has_digest", lambda *_: True)
+    monkeypatch.setattr(verified_read, "_has_digest", lambda *_: True)
     with planned(server, proxy, Kind.BIT_FLIP, only=lambda verb, path: ".distcp" in path) as (uri, plan):
         loop = Loop(uri, plan, tmp_path)
         await loop.run(0.5, 1.0, 3)
@@ -123,7 +122,7 @@ async def test_a_blind_verdict_is_found_out(
         return "somebody"
 
     monkeypatch.setattr(RemoteStore, "_holds", never)
-    monkeypatch.setattr(commit, "read_claim", blind)
+    monkeypatch.setattr(shared_commit, "read_claim", blind)
     with planned(server, proxy, Kind.LOST_ANSWER, only=lambda verb, path: verb == "PUT") as (uri, plan):
         loop = Loop(uri, plan, tmp_path)
         await loop.run(0.5, 1.0, 3)
@@ -258,7 +257,7 @@ async def test_a_race_that_everybody_wins_is_found_out(
             await real(self, key, data, if_absent=if_absent)
 
     monkeypatch.setattr(RemoteStore, "put", put)
-    monkeypatch.setattr(commit, "read_claim", always)
+    monkeypatch.setattr(shared_commit, "read_claim", always)
     with planned(server, proxy, Kind.RESET) as (uri, _):
         told = await race(uri, tmp_path, 3)
     assert told != ["AlreadyCommittedError", "AlreadyCommittedError", "committed"]
@@ -290,7 +289,7 @@ async def test_an_old_listing_delays_and_decides_nothing(server: S3Server, proxy
             await first._drainer.send_files(replace(entry, manifest=whole))  # and then its node is gone
             last.submit(theirs.token)
             await last.wait(location, Tier.SHARED, 30)
-            committed = await commit.read_shared_manifest(last.store(location))
+            committed = await shared_commit.read_shared_manifest(last.store(location))
     assert committed is not None and committed.tokens == {ours.token, theirs.token}
     assert hidden == [0]
 
@@ -304,7 +303,7 @@ async def test_expired_credentials_are_renewed_once(
         async with engine_at(tmp_path / "node") as engine:
             saved = save(engine, parse_uri(f"{uri}/step-1"), (9 * MiB, KiB, KiB, KiB), 1)
             store = engine.store(saved.location)
-            await commit.read_claim(store)
+            await shared_commit.read_claim(store)
             expiry.has_come = True
             monkeypatch.setenv("AWS_SESSION_TOKEN", "new")
             await drained(engine, saved, tmp_path)
@@ -340,7 +339,7 @@ async def test_credentials_that_cannot_be_renewed(
     with planned(server, proxy, Kind.RESET) as (uri, _):
         async with engine_at(tmp_path / "node") as engine:
             saved = save(engine, parse_uri(f"{uri}/step-1"), (KiB,), 1)
-            await commit.read_claim(engine.store(saved.location))
+            await shared_commit.read_claim(engine.store(saved.location))
             expiry.has_come = True
             engine.submit(saved.token)
             with pytest.raises(PermissionDeniedError, match="no newer ones"):

@@ -23,13 +23,13 @@ from typing import Any
 import fsspec
 
 from tests.fault.sweep.saver import CHUNK_BYTES, Saver, content
-from tierckpt.checkpoint import commit, retention
+from tierckpt.checkpoint import local_commit, marks, retention, shared_commit
 from tierckpt.checkpoint.retention import Policy, Rule
 from tierckpt.config import Settings
 from tierckpt.drain.drain import Drainer
 from tierckpt.errors import AlreadyCommittedError, TierckptError
 from tierckpt.format.layout import CLAIM, MANIFEST, Location, parse_uri, step_name
-from tierckpt.stores import open_store
+from tierckpt.stores import open_store, verified_read
 from tierckpt.stores.base import Store
 from tierckpt.stores.fsspec_store import UniversalStore
 from tierckpt.stores.retry import Retries
@@ -96,7 +96,7 @@ class Node:
         outcomes = {result.token: result.outcome for result in results}
         for attempt in [one for one in self._attempts if one not in self._told]:
             # Where links can, the commit was done before the save returned: then the local copy bears the mark.
-            is_linked = commit.is_drained(self.engine.directory(location), attempt)
+            is_linked = marks.is_drained(self.engine.directory(location), attempt)
             if outcomes.get(attempt) == "committed" or is_linked:
                 self._told.add(attempt)
                 self.tell("acknowledged", step=step, attempt=attempt)
@@ -143,7 +143,7 @@ async def _judge(run: Location, lines: list[dict[str, Any]], kind: str) -> Verdi
     for step in sorted({save["step"] for save in saves.values()}):
         location = run.child(step_name(step))
         store = plain_store(location) if kind == "plain" else open_store(location, settings, Retries(settings))
-        standing = await commit.read_shared_manifest(store)
+        standing = await shared_commit.read_shared_manifest(store)
         mine = {attempt for attempt in acknowledged if saves[attempt]["step"] == step}
         for attempt in mine - removed - replaced - ({standing.attempt} if standing else set()):
             verdict.wrong.append(f"step {step}: {attempt} was acknowledged and nobody who saw it took it away")
@@ -156,7 +156,7 @@ async def _judge(run: Location, lines: list[dict[str, Any]], kind: str) -> Verdi
 
 async def _torn(store: Store, attempt: str, saves: dict[str, Any], location: Location) -> AsyncIterator[str]:
     label = saves[attempt]["label"]
-    manifest = await commit.read_shared_manifest(store)
+    manifest = await shared_commit.read_shared_manifest(store)
     assert manifest is not None
     for index, entry in enumerate(one for one in manifest.files if one.path.endswith(".distcp")):
         try:
@@ -166,7 +166,7 @@ async def _torn(store: Store, attempt: str, saves: dict[str, Any], location: Loc
             yield f"{location.uri}: {label} stands and lacks {entry.key}: {error.message}"
     for entry in manifest.metadata:
         try:
-            commit.check_bytes(await store.get(entry.path), entry, manifest.chunk_size_bytes, store.uri)
+            verified_read.check_bytes(await store.get(entry.path), entry, manifest.chunk_size_bytes, store.uri)
         except TierckptError as error:
             yield f"{location.uri}: stock PyTorch does not read {label}: {error.message}"
 
@@ -181,7 +181,7 @@ def no_condition() -> None:
         await asyncio.sleep(LATE_SECONDS * (random.random() if key == CLAIM else 1.0))
         await store.put(key, data)
 
-    commit.replace = replace
+    shared_commit.replace = replace
 
 
 def no_look() -> None:
@@ -197,8 +197,8 @@ def no_look() -> None:
         await store.delete(key)
         return True
 
-    commit.remove = remove
-    assert retention.commit is commit
+    shared_commit.remove = remove
+    assert retention.commit is local_commit
 
 
 def save_what_is_removed(node: Node, last: int) -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
-from tierckpt.checkpoint.commit import read_local_manifest
 from tierckpt.checkpoint.journal import Journal
+from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.format.layout import local_dir, parse_uri
 
 

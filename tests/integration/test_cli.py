@@ -28,8 +28,8 @@ from tests.compat.worker import launch
 from tests.servers.fleet import Fleet
 from tests.services import S3Server, free_port
 from tests.states import load, raises_ours, same, save, small_state
-from tierckpt.checkpoint.commit import read_local_manifest
 from tierckpt.checkpoint.journal import Journal
+from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.client import close_all
 from tierckpt.format.layout import local_dir, parse_uri
 

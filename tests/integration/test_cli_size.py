@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tierckpt
-from tierckpt.cli.app import run
+from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all
 
 GPT3 = ("--params", "175e9", "--optimizer", "adam", "--tp", "8", "--pp", "16", "--dp", "8")
@@ -123,7 +123,7 @@ def test_size_needs_neither_torch_nor_matplotlib_nor_simpy() -> None:
     code = (
         "import sys\n"
         "for name in ('torch', 'matplotlib', 'simpy'): sys.modules[name] = None\n"
-        "from tierckpt.cli.app import run\n"
+        "from tierckpt.cli.ui.app import run\n"
         "sys.exit(run(['size', '--params', '70b', '--json']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -12,7 +12,7 @@ import torch
 
 from tests.states import same, small_state, zeros_like
 from tierckpt import Checkpointer
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
@@ -67,7 +67,7 @@ def test_a_damaged_local_manifest_stops_no_save_of_its_step(
     for seed in (10, 20):
         save(file_uri, (2,), seed, drain=drain)
         close_all()
-    assert commit.read_local_manifest(directory) is not None
+    assert local_commit.read_local_manifest(directory) is not None
     state = zeros_like(small_state())
     with Checkpointer(file_uri, drain=drain) as checkpointer:
         assert checkpointer.restore(state, 2) == 2
@@ -78,7 +78,7 @@ def test_a_damaged_local_manifest_stops_no_save_of_its_step(
         assert len([*directory.glob(".tierckpt/*.bad")]) == 1
         assert "set aside" in caplog.text
         assert len([*directory.glob("*.distcp")]) == (1 if drain else 2), "what only the damaged one named"
-        assert commit.remove_local(directory)
+        assert local_commit.remove_local(directory)
         assert not [*directory.glob(".tierckpt/*.bad")], "it goes with the checkpoint"
 
 
@@ -119,7 +119,7 @@ def test_an_undrained_step_behind_a_damaged_manifest_is_drained_all_the_same(
     client = get_client(Settings.load())
     client.run(lambda engine: engine.drain_all(patient=True))
     assert not Journal(local_root).entries()
-    assert commit.read_local_manifest(directory) is not None
+    assert local_commit.read_local_manifest(directory) is not None
     state = zeros_like(small_state())
     assert Checkpointer(s3_uri).restore(state) == 1 and same(state, small_state(1))
     checkpointer._closed = True

@@ -19,7 +19,7 @@ import yaml
 from tests.services import S3Server
 from tierckpt import telemetry
 from tierckpt.agent.metrics import GAUGES
-from tierckpt.cli.app import app
+from tierckpt.cli.ui.app import app
 from tierckpt.config import Settings
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ import torch
 import tierckpt
 from tests.states import load, same, save
 from tierckpt.checkpoint.journal import Journal
-from tierckpt.cli.app import run
+from tierckpt.cli.ui.app import run
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
 from tierckpt.disk.flush_lock import STEP_BACK_SECONDS_MAX, flushing

@@ -16,8 +16,8 @@ import pytest
 import tierckpt
 from tests.services import S3Server
 from tests.states import save, small_state
-from tierckpt.checkpoint.commit import read_local_manifest
-from tierckpt.cli.app import run
+from tierckpt.checkpoint.local_commit import read_local_manifest
+from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.restore import drill as drills
@@ -225,7 +225,7 @@ def test_what_a_killed_drill_left_goes_with_the_next_one(
         "from tierckpt.restore import drill\n"
         "async def slow(*_): print('fetching', flush=True); await asyncio.sleep(60)\n"
         "drill.fetch = slow\n"
-        "from tierckpt.cli.app import run\n"
+        "from tierckpt.cli.ui.app import run\n"
         "sys.exit(run(['drill', sys.argv[1]]))"
     )
     with subprocess.Popen([sys.executable, "-c", code, file_uri], stdout=subprocess.PIPE) as process:

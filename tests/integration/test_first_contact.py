@@ -18,7 +18,7 @@ import torch
 
 import tierckpt
 from tests.compat.worker import launch
-from tierckpt.cli.app import run
+from tierckpt.cli.ui.app import run
 
 SELF = "tests.integration.test_first_contact"
 

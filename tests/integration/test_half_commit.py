@@ -13,13 +13,13 @@ import pytest
 
 import tierckpt
 from tests.states import load, same, save, small_state
-from tierckpt.checkpoint import commit
-from tierckpt.checkpoint.commit import read_local_manifest
+from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import Journal
+from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.dcp.writer import TierStorageWriter
+from tierckpt.disk import durable
 from tierckpt.errors import StoreError
 from tierckpt.format.layout import MANIFEST, local_dir, parse_uri
-from tierckpt.stores import local
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def cannot_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     fired: list[str] = []
 
     def durable_write(path: Path, data: bytes) -> None:
-        local.durable_write(path, data)
+        durable.durable_write(path, data)
         if path.name == Path(MANIFEST).name and not fired:
             fired.append("commit")
             raise StoreError("no fsync (seeded)")
@@ -37,8 +37,8 @@ def cannot_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fired.append("take back")
         raise StoreError("nor can it be undone (seeded)")
 
-    monkeypatch.setattr(commit, "durable_write", durable_write)
-    monkeypatch.setattr(commit, "_take_back", take_back)
+    monkeypatch.setattr(local_commit, "durable_write", durable_write)
+    monkeypatch.setattr(local_commit, "_take_back", take_back)
     return fired
 
 
@@ -91,12 +91,12 @@ def test_a_commit_that_was_taken_back_leaves_nothing(
     fired: list[str] = []
 
     def durable_write(path: Path, data: bytes) -> None:
-        local.durable_write(path, data)
+        durable.durable_write(path, data)
         if path.name == Path(MANIFEST).name and not fired:
             fired.append("commit")
             raise StoreError("no fsync (seeded)")
 
-    monkeypatch.setattr(commit, "durable_write", durable_write)
+    monkeypatch.setattr(local_commit, "durable_write", durable_write)
     uri = f"{file_uri}/step-1"
     with pytest.raises(StoreError, match="no fsync"):
         save(uri, small_state(2))

@@ -18,7 +18,7 @@ import tierckpt
 from tests.compat.worker import launch
 from tierckpt import Checkpointer
 from tierckpt.checkpoint.journal import KEPT, Journal
-from tierckpt.cli.app import run as cli
+from tierckpt.cli.ui.app import run as cli
 from tierckpt.format.layout import PASSED, local_dir, parse_uri, step_of
 from tierckpt.training.interval import PROFILE_STEPS
 

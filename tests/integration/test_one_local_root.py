@@ -22,21 +22,22 @@ import tierckpt
 from tests.services import REPOSITORY
 from tierckpt.agent.metrics import NodeState
 from tierckpt.cache.pool import Pool
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.catalog import _has_shards
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_only import _newest_drained
 from tierckpt.checkpoint.prune import finish_local
 from tierckpt.checkpoint.retention import local_checkpoints
 from tierckpt.config import Settings
+from tierckpt.disk.durable import make_dirs
 from tierckpt.disk.local_root import clear_leftovers
 from tierckpt.engine import Engine
 from tierckpt.errors import TierckptError
+from tierckpt.format import layout
 from tierckpt.format.layout import MANIFEST, METADATA, OWN_DIR, PARTS_DIR, local_dir, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest
 from tierckpt.replication.local_index import LocalTier
 from tierckpt.save import eviction
-from tierckpt.stores.local import make_dirs
 from tierckpt.training.checkpointer import Checkpointer
 from tierckpt.training.run_log_reader import _local
 
@@ -78,7 +79,9 @@ LOOKS: dict[str, Callable[[Settings], object]] = {
     "drained": lambda settings: _newest_drained(run_of(settings)),
     "shards": lambda settings: [_has_shards(run_of(settings) / f"step-{step}") for step in range(8)],
     "history": lambda settings: [_local(run_of(settings) / f"step-{step}") for step in range(8)],
-    "forgotten": lambda settings: [commit.forget_local(run_of(settings) / f"step-{step}", "ab12") for step in range(8)],
+    "forgotten": lambda settings: [
+        local_commit.forget_local(run_of(settings) / f"step-{step}", "ab12") for step in range(8)
+    ],
     "made": lambda settings: all(make_dirs(run_of(settings) / f"step-{step}" / PARTS_DIR) is None for step in range(8)),
 }
 
@@ -92,7 +95,7 @@ def test_directories_come_and_go_while_they_are_looked_at(name: str, settings: S
         for number in itertools.count():
             directory = run_of(settings) / f"step-{number % 8}"
             try:
-                for inside in (PARTS_DIR, OWN_DIR, commit.REMOVED_DIR, "history"):
+                for inside in (PARTS_DIR, OWN_DIR, layout.REMOVED_DIR, "history"):
                     (directory / inside).mkdir(parents=True, exist_ok=True)
                 (directory / "new").write_bytes(COMMITTED)
                 (directory / "new").replace(directory / MANIFEST)

@@ -21,9 +21,9 @@ import torch.distributed.checkpoint as dcp
 from tierckpt import TierStorageWriter, latest, ownership
 from tierckpt.client import close_all
 from tierckpt.config import Settings
+from tierckpt.disk.durable import read_whole
 from tierckpt.disk.local_root import use_local_root
 from tierckpt.errors import PermissionDeniedError
-from tierckpt.stores.local import read_whole
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be several users")
 

@@ -20,7 +20,7 @@ import pytest
 import tierckpt
 from tests.integration.test_cli import COMMAND, Done, saved
 from tests.services import HttpServer
-from tierckpt.cli.app import run
+from tierckpt.cli.ui.app import run
 from tierckpt.client import open_cached
 from tierckpt.disk.claims import Presence
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError, UncommittedCheckpointError

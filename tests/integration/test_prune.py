@@ -25,7 +25,7 @@ from tests.integration.test_cli import Done, flip, for_people, tierckpt_
 from tests.states import load, same, save, small_state
 from tierckpt import Checkpointer
 from tierckpt import engine as module
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import shared_commit
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.retention import Policy
 from tierckpt.client import close_all, get_client
@@ -271,11 +271,11 @@ def test_a_save_that_has_claimed_the_id_again_keeps_what_it_is_to_replace(file_u
     claim = Path(file_uri) / "step-1/.tierckpt/claim.json"
     client = get_client(Settings.load())
     store = client.engine.store(parse_uri(f"{file_uri}/step-1"))
-    standing = client.run(lambda _: commit.read_shared_manifest(store))
+    standing = client.run(lambda _: shared_commit.read_shared_manifest(store))
     assert standing is not None
     claim.unlink()
     later = replace(standing, attempt="later", replaces=(standing.attempt,))
-    client.run(lambda _: commit._claim(store, parse_uri(f"{file_uri}/step-1"), later))
+    client.run(lambda _: shared_commit._claim(store, parse_uri(f"{file_uri}/step-1"), later))
     close_all()
     done = tierckpt_("prune", file_uri, "--keep-last", 1, "--tier", "shared", "--yes")
     assert outcomes(done)["step-1", "shared"] == ("kept", "another save has claimed it")

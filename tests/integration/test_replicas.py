@@ -19,7 +19,7 @@ from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
 from tests.services import HttpServer
 from tests.states import load, same, save, small_state, zeros_like
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import local_commit
 from tierckpt.client import close_all, get_client
 from tierckpt.format.layout import parse_uri
 
@@ -135,7 +135,7 @@ def test_a_copy_makes_room_for_a_newer_one_only_when_that_is_on_all_its_holders(
         full.rmdir()
         all_copied(nodes, f"{uri}/step-2", 0)
         nodes.until(lambda: all(len(shards(node)) == 1 for node in (nodes[1], nodes[2])), "the old copies to go")
-        assert commit.read_local_manifest(nodes[1].directory(f"{uri}/step-1")) is None
+        assert local_commit.read_local_manifest(nodes[1].directory(f"{uri}/step-1")) is None
         assert len(shards(nodes[0])) == 2, "what the node itself has saved is for retention, not for this"
 
 

@@ -18,7 +18,7 @@ import torch
 
 from tests.fault.nursery import Nursery
 from tierckpt import Checkpointer
-from tierckpt.cli.app import run
+from tierckpt.cli.ui.app import run
 from tierckpt.format.layout import HISTORY_DIR, local_dir, parse_uri
 from tierckpt.training import run_log
 

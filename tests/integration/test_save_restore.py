@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import tierckpt
 from tests.states import load, same, save, small_state, zeros_like
-from tierckpt.checkpoint.commit import read_local_manifest
 from tierckpt.checkpoint.journal import Journal
+from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.format.layout import local_dir, parse_uri
 
 

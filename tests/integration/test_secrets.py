@@ -100,7 +100,7 @@ class Runs:
         to = self.directory / "to"
         lines = [[part.format(run=uri, to=to) for part in verb] for uri in uris for verb in verbs]
         code = (
-            f"{before}\nimport json, sys\nfrom tierckpt.cli.app import run\n"
+            f"{before}\nimport json, sys\nfrom tierckpt.cli.ui.app import run\n"
             "for line in json.loads(sys.argv[1]):\n    print('##', line[0], run(line), flush=True)"
         )
         every = [[*line, "--json"] for line in lines] + [line for line in lines if line[0] in FOR_PEOPLE]

@@ -16,7 +16,7 @@ import pytest
 
 from tests.states import load, same, save, small_state
 from tierckpt.checkpoint.journal import READY, SET_ASIDE, Entry, Journal
-from tierckpt.cli.app import run as cli
+from tierckpt.cli.ui.app import run as cli
 from tierckpt.client import Client, close_all, wait
 from tierckpt.config import Settings
 from tierckpt.drain import drain

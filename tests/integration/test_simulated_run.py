@@ -17,7 +17,7 @@ import pytest
 
 from tests.fault.nursery import Nursery
 from tests.unit.test_simulate import RATES
-from tierckpt.cli.app import run as cli
+from tierckpt.cli.ui.app import run as cli
 from tierckpt.planning.goodput import Goodput, analyse, read_start
 from tierckpt.planning.scenario import Cluster, Configuration
 from tierckpt.planning.simulator import Run, simulate

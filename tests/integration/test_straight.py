@@ -27,7 +27,7 @@ from tests.services import REPOSITORY
 from tests.states import same, small_state, zeros_like
 from tierckpt import Checkpointer
 from tierckpt.checkpoint.journal import Entry, Journal
-from tierckpt.cli.app import run as cli
+from tierckpt.cli.ui.app import run as cli
 from tierckpt.drain.drain import Drainer
 from tierckpt.errors import CapacityError, StoreUnavailableError
 from tierckpt.format.layout import PASSED, local_dir, parse_uri

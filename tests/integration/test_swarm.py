@@ -20,10 +20,11 @@ from tests.servers.fleet import Fleet
 from tests.servers.origin import Origin
 from tests.services import free_port
 from tierckpt.cache.file_set import Frozen, Wanted
+from tierckpt.cache.peers import NotNowError
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, PeerError, StoreUnavailableError
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer.client import ChunkAnswer
-from tierckpt.peer.fetch.scheduler import NotNowError, Tuning
+from tierckpt.peer.fetch.scheduler import Tuning
 from tierckpt.peer.fetch.session import Swarm, View
 from tierckpt.peer.members import Member
 from tierckpt.peer.messages import Held

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import tierckpt
 from tests.compat.everything import DTYPES, blank, differences, everything, random_bits
 from tests.states import raises_ours
-from tierckpt.checkpoint.commit import read_local_manifest
+from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.format.manifest import digest_of
 from tierckpt.save import flush as flush_module
-from tierckpt.save.flush import Shard
+from tierckpt.save.shard_plan import Shard
 
 KiB, MiB = 1 << 10, 1 << 20
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from tierckpt.arena.memory import Memory
 from tierckpt.disk.write_tuner import IoShape
-from tierckpt.save.flush import Image, Shard, flush
+from tierckpt.save.flush import flush
+from tierckpt.save.shard_plan import Image, Shard
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from tierckpt.errors import IntegrityError, ManifestError, ObjectNotFoundError
 from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import blocks_file
 from tierckpt.format.manifest import BLOCK_BYTES, FileEntry, Manifest, digest_of
+from tierckpt.format.shard import Flushed
 from tierckpt.read import block_digests
 from tierckpt.read import parallel_read as pulling
 from tierckpt.read.block_digests import BlockDigests
 from tierckpt.read.parallel_read import NEAR_BYTES, Piece, pull
 from tierckpt.read.replicated_file import Copies, Copy, LocalCopy, PeerCopy, RemoteCopy
-from tierckpt.save.flush import Flushed
 from tierckpt.types import ByteRange
 
 CHUNK = 4 * BLOCK_BYTES

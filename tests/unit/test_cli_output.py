@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tierckpt.cli.app import run
+from tierckpt.cli.ui.app import run
 from tierckpt.cli.ui.output import Output, Report, facts, human_bytes, human_seconds, plain, progress_bar, table
 from tierckpt.errors import ConfigError, IntegrityError, PartialTransferError
 from tierckpt.telemetry import ignore_progress, logger

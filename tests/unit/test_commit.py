@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt.checkpoint import commit
-from tierckpt.checkpoint.commit import removal_note
+from tierckpt.checkpoint import local_commit, marks, shared_commit
+from tierckpt.disk import durable
 from tierckpt.errors import (
     AlreadyCommittedError,
     BucketNotFoundError,
@@ -35,9 +35,9 @@ from tierckpt.format.layout import (
     parse_uri,
     part,
     pending,
+    removal_note,
 )
 from tierckpt.format.manifest import FileEntry, Manifest, digest_of
-from tierckpt.stores import local
 from tierckpt.stores.local import LocalStore
 
 CHUNK = 4096
@@ -60,7 +60,7 @@ def saved(directory: Path, attempt: str, *replaces: str) -> tuple[Manifest, dict
 
 def committed(directory: Path, attempt: str, *replaces: str) -> Manifest:
     manifest, metadata = saved(directory, attempt, *replaces)
-    commit.commit_local(directory, at(directory), manifest, metadata)
+    local_commit.commit_local(directory, at(directory), manifest, metadata)
     return manifest
 
 
@@ -74,7 +74,7 @@ def names(directory: Path) -> set[str]:
 
 def stands(directory: Path, attempt: str) -> bool:
     """True when ``attempt`` is committed, its files are there, and plain PyTorch reads it too."""
-    manifest = commit.read_local_manifest(directory)
+    manifest = local_commit.read_local_manifest(directory)
     return (
         manifest is not None
         and manifest.attempt == attempt
@@ -115,43 +115,43 @@ def test_a_commit_that_cannot_be_made_durable_is_taken_back(
     failures = [StoreError("no fsync")]
 
     def durable_write(path: Path, data: bytes) -> None:
-        local.durable_write(path, data)
+        durable.durable_write(path, data)
         if path.name == failing and failures:
             raise failures.pop()
 
-    monkeypatch.setattr(commit, "durable_write", durable_write)
+    monkeypatch.setattr(local_commit, "durable_write", durable_write)
     with pytest.raises(StoreError, match="no fsync"):
         committed(tmp_path, "two", *before)
-    assert commit.forget_local(tmp_path, "two")
+    assert local_commit.forget_local(tmp_path, "two")
     if before:
         assert stands(tmp_path, "one")
     else:
-        assert commit.read_local_manifest(tmp_path) is None if tmp_path.exists() else True
+        assert local_commit.read_local_manifest(tmp_path) is None if tmp_path.exists() else True
         assert not (tmp_path / METADATA).exists()
 
 
 def test_a_commit_that_cannot_clean_up_after_itself_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     committed(tmp_path, "one")
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "_finish_removal", denied)
+        patch.setattr(local_commit, "_finish_removal", denied)
         committed(tmp_path, "two", "one")
     assert stands(tmp_path, "two")
-    assert commit.finish_removal(tmp_path)
+    assert local_commit.finish_removal(tmp_path)
     assert not {name for name in names(tmp_path) if "one" in name}
 
 
 def test_forgetting_a_save_that_did_commit_deletes_nothing(tmp_path: Path) -> None:
     manifest = committed(tmp_path, "one")
-    assert not commit.forget_local(tmp_path, "one", manifest)
+    assert not local_commit.forget_local(tmp_path, "one", manifest)
     assert stands(tmp_path, "one")
 
 
 def test_forgetting_a_save_leaves_the_one_that_stands(tmp_path: Path) -> None:
     committed(tmp_path, "one")
     manifest, metadata = saved(tmp_path, "two", "one")
-    commit.keep_metadata(tmp_path, manifest, metadata)
+    local_commit.keep_metadata(tmp_path, manifest, metadata)
     (tmp_path / METADATA).write_bytes(metadata[METADATA])  # it got that far
-    assert commit.forget_local(tmp_path, "two", manifest)
+    assert local_commit.forget_local(tmp_path, "two", manifest)
     assert stands(tmp_path, "one")
     assert not {name for name in names(tmp_path) if "two" in name}
 
@@ -160,33 +160,33 @@ def test_nothing_is_forgotten_beside_a_damaged_manifest(tmp_path: Path) -> None:
     committed(tmp_path, "one")
     (tmp_path / MANIFEST).write_bytes(b"{")
     with pytest.raises(ManifestError):
-        commit.forget_local(tmp_path, "one")
+        local_commit.forget_local(tmp_path, "one")
     assert (tmp_path / shard("one")).exists()
 
 
 def test_what_is_not_there_is_forgotten_and_removed_already(tmp_path: Path) -> None:
-    assert commit.forget_local(tmp_path / "none", "one")
-    assert not commit.finish_removal(tmp_path / "none")
-    commit.mark_drained(tmp_path / "none", "one")
+    assert local_commit.forget_local(tmp_path / "none", "one")
+    assert not local_commit.finish_removal(tmp_path / "none")
+    marks.mark_drained(tmp_path / "none", "one")
     assert not (tmp_path / "none").exists()
 
 
 def test_a_commit_elsewhere_is_adopted_only_over_what_it_may_replace(tmp_path: Path) -> None:
     committed(tmp_path, "one")
     other, metadata = saved(tmp_path, "other")
-    commit.adopt_local(tmp_path, other, metadata)  # not told to replace "one", which is nowhere else
+    local_commit.adopt_local(tmp_path, other, metadata)  # not told to replace "one", which is nowhere else
     assert stands(tmp_path, "one")
-    commit.mark_drained(tmp_path, "one")
-    commit.adopt_local(tmp_path, other, metadata)
-    commit.adopt_local(tmp_path, other, metadata)
+    marks.mark_drained(tmp_path, "one")
+    local_commit.adopt_local(tmp_path, other, metadata)
+    local_commit.adopt_local(tmp_path, other, metadata)
     assert stands(tmp_path, "other")
 
 
 def test_a_removal_asks_which_attempt_it_is_of(tmp_path: Path) -> None:
     committed(tmp_path, "one")
-    assert not commit.remove_local(tmp_path, "two")
+    assert not local_commit.remove_local(tmp_path, "two")
     assert stands(tmp_path, "one")
-    assert commit.remove_local(tmp_path, "one")
+    assert local_commit.remove_local(tmp_path, "one")
     assert not tmp_path.exists()
 
 
@@ -196,24 +196,24 @@ def test_a_damaged_note_of_a_removal_removes_nothing(tmp_path: Path) -> None:
     note.parent.mkdir(exist_ok=True)
     note.write_bytes(replace(manifest, attempt="gone").encode().replace(b"gone", b"lost"))
     (tmp_path / MANIFEST).unlink()
-    assert commit.finish_removal(tmp_path)
+    assert local_commit.finish_removal(tmp_path)
     assert (tmp_path / shard("one")).exists()
     assert note.exists()  # for a person to look at
 
 
-@pytest.mark.parametrize("remove", [commit.remove_local, commit.finish_removal])
+@pytest.mark.parametrize("remove", [local_commit.remove_local, local_commit.finish_removal])
 def test_a_removal_that_is_not_allowed_says_so(
     remove: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     committed(tmp_path, "one")
-    monkeypatch.setattr(commit, "_finish_removal", denied)
+    monkeypatch.setattr(local_commit, "_finish_removal", denied)
     with pytest.raises(PermissionDeniedError):
         remove(tmp_path)
 
 
 def test_the_directory_may_vanish_before_its_lock_is_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A removal that ends just then takes the empty directory away."""
-    real, tries = commit.lock, []
+    real, tries = local_commit.lock, []
 
     @contextmanager
     def lock(path: Path, *rest: Any) -> Iterator[None]:
@@ -223,7 +223,7 @@ def test_the_directory_may_vanish_before_its_lock_is_had(tmp_path: Path, monkeyp
         with real(path, *rest):
             yield
 
-    monkeypatch.setattr(commit, "lock", lock)
+    monkeypatch.setattr(local_commit, "lock", lock)
     committed(tmp_path, "one")
     assert len(tries) == 2
     assert stands(tmp_path, "one")
@@ -241,22 +241,22 @@ def fragment(directory: Path, rank: int, world_size: int = 2) -> tuple[Manifest,
     return Manifest("run", world_size, CHUNK, (entry,), files, (), 1.0), {path: metadata}
 
 
-@pytest.mark.parametrize("forget", [commit.forget_local, commit.remove_unfinished])
+@pytest.mark.parametrize("forget", [local_commit.forget_local, local_commit.remove_unfinished])
 def test_a_fragment_that_is_forgotten_is_no_part_of_a_later_commit(forget: Any, tmp_path: Path) -> None:
     """Its rank's save failed after it was kept: the others' would otherwise commit shards that are gone."""
     manifest, metadata = fragment(tmp_path, 1)
-    assert commit.commit_local_fragment(tmp_path, at(tmp_path), manifest, metadata) is None
+    assert local_commit.commit_local_fragment(tmp_path, at(tmp_path), manifest, metadata) is None
     (token,) = manifest.tokens
     forget(tmp_path, token)
-    assert commit.commit_local_fragment(tmp_path, at(tmp_path), *fragment(tmp_path, 0)) is None
-    assert commit.read_local_manifest(tmp_path) is None
+    assert local_commit.commit_local_fragment(tmp_path, at(tmp_path), *fragment(tmp_path, 0)) is None
+    assert local_commit.read_local_manifest(tmp_path) is None
 
 
 def test_the_last_fragment_commits_the_whole_and_none_before_it(tmp_path: Path) -> None:
-    assert commit.commit_local_fragment(tmp_path, at(tmp_path), *fragment(tmp_path, 1)) is None
-    assert commit.read_local_manifest(tmp_path) is None
-    whole = commit.commit_local_fragment(tmp_path, at(tmp_path), *fragment(tmp_path, 0))
-    assert whole == commit.read_local_manifest(tmp_path)
+    assert local_commit.commit_local_fragment(tmp_path, at(tmp_path), *fragment(tmp_path, 1)) is None
+    assert local_commit.read_local_manifest(tmp_path) is None
+    whole = local_commit.commit_local_fragment(tmp_path, at(tmp_path), *fragment(tmp_path, 0))
+    assert whole == local_commit.read_local_manifest(tmp_path)
     assert whole is not None
     assert [entry.path for entry in whole.files] == ["__0_0-run-0.distcp", "__1_0-run-1.distcp"]
     assert (tmp_path / f"__1{METADATA}").read_bytes() == b"metadata of 1"
@@ -264,30 +264,30 @@ def test_the_last_fragment_commits_the_whole_and_none_before_it(tmp_path: Path) 
 
 
 def test_what_is_committed_is_known_by_the_token_of_any_of_its_ranks(tmp_path: Path) -> None:
-    assert not commit.is_committed(tmp_path, "one")
+    assert not local_commit.is_committed(tmp_path, "one")
     committed(tmp_path, "one")
-    assert commit.is_committed(tmp_path, "one")
-    assert not commit.is_committed(tmp_path, "two")
+    assert local_commit.is_committed(tmp_path, "one")
+    assert not local_commit.is_committed(tmp_path, "two")
     alone = tmp_path / "alone"
-    commit.commit_local_fragment(alone, at(alone), *fragment(alone, 1))
-    assert commit.is_committed(alone, "run-1"), "its rank has done all that it does"
-    assert not commit.is_committed(alone, "run-0")
-    commit.commit_local_fragment(alone, at(alone), *fragment(alone, 0))
-    assert commit.is_committed(alone, "run-0") and commit.is_committed(alone, "run-1")
+    local_commit.commit_local_fragment(alone, at(alone), *fragment(alone, 1))
+    assert local_commit.is_committed(alone, "run-1"), "its rank has done all that it does"
+    assert not local_commit.is_committed(alone, "run-0")
+    local_commit.commit_local_fragment(alone, at(alone), *fragment(alone, 0))
+    assert local_commit.is_committed(alone, "run-0") and local_commit.is_committed(alone, "run-1")
 
 
 def test_what_an_unfinished_save_left_goes_and_what_stands_stays(tmp_path: Path) -> None:
     committed(tmp_path, "one")
     before = names(tmp_path)
     _, metadata = saved(tmp_path, "two")
-    local.durable_write(tmp_path / attempt_metadata("two"), metadata[METADATA])
-    commit.remove_unfinished(tmp_path, "two")
+    durable.durable_write(tmp_path / attempt_metadata("two"), metadata[METADATA])
+    local_commit.remove_unfinished(tmp_path, "two")
     assert names(tmp_path) == before
     assert stands(tmp_path, "one")
 
 
 def test_a_directory_that_no_save_of_ours_made_is_left_alone(tmp_path: Path) -> None:
-    commit.remove_empty(tmp_path)
+    local_commit.remove_empty(tmp_path)
     assert tmp_path.is_dir()
 
 
@@ -311,8 +311,8 @@ def store(tmp_path: Path) -> Store:
 
 def drained(store: Store, attempt: str, *replaces: str) -> Manifest:
     manifest, metadata = saved(store.root, attempt, *replaces)
-    commit.keep_metadata(store.root, manifest, metadata)
-    asyncio.run(commit.commit_shared(store, at(store.root), manifest))
+    local_commit.keep_metadata(store.root, manifest, metadata)
+    asyncio.run(shared_commit.commit_shared(store, at(store.root), manifest))
     return manifest
 
 
@@ -356,10 +356,10 @@ def test_the_first_manifest_is_put_only_where_none_is(winner: str | None, store:
 
 def test_metadata_that_was_damaged_on_its_way_is_not_published(store: Store) -> None:
     manifest, metadata = saved(store.root, "one")
-    commit.keep_metadata(store.root, manifest, metadata)
+    local_commit.keep_metadata(store.root, manifest, metadata)
     (store.root / attempt_metadata("one")).write_bytes(b"metadata of onE")
     with pytest.raises(IntegrityError, match="not what was saved"):
-        asyncio.run(commit.commit_shared(store, at(store.root), manifest))
+        asyncio.run(shared_commit.commit_shared(store, at(store.root), manifest))
     assert not {METADATA, MANIFEST} & names(store.root)
 
 
@@ -380,13 +380,15 @@ def test_a_clean_up_that_was_cut_short_is_finished_by_the_next_try(store: Store)
     two = drained(store, "two", "one")
     (store.root / shard("one")).write_bytes(b"data of one")
     asyncio.run(store.put(removal_note("one"), one.encode()))
-    asyncio.run(commit.commit_shared(store, at(store.root), two))
+    asyncio.run(shared_commit.commit_shared(store, at(store.root), two))
     assert stands(store.root, "two")
     assert not {name for name in names(store.root) if "one" in name}
-    assert asyncio.run(commit.replaced_by_claim(store)) == {"one"}
+    assert asyncio.run(shared_commit.replaced_by_claim(store)) == {"one"}
 
 
-@pytest.mark.parametrize("read", [commit.read_shared_manifest, commit.read_claim, commit.replaced_by_claim])
+@pytest.mark.parametrize(
+    "read", [shared_commit.read_shared_manifest, shared_commit.read_claim, shared_commit.replaced_by_claim]
+)
 def test_a_place_that_does_not_exist_is_not_an_empty_place(read: Callable[[Any], Any]) -> None:
     class NoBucket:
         uri = "s3://none/x"
@@ -404,20 +406,20 @@ def test_a_place_that_does_not_exist_is_not_an_empty_place(read: Callable[[Any],
 def test_a_claim_that_names_no_attempt_is_refused(body: dict[str, Any], store: Store) -> None:
     asyncio.run(store.put(CLAIM, manifests.seal(body)))
     with pytest.raises(ManifestError, match=r"claim\.json"):
-        asyncio.run(commit.read_claim(store))
+        asyncio.run(shared_commit.read_claim(store))
 
 
 def test_a_claim_that_came_from_elsewhere_with_the_files_is_one(store: Store) -> None:
     body = {"attempt": "one", "replaces": [], "uri": "s3://elsewhere/step-1"}
     asyncio.run(store.put(CLAIM, manifests.seal(body)))
-    claim = asyncio.run(commit.read_claim(store))
+    claim = asyncio.run(shared_commit.read_claim(store))
     assert claim is not None
 
 
 def test_a_drained_mark_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
     committed(tmp_path, "one")
     (tmp_path / DRAINED).mkdir()
-    assert not commit.is_drained(tmp_path, "one")
+    assert not marks.is_drained(tmp_path, "one")
 
 
 # --- notes beside a copy -------------------------------------------------------------------------------------------
@@ -426,9 +428,9 @@ def test_a_drained_mark_that_cannot_be_read_says_nothing(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("mark", "is_marked"),
     [
-        (commit.mark_drained, commit.is_drained),
-        (commit.mark_passed, commit.may_go),
-        (commit.mark_replicated, commit.is_replicated),
+        (marks.mark_drained, marks.is_drained),
+        (marks.mark_passed, marks.may_go),
+        (marks.mark_replicated, marks.is_replicated),
     ],
 )
 def test_a_note_is_about_one_attempt_and_a_damaged_one_about_none(
@@ -444,7 +446,7 @@ def test_a_note_is_about_one_attempt_and_a_damaged_one_about_none(
     assert not is_marked(tmp_path, "one")
 
 
-@pytest.mark.parametrize("mark", [commit.mark_drained, commit.mark_passed, commit.mark_replicated])
+@pytest.mark.parametrize("mark", [marks.mark_drained, marks.mark_passed, marks.mark_replicated])
 def test_where_nothing_of_ours_is_no_note_is_left(mark: Callable[[Path, str], None], tmp_path: Path) -> None:
     mark(tmp_path / "none", "one")
     assert not list(tmp_path.rglob("*"))
@@ -452,5 +454,5 @@ def test_where_nothing_of_ours_is_no_note_is_left(mark: Callable[[Path, str], No
 
 def test_peers_that_cannot_be_told_fail_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / ".tierckpt").write_text("in the way")
-    commit.mark_own(tmp_path, "one")
+    marks.mark_own(tmp_path, "one")
     assert "peers are not told that this node saves it" in caplog.text

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.peer_node import CHUNK, begin, freeze, land
-from tierckpt.cache.entry import Tally
-from tierckpt.cache.fetch_job import Fill
-from tierckpt.peer.fetch.scheduler import NotNowError
+from tierckpt.cache.fetch_job import Fill, Tally
+from tierckpt.cache.peers import NotNowError
 
 DATA = {"weights": bytes(2 * CHUNK)}  # two chunks, hence two workers
 

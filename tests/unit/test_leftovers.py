@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tierckpt.disk.durable import durable_write
 from tierckpt.disk.local_root import clear_leftovers
-from tierckpt.stores.common import is_abandoned, is_temporary
-from tierckpt.stores.local import durable_write
+from tierckpt.disk.temporary_names import is_abandoned, is_temporary
 
 WRITER = """
 import os, sys

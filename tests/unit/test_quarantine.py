@@ -13,10 +13,10 @@ from tierckpt import ownership
 from tierckpt.cache.pool import Pool
 from tierckpt.config import Settings
 from tierckpt.disk.claims import Claims, Presence
+from tierckpt.disk.durable import durable_write, make_dirs, read_whole
 from tierckpt.disk.file_lock import lock, try_lock
 from tierckpt.disk.quarantine import QUARANTINE, open_regular, set_aside
 from tierckpt.errors import ManifestError, ObjectNotFoundError, StoreError, TierckptError
-from tierckpt.stores.local import durable_write, make_dirs, read_whole
 from tierckpt.telemetry import QUARANTINES, Labels, Metric, listen
 
 NOT_FILES = [kind for kind in KINDS if kind != "file"]

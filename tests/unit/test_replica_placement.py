@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tierckpt.cache.file_set import version_of, wanted_of
-from tierckpt.checkpoint.commit import commit_local
+from tierckpt.checkpoint.local_commit import commit_local
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest, digest_of, digests_of

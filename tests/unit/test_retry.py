@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from tierckpt.config import Settings
-from tierckpt.drain.transfer import get_checked
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, StoreUnavailableError
 from tierckpt.format.manifest import FileEntry, digest_of
 from tierckpt.stores import retry
 from tierckpt.stores import verified_read as mover_retry
 from tierckpt.stores.local import LocalStore
 from tierckpt.stores.retry import FAILURES_TO_OPEN, FLOOR_RETRIES, Breaker, Budget, Retries
+from tierckpt.stores.verified_read import get_checked
 from tierckpt.testing.faults import Fault, FaultyStore, Kind
 from tierckpt.types import ByteRange
 

@@ -16,7 +16,7 @@ from tierckpt.planning.policy import Rules
 from tierckpt.planning.tuning import CALM_WINDOWS, Choice, Goal, Pace, Profile, Steps, Window, adapt, choose, slowest
 from tierckpt.training.drain_decider import Order, Sending, Sight
 from tierckpt.training.interval import PROFILE_STEPS, WARM_UP_STEPS, Pacer
-from tierckpt.training.record import SaveRecord
+from tierckpt.training.job import SaveRecord
 
 STEP = 0.5
 

@@ -29,14 +29,14 @@ except ImportError as error:
     raise MissingExtraError("metrics need prometheus-client", hint="pip install 'tierckpt[agent]'") from error
 
 from .. import telemetry
-from ..checkpoint import commit
+from ..checkpoint import marks
 from ..checkpoint.journal import KEPT, READY, SET_ASIDE, Journal
 from ..checkpoint.retention import marked_directories, nearest_existing
+from ..disk.durable import read_whole
 from ..drain.budget import Budget
 from ..errors import ConfigError, TierckptError
 from ..format import manifest as manifests
 from ..format.layout import MANIFEST, step_of
-from ..stores.local import read_whole
 from ..telemetry import Labels, Metric, logger
 from ..types import Tier
 
@@ -197,7 +197,7 @@ class NodeState:
         newest: dict[Tier, _Commit] = {}
         for found in self._committed():
             tiers = [Tier.LOCAL]
-            if commit.is_drained(found.directory, found.attempt):
+            if marks.is_drained(found.directory, found.attempt):
                 tiers.append(Tier.SHARED)
             for tier in tiers:
                 if tier not in newest or found.saved_unix_seconds > newest[tier].saved_unix_seconds:

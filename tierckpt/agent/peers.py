@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Settings
+from ..disk.durable import read_whole, replace_file
 from ..errors import ConfigError, TierckptError
 from ..peer import discovery
 from ..peer.client import PeerClient
@@ -37,7 +38,6 @@ from ..peer.members import CONTESTED_MAX, Member, Record, Table, balanced
 from ..peer.replica_policy import holders
 from ..peer.server import PeerServer
 from ..planning.placement import survival_probability, survives
-from ..stores.local import read_whole, replace_file
 from ..telemetry import PEER_MEMBERS, PEER_REFUSED, logger
 from ..types import Json
 

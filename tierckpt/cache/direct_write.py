@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ..arena.slots import Bounce
 from ..config import BLOCK_BYTES
-from ..errors import CapacityError, OperationTimeoutError, TierckptError
-from ..stores.local import translate_os_error
+from ..disk.durable import translated
+from ..errors import CapacityError, OperationTimeoutError
 from ..telemetry import BYTES, logger
 from ..types import Buffer, Tier
 
@@ -29,26 +29,12 @@ BUFFERS = 8
 LANDING = 16
 BUFFER_SECONDS = 600.0
 
-_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EPERM}
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _buffers = Bounce(BUFFERS, "cache")
 _landing = Bounce(LANDING, "cache")
 """Apart from ``_buffers``: these are held while a request is under way, and whoever waits for those must not wait for
 these."""
 _no_direct: set[int] = set()
 """Devices that refuse O_DIRECT."""
-
-
-@contextlib.contextmanager
-def translated(path: Path) -> Iterator[None]:
-    """Raise what the system refuses as an error of ours."""
-    try:
-        yield
-    except TierckptError:
-        raise
-    except OSError as error:
-        raise translate_os_error(error, path, Tier.LOCAL) from error
 
 
 def write_at(path: Path, data: Buffer, offset: int) -> None:
@@ -133,20 +119,6 @@ def _write_blocks(file: int, view: memoryview, offset: int) -> int:
             break
         done += count
     return done
-
-
-def allocate(file: int, size_bytes: int) -> None:
-    """Take the room of ``size_bytes`` on the disk: a full one is found before the first byte, and extents are long.
-
-    The system call itself and not ``posix_fallocate``: where a file system has none, that one writes zeros, over what
-    another process may just have written. There the room is not taken.
-    """
-    while size_bytes and _libc.fallocate(file, 0, 0, size_bytes):
-        number = ctypes.get_errno()
-        if number in _NO_FALLOCATE:
-            return
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
 
 
 def _start_anew() -> None:

@@ -12,10 +12,9 @@ import asyncio
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import (
     CapacityError,
@@ -27,13 +26,13 @@ from ..errors import (
     StoreError,
 )
 from ..format.manifest import digest_of
-from ..stores.base import ReadsInto, Store
+from ..stores.base import RangeSource, ReadsInto, Store
 from ..stores.common import settled
 from ..stores.verified_read import verified
 from ..telemetry import BYTES, ignore_progress, logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
 from .direct_write import landing_memory
-from .fetch_job import POLL_SECONDS_MAX, POLL_SECONDS_MIN, Fill
+from .fetch_job import POLL_SECONDS_MAX, POLL_SECONDS_MIN, Fill, Tally
 from .file_set import Frozen, Receipt, Wanted
 from .partial_entry import Filling, read_file, read_receipt, same_digest, tidy, whole_receipt
 from .pool import Lease, Pool
@@ -41,8 +40,7 @@ from .repair import mend
 from .verifier import Checker
 
 if TYPE_CHECKING:
-    from ..peer.fetch.join import Sharing
-    from ..peer.fetch.session import Swarm
+    from .peers import PeerFetch, PeerJoin
 
 T = TypeVar("T")
 
@@ -54,44 +52,6 @@ NO_ROOM_SECONDS = 10.0
 JOINS_MAX = 5
 GROW_BYTES = 64 << 20
 """Room that reading through takes at a time."""
-
-
-SHARED_NAME = "shared"
-
-
-class Origin(Protocol):
-    """Where the bytes come from: a ``Store``, or whatever else gives ranges of the same keys."""
-
-    uri: str
-
-    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer: ...
-
-
-@dataclass(slots=True)
-class Tally:
-    """Where the bytes of a fill came from. ``here`` was there when it began; ``others`` landed meanwhile."""
-
-    here_bytes: int = 0
-    fetched_bytes: int = 0
-    """From shared storage."""
-    peer_bytes: int = 0
-    others_bytes: int = 0
-    requests: int = 0
-    taken_over: int = 0
-    slowest_seconds: float = 0.0
-    slowest: str = ""
-    slowest_from: str = SHARED_NAME
-
-    def note(self, path: str, at: ByteRange, seconds: float, peer: str | None = None) -> None:
-        """``peer``: whom it came from; None: shared storage."""
-        self.requests += 1
-        if peer is None:
-            self.fetched_bytes += at.size_bytes
-        else:
-            self.peer_bytes += at.size_bytes
-        if seconds > self.slowest_seconds:
-            self.slowest_seconds, self.slowest = seconds, f"{path} {at.start}-{at.stop}"
-            self.slowest_from = peer or SHARED_NAME
 
 
 def _weak(method: Callable[..., T]) -> Callable[..., T]:
@@ -114,7 +74,7 @@ class Cached:
 
     def __init__(
         self,
-        store: Origin,
+        store: RangeSource,
         frozen: Frozen,
         directory: Path,
         *,
@@ -122,7 +82,7 @@ class Cached:
         pool: Pool | None = None,
         stall_seconds: float = STALL_SECONDS_MIN,
         fetches_max: int = 16,
-        sharing: Sharing | None = None,
+        sharing: PeerJoin | None = None,
     ) -> None:
         """Use ``open_entry`` or ``open_directory``.
 
@@ -147,7 +107,7 @@ class Cached:
         self.checker = self._new_checker()
         self.idle = asyncio.Lock()
         self._granting = asyncio.Lock()
-        self.swarm: Swarm | None = None
+        self.swarm: PeerFetch | None = None
         """The other nodes, once something had to be fetched."""
         self._sharing, self._read_gate, self._joining = sharing, gate, asyncio.Lock()
 
@@ -493,7 +453,7 @@ class Cached:
         peer: str | None = None
         with landing_memory(wanted_bytes) as memory:
             if self.swarm is None:
-                data, digest = await self._get(index, chunk, memory)
+                data, digest = await self.get(index, chunk, memory)
             else:
                 data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
                 brought = await self.swarm.bring(index, chunk, data)
@@ -535,12 +495,12 @@ class Cached:
 
     async def read_store(self, index: int, chunk: int, into: memoryview) -> str:
         """Read one chunk from the store, verified, into ``into``; return its digest."""
-        data, digest = await self._get(index, chunk, into)
+        data, digest = await self.get(index, chunk, into)
         if data is not into:
             into[:] = data
         return digest
 
-    async def _get(self, index: int, chunk: int, memory: memoryview | None) -> tuple[Buffer, str]:
+    async def get(self, index: int, chunk: int, memory: memoryview | None) -> tuple[Buffer, str]:
         """Return one chunk, in ``memory`` if there is some, and its digest, verified as far as anybody knows it."""
         item, at = self.frozen.files[index], self.frozen.chunk_range(index, chunk)
 
@@ -614,6 +574,6 @@ class Cached:
         return True
 
 
-def _as_store(origin: Origin) -> Store:
+def _as_store(origin: RangeSource) -> Store:
     """``verified`` asks of a store only whether it is ``Recoverable``."""
     return origin  # type: ignore[return-value]

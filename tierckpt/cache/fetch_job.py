@@ -6,37 +6,44 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from ..errors import CapacityError, IntegrityError, PartialTransferError, TierckptError
-from ..peer.fetch.scheduler import NotNowError
 from ..telemetry import logger
-from ..types import Progress, ProgressListener
+from ..types import Buffer, ByteRange, Progress, ProgressListener
+from .file_set import Frozen
 from .partial_entry import Filling
+from .peers import Chooses, NotNowError, PeerFetch, Work
 
 if TYPE_CHECKING:
-    from .entry import Cached
+    from .peers import PeerFetch
 
 log = logger("prefetch")
 
 POLL_SECONDS_MIN = 0.005
 POLL_SECONDS_MAX = 0.1
 
-Work: TypeAlias = tuple[int, int]
-"""A file and a chunk of it."""
 
+class Entry(Protocol):
+    """What is filled (``entry.Cached``)."""
 
-class Chooses(Protocol):
-    """Which chunk comes next."""
+    frozen: Frozen
+    tally: Tally
+    swarm: PeerFetch | None
+    gate: asyncio.Semaphore
+    """Bounds what this process fetches at a time."""
+    idle: asyncio.Lock
+    stall_seconds: float
+    fetches_max: int
 
-    async def take(self) -> Work | None:
-        """The next chunk; None when none is left that nobody has taken."""
+    async def claim(self, filling: Filling, index: int, chunk: int) -> bool: ...
 
-    def put_back(self, work: Work) -> None:
-        """It was not fetched: it comes again."""
+    async def fetch_claimed(
+        self, filling: Filling, index: int, chunk: int, *, keep: bool
+    ) -> tuple[bool, Buffer | None]: ...
 
-    def done(self, work: Work) -> None:
-        """It is here, or has been given up."""
+    async def fetch(self, filling: Filling, index: int, chunk: int, *, keep: bool) -> Buffer | None: ...
 
 
 class InOrder:
@@ -58,7 +65,7 @@ class InOrder:
 class Fill:
     """One pass over the chunks that are missing: some workers take chunk after chunk, whoever gets it."""
 
-    def __init__(self, cached: Cached, filling: Filling, indexes: Iterable[int], listener: ProgressListener) -> None:
+    def __init__(self, cached: Entry, filling: Filling, indexes: Iterable[int], listener: ProgressListener) -> None:
         self.cached, self.filling, self.listener = cached, filling, listener
         self.frozen = cached.frozen
         filling.refresh()
@@ -177,3 +184,33 @@ class Fill:
             uri=self.frozen.uri,
             failures={path: f"{type(error).__name__}: {error}" for path, error in names.items()},
         )
+
+
+SHARED_NAME = "shared"
+
+
+@dataclass(slots=True)
+class Tally:
+    """Where the bytes of a fill came from. ``here`` was there when it began; ``others`` landed meanwhile."""
+
+    here_bytes: int = 0
+    fetched_bytes: int = 0
+    """From shared storage."""
+    peer_bytes: int = 0
+    others_bytes: int = 0
+    requests: int = 0
+    taken_over: int = 0
+    slowest_seconds: float = 0.0
+    slowest: str = ""
+    slowest_from: str = SHARED_NAME
+
+    def note(self, path: str, at: ByteRange, seconds: float, peer: str | None = None) -> None:
+        """``peer``: whom it came from; None: shared storage."""
+        self.requests += 1
+        if peer is None:
+            self.fetched_bytes += at.size_bytes
+        else:
+            self.peer_bytes += at.size_bytes
+        if seconds > self.slowest_seconds:
+            self.slowest_seconds, self.slowest = seconds, f"{path} {at.start}-{at.stop}"
+            self.slowest_from = peer or SHARED_NAME

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
-from ..checkpoint import commit
+from ..checkpoint import shared_commit
 from ..checkpoint.catalog import file_size
 from ..config import Settings
-from ..drain.transfer import open_file, pread_all
+from ..disk.file_io import open_file, pread_all
 from ..errors import (
     BucketNotFoundError,
     ConfigError,
@@ -28,13 +28,13 @@ from ..errors import (
 )
 from ..format.layout import METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, parse_uri
 from ..format.manifest import Manifest, has_digest
-from ..peer.fetch.join import Sharing
 from ..stores.base import Store
 from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
 from .entry import STALL_SECONDS_MIN, Cached
 from .file_set import Frozen, Receipt, Wanted
 from .partial_entry import landed_in, read_entry, read_receipt, whole_receipt
+from .peers import PeerJoin
 from .pool import Lease, Pool, Row, evict_all
 from .prefetch import PrefetchResult, from_listing, from_manifest, result_of, select
 
@@ -103,7 +103,7 @@ class Shelf:
         settings: Settings,
         store_at: Callable[[Location], Store],
         listener: ProgressListener,
-        sharing: Sharing | None = None,
+        sharing: PeerJoin | None = None,
     ) -> None:
         """``sharing``: the other nodes; None where there are none."""
         self.settings, self.sharing = settings, sharing
@@ -159,7 +159,7 @@ class Shelf:
 
     async def _directory(self, location: Location, include: Sequence[str], exclude: Sequence[str]) -> Held:
         store = self._store_at(location)
-        manifest = await commit.read_shared_manifest(store)
+        manifest = await shared_commit.read_shared_manifest(store)
         if manifest is None and await _claimed(store):
             raise _uncommitted(location)
         if manifest is not None:
@@ -463,4 +463,4 @@ def _is_half(files: Sequence[Wanted]) -> bool:
 
 async def _claimed(store: Store) -> bool:
     """True when a save of ours has begun to drain here: its files are not a model to fetch as it stands."""
-    return bool(await store.list_dirs(PRIVATE_DIR)) or await commit.read_claim(store) is not None
+    return bool(await store.list_dirs(PRIVATE_DIR)) or await shared_commit.read_claim(store) is not None

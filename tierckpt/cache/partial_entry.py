@@ -34,14 +34,15 @@ import threading
 from pathlib import Path
 
 from ..disk.claims import TRIES, Claims, Presence, is_live
+from ..disk.durable import fsync_dir, make_dirs, matching, read_whole, translated
+from ..disk.file_io import allocate
 from ..disk.quarantine import open_regular
 from ..errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import PRIVATE_DIR
 from ..format.manifest import BLOCK_DIGEST_BYTES, MANIFEST_BYTES_MAX, ChunkDigest, blocks_of, digest_of, has_digest
-from ..stores.local import fsync_dir, make_dirs, matching, read_whole
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Tier
-from .direct_write import allocate, translated, write_at
+from .direct_write import write_at
 from .file_set import Frozen, Receipt, decode
 
 log = logger("cache")

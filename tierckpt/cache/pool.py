@@ -30,13 +30,12 @@ from pathlib import Path
 
 from ..config import Settings
 from ..disk.claims import Claims, Presence, is_live
+from ..disk.durable import make_dirs, matching, read_whole, replace_file, translated
 from ..errors import CapacityError, OperationTimeoutError, TierckptError
 from ..format.layout import PRIVATE_DIR
 from ..quantities import human_bytes
-from ..stores.local import make_dirs, matching, read_whole, replace_file
 from ..telemetry import logger
 from ..types import Tier
-from .direct_write import translated
 from .file_set import Frozen
 from .index import Index
 from .index import Row as Row

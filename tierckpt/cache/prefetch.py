@@ -23,17 +23,17 @@ from ..checkpoint.retention import nearest_existing
 from ..errors import CapacityError, ConfigError, ObjectNotFoundError
 from ..format.layout import PRIVATE_DIR
 from ..format.manifest import is_safe_path
-from ..peer.fetch.join import Sharing
 from ..quantities import human_bytes
-from ..stores.base import Store
+from ..stores.base import RangeSource, Store
 from ..telemetry import logger
 from ..types import Json, ProgressListener, Tier
-from .entry import Cached, Origin
+from .entry import Cached
 from .file_set import Frozen
 from .file_set import Wanted as Wanted
 from .file_set import from_manifest as from_manifest
 from .partial_entry import RECEIPT as RECEIPT
 from .partial_entry import incoming_of, remove_abandoned
+from .peers import PeerJoin
 from .pool import allocated_bytes
 
 log = logger("prefetch")
@@ -133,7 +133,7 @@ def select(files: Sequence[Wanted], include: Sequence[str], exclude: Sequence[st
 
 
 async def prefetch(
-    store: Origin,
+    store: RangeSource,
     wanted: Sequence[Wanted],
     directory: Path,
     *,
@@ -141,7 +141,7 @@ async def prefetch(
     concurrency: int,
     listener: ProgressListener,
     stall_seconds: float = 120.0,
-    sharing: Sharing | None = None,
+    sharing: PeerJoin | None = None,
 ) -> PrefetchResult:
     """Make ``directory`` hold exactly these versions of ``wanted``.
 

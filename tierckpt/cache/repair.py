@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
+from ..stores.base import RangeSource
 from ..stores.common import settled
 from ..telemetry import logger
 from ..types import Buffer, Tier
 from .direct_write import write_at
+from .file_set import Frozen
 from .partial_entry import same_digest
+from .verifier import Checker
 
-if TYPE_CHECKING:
-    from .entry import Cached
+
+class Entry(Protocol):
+    """What is repaired (``entry.Cached``)."""
+
+    store: RangeSource
+    frozen: Frozen
+    checker: Checker
+
+    @property
+    def target(self) -> str: ...
+
+    def digest(self, index: int, chunk: int) -> str: ...
+
+    def directories(self) -> list[Path]: ...
+
+    async def get(self, index: int, chunk: int, memory: memoryview | None) -> tuple[Buffer, str]:
+        """Return one chunk from the store, and its digest."""
+
 
 log = logger("cache")
 
 
-async def mend(cached: Cached, index: int, chunk: int) -> Buffer:
+async def mend(cached: Entry, index: int, chunk: int) -> Buffer:
     """Return a chunk that is damaged on this node, or has gone from it, from the store; mend what is damaged.
 
     Raises:
@@ -29,9 +49,9 @@ async def mend(cached: Cached, index: int, chunk: int) -> Buffer:
     item, at = frozen.files[index], frozen.chunk_range(index, chunk)
     if (index, chunk) not in cached.checker.bad:
         log.warning("%s: %s has gone from the cache, reading past it", frozen.uri, cached.target)
-        return (await cached._get(index, chunk, None))[0]
+        return (await cached.get(index, chunk, None))[0]
     try:
-        data, found = await cached._get(index, chunk, None)
+        data, found = await cached.get(index, chunk, None)
         if digest and not same_digest(data, found, digest):
             raise IntegrityError("the store has other bytes there now", tier=Tier.SHARED)
     except TierckptError as error:
@@ -48,7 +68,7 @@ async def mend(cached: Cached, index: int, chunk: int) -> Buffer:
     return data
 
 
-def _put_back(cached: Cached, index: int, chunk: int, data: Buffer) -> None:
+def _put_back(cached: Entry, index: int, chunk: int, data: Buffer) -> None:
     """Write good bytes over bad ones, in place: whoever reads meanwhile verifies what he gets (V1 of
     cache/verifier.py).
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..disk.durable import matching
 from ..errors import (
     CheckpointNotFoundError,
     ManifestError,
@@ -32,13 +33,12 @@ from ..format.layout import (
 )
 from ..format.manifest import FileEntry, Manifest
 from ..stores.base import Store
-from ..stores.local import matching
 from ..telemetry import logger
 from ..types import Json, Tier
-from . import commit
+from . import local_commit, marks, shared_commit
 
 if TYPE_CHECKING:
-    from ..peer.catalog import Cluster, Elsewhere
+    from .peers import PeerCatalog, PeerReplicas
 
 log = logger("catalog")
 
@@ -56,7 +56,7 @@ class Checkpoint:
     directory: Path
     store: Store
     tiers: frozenset[Tier] = field(default_factory=frozenset)
-    elsewhere: Elsewhere | None = None
+    elsewhere: PeerReplicas | None = None
     """The copies that other nodes have of it."""
     unseen: StoreError | None = None
     """Why the shared tier could not be asked: another attempt may stand there."""
@@ -98,7 +98,7 @@ def file_size(path: Path) -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
 
-async def find(location: Location, directory: Path, store: Store, cluster: Cluster | None = None) -> Checkpoint:
+async def find(location: Location, directory: Path, store: Store, cluster: PeerCatalog | None = None) -> Checkpoint:
     """Return the committed checkpoint at ``location``, the newer one when the tiers disagree.
 
     A shared tier that cannot be reached is passed over while the local tier, or a peer, has a commit, and the other way
@@ -110,7 +110,7 @@ async def find(location: Location, directory: Path, store: Store, cluster: Clust
         ManifestError: a damaged manifest and no other copy of it.
         StoreError: nothing local, and the shared tier cannot be asked.
     """
-    local, local_error = await _attempt(lambda: asyncio.to_thread(commit.read_local_manifest, directory))
+    local, local_error = await _attempt(lambda: asyncio.to_thread(local_commit.read_local_manifest, directory))
     here = Checkpoint(location, local, directory, store)
     is_here = local is not None and not await asyncio.to_thread(here.missing_locally)
     shared, shared_error = await _attempt(lambda: _read_shared(store, ASK_SECONDS if is_here else None))
@@ -151,7 +151,7 @@ async def find(location: Location, directory: Path, store: Store, cluster: Clust
 async def _read_shared(store: Store, timeout_seconds: float | None) -> Manifest | None:
     try:
         async with asyncio.timeout(timeout_seconds):
-            return await commit.read_shared_manifest(store)
+            return await shared_commit.read_shared_manifest(store)
     except TimeoutError as error:
         if isinstance(error, TierckptError):
             raise
@@ -197,7 +197,7 @@ async def _attempt(read: Callable[[], Any]) -> tuple[Manifest | None, TierckptEr
 
 
 def _is_drained(directory: Path, local: Manifest | None) -> bool:
-    return local is not None and commit.is_drained(directory, local.attempt)
+    return local is not None and marks.is_drained(directory, local.attempt)
 
 
 def _newer(local: Manifest | None, shared: Manifest | None, drained: bool) -> Manifest | None:
@@ -231,13 +231,13 @@ async def stands(checkpoint: Checkpoint) -> bool:
     if checkpoint.manifest is None:
         return True
     try:
-        local = await asyncio.to_thread(commit.read_local_manifest, checkpoint.directory)
+        local = await asyncio.to_thread(local_commit.read_local_manifest, checkpoint.directory)
     except ManifestError:
         local = None  # the one on the shared tier is what was found
     if local is not None and local.attempt == checkpoint.manifest.attempt:
         return True
     try:
-        shared = await commit.read_shared_manifest(checkpoint.store)
+        shared = await shared_commit.read_shared_manifest(checkpoint.store)
     except (StoreUnavailableError, ManifestError):
         return True  # then the restore says what it cannot read
     if shared is not None and shared.attempt == checkpoint.manifest.attempt:
@@ -284,11 +284,11 @@ class Row:
 async def describe(location: Location, directory: Path, store: Store) -> Row | None:
     """Return how far ``location`` is on each tier, None when it is no checkpoint."""
     try:
-        local = await asyncio.to_thread(commit.read_local_manifest, directory)
+        local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
     except ManifestError as error:
         log.warning("%s", error)
         local = None
-    shared = await commit.read_shared_manifest(store)
+    shared = await shared_commit.read_shared_manifest(store)
     manifest = shared or local
     if manifest is None:
         if await is_stock(store):

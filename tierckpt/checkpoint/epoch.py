@@ -32,12 +32,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..disk.durable import make_dirs
 from ..disk.file_lock import POLL_SECONDS
 from ..disk.quarantine import open_regular
 from ..errors import CommitAbandonedError, TierckptError
 from ..format.layout import Location, agent_dir, epoch_file
 from ..ipc.circuit_breaker import PATIENCE_SECONDS
-from ..stores.local import make_dirs
 from ..telemetry import logger
 
 log = logger("commit")

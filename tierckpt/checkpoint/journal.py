@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, read_whole
 from ..disk.file_lock import Hold, try_lock
 from ..disk.local_root import typed_errors
 from ..errors import ManifestError, ObjectNotFoundError, StoreError
 from ..format import manifest as manifests
 from ..format.layout import BLOCKS_DIR, METADATA_DIR, Location, journal_dir, local_dir, parse_uri
 from ..format.manifest import FileEntry, Manifest
-from ..stores.local import durable_write, fsync_dir, make_dirs, matching, read_whole
 from ..telemetry import logger
 from ..types import Json
 

@@ -18,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..disk import read_lease
+from ..disk.durable import matching
 from ..errors import TierckptError
 from ..format.layout import DRAINED, Location, local_dir, step_of
-from ..stores.local import matching
 from ..telemetry import logger
-from . import commit
+from . import local_commit, marks
 from .journal import KEPT, READY, Entry, Journal
 
 log = logger("kept")
@@ -87,14 +87,14 @@ def _pass(local_root: Path, journal: Journal, entry: Entry) -> bool:
         current = journal.read(entry.token)
         if not free or current is None or current.state != KEPT:
             return False
-        local = commit.read_local_manifest(directory)
+        local = local_commit.read_local_manifest(directory)
         if local is not None and entry.token in {local.attempt, *local.tokens}:
-            commit.mark_passed(directory, local.attempt)
+            marks.mark_passed(directory, local.attempt)
         else:
             with read_lease.removing(local_root, directory) as unread:
                 if not unread:
                     return False
-                commit.remove_unfinished(directory, entry.token)
+                local_commit.remove_unfinished(directory, entry.token)
         journal.remove(entry.token)
         return True
 

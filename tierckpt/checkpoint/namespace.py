@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..disk.temporary_names import is_temporary
 from ..errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -30,10 +31,9 @@ from ..errors import (
 from ..format.layout import MANIFEST, METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, step_of
 from ..format.manifest import FileEntry
 from ..stores.base import Browsable, Store
-from ..stores.common import is_temporary
 from ..telemetry import logger
 from ..types import ObjectInfo
-from . import commit, select
+from . import local_commit, select
 from .catalog import Checkpoint
 
 log = logger("catalog")
@@ -312,7 +312,7 @@ def _suffices(directory: Path) -> bool:
         return True
     newest = max(_with_commits(directory), key=lambda name: (step_of(name) is not None, step_of(name) or 0), default="")
     try:
-        manifest = commit.read_local_manifest(directory / newest) if newest else None
+        manifest = local_commit.read_local_manifest(directory / newest) if newest else None
     except (ManifestError, StoreError):
         return False
     return manifest is not None and select.is_own(directory / newest, manifest)

@@ -12,14 +12,15 @@ from pathlib import Path
 
 from ..config import Settings
 from ..disk import read_lease
+from ..disk.durable import matching
 from ..errors import ManifestError, StoreError, TierckptError
+from ..format import layout
 from ..format.layout import PRIVATE_DIR, Location, local_dir, parse_uri, step_of
 from ..format.manifest import Manifest
 from ..stores.base import Store
-from ..stores.local import matching
 from ..telemetry import logger
 from ..types import Json, Tier
-from . import commit, retention
+from . import local_commit, marks, retention, shared_commit
 from .catalog import is_stock
 from .journal import Journal
 from .retention import Health, Policy, Standing, Verdict
@@ -129,7 +130,7 @@ class Pruner:
 
     async def _look_at_shared(self, seen: _Seen) -> None:
         store = self._store(seen.location)
-        seen.shared = await self._read(lambda: commit.read_shared_manifest(store))
+        seen.shared = await self._read(lambda: shared_commit.read_shared_manifest(store))
         if seen.shared is not None:
             return
         if await is_stock(store):
@@ -149,7 +150,7 @@ class Pruner:
 
     def _read_local(self, location: Location) -> Manifest | None:
         directory = local_dir(self._root, location)
-        return None if directory.is_symlink() else commit.read_local_manifest(directory)
+        return None if directory.is_symlink() else local_commit.read_local_manifest(directory)
 
     async def _is_marked(self, location: Location) -> bool:
         if await asyncio.to_thread((local_dir(self._root, location) / PRIVATE_DIR).is_dir):
@@ -174,14 +175,14 @@ class Pruner:
                     drained = tier is Tier.LOCAL and self._is_drained(one, manifest)
                     size_bytes, attempt = manifest.size_bytes, manifest.attempt
                     directory = local_dir(self._root, one.location)
-                    peers = tier is Tier.LOCAL and not drained and commit.is_replicated(directory, attempt)
+                    peers = tier is Tier.LOCAL and not drained and marks.is_replicated(directory, attempt)
                     copies.append(Standing(one.name, step, tier, None, drained, held, attempt, size_bytes, peers))
         return await self._with_health(copies, {one.name: one for one in seen})
 
     def _is_drained(self, seen: _Seen, manifest: Manifest) -> bool:
         if seen.shared is not None and seen.shared.attempt == manifest.attempt:
             return True
-        return commit.may_go(local_dir(self._root, seen.location), manifest.attempt)
+        return marks.may_go(local_dir(self._root, seen.location), manifest.attempt)
 
     def _held(self, location: Location, busy: set[str], linked: dict[Path, str]) -> str:
         if location.uri in busy:
@@ -239,10 +240,10 @@ class Pruner:
             if location.uri in {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}:
                 return "being saved or drained"
             if copy.tier is Tier.LOCAL:
-                gone = await asyncio.to_thread(commit.remove_local, directory, copy.attempt)
+                gone = await asyncio.to_thread(local_commit.remove_local, directory, copy.attempt)
                 return "" if gone else "saved again meanwhile"
             store = self._store(location)
-            manifest = await commit.read_shared_manifest(store)
+            manifest = await shared_commit.read_shared_manifest(store)
             if manifest is None or manifest.attempt != copy.attempt:
                 return "saved again meanwhile"
             if not await retention.remove_shared(store, manifest):
@@ -269,9 +270,9 @@ def remove_empty(location: Location) -> None:
     if location.scheme != "file":
         return
     directory = Path(location.path)
-    for torn in matching(directory / commit.REMOVED_DIR, ".*.tmp"):
+    for torn in matching(directory / layout.REMOVED_DIR, ".*.tmp"):
         torn.unlink(missing_ok=True)  # a note that was being written when its writer was killed
-    for name in (*commit.PRIVATE_DIRS, PRIVATE_DIR, "."):
+    for name in (*local_commit.PRIVATE_DIRS, PRIVATE_DIR, "."):
         try:
             (directory / name).rmdir()
         except OSError:
@@ -290,7 +291,7 @@ def finish_local(local_root: Path, journal: Journal) -> list[Path]:
             continue
         try:
             with read_lease.removing(local_root, directory) as free:
-                if free and commit.finish_removal(directory):
+                if free and local_commit.finish_removal(directory):
                     found.append(directory)
                     log.info("finished the removal of %s that was cut short", directory)
         except (OSError, TierckptError) as error:
@@ -309,7 +310,7 @@ def _has_mark(location: Location) -> bool:
 
 def _is_left(directory: Path) -> bool:
     """True for a note of a removal, and for a directory of ours with nothing in it."""
-    if (directory / commit.REMOVED_DIR).is_dir():
+    if (directory / layout.REMOVED_DIR).is_dir():
         return True
     return not any(name != "lock" for _, _, names in os.walk(directory) for name in names)
 

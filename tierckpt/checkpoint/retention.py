@@ -23,12 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import BucketNotFoundError, ConfigError, ManifestError, ObjectNotFoundError, StoreError
+from ..format import layout
 from ..format.layout import CLAIM, MANIFEST, PARTS_DIR, PRIVATE_DIR, pending
-from ..format.manifest import Manifest, decode
+from ..format.manifest import Manifest, decode, stale_files
 from ..stores.base import Store
 from ..telemetry import logger
 from ..types import Tier
-from . import commit
+from . import local_commit, shared_commit
 from .catalog import file_size
 
 log = logger("retention")
@@ -213,7 +214,7 @@ def local_checkpoints(local_root: Path) -> Iterator[tuple[Path, Manifest]]:
     """Yield every committed checkpoint of the local tier; damaged manifests are reported and passed over."""
     for directory in marked_directories(Path(local_root, "checkpoints")):
         try:
-            manifest = commit.read_local_manifest(directory)
+            manifest = local_commit.read_local_manifest(directory)
         except (ManifestError, StoreError) as error:
             log.warning("%s", error)
             continue
@@ -247,14 +248,14 @@ async def remove_shared(store: Store, manifest: Manifest) -> bool:
     that was looked at: one of the two finds that the other was faster. On a store without such conditions a save that
     comes between the look and the delete can lose its manifest; on one node the journal closes that (N3).
     """
-    note = commit.removal_note(manifest.attempt)
+    note = layout.removal_note(manifest.attempt)
     await store.put(note, manifest.encode())
-    stock = {entry.path: await commit.etag_of(store, entry.path) for entry in manifest.metadata}
-    claim, standing = await commit.etag_of(store, CLAIM), await commit.etag_of(store, MANIFEST)
-    now = await commit.read_shared_manifest(store)
-    is_ours = await commit.read_claim(store) in {manifest.attempt, None}
+    stock = {entry.path: await shared_commit.etag_of(store, entry.path) for entry in manifest.metadata}
+    claim, standing = await shared_commit.etag_of(store, CLAIM), await shared_commit.etag_of(store, MANIFEST)
+    now = await shared_commit.read_shared_manifest(store)
+    is_ours = await shared_commit.read_claim(store) in {manifest.attempt, None}
     stands = now is not None and now.attempt == manifest.attempt
-    if not (is_ours and stands and await commit.remove(store, MANIFEST, standing)):
+    if not (is_ours and stands and await shared_commit.remove(store, MANIFEST, standing)):
         await store.delete(note)
         return False
     await _finish(store, manifest, stock, claim)
@@ -263,27 +264,27 @@ async def remove_shared(store: Store, manifest: Manifest) -> bool:
 
 async def finish_shared(store: Store, gone: Manifest) -> None:
     """Delete what the removed ``gone`` names and nothing else does, then the note of its removal. Repeatable."""
-    stock = {entry.path: await commit.etag_of(store, entry.path) for entry in gone.metadata}
-    claim = await commit.etag_of(store, CLAIM)
+    stock = {entry.path: await shared_commit.etag_of(store, entry.path) for entry in gone.metadata}
+    claim = await shared_commit.etag_of(store, CLAIM)
     await _finish(store, gone, stock, claim)
 
 
 async def _finish(store: Store, gone: Manifest, stock: Mapping[str, str | None], claim: str | None) -> None:
     """``stock`` and ``claim`` are versions that were there before it is known here who owns the id. The claim goes
     last: a crash before that leaves what nobody takes for a checkpoint of stock PyTorch."""
-    standing = await commit.read_shared_manifest(store)
+    standing = await shared_commit.read_shared_manifest(store)
     if standing is None or standing.attempt != gone.attempt:
-        owns_id = standing is None and await commit.read_claim(store) in {gone.attempt, None}
+        owns_id = standing is None and await shared_commit.read_claim(store) in {gone.attempt, None}
         for path, etag in stock.items() if owns_id else ():
             if etag is not None:
-                await commit.remove(store, path, etag)
-        for entry in commit.stale_files(gone, standing) if standing else gone.entries:
+                await shared_commit.remove(store, path, etag)
+        for entry in stale_files(gone, standing) if standing else gone.entries:
             if entry.key not in stock:
                 await store.delete(entry.key)
         await _delete_parts(store, gone)
         if owns_id and claim is not None:
-            await commit.remove(store, CLAIM, claim)
-    await store.delete(commit.removal_note(gone.attempt))
+            await shared_commit.remove(store, CLAIM, claim)
+    await store.delete(layout.removal_note(gone.attempt))
 
 
 async def _delete_parts(store: Store, gone: Manifest) -> None:
@@ -297,7 +298,7 @@ async def _delete_parts(store: Store, gone: Manifest) -> None:
 async def removals_begun(store: Store) -> list[Manifest]:
     """Return the manifests whose removal from the shared tier has begun and not ended."""
     found = []
-    async for info in store.list(commit.REMOVED_DIR):
+    async for info in store.list(layout.REMOVED_DIR):
         try:
             found.append(decode(await store.get(info.key), where=f"{store.uri}/{info.key}"))
         except BucketNotFoundError:

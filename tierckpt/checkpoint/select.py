@@ -35,12 +35,12 @@ from ..errors import (
 )
 from ..format.layout import PRIVATE_DIR, REPLICA, Location, own_file, step_of
 from ..format.manifest import Manifest
-from ..peer.catalog import Cluster
 from ..stores.base import Recoverable, Store
 from ..telemetry import logger
 from ..types import Tier
-from . import catalog, commit
+from . import catalog, local_commit, marks
 from .catalog import Checkpoint
+from .peers import PeerCatalog
 
 log = logger("select")
 
@@ -82,7 +82,7 @@ class Selector:
         settings: Settings,
         store_at: Callable[[Location], Store],
         directory_of: Callable[[Location], Path],
-        cluster: Cluster | None,
+        cluster: PeerCatalog | None,
     ) -> None:
         self._settings, self._store_at, self._directory_of, self._cluster = settings, store_at, directory_of, cluster
         self.reached: set[tuple[str, str]] = set()
@@ -212,7 +212,7 @@ class Selector:
         """The attempts that this node and its peers have committed at ``location``, the newest first."""
         directory, store = self._directory_of(location), self._store_at(location)
         try:
-            local = await asyncio.to_thread(commit.read_local_manifest, directory)
+            local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
         except (ManifestError, StoreError) as error:
             log.warning("%s", error)
             local = None
@@ -242,7 +242,7 @@ def is_own(directory: Path, manifest: Manifest) -> bool:
     is_copy = (directory / REPLICA).exists() and not any(
         (directory / own_file(token)).exists() for token in manifest.tokens
     )
-    return not is_copy and not commit.is_drained(directory, manifest.attempt)
+    return not is_copy and not marks.is_drained(directory, manifest.attempt)
 
 
 def place_of(location: Location) -> tuple[str, str]:

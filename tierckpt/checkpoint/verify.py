@@ -9,15 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..drain.transfer import check, open_file, pread_all
+from ..disk.durable import translate_os_error
+from ..disk.file_io import open_file, pread_all
 from ..errors import IntegrityError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import CLAIM, DRAINED, MANIFEST
 from ..format.manifest import FileEntry, Manifest
 from ..stores.base import Store
 from ..stores.common import settled
-from ..stores.local import translate_os_error
+from ..stores.verified_read import check
 from ..types import ByteRange, Json, Progress, ProgressListener, Tier
-from . import commit
+from . import local_commit, marks, shared_commit
 from .catalog import Checkpoint
 
 Told: TypeAlias = Callable[[int], None]
@@ -106,8 +107,8 @@ async def _damaged_records(checkpoint: Checkpoint, manifest: Manifest) -> dict[t
     directory, store = checkpoint.directory, checkpoint.store
     committed = Tier.SHARED in checkpoint.tiers
     reads: dict[tuple[Tier, str], Callable[[], Awaitable[Any]]] = {
-        (Tier.LOCAL, MANIFEST): lambda: asyncio.to_thread(commit.read_local_manifest, directory),
-        (Tier.LOCAL, DRAINED): lambda: asyncio.to_thread(commit.read_drained, directory),
+        (Tier.LOCAL, MANIFEST): lambda: asyncio.to_thread(local_commit.read_local_manifest, directory),
+        (Tier.LOCAL, DRAINED): lambda: asyncio.to_thread(marks.read_drained, directory),
         (Tier.SHARED, MANIFEST): lambda: _check_shared_manifest(store, directory, manifest),
         (Tier.SHARED, CLAIM): lambda: _check_claim(store, manifest, committed=committed),
     }
@@ -125,14 +126,14 @@ async def _damaged_records(checkpoint: Checkpoint, manifest: Manifest) -> dict[t
 
 
 async def _check_shared_manifest(store: Store, directory: Path, manifest: Manifest) -> None:
-    shared = await commit.read_shared_manifest(store)
-    if shared is not None and shared.attempt in manifest.replaces and commit.is_drained(directory, manifest.attempt):
+    shared = await shared_commit.read_shared_manifest(store)
+    if shared is not None and shared.attempt in manifest.replaces and marks.is_drained(directory, manifest.attempt):
         # A manifest is followed only by one that replaces it, and this one was seen there.
         raise IntegrityError(f"{store.uri}/{MANIFEST} is of {shared.attempt}, which was replaced by {manifest.attempt}")
 
 
 async def _check_claim(store: Store, manifest: Manifest, *, committed: bool) -> None:
-    claim = await commit.read_claim(store)
+    claim = await shared_commit.read_claim(store)
     if committed and claim in (None, *manifest.replaces):
         # It is taken before the manifest is put, and only a later save takes it over.
         raise IntegrityError(f"{store.uri}/{CLAIM} names {claim or 'nobody'}; committed is {manifest.attempt}")

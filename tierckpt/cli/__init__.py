@@ -1,5 +1,4 @@
-"""The ``tierckpt`` command. One file per verb; ``app.py`` joins them, ``cli/ui/output.py`` prints, nothing else does
-either.
+"""The ``tierckpt`` command. One file per verb; ``ui/app.py`` joins them, ``ui/output.py`` alone prints.
 
 Every verb returns a ``Report`` and raises our own errors; exit codes are those of errors.py. Nothing here imports
 torch except ``export`` and ``size --checkpoint``, so that ``tierckpt prefetch`` runs in an image without it.
@@ -21,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code. Without the ``cli`` extra: say how to get it, exit 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        from .app import run
+        from .ui.app import run
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in NEEDED:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from ..checkpoint import commit
+from ..checkpoint import local_commit, shared_commit
 from ..checkpoint.prune import FAILED, REMOVED, WOULD_GO, Outcome, PruneResult
 from ..checkpoint.retention import Policy, Rule
 from ..engine import Engine
@@ -63,7 +63,7 @@ def prune(
 
 async def _nothing_here(engine: Engine, location: Location) -> TierckptError:
     """Say what is at ``location`` instead of a run of ours."""
-    if await commit.read_shared_manifest(engine.store(location)) or commit.read_local_manifest(
+    if await shared_commit.read_shared_manifest(engine.store(location)) or local_commit.read_local_manifest(
         engine.directory(location)
     ):
         return ConfigError(

@@ -15,7 +15,7 @@ from rich.live import Live
 
 from ..cache.pool import Pool
 from ..cache.prefetch import RECEIPT
-from ..checkpoint import commit
+from ..checkpoint import marks
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import READY, SET_ASIDE, Entry, Journal
 from ..checkpoint.retention import local_checkpoints, nearest_existing
@@ -161,7 +161,7 @@ def _checkpoints(root: Path) -> Iterator[Json]:
             "files": len(here),
             "files_of_checkpoint": len(manifest.entries),
             "size_bytes": sum(entry.size_bytes for entry in here),
-            "drained": commit.is_drained(directory, manifest.attempt),
+            "drained": marks.is_drained(directory, manifest.attempt),
         }
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from ..checkpoint import commit
+from ..checkpoint import local_commit, shared_commit
 from ..checkpoint.catalog import Checkpoint
 from ..checkpoint.verify import VerifyReport
 from ..engine import Engine
@@ -79,11 +79,11 @@ async def _damaged_manifests(engine: Engine, location: Location) -> dict[Problem
     """Name each tier whose manifest is damaged. A shared tier that cannot be asked is an error: it may hold damage."""
     damaged: dict[Problem, str] = {}
     try:
-        await asyncio.to_thread(commit.read_local_manifest, engine.directory(location))
+        await asyncio.to_thread(local_commit.read_local_manifest, engine.directory(location))
     except ManifestError as error:
         damaged[(Tier.LOCAL, MANIFEST)] = str(error)
     try:
-        await commit.read_shared_manifest(engine.store(location))
+        await shared_commit.read_shared_manifest(engine.store(location))
     except ManifestError as error:
         damaged[(Tier.SHARED, MANIFEST)] = str(error)
     return damaged

@@ -544,7 +544,7 @@ class TierStorageReader(Mount, StorageReader):
         def place(member: Member) -> Copy:
             return PeerCopy(
                 f"{member.name} ({member.address})",
-                elsewhere.frozen.chunk_size_bytes,
+                elsewhere.manifest.chunk_size_bytes,
                 lambda index: self._client.run(lambda _: elsewhere.chunk(member, entry, index)),
                 lambda: elsewhere.report(member),
             )

@@ -21,16 +21,19 @@ from ..arena.slots import Lease, bounce_for
 from ..checkpoint.journal import Entry
 from ..client import Client
 from ..config import Settings
+from ..disk.blocks import round_up
 from ..disk.cpu_throttle import Pace
+from ..disk.durable import fsync_dir
 from ..disk.flush_lock import flushing
 from ..disk.write_tuner import WRITE_BYTES_MAX, segment_bytes, tuner_for
 from ..errors import CapacityError, TierckptError
 from ..format.layout import Location, shard_name
 from ..format.manifest import FileEntry
+from ..format.shard import Flushed
 from ..read import block_digests
 from ..save import direct_put, eviction
-from ..save.flush import Flushed, Shard, flush, round_up
-from ..stores.local import fsync_dir
+from ..save.flush import flush
+from ..save.shard_plan import Shard
 from ..telemetry import logger
 from . import split
 from .items.streamed import write_streamed

@@ -26,9 +26,9 @@ from ..arena.pinning import pin
 from ..arena.slots import Lease, arena_for
 from ..checkpoint import in_flight
 from ..config import Settings
+from ..disk.blocks import round_up
 from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError
 from ..save import write_ahead
-from ..save.flush import round_up
 from . import split
 from .gc_pause import no_collection
 from .handoff import client

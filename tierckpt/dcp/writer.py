@@ -42,13 +42,14 @@ from torch.futures import Future
 
 from ..arena.memory import Memory
 from ..arena.slots import Lease
-from ..checkpoint import commit, local_only
 from ..checkpoint import epoch as epochs
 from ..checkpoint import in_flight as begun
+from ..checkpoint import local_commit, local_only, marks
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import KEPT, READY, WRITING, WRITTEN, Entry, Journal
 from ..config import Settings
 from ..disk import read_lease as leases
+from ..disk.durable import make_dirs
 from ..disk.local_root import check_local_root
 from ..errors import CheckpointError, ConfigError, OperationTimeoutError, TierckptError
 from ..format.layout import (
@@ -62,8 +63,7 @@ from ..format.layout import (
     shard_name,
 )
 from ..format.manifest import FileEntry, Manifest, digests_of
-from ..save.flush import Shard
-from ..stores.local import make_dirs
+from ..save.shard_plan import Shard
 from ..telemetry import COMMITS, logger
 from ..tracebacks import short_traceback
 from ..types import Tier
@@ -362,7 +362,7 @@ class TierStorageWriter(Mount, StorageWriter):
                 data = self._encode_metadata(metadata, results)
                 manifest = self._manifest(save, data, results)
             metadata_bytes = {manifest.metadata[0].path: data}
-            commit.keep_metadata(save.directory, manifest, metadata_bytes)
+            local_commit.keep_metadata(save.directory, manifest, metadata_bytes)
             files, state = save.entry.files + manifest.metadata, self._state_when_committed
             save.entry = dataclasses.replace(save.entry, files=files, manifest=manifest, state=state)
             # Before the commit, so that a crash after it still finds the drain to do; a crash between the two leaves an
@@ -370,9 +370,9 @@ class TierStorageWriter(Mount, StorageWriter):
             self._journal.write(save.entry)
             with self._fence():
                 if save.entry.is_fragment:
-                    commit.commit_local_fragment(save.directory, self.location, manifest, metadata_bytes)
+                    local_commit.commit_local_fragment(save.directory, self.location, manifest, metadata_bytes)
                 else:
-                    commit.commit_local(save.directory, self.location, manifest, metadata_bytes)
+                    local_commit.commit_local(save.directory, self.location, manifest, metadata_bytes)
         except BaseException:
             self._abort()
             raise
@@ -454,7 +454,7 @@ class TierStorageWriter(Mount, StorageWriter):
             raise CheckpointError(f"{self.path}: somebody else has begun what this rank was to write ({token})")
         entry = self._journal.open(token, self.location, self.rank, int(self.settings.chunk_size_bytes))
         if self.settings.peers is not None:
-            commit.mark_own(directory, token)
+            marks.mark_own(directory, token)
         return self._hold(entry, directory, lock, hold.descriptor)
 
     def _hold(self, entry: Entry, directory: Path, lock: contextlib.ExitStack, descriptor: int) -> _Save:
@@ -715,7 +715,7 @@ class TierStorageWriter(Mount, StorageWriter):
         save, self._begun = self._save, None
         if save is None:
             return True
-        manifest = commit.read_local_manifest(save.directory)
+        manifest = local_commit.read_local_manifest(save.directory)
         if manifest is not None and save.entry.token in manifest.tokens:
             self._hand_over(save)
         elif save.entry.state == WRITTEN:
@@ -769,7 +769,7 @@ class TierStorageWriter(Mount, StorageWriter):
             # A crash in what follows must not leave an entry that says its files are there.
             save.entry = self._journal.write(dataclasses.replace(save.entry, state=WRITING))
         if save.entry.manifest is None:
-            commit.remove_unfinished(save.directory, token)
+            local_commit.remove_unfinished(save.directory, token)
         elif not self._forget(save):
             # The error came after the commit, and it could not be taken back: it stands, and its files with it. The
             # mover drains it, or forgets it if it is not what stands there (D0).
@@ -784,7 +784,7 @@ class TierStorageWriter(Mount, StorageWriter):
     def _forget(self, save: _Save) -> bool:
         """Remove a save that has tried to commit. False when the commit stands, or when nobody can know."""
         try:
-            return commit.forget_local(save.directory, save.entry.token, save.entry.manifest)
+            return local_commit.forget_local(save.directory, save.entry.token, save.entry.manifest)
         except TierckptError as error:
             log.warning("%s: whether it is committed cannot be known (%s); its files stay", self.path, error)
             return False

@@ -23,11 +23,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ..cache.direct_write import translated
 from ..errors import StoreError
-from ..stores.local import make_dirs
 from ..telemetry import logger
 from ..types import Tier
+from .durable import make_dirs, translated
 from .quarantine import kind_of, open_regular, set_aside
 
 log = logger("cache")

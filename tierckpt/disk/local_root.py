@@ -12,11 +12,11 @@ from pathlib import Path
 from ..config import Settings
 from ..errors import ConfigError, ObjectNotFoundError, TierckptError
 from ..ownership import open_root
-from ..stores.common import is_abandoned, is_temporary
-from ..stores.local import make_dirs, translate_os_error
 from ..telemetry import logger
 from ..types import Tier
+from .durable import make_dirs, translate_os_error
 from .file_lock import try_lock
+from .temporary_names import is_abandoned, is_temporary
 
 log = logger("disk")
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from ..errors import TierckptError
 from ..format.manifest import digest_of
-from ..stores.local import make_dirs, matching
 from ..telemetry import logger
+from .durable import make_dirs, matching
 from .file_lock import POLL_SECONDS, _is_file, close_lock, open_lock, try_lock
 
 log = logger("leases")

@@ -30,9 +30,9 @@ from typing import Any
 from ..config import Settings
 from ..errors import TierckptError
 from ..format.layout import model_read_ways, read_ways
-from ..stores.local import make_dirs, read_whole, replace_file
 from ..telemetry import logger
 from ..types import Json
+from .durable import make_dirs, read_whole, replace_file
 from .file_lock import try_lock
 from .local_root import use_local_root
 

@@ -32,12 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..disk.durable import durable_write, make_dirs, read_whole
 from ..disk.file_lock import lock
 from ..disk.flush_lock import FlushMark, StepBack
 from ..disk.priority import lower_this_thread
 from ..errors import ConfigError, PermissionDeniedError, TierckptError
 from ..format.layout import control_file
-from ..stores.local import durable_write, make_dirs, read_whole
 from ..telemetry import logger
 from ..types import Json
 

@@ -15,10 +15,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint import commit, local_only
+from ..checkpoint import local_commit, local_only, marks, shared_commit
 from ..checkpoint.journal import READY, SET_ASIDE, Entry, Journal
 from ..config import Settings
 from ..disk import read_lease
+from ..disk.durable import make_dirs, translate_os_error
 from ..disk.file_lock import lock_async
 from ..errors import (
     AlreadyCommittedError,
@@ -34,9 +35,8 @@ from ..format.layout import PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, lo
 from ..format.manifest import Manifest
 from ..quantities import human_bytes
 from ..redaction import redact
-from ..stores import open_store
+from ..stores import open_store, verified_read
 from ..stores.base import Store
-from ..stores.local import make_dirs, translate_os_error
 from ..stores.retry import Retries, jitter_seconds
 from ..stores.verified_read import available, verified
 from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, logger
@@ -265,7 +265,7 @@ class Drainer:
         """
         directory = self.directory(entry.location)
         try:
-            local = commit.read_local_manifest(directory)
+            local = local_commit.read_local_manifest(directory)
         except ManifestError:
             return False  # nobody can know: its files are what they were, and each chunk is checked as it is sent
         if entry.manifest is not None and not entry.is_fragment:
@@ -281,7 +281,7 @@ class Drainer:
         them, somebody may be committing it, and the save that replaces it removes them after its own commit.
         """
         store, directory = self.store(entry.location), self.directory(entry.location)
-        current = await commit.read_shared_manifest(store)
+        current = await shared_commit.read_shared_manifest(store)
         if current is not None and _is_commit_of(current, entry):
             return "committed"
         log.info("%s: attempt %s was replaced before it was drained", entry.uri, entry.token)
@@ -293,10 +293,10 @@ class Drainer:
         return "superseded"
 
     def _forget_local(self, directory: Path, entry: Entry) -> None:
-        commit.forget_local(directory, entry.token, entry.manifest)
+        local_commit.forget_local(directory, entry.token, entry.manifest)
         with read_lease.removing(self.settings.local_root, directory) as free:
             if free:
-                commit.remove_empty(directory)
+                local_commit.remove_empty(directory)
 
     async def send_files(self, entry: Entry) -> None:
         """Put this rank's files on the shared tier, then its part record (and the manifest-to-be, if it has one)."""
@@ -345,10 +345,10 @@ class Drainer:
 
     async def _try_commit(self, entry: Entry) -> str | None:
         store = self.store(entry.location)
-        current = await commit.read_shared_manifest(store)
+        current = await shared_commit.read_shared_manifest(store)
         if current is not None and _is_commit_of(current, entry):
             if entry.manifest is not None:
-                await commit.commit_shared(store, entry.location, current)  # clean up what an earlier try left
+                await shared_commit.commit_shared(store, entry.location, current)  # clean up what an earlier try left
             await store.delete(part(entry.token))
             await self._after_commit(entry, current)
             return "committed"
@@ -358,7 +358,7 @@ class Drainer:
         if not await self._all_parts(manifest, entry, store):
             return None
         try:
-            await commit.commit_shared(store, entry.location, manifest)
+            await shared_commit.commit_shared(store, entry.location, manifest)
         except AlreadyCommittedError:
             if await self._is_superseded(manifest, store):
                 return "superseded"
@@ -373,7 +373,7 @@ class Drainer:
             await store.head(part(entry.token))
         except ObjectNotFoundError:
             # The manifest was put before the part was removed, so reading it now, after, cannot miss it.
-            current = await commit.read_shared_manifest(store)
+            current = await shared_commit.read_shared_manifest(store)
             if current is None:
                 return None
             if not _is_commit_of(current, entry):
@@ -399,10 +399,10 @@ class Drainer:
         """True when another mover of this node has committed this entry's checkpoint: no request is needed to know."""
         directory = self.directory(entry.location)
         try:
-            local = commit.read_local_manifest(directory)
+            local = local_commit.read_local_manifest(directory)
         except ManifestError:
             return False
-        return local is not None and _is_commit_of(local, entry) and commit.is_drained(directory, local.attempt)
+        return local is not None and _is_commit_of(local, entry) and marks.is_drained(directory, local.attempt)
 
     async def _manifest(self, entry: Entry, store: Store) -> Manifest | None:
         """The manifest of the whole checkpoint this entry belongs to, None while nobody can know it."""
@@ -428,7 +428,7 @@ class Drainer:
     async def is_named(self, entry: Entry) -> bool:
         """True when the shared tier has a manifest, committed or to be, that names this entry's files."""
         store = self.store(entry.location)
-        current = await commit.read_shared_manifest(store)
+        current = await shared_commit.read_shared_manifest(store)
         return (current is not None and entry.token in current.tokens) or (
             await self._pending_manifest(entry, store) is not None
         )
@@ -466,23 +466,23 @@ class Drainer:
 
     async def _is_superseded(self, manifest: Manifest, store: Store) -> bool:
         """True when the winner was told to replace ``manifest``: a later save of ours, not a rival."""
-        current = await commit.read_shared_manifest(store)
-        replaced = await commit.replaced_by_claim(store)
+        current = await shared_commit.read_shared_manifest(store)
+        replaced = await shared_commit.replaced_by_claim(store)
         return manifest.attempt in replaced or (current is not None and manifest.attempt in current.replaces)
 
     async def _after_commit(self, entry: Entry, manifest: Manifest) -> None:
         """Bring the commit home: a node whose coordinator was elsewhere learns of it, and eviction may know of it."""
         store, directory = self.store(entry.location), self.directory(entry.location)
         try:
-            local = await asyncio.to_thread(commit.read_local_manifest, directory)
+            local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
         except ManifestError:
             local = None  # ``adopt`` sets it aside and puts a good one there
         if local is None or local.attempt != manifest.attempt:
             await self.adopt(store, directory, manifest)
-        await asyncio.to_thread(commit.mark_drained, directory, manifest.attempt)
+        await asyncio.to_thread(marks.mark_drained, directory, manifest.attempt)
         if await asyncio.to_thread(_is_elsewhere, directory, entry, manifest):
             # It went straight to the shared tier: nothing here is a copy of anything, and no older one is worth less.
-            await asyncio.to_thread(commit.remove_local, directory, manifest.attempt)
+            await asyncio.to_thread(local_commit.remove_local, directory, manifest.attempt)
             run, step = entry.location.parent, step_of(entry.location.name)
             await asyncio.to_thread(local_only.settle, self.settings.local_root, self.journal, run, step or 0)
 
@@ -491,8 +491,8 @@ class Drainer:
         metadata = {}
         for item in manifest.metadata:
             metadata[item.path] = await store.get(item.key)
-            commit.check_bytes(metadata[item.path], item, manifest.chunk_size_bytes, store.uri)
-        await asyncio.to_thread(commit.adopt_local, directory, manifest, metadata)
+            verified_read.check_bytes(metadata[item.path], item, manifest.chunk_size_bytes, store.uri)
+        await asyncio.to_thread(local_commit.adopt_local, directory, manifest, metadata)
 
 
 def _may_pass(error: TierckptError) -> bool:

@@ -6,12 +6,12 @@ import asyncio
 import time
 from dataclasses import replace
 
-from ..checkpoint import commit
+from ..checkpoint import local_commit
 from ..checkpoint.journal import KEPT, READY, SET_ASIDE, WRITTEN, Entry
+from ..disk.durable import matching
 from ..errors import ManifestError, TierckptError
 from ..format.layout import SHARD_SUFFIX
 from ..format.manifest import Manifest
-from ..stores.local import matching
 from ..telemetry import logger
 from .drain import Drainer
 
@@ -45,7 +45,7 @@ async def _take_up_written(entry: Entry, drainer: Drainer) -> bool:
     left on the shared tier. While there is none the shards stay, because the coordinator's node may be slow or away;
     after ``commit_timeout_seconds`` no mover waits for them any more.
     """
-    local = await asyncio.to_thread(commit.read_local_manifest, drainer.directory(entry.location))
+    local = await asyncio.to_thread(local_commit.read_local_manifest, drainer.directory(entry.location))
     named = local is not None and entry.token in local.tokens
     if not named and drainer.settings.drain:
         try:
@@ -95,7 +95,7 @@ def _put_away(entry: Entry, drainer: Drainer) -> bool:
         current = journal.read(entry.token)
         if not dead or current is None or current.state != entry.state:
             return False
-        local = commit.read_local_manifest(directory)
+        local = local_commit.read_local_manifest(directory)
         if local is not None and entry.token in local.tokens | {local.attempt}:
             # The disk gave back an old state of the entry. What a later one said is in the manifest as well.
             files = tuple(file for file in local.entries if file.token == entry.token)
@@ -103,7 +103,7 @@ def _put_away(entry: Entry, drainer: Drainer) -> bool:
             journal.write(replace(entry, state=READY, files=files, manifest=manifest))
             log.warning("%s: an old state of its journal entry was found; it is committed", entry.uri)
             return True
-        commit.remove_unfinished(directory, entry.token)
+        local_commit.remove_unfinished(directory, entry.token)
         journal.remove(entry.token)
         log.info("removed the shards of a save to %s that never finished", entry.uri)
         return False

@@ -13,22 +13,22 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+from ..disk.durable import fsync_dir, make_dirs, matching, translate_os_error
+from ..disk.file_io import open_file, pread_all, pwrite_all
 from ..disk.file_lock import lock_async
-from ..disk.quarantine import open_regular
 from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
-from ..format.manifest import FileEntry, has_digest
+from ..format.manifest import FileEntry
 from ..stores.base import Store
 from ..stores.common import settled
-from ..stores.local import fsync_dir, make_dirs, matching, translate_os_error
-from ..stores.verified_read import again, verified
+from ..stores.verified_read import _expect, _has_digest, again, get_checked
 from ..telemetry import BYTES, FILE_SECONDS, FILES
 from ..types import Buffer, ByteRange, Tier
 from .budget import Share
 
 if TYPE_CHECKING:
-    from ..cache.entry import Origin
+    from ..stores.base import RangeSource
 
 FETCH_TIMEOUT_SECONDS = 3600.0
 
@@ -108,7 +108,7 @@ async def _checked_chunks(
 
 
 async def fetch(
-    store: Origin, entry: FileEntry, path: Path, chunk_size_bytes: int, on_bytes: OnBytes, concurrency: int
+    store: RangeSource, entry: FileEntry, path: Path, chunk_size_bytes: int, on_bytes: OnBytes, concurrency: int
 ) -> None:
     """Bring ``entry`` to ``path``, verified chunk by chunk; it appears whole and durable, or not at all.
 
@@ -148,49 +148,9 @@ async def fetch(
             os.close(file)
 
 
-async def get_checked(store: Origin, entry: FileEntry, byte_range: ByteRange, digest: str) -> Buffer:
-    """Return one chunk of ``entry`` that has ``digest``. A damaged answer is asked for again on a new connection.
-
-    Raises:
-        IntegrityError: what lies there is damaged.
-    """
-
-    async def read() -> Buffer:
-        chunk = await store.get_range(entry.key, byte_range)
-        await check(chunk, digest, entry, byte_range, getattr(store, "tier", Tier.SHARED), store.uri)
-        return chunk
-
-    return await verified(cast(Store, store), read)
-
-
-async def check(chunk: Buffer, digest: str, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
-    """Raise IntegrityError unless ``chunk`` has ``digest``."""
-    _expect(await asyncio.to_thread(_has_digest, chunk, digest, byte_range), entry, byte_range, tier, where)
-
-
-def _has_digest(chunk: Buffer, digest: str, byte_range: ByteRange) -> bool:
-    return len(chunk) == byte_range.size_bytes and has_digest(chunk, digest)
-
-
-def _expect(good: bool, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
-    BYTES.emit(byte_range.size_bytes, tier=tier, direction="read")
-    if not good:
-        raise corrupt(entry, byte_range, tier, where)
-
-
 def _count(operation: str, begun: float) -> None:
     FILES.emit(1, operation=operation)
     FILE_SECONDS.emit(time.monotonic() - begun, operation=operation)
-
-
-def corrupt(entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> IntegrityError:
-    return IntegrityError(
-        f"bytes {byte_range.start}-{byte_range.stop} of {entry.path} are not the bytes that were saved",
-        hint="Restore reads another copy when there is one; `tierckpt verify --read-data` lists every bad file",
-        file=entry.path,
-        tier=tier,
-        where=where,
-    )
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -208,13 +168,6 @@ def _flatten(error: BaseException) -> list[BaseException]:
     return [error]
 
 
-def open_file(path: Path) -> int:
-    try:
-        return open_regular(path)
-    except OSError as error:
-        raise translate_os_error(error, path, Tier.LOCAL) from error
-
-
 def _create(path: Path, size_bytes: int) -> int:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -226,31 +179,6 @@ def _create(path: Path, size_bytes: int) -> int:
             path.unlink(missing_ok=True)
             raise
         return file
-    except OSError as error:
-        raise translate_os_error(error, path, Tier.LOCAL) from error
-
-
-def pread_all(file: int, byte_range: ByteRange, path: Path) -> bytes:
-    try:
-        pieces, offset = [], byte_range.start
-        while offset < byte_range.stop:
-            piece = os.pread(file, byte_range.stop - offset, offset)
-            if not piece:
-                break  # shorter than the manifest says: the digest check names it
-            pieces.append(piece)
-            offset += len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    except OSError as error:
-        raise translate_os_error(error, path, Tier.LOCAL) from error
-
-
-def pwrite_all(file: int, chunk: Buffer, offset: int, path: Path) -> None:
-    try:
-        view = memoryview(chunk)
-        while view:
-            written = os.pwrite(file, view, offset)
-            view, offset = view[written:], offset + written
-        BYTES.emit(len(chunk), tier=Tier.LOCAL, direction="written")
     except OSError as error:
         raise translate_os_error(error, path, Tier.LOCAL) from error
 

@@ -287,3 +287,11 @@ def step_of(name: str) -> int | None:
 
 def step_name(step: int) -> str:
     return f"step-{step}"
+
+
+REMOVED_DIR = f"{PRIVATE_DIR}/removed"
+"""Notes of removals under way, on either tier: the manifest that stood there, which says what is still to go."""
+
+
+def removal_note(attempt: str) -> str:
+    return f"{REMOVED_DIR}/{attempt}.json"

@@ -18,7 +18,9 @@ from typing import Any, NoReturn, TypeGuard
 
 from xxhash import xxh3_128
 
-from ..errors import ManifestError
+from ..errors import (
+    ManifestError,
+)
 from ..types import Buffer, ByteRange
 
 FORMAT = "tierckpt-manifest"
@@ -419,3 +421,15 @@ def is_unix_seconds(value: Any) -> TypeGuard[float]:
 
 def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def stale_files(old: Manifest, new: Manifest) -> list[FileEntry]:
+    """Files of ``old`` that ``new`` does not name. Only what a manifest of ours names is ever deleted."""
+    kept = {entry.key for entry in new.entries}
+    return [entry for entry in old.entries if entry.key not in kept]
+
+
+def stale_metadata(old: Manifest, new: Manifest) -> list[str]:
+    """Stock metadata of ``old`` that ``new`` does not write over: the one was saved with collectives, the other not."""
+    kept = {entry.path for entry in new.metadata}
+    return [entry.path for entry in old.metadata if entry.path not in kept]

@@ -22,9 +22,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
+from ..disk.durable import read_whole
 from ..errors import TierckptError
 from ..format.layout import agent_dir
-from ..stores.local import read_whole
 from ..telemetry import logger
 
 log = logger("agent")

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Settings
+from ..disk.durable import make_dirs
 from ..disk.file_lock import try_lock
 from ..disk.local_root import use_local_root
 from ..disk.quarantine import open_regular
 from ..errors import OperationTimeoutError, PermissionDeniedError, TierckptError
 from ..format.layout import agent_dir
-from ..stores.local import make_dirs
 from ..telemetry import logger
 from ..types import Json, Tier
 from .child_process import start_python

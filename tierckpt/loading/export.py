@@ -17,12 +17,12 @@ from ..client import get_client
 from ..config import GiB, Settings
 from ..dcp.reader import TierStorageReader
 from ..disk import read_lease
+from ..disk.durable import durable_write, fsync_dir, make_dirs, translate_os_error
 from ..disk.file_lock import try_lock
 from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError, TierckptError
 from ..format.layout import local_dir, parse_uri
 from ..format.uris import local_path
 from ..quantities import human_bytes
-from ..stores.local import durable_write, fsync_dir, make_dirs, translate_os_error
 from ..stores.schemes import check_location
 from ..telemetry import ignore_progress
 from ..types import Json, Progress, ProgressListener, Tier

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ..arena.memory import Memory
 from ..config import MiB
 from ..dcp.reader import TierStorageReader
+from ..disk.blocks import BLOCK_BYTES, round_up
 from ..errors import IntegrityError
 from ..read.parallel_read import windows
-from ..save.flush import BLOCK_BYTES, round_up
 from .dtypes import name_of, shape_in_file
 
 WINDOW_BYTES = 128 * MiB

@@ -30,12 +30,12 @@ from ..arena.memory import HUGE_PAGE_BYTES, Kind, Memory
 from ..arena.page_choice import paging
 from ..arena.pinning import pin
 from ..arena.slots import read_buffers
+from ..disk.blocks import BLOCK_BYTES, round_up
 from ..errors import CapacityError, IntegrityError, TierckptError
 from ..quantities import human_bytes
 from ..read.parallel_read import BUFFER_SECONDS
 from ..read.read_benchmark import tried
 from ..read.replicated_file import Copy, LocalCopy
-from ..save.flush import BLOCK_BYTES, round_up
 from ..telemetry import BYTES
 from ..types import ByteRange
 from .dtypes import of_entry

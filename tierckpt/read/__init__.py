@@ -1,0 +1,1 @@
+"""From any tier to memory: the copies of a file, nearest first, read in parallel and verified."""

@@ -17,11 +17,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ..disk.durable import durable_write, make_dirs
 from ..errors import TierckptError
 from ..format.layout import blocks_file
 from ..format.manifest import BLOCK_DIGEST_BYTES, FileEntry, Manifest, block_count, digest_of_blocks, digests_of
-from ..save.flush import Flushed
-from ..stores.local import durable_write, make_dirs
+from ..format.shard import Flushed
 from ..telemetry import BYTES, logger
 from ..types import ByteRange
 from .replicated_file import Copy

@@ -26,10 +26,10 @@ from typing import NamedTuple, Self, TypeAlias, TypeVar
 
 from ..arena.slots import Bounce
 from ..config import ranks_of_node
+from ..disk.blocks import round_up
 from ..disk.page_cache import PAGE_BYTES
 from ..disk.read_tuner import WAYS
 from ..errors import CapacityError, OperationTimeoutError, TierckptError
-from ..save.flush import round_up
 from ..telemetry import logger
 from ..types import Buffer, ByteRange
 from .read_benchmark import tried

@@ -11,14 +11,14 @@ from ctypes import addressof, c_char, memmove
 from pathlib import Path
 from typing import Protocol
 
+from ..disk.blocks import BLOCK_BYTES as DISK_BLOCK_BYTES
+from ..disk.blocks import round_up
+from ..disk.file_io import open_file, pread_all
 from ..disk.local_root import typed_errors
 from ..disk.page_cache import Resident
 from ..disk.read_tuner import WAYS, ReadTuner, Way, device_of
-from ..drain.transfer import open_file, pread_all
 from ..errors import IntegrityError, PermissionDeniedError, StoreUnavailableError, TierckptError
 from ..format.manifest import BLOCK_BYTES, BLOCK_DIGEST_BYTES, FileEntry, blocks_of, has_digest
-from ..save.flush import BLOCK_BYTES as DISK_BLOCK_BYTES
-from ..save.flush import round_up
 from ..telemetry import BYTES, QUARANTINES, logger
 from ..types import Buffer, ByteRange, Tier
 

@@ -1,0 +1,1 @@
+"""Copies of fresh checkpoints on other nodes, until shared storage has them."""

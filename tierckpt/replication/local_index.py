@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint import commit
+from ..checkpoint import local_commit
 from ..checkpoint.catalog import file_size
 from ..checkpoint.retention import marked_directories
+from ..disk.durable import durable_write, matching, read_whole
 from ..errors import ManifestError, ObjectNotFoundError, StoreError
 from ..format import manifest as manifests
 from ..format.layout import MANIFEST, OWN_DIR, REPLICA, SHARD_SUFFIX, Location, location_at, step_of
 from ..format.manifest import Manifest
 from ..peer.replica_policy import Fresh
-from ..stores.local import durable_write, matching, read_whole
 from ..telemetry import logger
 
 log = logger("replicas")
@@ -98,7 +98,7 @@ class LocalTier:
         if known is not None and known[0] == stamp:
             return known[1]
         try:
-            manifest = commit.read_local_manifest(directory)
+            manifest = local_commit.read_local_manifest(directory)
         except (ManifestError, StoreError) as error:
             log.warning("%s", error)
             return None

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checkpoint import commit
+from ..checkpoint import local_commit, marks, shared_commit
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import Journal
 from ..config import Settings
@@ -39,6 +39,7 @@ from ..peer.catalog import Cluster, Elsewhere, Live, Taking
 from ..peer.members import Member
 from ..peer.replica_policy import FRESH_MAX, Fresh, holders, outdated, sources
 from ..save import eviction
+from ..stores import verified_read
 from ..stores.base import Store
 from ..telemetry import REPLICAS, logger
 from ..types import Json, Progress, ProgressListener
@@ -208,9 +209,9 @@ class Replicator:
         metadata = {}
         for entry in manifest.metadata:
             metadata[entry.path] = await taking.get(entry)
-            commit.check_bytes(metadata[entry.path], entry, manifest.chunk_size_bytes, taking.uri)
-        await asyncio.to_thread(commit.adopt_local, directory, manifest, metadata)
-        standing = await asyncio.to_thread(commit.read_local_manifest, directory)
+            verified_read.check_bytes(metadata[entry.path], entry, manifest.chunk_size_bytes, taking.uri)
+        await asyncio.to_thread(local_commit.adopt_local, directory, manifest, metadata)
+        standing = await asyncio.to_thread(local_commit.read_local_manifest, directory)
         return standing is not None and standing.attempt == manifest.attempt
 
     # --- copies ----------------------------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ class Replicator:
         for here in self._tier.newest:
             others = [row for row in told if row.own and (row.uri, row.attempt) == here.key]
             if here.key in self._safe and here.key not in self._marked and all(row.is_safe for row in others):
-                commit.mark_replicated(here.directory, here.manifest.attempt)
+                marks.mark_replicated(here.directory, here.manifest.attempt)
                 self._marked.add(here.key)
 
     def _holds(self, name: str, here: Here) -> bool:
@@ -343,16 +344,16 @@ class Replicator:
         Cost: one request for each copy of others' saves that is not known to be there.
         """
         for here in self._tier.newest:
-            drained = await asyncio.to_thread(commit.is_drained, here.directory, here.manifest.attempt)
+            drained = await asyncio.to_thread(marks.is_drained, here.directory, here.manifest.attempt)
             if here.own or drained:
                 continue
             try:
-                shared = await commit.read_shared_manifest(self._store_at(here.location))
+                shared = await shared_commit.read_shared_manifest(self._store_at(here.location))
             except TierckptError as error:
                 log.info("%s: whether it is on the shared tier is not known: %s", here.location.uri, error)
                 continue
             if shared is not None and shared.attempt == here.manifest.attempt:
-                await asyncio.to_thread(commit.mark_drained, here.directory, shared.attempt)
+                await asyncio.to_thread(marks.mark_drained, here.directory, shared.attempt)
 
     # --- removing ----------------------------------------------------------------------------------------------------
 
@@ -371,7 +372,7 @@ class Replicator:
 
     def _remove(self, old: Here) -> bool:
         with read_lease.removing(self.settings.local_root, old.directory) as free:
-            return bool(free) and commit.remove_local(old.directory, old.manifest.attempt)
+            return bool(free) and local_commit.remove_local(old.directory, old.manifest.attempt)
 
     # --- odds and ends -----------------------------------------------------------------------------------------------
 

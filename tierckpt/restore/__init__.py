@@ -1,0 +1,1 @@
+"""From any tier to a directory of this node."""

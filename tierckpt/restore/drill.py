@@ -18,15 +18,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checkpoint import commit
+from ..disk.durable import make_dirs, translate_os_error
+from ..disk.file_io import open_file, pread_all
 from ..disk.file_lock import try_lock
-from ..drain.transfer import check, fetch, open_file, pread_all
+from ..drain.transfer import fetch
 from ..errors import CapacityError, IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.layout import Location
 from ..format.manifest import FileEntry, Manifest
 from ..quantities import human_bytes
+from ..stores import verified_read
 from ..stores.base import Store
-from ..stores.local import make_dirs, translate_os_error
+from ..stores.verified_read import check
 from ..telemetry import logger
 from ..types import Json, Progress, ProgressListener, Tier
 
@@ -147,7 +149,7 @@ class _Job:
         async with self.gate:
             try:
                 data = await self.store.get(entry.path)
-                commit.check_bytes(data, entry, self.manifest.chunk_size_bytes, self.store.uri)
+                verified_read.check_bytes(data, entry, self.manifest.chunk_size_bytes, self.store.uri)
             except (IntegrityError, ObjectNotFoundError) as error:
                 self._note(entry.path, error)
 

@@ -8,22 +8,23 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ..cache.entry import Cached, Origin
+from ..cache.entry import Cached
 from ..cache.file_set import Frozen, wanted_of
-from ..checkpoint import commit
+from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import Checkpoint
+from ..checkpoint.peers import PeerReplicas
+from ..disk.durable import fsync_dir, make_dirs
 from ..disk.file_lock import lock_async
 from ..disk.local_root import typed_errors
 from ..drain.transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
 from ..errors import IntegrityError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import BRINGING
 from ..format.manifest import FileEntry, Manifest
-from ..peer.catalog import Elsewhere
 from ..peer.fetch.join import SMALL_BYTES, Sharing
 from ..peer.members import Member
-from ..stores.base import Recoverable, Store
+from ..stores import verified_read
+from ..stores.base import RangeSource, Recoverable, Store
 from ..stores.common import settled
-from ..stores.local import fsync_dir, make_dirs
 from ..stores.verified_read import again, available
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Progress, Tier
@@ -37,12 +38,12 @@ PEERS_TRIED_MAX = 3
 
 
 class Nearest:
-    """An ``Origin`` of one checkpoint's files: chunks of peers that have them, verified, else ranges of the store.
+    """An ``RangeSource`` of one checkpoint's files: chunks of peers that have them, verified, else ranges of the store.
 
     A peer that fails is not asked again; one that gives wrong bytes is reported.
     """
 
-    def __init__(self, store: Store, elsewhere: Elsewhere | None) -> None:
+    def __init__(self, store: Store, elsewhere: PeerReplicas | None) -> None:
         self.uri = store.uri
         self.peer_bytes = 0
         self._store, self._elsewhere = store, elsewhere
@@ -81,7 +82,7 @@ class Nearest:
         elsewhere, entry = self._elsewhere, self._entries.get(key)
         if elsewhere is None or entry is None or not entry.digests:
             return None
-        index = byte_range.start // elsewhere.frozen.chunk_size_bytes
+        index = byte_range.start // elsewhere.manifest.chunk_size_bytes
         for member in self._asked(elsewhere, key):
             try:
                 return await elsewhere.chunk(member, entry, index)
@@ -94,7 +95,7 @@ class Nearest:
                 self._give_up(member, error)
         return None
 
-    def _asked(self, elsewhere: Elsewhere, key: str) -> list[Member]:
+    def _asked(self, elsewhere: PeerReplicas, key: str) -> list[Member]:
         holders = elsewhere.holders(self._entries[key])
         return [member for member in holders if member.name not in self._given_up][:PEERS_TRIED_MAX]
 
@@ -124,7 +125,7 @@ async def bring(
         if await asyncio.to_thread(path.exists):
             on_bytes(entry.size_bytes)
             return
-        origin: Origin = checkpoint.store if Tier.SHARED in checkpoint.tiers else nearest
+        origin: RangeSource = checkpoint.store if Tier.SHARED in checkpoint.tiers else nearest
         # A version of its own (peer/chunk_files.py, Single), so that only those share a file who want it.
         frozen = Frozen(checkpoint.location.uri, (wanted_of(entry),), chunk)
         place = checkpoint.directory / BRINGING / frozen.version
@@ -167,9 +168,9 @@ async def adopt(checkpoint: Checkpoint) -> None:
     if manifest is None:
         return
     try:
-        await asyncio.to_thread(commit.adopt_local, directory, manifest, await metadata_of(checkpoint, manifest))
+        await asyncio.to_thread(local_commit.adopt_local, directory, manifest, await metadata_of(checkpoint, manifest))
         if Tier.SHARED in checkpoint.tiers:
-            await asyncio.to_thread(commit.mark_drained, directory, manifest.attempt)
+            await asyncio.to_thread(marks.mark_drained, directory, manifest.attempt)
     except (TierckptError, OSError) as error:
         log.warning("the commit of %s could not be noted on this node: %s", checkpoint.location.uri, error)
 
@@ -186,12 +187,12 @@ async def metadata_of(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, b
         for name in (entry.key, entry.path):  # a prefetch fills directories as stock PyTorch reads them
             try:
                 data = await asyncio.to_thread((checkpoint.directory / name).read_bytes)
-                commit.check_bytes(data, entry, chunk, str(checkpoint.directory))
+                verified_read.check_bytes(data, entry, chunk, str(checkpoint.directory))
                 break
             except (OSError, IntegrityError, StoreError):
                 continue
         else:
             data = b"".join([bytes(await nearest.get_range(entry.key, at)) for at, _ in entry.chunks(chunk)])
-            commit.check_bytes(data, entry, chunk, checkpoint.store.uri)
+            verified_read.check_bytes(data, entry, chunk, checkpoint.store.uri)
         found[entry.path] = data
     return found

@@ -13,11 +13,12 @@ from typing import cast
 
 from ..cache.prefetch import from_listing, from_manifest, prefetch
 from ..checkpoint.catalog import Checkpoint
-from ..drain.transfer import check, get_checked, open_file, pread_all
+from ..disk.file_io import open_file, pread_all
 from ..errors import ConfigError, IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.layout import Location
 from ..format.manifest import FileEntry, Manifest
 from ..stores.base import Store
+from ..stores.verified_read import check, get_checked
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Json, Progress, ProgressListener, Tier
 from .fetch_file import Nearest

@@ -16,12 +16,14 @@ from collections.abc import AsyncIterator, Sequence
 
 from ..arena.memory import Memory
 from ..drain.budget import Share
+from ..format.shard import Flushed
 from ..stores.base import Store
 from ..stores.common import settled
 from ..stores.verified_read import again
 from ..telemetry import BYTES
 from ..types import Buffer, Tier
-from .flush import Flushed, Shard, Stream
+from .flush import Stream
+from .shard_plan import Shard
 
 
 async def send(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..cache.pool import Pool
-from ..checkpoint import commit
+from ..checkpoint import local_commit, marks
 from ..checkpoint.journal import READY, Journal
 from ..checkpoint.retention import Standing, local_checkpoints, local_health, nearest_existing, protect
 from ..config import Settings
@@ -173,7 +173,7 @@ def _evict(settings: Settings, needed_bytes: int, directory: Path, reserved_byte
     protected = _newest_of_each_run(here)
     busy, waits = _draining(settings, protected | {directory})
     for old, manifest in _oldest_first(here):
-        if old in protected | busy | {directory} or not commit.may_go(old, manifest.attempt):
+        if old in protected | busy | {directory} or not marks.may_go(old, manifest.attempt):
             continue
         size_bytes = _own_bytes(old, manifest)
         if not size_bytes:
@@ -208,8 +208,8 @@ def _newest_of_each_run(here: list[tuple[Path, Manifest]]) -> set[Path]:
             -1 if step is None else step,
             Tier.LOCAL,
             local_health(directory, manifest),
-            is_replicated=commit.is_replicated(directory, manifest.attempt)
-            and not commit.is_drained(directory, manifest.attempt),
+            is_replicated=marks.is_replicated(directory, manifest.attempt)
+            and not marks.is_drained(directory, manifest.attempt),
         )
         runs.setdefault(directory.parent, []).append(copy)
     return {run / name for run, copies in runs.items() for name in protect(copies)}
@@ -232,7 +232,7 @@ def _draining(settings: Settings, protected: set[Path]) -> tuple[set[Path], _Wai
 def _remove(local_root: Path, directory: Path, manifest: Manifest) -> bool:
     with read_lease.removing(local_root, directory) as free:
         try:
-            return free and commit.remove_local(directory, manifest.attempt)
+            return free and local_commit.remove_local(directory, manifest.attempt)
         except TierckptError as error:
             log.warning("%s cannot be evicted: %s", directory, error)
             return False

@@ -30,30 +30,29 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import memmove
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from zlib_ng.zlib_ng import crc32, crc32_combine
+from zlib_ng.zlib_ng import crc32
 
 from ..arena.memory import Memory
-from ..cache.direct_write import allocate
 from ..disk import priority
+from ..disk.blocks import BLOCK_BYTES, round_up
 from ..disk.cpu_throttle import Pace
+from ..disk.durable import translate_os_error
+from ..disk.file_io import allocate
 from ..disk.write_tuner import IoShape, segment_bytes
 from ..errors import OperationTimeoutError, TierckptError
 from ..format.manifest import BLOCK_BYTES as DIGEST_BLOCK_BYTES
 from ..format.manifest import block_digest, blocks_of, digest_of_blocks
-from ..stores.local import translate_os_error
+from ..format.shard import Flushed
 from ..telemetry import logger
 from ..types import Tier
-from .write_ahead import AheadFile
+from .shard_plan import Record, Shard
 
 log = logger("flush")
 
-BLOCK_BYTES = 4096
 DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _ZEROS = bytes(64 * 1024)
 HOT_BYTES = 2 * DIGEST_BLOCK_BYTES
@@ -66,118 +65,6 @@ SMALL_BYTES = 16 * 1024
 _copy_small = ctypes.PyDLL(None).memmove
 _copy_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _copy_small.restype = None
-
-
-def round_up(value: int, to: int = BLOCK_BYTES) -> int:
-    return -(-value // to) * to
-
-
-Fetch = Callable[[int, int, int], None]
-"""``fetch(target_address, start, count)``: put ``count`` bytes of the data, from ``start`` on, at an address."""
-
-
-class Record:
-    """One item of a shard: ``head``, ``size_bytes`` of data at ``address``, and a tail made from the data's CRC."""
-
-    __slots__ = (
-        *("address", "crcs", "fetch", "frame", "head", "head_bytes", "item", "known_bytes", "lease", "offset", "owner"),
-        *("size_bytes", "tail_bytes", "total_bytes"),
-    )
-
-    def __init__(
-        self,
-        offset: int,
-        head: Any,
-        frame: Any = None,
-        address: int = 0,
-        owner: Any = None,
-        fetch: Fetch | None = None,
-        item: Any = None,
-        lease: Any = None,
-    ) -> None:
-        self.offset = offset
-        """Of the head, in the file."""
-        self.head = head
-        self.frame = frame
-        """Has ``tail_with(crc)``, ``tail`` and ``size_bytes``; None when the head is all there is."""
-        self.address = address
-        self.owner = owner
-        """Keeps the data alive until it is written."""
-        self.fetch = fetch
-        """Brings data that has no address in this process (on a device, or strewn over memory); None to copy it."""
-        self.item = item
-        """What the caller knows the record by."""
-        self.lease = lease
-        """Of the arena, where the data is staged; None elsewhere."""
-        self.head_bytes = len(head)
-        self.size_bytes: int = 0
-        self.tail_bytes: int = 0
-        if frame is not None:
-            self.size_bytes, self.tail_bytes = frame.size_bytes, len(frame.tail)
-        self.total_bytes = self.head_bytes + self.size_bytes + self.tail_bytes
-        self.known_bytes = 0
-        self.crcs: dict[int, tuple[int, int]] | None = None
-
-    @property
-    def data_offset(self) -> int:
-        return self.offset + self.head_bytes
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.total_bytes
-
-    def know(self, offset: int, size_bytes: int, crc: int) -> None:
-        """Note the CRC-32 of a part of the data."""
-        if self.crcs is None:
-            self.crcs = {}
-        self.crcs[offset] = (crc, size_bytes)
-        self.known_bytes += size_bytes
-
-    def forget(self) -> None:
-        """Forget the CRCs: the shard is written from the beginning again."""
-        self.known_bytes, self.crcs = 0, None
-
-    def crc(self) -> int:
-        """The CRC-32 of the whole data, from those of its parts in order."""
-        value = 0
-        for _, (crc, size_bytes) in sorted((self.crcs or {}).items()):
-            value = crc32_combine(value, crc, size_bytes)
-        return value
-
-
-@dataclass(slots=True)
-class Image:
-    """Memory that already holds a shard's data where the file will have it: offset 0 of the file is at ``address``."""
-
-    memory: Memory
-    address: int
-    size_bytes: int
-    ahead: AheadFile | None = None
-    """Data of it that is in a file already, one without a name."""
-
-
-@dataclass(slots=True)
-class Shard:
-    """A file to be written. Records are in order of their offsets and do not overlap."""
-
-    path: Path
-    records: Sequence[Record]
-    image: Image | None = None
-    size_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.size_bytes = self.records[-1].end if self.records else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Flushed:
-    """What a shard has become."""
-
-    path: Path
-    size_bytes: int
-    digests: tuple[str, ...]
-    blocks: bytes = b""
-    """The digests of the blocks of all chunks (``manifest.blocks_of``)."""
 
 
 def flush(

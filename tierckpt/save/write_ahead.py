@@ -32,8 +32,8 @@ from pathlib import Path
 
 from ..arena.memory import Memory
 from ..arena.slots import Lease
-from ..cache.direct_write import allocate
 from ..config import Settings
+from ..disk.file_io import allocate
 from ..disk.write_tuner import segment_bytes
 from ..telemetry import logger
 from . import eviction

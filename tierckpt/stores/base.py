@@ -15,10 +15,13 @@ from __future__ import annotations
 import builtins
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from ..errors import TierckptError
 from ..types import Buffer, ByteRange, ObjectInfo
+
+if TYPE_CHECKING:
+    pass
 
 T = TypeVar("T")
 
@@ -127,3 +130,11 @@ class Recoverable(Protocol):
 
     def hasten(self) -> None:
         """Somebody waits for this store: the next request asks at once whether a store that was down is up again."""
+
+
+class RangeSource(Protocol):
+    """Where the bytes come from: a ``Store``, or whatever else gives ranges of the same keys."""
+
+    uri: str
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer: ...

@@ -4,56 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import re
-import secrets
 from collections.abc import AsyncIterator, Awaitable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import ConfigError, IntegrityError
+from ..config import MiB
+from ..errors import (
+    ConfigError,
+    IntegrityError,
+)
 from ..types import Buffer, ByteRange
 
+if TYPE_CHECKING:
+    pass
+
+if TYPE_CHECKING:
+    pass
+
 T = TypeVar("T")
-
-_OWNED = re.compile(r"\.([0-9a-f]{8})([0-9a-f]{8})([0-9a-f]{16})[0-9a-f]{8}\.tmp$")
-_TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{8,}\.tmp$", re.DOTALL)
-
-
-def is_temporary(name: str) -> bool:
-    """True for ``.<name>.<random>.tmp``: an object on its way, never listed."""
-    return bool(_TEMPORARY.match(name))
-
-
-def temporary_of_this_process(name: str) -> str:
-    """A temporary name that says whose it is, so that ``is_abandoned`` can tell."""
-    return f".{name}.{_namespace():08x}{os.getpid():08x}{_started(os.getpid()):016x}{secrets.token_hex(4)}.tmp"
-
-
-def is_abandoned(name: str) -> bool:
-    """True for a temporary name of a process of this machine that has ended: nobody goes on with it.
-
-    A number that the system has given again has another start. Of a process of another container nobody can tell here.
-    """
-    match = _OWNED.search(name)
-    if match is None or int(match[1], 16) != _namespace() or not _namespace():
-        return False
-    return _started(int(match[2], 16)) != int(match[3], 16)
-
-
-def _namespace() -> int:
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino & 0xFFFFFFFF  # noqa: PTH116
-    except OSError:
-        return 0
-
-
-def _started(pid: int) -> int:
-    """Clock ticks since boot (proc(5), field 22 of stat); 0 without such a process."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def check_key(key: str) -> str:
@@ -136,3 +103,27 @@ def check_range(byte_range: ByteRange) -> ByteRange:
     if not 0 <= byte_range.start <= byte_range.stop:
         raise ConfigError(f"{byte_range} is not a range of bytes")
     return byte_range
+
+
+async def limited(request: Awaitable[T], timeout_seconds: float) -> T:
+    async with asyncio.timeout(timeout_seconds):
+        return await request
+
+
+def part_size_bytes(size_bytes: int) -> int:
+    """Return a part size, in whole MiB, that keeps the object within PARTS_MAX parts."""
+    smallest = -(-size_bytes // PARTS_MAX)
+    return max(PART_SIZE_BYTES_MIN, -(-smallest // MiB) * MiB)
+
+
+def frozen_piece(piece: Buffer) -> Buffer:
+    """Return ``piece`` if nobody can change it, else a copy. See the module's docstring."""
+    owner = piece.obj if isinstance(piece, memoryview) else piece
+    return piece if isinstance(owner, bytes) else bytes(piece)
+
+
+PART_SIZE_BYTES_MIN = 8 * MiB
+
+
+PARTS_MAX = 10_000
+"""S3's and GCS's limit on parts of one object; Azure allows more."""

@@ -26,6 +26,8 @@ from fsspec.registry import available_protocols, known_implementations
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from ..config import MiB
+from ..disk.durable import translate_os_error
+from ..disk.temporary_names import is_temporary
 from ..errors import (
     ConfigError,
     MissingExtraError,
@@ -39,8 +41,7 @@ from ..errors import (
 from ..format.layout import Location
 from ..redaction import printable
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
-from .common import check_key, check_prefix, check_range, check_size, closing, is_temporary, settled, short_answer
-from .local import translate_os_error
+from .common import check_key, check_prefix, check_range, check_size, closing, settled, short_answer
 
 T = TypeVar("T")
 

@@ -37,7 +37,19 @@ from ..redaction import printable
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .bucket import Client
-from .common import check_key, check_prefix, check_range, check_size, closing, settled, short_answer
+from .common import (
+    PART_SIZE_BYTES_MIN,
+    check_key,
+    check_prefix,
+    check_range,
+    check_size,
+    closing,
+    frozen_piece,
+    limited,
+    part_size_bytes,
+    settled,
+    short_answer,
+)
 from .http_range import Get, NotThisWay, is_behind_proxy
 from .native import Module
 from .remote_errors import (
@@ -64,9 +76,6 @@ log = logger("stores.remote")
 
 T = TypeVar("T")
 
-PART_SIZE_BYTES_MIN = 8 * MiB
-PARTS_MAX = 10_000
-"""S3's and GCS's limit on parts of one object; Azure allows more."""
 DELETE_BATCH = 1000
 BUCKET_MISSING = {"NoSuchBucket", "ContainerNotFound"}
 """Said of a bucket that was there before, too: a place that has gone is not an empty place."""
@@ -300,7 +309,7 @@ class RemoteStore:
 
     async def _put(self, key: str, data: Buffer, mode: Any) -> None:
         check_key(key)
-        body = _frozen(data)  # a request that is broken off may hold it a moment longer than we do
+        body = frozen_piece(data)  # a request that is broken off may hold it a moment longer than we do
         size_bytes, tries = memoryview(body).nbytes, 0
 
         async def call(client: Client) -> None:
@@ -309,7 +318,7 @@ class RemoteStore:
             name = self._prefix + key
             put = obstore.put_async(client, name, body, mode=mode, use_multipart=False)
             try:
-                await settled(_limited(put, self._limit_seconds(size_bytes)))
+                await settled(limited(put, self._limit_seconds(size_bytes)))
             except TimeoutError:
                 self.retries.counts["broken_off"] += 1
                 raise self._too_slow(key, self._limit_seconds(size_bytes)) from None
@@ -393,7 +402,7 @@ class RemoteStore:
         check_key(key)
         async with closing(pieces):
             if size_bytes <= PART_SIZE_BYTES_MIN:
-                data = b"".join([_frozen(piece) async for piece in pieces])
+                data = b"".join([frozen_piece(piece) async for piece in pieces])
                 check_size(self.uri, key, size_bytes, len(data))
                 await self.put(key, data)
                 return
@@ -410,14 +419,14 @@ class RemoteStore:
         writer = obstore.open_writer_async(
             client,
             self._prefix + key,
-            buffer_size=_part_size_bytes(size_bytes),
+            buffer_size=part_size_bytes(size_bytes),
             max_concurrency=self.settings.concurrency,
         )
         try:
             written = 0
             async for piece in pieces:
                 async with self._errors(key, writing=True):
-                    written += await settled(writer.write(_frozen(piece)))
+                    written += await settled(writer.write(frozen_piece(piece)))
             check_size(self.uri, key, size_bytes, written)
             async with self._errors(key, writing=True):
                 await settled(writer.close())
@@ -581,23 +590,6 @@ class RemoteStore:
             # S3 says "expired" with status 400, and to a HEAD without a word more.
             return refused(self.location, key, self._bucket.endpoint, "HTTP 400")
         return translate(error, self.location, key, self._bucket.endpoint)
-
-
-async def _limited(request: Awaitable[T], timeout_seconds: float) -> T:
-    async with asyncio.timeout(timeout_seconds):
-        return await request
-
-
-def _part_size_bytes(size_bytes: int) -> int:
-    """Return a part size, in whole MiB, that keeps the object within PARTS_MAX parts."""
-    smallest = -(-size_bytes // PARTS_MAX)
-    return max(PART_SIZE_BYTES_MIN, -(-smallest // MiB) * MiB)
-
-
-def _frozen(piece: Buffer) -> Buffer:
-    """Return ``piece`` if nobody can change it, else a copy. See the module's docstring."""
-    owner = piece.obj if isinstance(piece, memoryview) else piece
-    return piece if isinstance(owner, bytes) else bytes(piece)
 
 
 def _marks(info: ObjectInfo, directory: str, names: Sequence[str]) -> bool:

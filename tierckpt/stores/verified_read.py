@@ -6,12 +6,20 @@ what a disk gives back does not get better by asking again.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from ..errors import IntegrityError
-from ..telemetry import logger
+from ..errors import (
+    IntegrityError,
+)
+from ..format.manifest import FileEntry, has_digest
+from ..telemetry import BYTES, logger
+from ..types import Buffer, ByteRange, Tier
 from .base import Recoverable, Store
+
+if TYPE_CHECKING:
+    from .base import RangeSource
 
 log = logger("retry")
 
@@ -47,3 +55,58 @@ async def verified(store: Store, read: Callable[[], Awaitable[T]]) -> T:
 async def available(store: Store) -> bool:
     """Wait, as long as it takes, until ``store`` is up. False, at once, when nobody knows it to be down."""
     return await store.available() if isinstance(store, Recoverable) else False
+
+
+async def get_checked(store: RangeSource, entry: FileEntry, byte_range: ByteRange, digest: str) -> Buffer:
+    """Return one chunk of ``entry`` that has ``digest``. A damaged answer is asked for again on a new connection.
+
+    Raises:
+        IntegrityError: what lies there is damaged.
+    """
+
+    async def read() -> Buffer:
+        chunk = await store.get_range(entry.key, byte_range)
+        await check(chunk, digest, entry, byte_range, getattr(store, "tier", Tier.SHARED), store.uri)
+        return chunk
+
+    return await verified(cast(Store, store), read)
+
+
+async def check(chunk: Buffer, digest: str, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
+    """Raise IntegrityError unless ``chunk`` has ``digest``."""
+    _expect(await asyncio.to_thread(_has_digest, chunk, digest, byte_range), entry, byte_range, tier, where)
+
+
+def _has_digest(chunk: Buffer, digest: str, byte_range: ByteRange) -> bool:
+    return len(chunk) == byte_range.size_bytes and has_digest(chunk, digest)
+
+
+def _expect(good: bool, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
+    BYTES.emit(byte_range.size_bytes, tier=tier, direction="read")
+    if not good:
+        raise corrupt(entry, byte_range, tier, where)
+
+
+def corrupt(entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> IntegrityError:
+    return IntegrityError(
+        f"bytes {byte_range.start}-{byte_range.stop} of {entry.path} are not the bytes that were saved",
+        hint="Restore reads another copy when there is one; `tierckpt verify --read-data` lists every bad file",
+        file=entry.path,
+        tier=tier,
+        where=where,
+    )
+
+
+def check_bytes(data: bytes, entry: FileEntry, chunk_size_bytes: int, where: str) -> None:
+    """Raise IntegrityError unless ``data`` is the whole of ``entry``."""
+    view = memoryview(data)
+    good = len(data) == entry.size_bytes and all(
+        has_digest(view[chunk.start : chunk.stop], digest) for chunk, digest in entry.chunks(chunk_size_bytes)
+    )
+    if not good:
+        raise IntegrityError(
+            f"{entry.key} is not what was saved",
+            hint="It was damaged on its way or in the store",
+            file=entry.path,
+            where=where,
+        )

@@ -3,6 +3,6 @@
 from .checkpointer import Checkpointer
 from .codec.state import PerRank, RngState
 from .data_order import DataOrder
-from .record import SaveRecord
+from .job import SaveRecord
 
 __all__ = ["Checkpointer", "DataOrder", "PerRank", "RngState", "SaveRecord"]

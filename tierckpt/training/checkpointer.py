@@ -59,9 +59,8 @@ from .drain_decider import Order, Sending
 from .exchange import Exchange, agree_on_name, all_gather, is_distributed
 from .final_save import LastSave, cost_of
 from .interval import Interval, Pacer, Phase
-from .job import Job
+from .job import Job, SaveRecord
 from .preemption_notices import Notices
-from .record import SaveRecord
 from .restore import agreed_latest, restore_newest, unwrapped
 from .run_log import Ledger
 

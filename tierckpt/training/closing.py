@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ..config import Settings
 from ..format.layout import Location, step_name
-from .record import SaveRecord
+from .job import SaveRecord
 
 T = TypeVar("T")
 

@@ -3,9 +3,9 @@
 A checkpoint is on shared storage only when every rank's part is, so the movers of the nodes cannot each decide for
 themselves. Rank 0 decides at the save, from what all ranks measured, and the other ranks hear of it. The journal
 carries it to each node's mover: an entry is ``ready`` to be drained, or ``kept`` on its SSD until newer checkpoints
-stand there (``checkpoint/local_only.py``). With ``drain_policy="adaptive"`` the policy is asked (``planning/policy.py``, D1 to D7)
-and what it says is carried out: ``dcp/shard_delivery.py`` goes straight to shared storage, ``drain/budget.py``
-throttles.
+stand there (``checkpoint/local_only.py``). With ``drain_policy="adaptive"`` the policy is asked
+(``planning/policy.py``, D1 to D7) and what it says is carried out: ``dcp/shard_delivery.py`` goes straight to shared
+storage, ``drain/budget.py`` throttles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..planning import policy
 from ..planning.policy import Decision, Rules, Situation, Version
 from ..save.eviction import room_bytes
 from ..telemetry import logger
-from .record import SaveRecord
+from .job import SaveRecord
 
 log = logger("policy")
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ..quantities import human_bytes
 from ..telemetry import logger
 from .exchange import is_distributed, own_store
-from .record import SaveRecord
+from .job import SaveRecord
 
 log = logger("checkpointer")
 

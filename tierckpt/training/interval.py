@@ -20,7 +20,7 @@ from ..planning.tuning import Goal, Pace, Profile, Steps, Window
 from ..telemetry import logger
 from .drain_decider import Order, Sending, Sight
 from .exchange import all_gather, broadcast
-from .record import SaveRecord
+from .job import SaveRecord
 
 log = logger("interval")
 

@@ -1,10 +1,11 @@
-"""One save of a Checkpointer on its way from staging memory to the local tier."""
+"""One save of a Checkpointer: what is known of it, and its way from staging memory to the local tier."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -13,7 +14,36 @@ from ..dcp.handoff.client import Testament
 from ..dcp.stager import StagedItems
 from ..dcp.writer import TierStorageWriter
 from .exchange import Exchange
-from .record import SaveRecord
+
+
+@dataclass
+class SaveRecord:
+    """How one save went. Seconds count from the call of ``save``; None until known (or not known on this rank)."""
+
+    step: int
+    uri: str
+    size_bytes: int = 0
+    blocked_seconds: float = 0.0
+    local_commit_seconds: float | None = None
+    shared_commit_seconds: float | None = None
+    error: str = ""
+    is_sent: bool = True
+    """False: it stays on the local tier; only newer ones go to shared storage."""
+    is_straight: bool = False
+    """True: it does not lie on the SSD on its way, or not all of it; its local and its shared commit are one."""
+    begun_at: float = field(default_factory=time.monotonic, repr=False)
+
+    @property
+    def age_seconds(self) -> float:
+        """Time since the call of ``save``."""
+        return time.monotonic() - self.begun_at
+
+    @property
+    def drain_seconds(self) -> float | None:
+        """Time from the local to the shared commit."""
+        if self.shared_commit_seconds is None or self.local_commit_seconds is None:
+            return None
+        return max(0.0, self.shared_commit_seconds - self.local_commit_seconds)
 
 
 @dataclass

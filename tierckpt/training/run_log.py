@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from ..client import get_client
 from ..config import Settings
+from ..disk.durable import make_dirs
 from ..disk.quarantine import open_regular
 from ..engine import Engine
 from ..format.layout import HISTORY_DIR, Location, local_dir
-from ..stores.local import make_dirs
 from ..telemetry import logger
 from .other_jobs import OtherJobs, identity
 

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..disk.durable import matching, read_whole
 from ..errors import ManifestError, ObjectNotFoundError, StoreError
 from ..format.layout import HISTORY_DIR
 from ..stores.base import Store
-from ..stores.local import matching, read_whole
 from ..telemetry import logger
 
 log = logger("history")

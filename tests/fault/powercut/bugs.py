@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tierckpt.disk import durable
 from tierckpt.format.layout import MANIFEST
-from tierckpt.stores import local
 
 _fsync = os.fsync
 _link = os.link
 _replace = Path.replace
-_write_new = local._write_new
+_write_new = durable.write_new
 
 
 def seed(name: str) -> None:
@@ -48,8 +48,8 @@ def rename_before_fsync() -> None:
     """What gets its name, by rename or link, is made durable afterwards: the name before the bytes."""
 
     def named(path: Path) -> None:
-        local.fsync_dir(path.parent)
-        local._fsync_file(path)
+        durable.fsync_dir(path.parent)
+        durable.fsync_file(path)
 
     def replace(self: Path, target: Any) -> Path:
         result = _replace(self, target)
@@ -60,7 +60,7 @@ def rename_before_fsync() -> None:
         _link(source, target)
         named(Path(target))
 
-    local._write_new = _unsynced
+    durable.write_new = _unsynced
     os.link = link  # type: ignore[assignment]
     Path.replace = replace  # type: ignore[method-assign, assignment]
 
@@ -69,20 +69,20 @@ def write_after_fsync() -> None:
     """A buffer that is flushed when the file is closed, after the fsync."""
 
     def write_new(path: Path, data: Any, mode: int = 0o666) -> None:
-        file = local._create(path)
+        file = durable.create_file(path)
         try:
             _fsync(file)
-            local._write_all(file, data)
+            durable.write_all(file, data)
         finally:
             os.close(file)
 
-    local._write_new = write_new
+    durable.write_new = write_new
 
 
 def _unsynced(path: Path, data: Any, mode: int = 0o666) -> None:
-    file = local._create(path)
+    file = durable.create_file(path)
     try:
-        local._write_all(file, data)
+        durable.write_all(file, data)
     finally:
         os.close(file)
 
@@ -93,7 +93,7 @@ def unlink_before_rename() -> None:
     def replace(self: Path, target: Any) -> Path:
         if Path(target).name == Path(MANIFEST).name and self.suffix == ".tmp":
             Path(target).unlink(missing_ok=True)
-            local.fsync_dir(Path(target).parent)
+            durable.fsync_dir(Path(target).parent)
         return _replace(self, target)
 
     Path.replace = replace  # type: ignore[method-assign, assignment]

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import local_commit
+from tierckpt.disk import durable
 from tierckpt.format import layout
 from tierckpt.format.manifest import digests_of
+from tierckpt.format.shard import Flushed
 from tierckpt.save import flush
-from tierckpt.stores import local
 
 KILLS, ERRNOS, ORDER = "kills", "errnos", "order"
 
@@ -43,9 +44,9 @@ def rename_before_fsync() -> None:
         temporary.replace(path)
         os.fsync(file)
         os.close(file)
-        local.fsync_dir(path.parent)
+        durable.fsync_dir(path.parent)
 
-    replace(local.durable_write, durable_write)
+    replace(durable.durable_write, durable_write)
 
 
 def no_flush_before_fsync() -> None:
@@ -56,7 +57,7 @@ def no_flush_before_fsync() -> None:
             file.write(data)
             os.fsync(file.fileno())
 
-    replace(local._write_new, write_new)
+    replace(durable.write_new, write_new)
 
 
 def short_write_ignored() -> None:
@@ -67,21 +68,21 @@ def short_write_ignored() -> None:
     def write(self: Any, view: memoryview, offset: int) -> None:
         os.pwrite(self.fd, view, offset)
 
-    replace(local._write_all, write_all)
+    replace(durable.write_all, write_all)
     flush._File.write = write  # type: ignore[method-assign]
 
 
 def commit_before_shards() -> None:
     """The manifest is in place while the shards it names are still to be written."""
-    real_flush, real_commit = flush.flush, commit.commit_local
+    real_flush, real_commit = flush.flush, local_commit.commit_local
     later: list[Callable[[], Any]] = []
 
-    def flush_later(shards: Any, **options: Any) -> list[flush.Flushed]:
+    def flush_later(shards: Any, **options: Any) -> list[Flushed]:
         flushed = []
         for shard in shards:
             heads = b"".join(bytes(record.head) for record in shard.records)
             digests = digests_of(heads, options["chunk_size_bytes"])
-            flushed.append(flush.Flushed(shard.path, shard.size_bytes, digests))
+            flushed.append(Flushed(shard.path, shard.size_bytes, digests))
         later.append(lambda: real_flush(shards, **options))
         return flushed
 
@@ -90,7 +91,7 @@ def commit_before_shards() -> None:
         while later:
             later.pop(0)()
 
-    flush.flush, commit.commit_local = flush_later, commit_now  # type: ignore[assignment]
+    flush.flush, local_commit.commit_local = flush_later, commit_now  # type: ignore[assignment]
 
 
 def retried_fsync() -> None:
@@ -106,7 +107,7 @@ def retried_fsync() -> None:
 
 
 def unlink_before_rename() -> None:
-    real = local.durable_write
+    real = durable.durable_write
 
     def durable_write(path: Path, data: Any, **options: Any) -> None:
         path.unlink(missing_ok=True)
@@ -141,10 +142,10 @@ def error_swallowed() -> None:
 
 def files_before_manifest() -> None:
     """Removal the wrong way round."""
-    real = commit.remove_local
+    real = local_commit.remove_local
 
     def remove_local(directory: Path, *arguments: Any) -> bool:
-        manifest = commit.read_local_manifest(directory)
+        manifest = local_commit.read_local_manifest(directory)
         if manifest is not None:
             for entry in manifest.entries:
                 (directory / entry.key).unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.fault.sweep.phases import LOCAL, PATIENT_WAIT_SECONDS, SHARED, TARGET, WAIT_SECONDS, Job, Phase, State, World
 from tests.fault.sweep.saver import content
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import local_commit
 from tierckpt.disk.local_root import LEFTOVER_SECONDS
 from tierckpt.errors import CommitAbandonedError
 from tierckpt.format.layout import METADATA, SHARD_SUFFIX
@@ -62,7 +62,7 @@ def state_of(world: World, phase: Phase) -> State:
 
 
 def committed_in(directory: Path, *, may_lack: bool) -> str | None:
-    manifest = commit.read_local_manifest(directory)
+    manifest = local_commit.read_local_manifest(directory)
     if manifest is None:
         return None
     labels = {json.loads(_read(directory / entry.key))["label"] for entry in manifest.metadata}

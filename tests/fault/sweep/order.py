@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from tests.fault.sweep.calls import Call
+from tierckpt.disk.temporary_names import is_temporary
 from tierckpt.format.layout import MANIFEST, METADATA, SHARD_SUFFIX
-from tierckpt.stores.common import is_temporary
 
 LOCAL = "/local/checkpoints/"
 KEPT = (MANIFEST, METADATA, SHARD_SUFFIX)

@@ -27,7 +27,7 @@ from tests.fault.sweep import checker
 from tests.fault.sweep.child import Child, Ended
 from tests.fault.sweep.child import run as run_child
 from tests.fault.sweep.phases import LOCAL, SHARED, Job, World
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import local_commit
 from tierckpt.format.layout import CLAIM, MANIFEST
 from tierckpt.stores.local import LocalStore
 
@@ -136,7 +136,7 @@ def no_precondition() -> None:
 
 def no_look_at_what_stands() -> None:
     """A local commit replaces whatever stands."""
-    commit.read_local_manifest = lambda *_: None  # type: ignore[assignment]
+    local_commit.read_local_manifest = lambda *_: None  # type: ignore[assignment]
 
 
 BUGS: dict[str, Callable[[], None]] = {

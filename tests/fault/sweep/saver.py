@@ -15,9 +15,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tierckpt.arena.slots import bounce_for
-from tierckpt.checkpoint import commit
+from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import READY, WRITING, Entry
 from tierckpt.config import Settings
+from tierckpt.disk import durable
+from tierckpt.disk.blocks import round_up
 from tierckpt.disk.local_root import check_local_root, typed_errors
 from tierckpt.disk.write_tuner import WRITE_BYTES_MAX, IoShape, segment_bytes
 from tierckpt.engine import Engine
@@ -25,8 +27,8 @@ from tierckpt.errors import TierckptError
 from tierckpt.format import layout
 from tierckpt.format.layout import SHARD_SUFFIX, Location, local_dir
 from tierckpt.format.manifest import FileEntry, Manifest, digests_of
-from tierckpt.save import direct_put, eviction, flush
-from tierckpt.stores import local
+from tierckpt.format.shard import Flushed
+from tierckpt.save import direct_put, eviction, flush, shard_plan
 
 KiB = 1 << 10
 CHUNK_BYTES = 64 * KiB
@@ -138,7 +140,7 @@ class _OneSave:
     def begin(self, rank: int) -> None:
         self.saver.recover()
         token = f"{self.attempt}-{rank}" if self.alone else self.attempt if rank == 0 else secrets.token_hex(8)
-        local.make_dirs(self.directory)
+        durable.make_dirs(self.directory)
         self.lock.enter_context(self.journal.own(token))
         self.entry = self.journal.open(token, self.location, rank, CHUNK_BYTES)
 
@@ -146,9 +148,9 @@ class _OneSave:
         assert self.entry is not None
         token = self.entry.token
         shards = [
-            flush.Shard(
+            shard_plan.Shard(
                 self.directory / layout.shard_name(f"__{rank}_", index, token),
-                [flush.Record(0, content(self.label, rank, index))],
+                [shard_plan.Record(0, content(self.label, rank, index))],
             )
             for index in range(len(SHARD_BYTES))
         ]
@@ -160,9 +162,9 @@ class _OneSave:
         files = tuple(FileEntry(file.path.name, file.size_bytes, file.digests, rank, token) for file in flushed)
         self.collected += files
         self.entry = dataclasses.replace(self.entry, files=files)
-        local.fsync_dir(self.directory)
+        durable.fsync_dir(self.directory)
 
-    def _straight(self, shards: list[flush.Shard]) -> list[flush.Flushed] | None:
+    def _straight(self, shards: list[shard_plan.Shard]) -> list[Flushed] | None:
         """None when the shared tier does not take them."""
         store, share = self.engine.store(self.location), self.engine.budget.share(0.0)
         try:
@@ -176,9 +178,9 @@ class _OneSave:
         with contextlib.suppress(TierckptError):
             self.saver.run(self.engine.discard(self.location, [name for name in names if name.endswith(SHARD_SUFFIX)]))
 
-    def _flush(self, shards: list[flush.Shard]) -> list[flush.Flushed]:
+    def _flush(self, shards: list[shard_plan.Shard]) -> list[Flushed]:
         segment = segment_bytes(CHUNK_BYTES, WRITE_BYTES_MAX)
-        slot_bytes = min(segment, flush.round_up(max(shard.size_bytes for shard in shards)))
+        slot_bytes = min(segment, round_up(max(shard.size_bytes for shard in shards)))
         with bounce_for(self.settings).take(1, slot_bytes, 30.0) as slots:
             return flush.flush(shards, slots=slots, shape=SHAPE, chunk_size_bytes=CHUNK_BYTES)
 
@@ -199,15 +201,15 @@ class _OneSave:
             created_unix_seconds=time.time(),
         )
         metadata = {name: data}
-        commit.keep_metadata(self.directory, manifest, metadata)
+        local_commit.keep_metadata(self.directory, manifest, metadata)
         self.entry = dataclasses.replace(
             self.entry, files=self.entry.files + manifest.metadata, manifest=manifest, state=READY
         )
         self.journal.write(self.entry)
         if self.entry.is_fragment:
-            commit.commit_local_fragment(self.directory, self.location, manifest, metadata)
+            local_commit.commit_local_fragment(self.directory, self.location, manifest, metadata)
         else:
-            commit.commit_local(self.directory, self.location, manifest, metadata)
+            local_commit.commit_local(self.directory, self.location, manifest, metadata)
 
     def hand_over(self, send: bool) -> None:
         """To the mover, which here is whoever calls ``drain_all`` next; where links can, the shared commit is done."""
@@ -233,7 +235,7 @@ class _OneSave:
         entry, token = self.entry, self.entry.token
         if entry.state == READY:
             self.journal.write(dataclasses.replace(entry, state=WRITING))
-        if not commit.forget_local(self.directory, token, entry.manifest):
+        if not local_commit.forget_local(self.directory, token, entry.manifest):
             self.journal.write(dataclasses.replace(entry, state=READY))
             self.release()
             return

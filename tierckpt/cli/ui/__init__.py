@@ -1,0 +1,1 @@
+"""What the verbs print with, and the command they are joined into."""

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...disk.durable import translate_os_error
 from ...errors import ConfigError, MissingExtraError
 from ...planning import Mesh, Site, Sizing, ettr, size
 from ...planning.sizer import TierRow
 from ...planning.state import Component, State
-from ...stores.local import translate_os_error
 from ...types import Tier
 
 if TYPE_CHECKING:

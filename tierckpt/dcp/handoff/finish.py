@@ -23,7 +23,7 @@ import threading
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ...arena.memory import Memory
-from ...checkpoint import commit, epoch
+from ...checkpoint import epoch, local_commit
 from ...checkpoint.journal import Entry, Journal
 from ...client import get_client
 from ...config import Settings
@@ -55,7 +55,7 @@ def execute(order: Json) -> bool:
     writers = [TierStorageWriter(will.uri, settings=settings) for will in found]
     coordinator = next((will for will in found if will.is_coordinator), None)
     directory = local_dir(settings.local_root, writers[0].location)
-    if coordinator is not None and commit.is_committed(directory, coordinator.token):
+    if coordinator is not None and local_commit.is_committed(directory, coordinator.token):
         return False  # the shards of the other ranks are named by it: recovering finds that
     journal = Journal(settings.local_root)
     if coordinator is None and all(will.files is not None and journal.read(will.token) is None for will in found):

@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from ...arena import slots
 from ...arena.slots import Lease
+from ...disk.blocks import BLOCK_BYTES, round_up
 from ...errors import CheckpointError, StateMismatchError
-from ...save.flush import BLOCK_BYTES, Image, Record, round_up
+from ...save.shard_plan import Image, Record
 from .. import split
 from ..stager import StagedItems, refuse_tensor
 from . import item_format

@@ -8,10 +8,10 @@ import mmap
 import os
 from pathlib import Path
 
+from ...disk.durable import translate_os_error
 from ...errors import TierckptError
 from ...format.manifest import blocks_of, digest_of_blocks
-from ...save.flush import Flushed
-from ...stores.local import translate_os_error
+from ...format.shard import Flushed
 from ...telemetry import logger
 from ...types import Buffer, Tier
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ...config import Settings
-from ...save.flush import Flushed
+from ...format.shard import Flushed
 from .. import split
 from ..stager import StagedItems
 from .stream_writer import ShardWriter

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from ...cache.peers import Brought
 from ...errors import TierckptError
-from .scheduler import SHARED, Ask
-
-if TYPE_CHECKING:
-    from .session import Swarm
+from .scheduler import SHARED, Ask, Schedule
+from .stats import Sources
 
 LATE_SECONDS = 0.25
 
 
-@dataclass(slots=True)
-class Brought:
-    """A chunk that has come."""
+class Requests(Protocol):
+    """What makes the requests, and counts them (``session.Swarm``)."""
 
-    digest: str
-    source: str | None
-    """A member's name, or None: shared storage."""
+    requests: dict[int, asyncio.Task[str]]
+    sources: Sources
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    async def ask(self, ask: Ask, into: memoryview) -> str: ...
+
+    def came(self, ask: Ask, seconds: float) -> None: ...
+
+    def failed(self, ask: Ask, error: BaseException | None) -> None: ...
 
 
 class Race:
     """Ends, whatever comes, with nothing under way that would write to the caller's memory."""
 
-    def __init__(self, swarm: Swarm, ordinal: int, into: memoryview) -> None:
+    def __init__(self, swarm: Requests, ordinal: int, into: memoryview) -> None:
         self._swarm, self._ordinal, self._into = swarm, ordinal, into
         self.running: dict[asyncio.Task[str], tuple[Ask, memoryview, float]] = {}
         self.tried: set[str | None] = set()

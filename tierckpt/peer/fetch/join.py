@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ...cache.file_set import Frozen
 from ...cache.partial_entry import Filling
+from ...cache.peers import StoreReader
 from ...config import Settings
 from ...errors import TierckptError
 from ...ipc.client import own_contact
@@ -24,7 +25,6 @@ from ...types import Json
 from ..members import Member, member_of
 
 if TYPE_CHECKING:
-    from ...cache.entry import Cached
     from .session import Swarm, View
 
 log = logger("prefetch")
@@ -40,7 +40,7 @@ class Sharing:
         self.settings = settings
         self._is_told = False
 
-    async def join(self, cached: Cached, filling: Filling) -> Swarm | None:
+    async def join(self, cached: StoreReader, filling: Filling) -> Swarm | None:
         """Return the swarm for a fill, started; None to read from the store (E1, E2)."""
         if filling.frozen.size_bytes < SMALL_BYTES:
             return None
@@ -70,7 +70,7 @@ class Sharing:
 class _Place:
     """This node's part, for the swarm."""
 
-    def __init__(self, cached: Cached, filling: Filling) -> None:
+    def __init__(self, cached: StoreReader, filling: Filling) -> None:
         self._cached, self._filling = cached, filling
 
     def has(self, index: int, chunk: int) -> bool:

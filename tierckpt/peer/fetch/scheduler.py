@@ -32,7 +32,7 @@ from .peer_state import Known, Peer, Tuning, any_bit, bits, mask, quantile, span
 from .placement import fraction
 from .ramp import Ramp
 
-__all__ = ["SHARED", "Ask", "Decision", "NotNowError", "Pause", "Schedule", "Tuning"]
+__all__ = ["SHARED", "Ask", "Decision", "Pause", "Schedule", "Tuning"]
 
 SHARED: Final = None
 """The source that is shared storage."""
@@ -57,10 +57,6 @@ class Ask:
     """Why this source. For ``SHARED``: ``mine`` and ``alone`` are as it should be, others are fallbacks."""
     wait_seconds: float = 0.0
     """How long the other side may wait for it to land there."""
-
-
-class NotNowError(Exception):
-    """Nobody who was asked has the chunk now, and somebody is going to have it. Choose again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,15 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from ...cache.file_set import Frozen
+from ...cache.peers import Brought, NotNowError
 from ...errors import IntegrityError, ObjectNotFoundError, PeerBusyError, TierckptError
 from ...telemetry import BYTES, PEER_BANS, logger
 from ...types import Json, Tier
 from ..client import ChunkAnswer
 from ..members import Member
 from ..messages import Held
-from .hedged_request import Brought, Race
-from .scheduler import SHARED, Ask, NotNowError, Schedule, Tuning
+from .hedged_request import Race
+from .scheduler import SHARED, Ask, Schedule, Tuning
 from .stats import Sources
 
 log = logger("peer")

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..cache import direct_write
+from tierckpt.disk import file_io
 
 BLOCK_BYTES = 512
 """What a disk writes at once, all of it or nothing."""
@@ -139,7 +139,7 @@ class Recorder:
             self._stand_in(os, name, self._refusing_descriptor)
         self._stand_in(io, "open", self._open_file)
         self._stand_in(builtins, "open", self._open_file)
-        self._stand_in(direct_write, "_libc", lambda real: _Libc(real, self))
+        self._stand_in(file_io, "_libc", lambda real: _Libc(real, self))
         return self
 
     def _stand_in(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:

@@ -11,15 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import __version__
-from ..config import Settings
-from ..errors import ConfigError, TierckptError
-from ..redaction import redact, redact_all
-from ..stores.local import translate_os_error
-from ..telemetry import log_to
-from ..tracebacks import TRACEBACK_VARIABLE, keeps_tracebacks
-from ..types import Tier
-from . import (
+from ... import __version__
+from ...config import Settings
+from ...disk.durable import translate_os_error
+from ...errors import ConfigError, TierckptError
+from ...redaction import redact, redact_all
+from ...telemetry import log_to
+from ...tracebacks import TRACEBACK_VARIABLE, keeps_tracebacks
+from ...types import Tier
+from .. import (
     agent,
     doctor,
     drain,
@@ -36,7 +36,7 @@ from . import (
     status,
     verify,
 )
-from .ui.output import Output, Report, hush
+from .output import Output, Report, hush
 
 INTERRUPTED = 130
 

@@ -1,0 +1,411 @@
+"""The commit on the local tier: the only code that makes a checkpoint visible there, or takes it away.
+
+Under a flock on the checkpoint directory:
+    1. every shard is already durable under a name no commit has used (P3)
+    2. the attempt's metadata is written under a name of its own, fsynced
+    3. ``.metadata`` is swapped by rename: stock PyTorch now reads the new checkpoint, all of whose files are durable
+    4. ``manifest.json`` is swapped by rename: now it is committed
+A crash before 4 leaves the old manifest, which names the old attempt's own files; nothing it names was touched.
+
+The shared tier has neither lock nor rename: ``shared_commit.py``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, read_whole, translate_os_error
+from ..disk.file_lock import lock
+from ..disk.local_root import typed_errors
+from ..errors import (
+    ManifestError,
+    ObjectNotFoundError,
+    StoreError,
+    TierckptError,
+)
+from ..format import manifest as manifests
+from ..format.layout import (
+    BLOCKS_DIR,
+    BRINGING,
+    DRAINED,
+    MANIFEST,
+    METADATA_DIR,
+    OWN_DIR,
+    PARTS_DIR,
+    PASSED,
+    PENDING_DIR,
+    PRIVATE_DIR,
+    REMOVED_DIR,
+    REPLICA,
+    REPLICATED,
+    SHARD_SUFFIX,
+    Location,
+    own_file,
+    part,
+    private_files,
+    removal_note,
+)
+from ..format.manifest import FileEntry, Manifest, stale_files, stale_metadata
+from ..stores.verified_read import check_bytes
+from ..telemetry import ERRORS, logger
+from ..types import Tier
+from .marks import is_drained
+from .shared_commit import already_committed
+
+log = logger("commit")
+
+LOCK_TIMEOUT_SECONDS = 60.0
+SET_ASIDE = ".bad"
+
+
+PRIVATE_DIRS = (REMOVED_DIR, PARTS_DIR, PENDING_DIR, METADATA_DIR, BLOCKS_DIR, OWN_DIR)
+
+
+def read_local_manifest(directory: Path) -> Manifest | None:
+    """Return the manifest committed in a local checkpoint directory, None when there is none.
+
+    Raises ManifestError when there is one and it is damaged, StoreError when it cannot be read.
+    """
+    try:
+        return _read_manifest(directory / MANIFEST)
+    except ObjectNotFoundError:
+        return None
+
+
+def _read_manifest(path: Path) -> Manifest:
+    return manifests.decode(read_whole(path, manifests.MANIFEST_BYTES_MAX), where=str(path))
+
+
+# --- local tier ------------------------------------------------------------------------------------------------
+
+
+def commit_local(directory: Path, location: Location, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+    """Commit ``manifest`` on the local tier. ``metadata`` holds the bytes of each of its metadata files, by path.
+
+    Raises:
+        AlreadyCommittedError: another attempt that this one was not told to replace stands here.
+    """
+    with _locked(directory):
+        keep_metadata(directory, manifest, metadata)
+        _publish(directory, location, manifest, metadata)
+
+
+def commit_local_fragment(
+    directory: Path, location: Location, fragment: Manifest, metadata: Mapping[str, bytes]
+) -> Manifest | None:
+    """Keep one rank's fragment; commit the merged manifest when all ranks' fragments lie here. Returns that, if so."""
+    with _locked(directory):
+        keep_metadata(directory, fragment, metadata)
+        make_dirs(directory / PARTS_DIR)
+        durable_write(
+            directory
+            / part(f"{fragment.attempt}-{fragment.files[0].rank if fragment.files else fragment.metadata[0].rank}"),
+            fragment.encode(),
+        )
+        parts = matching(directory / PARTS_DIR, f"{fragment.attempt}-*.json")
+        if len(parts) < fragment.world_size:
+            return None
+        whole = manifests.merge([_read_manifest(path) for path in parts])
+        _publish(directory, location, whole, {entry.path: _kept(directory, entry, whole) for entry in whole.metadata})
+        for path in parts:
+            with suppress(OSError):  # it is committed; what stays here goes with the checkpoint
+                path.unlink(missing_ok=True)
+        return whole
+
+
+def keep_metadata(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+    """Write the attempt's own copy of its metadata. Invisible: no commit names it yet."""
+    for entry in manifest.metadata:
+        make_dirs((directory / entry.key).parent)
+        durable_write(directory / entry.key, metadata[entry.path])
+
+
+def _kept(directory: Path, entry: FileEntry, manifest: Manifest) -> bytes:
+    """Read back the metadata that another rank has kept here."""
+    data = read_whole(directory / entry.key, manifests.SIZE_BYTES_MAX)
+    check_bytes(data, entry, manifest.chunk_size_bytes, str(directory))
+    return data
+
+
+def _publish(directory: Path, location: Location, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+    had_manifest = (directory / MANIFEST).exists()
+    current = _read_or_set_aside(directory)
+    if current is not None and current.attempt != manifest.attempt and current.attempt not in manifest.replaces:
+        raise already_committed(location, current.attempt, Tier.LOCAL)
+    _replace(directory, current, manifest, metadata)
+    for attempt in manifest.replaces if had_manifest and current is None else ():
+        remove_unfinished(directory, attempt)  # no list of its files can be read, but its shards bear its name
+
+
+def _read_or_set_aside(directory: Path) -> Manifest | None:
+    """The standing manifest; a damaged one is set aside, the directory locked, by whoever is about to put a good one.
+
+    A crash right after the rename leaves what no manifest names, as one before it did: the damaged one named nothing.
+    """
+    try:
+        return read_local_manifest(directory)
+    except (ManifestError, StoreError) as error:
+        if isinstance(error, StoreError) and not (directory / MANIFEST).is_dir():
+            raise  # not damaged: it cannot be read now
+        _set_aside(directory / MANIFEST, str(error))
+        return None
+
+
+def _set_aside(path: Path, reason: str) -> None:
+    """Give a file of ours that is damaged, or no file, a name that nobody looks for. It goes with the checkpoint."""
+    aside = path.with_name(f"{path.name}.{time.time_ns()}{SET_ASIDE}")
+    path.replace(aside)
+    fsync_dir(aside.parent)
+    ERRORS.emit(1, operation="local tier", error="SetAside")
+    log.error("%s is damaged and was set aside as %s: %s", path, aside.name, reason)
+
+
+def _replace(directory: Path, current: Manifest | None, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+    """Swap the stock metadata, then the manifest, then delete what only ``current`` names, by a note a crash leaves.
+
+    An error before the commit puts the stock metadata back: the caller deletes the new shards it would name.
+    """
+    if current is not None and current.attempt != manifest.attempt:
+        note = directory / removal_note(current.attempt)
+        make_dirs(note.parent)
+        durable_write(note, current.encode())
+    try:
+        for name in (DRAINED, PASSED, REPLICATED, *(entry.path for entry in manifest.metadata)):
+            if (directory / name).is_dir():
+                _set_aside(directory / name, "it is a directory")
+        for entry in manifest.metadata:
+            durable_write(directory / entry.path, metadata[entry.path])
+        for name in (DRAINED, PASSED, REPLICATED):
+            (directory / name).unlink(missing_ok=True)
+        durable_write(directory / MANIFEST, manifest.encode())
+    except BaseException:
+        with suppress(OSError, TierckptError):  # the first error is the one to tell
+            _take_back(directory, current, manifest)
+        raise
+    try:
+        _finish_removal(directory)
+    except (OSError, TierckptError) as error:
+        # It is committed: the caller must not take this for a failed save and delete its shards. The note stays.
+        log.warning("%s: files of the replaced checkpoint stay for now: %s", directory, error)
+
+
+def _take_back(directory: Path, current: Manifest | None, failed: Manifest) -> None:
+    """Undo a commit that was made and could not be made durable: it is reported as failed, and its shards will go."""
+    standing = read_local_manifest(directory)
+    if standing is not None and standing.attempt == failed.attempt:
+        if current is None:
+            (directory / MANIFEST).unlink(missing_ok=True)
+        else:
+            durable_write(directory / MANIFEST, current.encode())
+    _put_back(directory, failed)
+
+
+def _put_back(directory: Path, unfinished: Manifest) -> None:
+    """Let stock PyTorch read what stands here again, after a save that got as far as ``.metadata`` and no further.
+
+    Nothing is done when ``unfinished`` is committed after all.
+    """
+    standing = read_local_manifest(directory)
+    if standing is not None and standing.attempt == unfinished.attempt:
+        return
+    kept = {entry.path: entry for entry in standing.metadata} if standing is not None else {}
+    for path in {entry.path for entry in unfinished.metadata} | kept.keys():
+        if standing is None or path not in kept:
+            (directory / path).unlink(missing_ok=True)
+        else:
+            durable_write(directory / path, _kept(directory, kept[path], standing))
+
+
+def forget_local(directory: Path, token: str, manifest: Manifest | None = None) -> bool:
+    """Delete the files of one rank's save that never committed, and what points at them.
+
+    Files that the standing manifest names stay, whatever the caller believes of that save; False when there are any.
+
+    Args:
+        manifest: what the save was to commit, if it came that far: stock metadata that names it is put back.
+
+    Raises ManifestError when the standing manifest is damaged, so that nobody can know; nothing was deleted.
+    """
+    if not directory.is_dir():
+        return True
+    with _locked(directory):
+        if manifest is not None:
+            _put_back(directory, manifest)
+        standing = read_local_manifest(directory)
+        if not _names(standing, token):
+            _remove_fragment(directory, token)
+        named = {entry.key for entry in standing.entries} if standing is not None else set()
+        for path in (*matching(directory, f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
+            if str(path.relative_to(directory)) not in named:
+                path.unlink(missing_ok=True)
+        return not _names(standing, token)
+
+
+def is_committed(directory: Path, token: str) -> bool:
+    """Whether the local tier has the commit of a save of which ``token`` is a part, or the fragment of that rank."""
+    return _names(read_local_manifest(directory), token) or (directory / part(token)).exists()
+
+
+def _names(standing: Manifest | None, token: str) -> bool:
+    return standing is not None and token in standing.tokens | {standing.attempt}
+
+
+def remove_unfinished(directory: Path, token: str) -> None:
+    """Delete the files of one rank's save that has no commit.
+
+    The directory stays: the next save may be at work in it.
+    """
+    _remove_fragment(directory, token)
+    for path in (*matching(directory, f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
+        path.unlink(missing_ok=True)
+
+
+def _remove_fragment(directory: Path, token: str) -> None:
+    """Before the files that it names: with it and those of the other ranks somebody would commit all of them."""
+    fragment = directory / part(token)
+    with suppress(FileNotFoundError):
+        fragment.unlink()
+        fsync_dir(fragment.parent)
+
+
+def remove_empty(directory: Path) -> None:
+    """Remove ``directory`` if nothing of anybody is in it. Hold its lease: who saves makes it before its first file."""
+    if (directory / PRIVATE_DIR).is_dir():
+        with _locked(directory):
+            _remove_empty(directory)
+
+
+def adopt_local(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+    """Record on this node a commit that happened elsewhere, unless a different one stands here."""
+    with _locked(directory):
+        current = _read_or_set_aside(directory)
+        if current is not None and current.attempt == manifest.attempt:
+            return
+        if current is None or current.attempt in manifest.replaces or is_drained(directory, current.attempt):
+            keep_metadata(directory, manifest, metadata)
+            _replace(directory, current, manifest, metadata)
+
+
+def remove_local(directory: Path, attempt: str | None = None) -> bool:
+    """Remove a local checkpoint. Returns False when none stands there, or another attempt than ``attempt``.
+
+    The manifest goes first, by a rename that makes the checkpoint invisible and keeps the list of what is still to go:
+    a crash before it leaves the checkpoint whole, one after it a note that ``finish_removal`` works off. Only what the
+    manifest names is deleted, so a save to the same id that is under way keeps its files.
+
+    Cost: one fsync for each directory touched, no matter how many files.
+    """
+    try:
+        with _locked(directory):
+            manifest = read_local_manifest(directory)
+            stands = manifest is not None and attempt in {None, manifest.attempt}
+            if manifest is not None and stands:
+                note = directory / removal_note(manifest.attempt)
+                make_dirs(note.parent)
+                (directory / MANIFEST).replace(note)
+                fsync_dir(note.parent)
+                fsync_dir(directory / PRIVATE_DIR)
+            _finish_removal(directory)
+            return stands
+    except OSError as error:
+        raise translate_os_error(error, directory, Tier.LOCAL) from error
+
+
+def finish_removal(directory: Path) -> bool:
+    """Remove what a killed ``remove_local`` left, and empty directories of ours. True when there was such a note."""
+    if not (directory / PRIVATE_DIR).is_dir():
+        return False
+    try:
+        with _locked(directory):
+            return _finish_removal(directory)
+    except OSError as error:
+        raise translate_os_error(error, directory, Tier.LOCAL) from error
+
+
+def _finish_removal(directory: Path) -> bool:
+    """Work off every note of a removal, the directory locked. What a standing manifest names stays."""
+    standing = read_local_manifest(directory)
+    notes = matching(directory / REMOVED_DIR, "*.json")
+    for note in notes:
+        try:
+            gone = _read_manifest(note)
+        except ManifestError as error:
+            log.warning("%s; what it names stays on the disk", error)
+            continue
+        doomed = [entry.key for entry in (stale_files(gone, standing) if standing else gone.entries)]
+        doomed += [f"{key}.bad" for key in doomed]  # put aside by a restore
+        if (directory / OWN_DIR).is_dir():
+            doomed += [own_file(token) for token in gone.tokens - (standing.tokens if standing else set())]
+        # Durably before the shards, or a power cut could keep it and lose them: stock PyTorch goes by it (P1).
+        stock = stale_metadata(gone, standing) if standing else [entry.path for entry in gone.metadata]
+        _unlink_all([directory / path for path in stock])
+        if standing is None:
+            shutil.rmtree(directory / BRINGING, ignore_errors=True)
+            doomed += [DRAINED, PASSED, REPLICA, REPLICATED]
+            doomed += [f"{PRIVATE_DIR}/{path.name}" for path in matching(directory / PRIVATE_DIR, f"*{SET_ASIDE}")]
+        _unlink_all([directory / name for name in doomed] + matching(directory / PARTS_DIR, f"{gone.attempt}-*.json"))
+        note.unlink(missing_ok=True)  # last: without it nobody would know what to look for
+    _remove_empty(directory)
+    return bool(notes)
+
+
+def _unlink_all(paths: list[Path]) -> None:
+    """Remove files, durably. Cost: one fsync for each directory."""
+    for path in paths:
+        if path.name.endswith(SET_ASIDE) and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    for parent in {path.parent for path in paths}:
+        with suppress(ObjectNotFoundError):  # gone, with its names
+            fsync_dir(parent)
+
+
+def _remove_empty(directory: Path) -> None:
+    """Remove our private directory and ``directory`` if nothing is left in them but the lock we hold."""
+    private = directory / PRIVATE_DIR
+    for empty in PRIVATE_DIRS:
+        with suppress(OSError):
+            (directory / empty).rmdir()
+    names = [path.name for path in (*matching(directory, "*"), *matching(private, "*"))]
+    if names != [private.name, "lock"]:
+        return  # a save that goes on here, or somebody else's files
+    (private / "lock").unlink(missing_ok=True)  # who waits for it finds the name gone and takes another (K3)
+    with suppress(OSError):
+        private.rmdir()
+        directory.rmdir()
+        fsync_dir(directory.parent)
+
+
+@contextmanager
+def _closed_quietly() -> Iterator[ExitStack]:
+    """Giving up a lock ends with the process at the latest: failing at it is no failure of what was done under it."""
+    held = ExitStack()
+    try:
+        yield held
+    finally:
+        with suppress(OSError):
+            held.close()
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the directory against other processes of this node. What the system refuses inside is told as our errors."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
+    with typed_errors(directory), _closed_quietly() as held:
+        while True:
+            make_dirs(directory / PRIVATE_DIR)
+            try:
+                held.enter_context(lock(directory / PRIVATE_DIR / "lock", LOCK_TIMEOUT_SECONDS, str(directory)))
+                break
+            except FileNotFoundError:  # a removal took the empty directory away between the two lines
+                if time.monotonic() > deadline:
+                    raise
+        yield
+
+
+# --- shared tier -----------------------------------------------------------------------------------------------

@@ -1,0 +1,98 @@
+"""Marks in a checkpoint's private directory on the local tier: what has become of an attempt, one small file each."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from ..disk.durable import durable_write, make_dirs, read_whole
+from ..errors import (
+    ManifestError,
+    ObjectNotFoundError,
+    StoreError,
+    TierckptError,
+)
+from ..format import manifest as manifests
+from ..format.layout import (
+    DRAINED,
+    OWN_DIR,
+    PASSED,
+    PRIVATE_DIR,
+    REPLICATED,
+    own_file,
+)
+from ..telemetry import logger
+
+log = logger("commit")
+MARK_TRIES = 5
+
+DRAINED_FIELDS = frozenset({"attempt"})
+
+
+def mark_own(directory: Path, token: str) -> None:
+    """Note that a rank of this node makes the save ``token``: its files are for peers to copy, and it hears of its
+    commit from them. Not durable: losing the note costs a copy."""
+    for _ in range(MARK_TRIES):
+        with suppress(OSError, TierckptError):
+            make_dirs(directory / OWN_DIR)
+            (directory / own_file(token)).touch()
+            return  # else a commit beside us has taken the empty directory away between the two lines
+    log.warning("%s: peers are not told that this node saves it", directory)
+
+
+def mark_drained(directory: Path, attempt: str) -> None:
+    """Note beside the local copy that the shared tier has committed ``attempt``. Losing the note costs one GET."""
+    if (directory / PRIVATE_DIR).is_dir():
+        durable_write(directory / DRAINED, manifests.seal({"attempt": attempt}))
+
+
+def is_drained(directory: Path, attempt: str) -> bool:
+    """True when the shared tier is known to have ``attempt``. A note that is lost, or damaged, says nothing."""
+    try:
+        return read_drained(directory) == attempt
+    except (ManifestError, StoreError) as error:
+        log.warning("%s", error)
+        return False
+
+
+def mark_passed(directory: Path, attempt: str) -> None:
+    """Note beside the local copy that ``attempt`` was left undrained and that newer ones stand on this node."""
+    if (directory / PRIVATE_DIR).is_dir():
+        durable_write(directory / PASSED, manifests.seal({"attempt": attempt}))
+
+
+def mark_replicated(directory: Path, attempt: str) -> None:
+    """Note that all copies of ``attempt`` that this node knows of are whole: older ones are not needed any more."""
+    if (directory / PRIVATE_DIR).is_dir():
+        durable_write(directory / REPLICATED, manifests.seal({"attempt": attempt}))
+
+
+def is_replicated(directory: Path, attempt: str) -> bool:
+    """True when ``mark_replicated`` was called for ``attempt``. A damaged note says nothing."""
+    return _noted(directory / REPLICATED) == attempt
+
+
+def may_go(directory: Path, attempt: str) -> bool:
+    """True when nobody is to drain the local copy of ``attempt`` any more. A damaged note says nothing."""
+    return is_drained(directory, attempt) or _noted(directory / PASSED) == attempt
+
+
+def _noted(path: Path) -> str | None:
+    """The attempt that a note is about, None without one. A damaged note says nothing."""
+    try:
+        data = read_whole(path, manifests.RECORD_BYTES_MAX)
+        return str(manifests.unseal(data, DRAINED_FIELDS, where=str(path))["attempt"])
+    except ObjectNotFoundError:
+        return None
+    except (ManifestError, StoreError) as error:
+        log.warning("%s", error)
+        return None
+
+
+def read_drained(directory: Path) -> str | None:
+    """Return the attempt that was noted as drained, None when none was. Raises ManifestError when damaged."""
+    try:
+        data = read_whole(directory / DRAINED, manifests.RECORD_BYTES_MAX)
+    except ObjectNotFoundError:
+        return None
+    return str(manifests.unseal(data, DRAINED_FIELDS, where=str(directory / DRAINED))["attempt"])

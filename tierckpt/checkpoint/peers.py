@@ -1,0 +1,46 @@
+"""What finding a checkpoint needs of the other nodes. ``peer/catalog.py`` provides it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ..format.layout import Location
+from ..format.manifest import FileEntry, Manifest
+from ..types import Buffer
+
+Member = Any
+"""A node, as the catalog knows it."""
+
+
+class PeerReplicas(Protocol):
+    """The copies that other nodes have of one checkpoint, all of one attempt."""
+
+    manifest: Manifest
+
+    @property
+    def attempt(self) -> str: ...
+
+    async def look(self) -> PeerReplicas:
+        """Ask which files each has, once. Returns itself."""
+
+    def holders(self, entry: FileEntry) -> Sequence[Member]:
+        """Who had the whole of ``entry`` at the last ``look``."""
+
+    def lacks(self, entries: Iterable[FileEntry]) -> list[FileEntry]: ...
+
+    def report(self, member: Member) -> None:
+        """What ``member`` gave was not what was saved: no bytes are asked of it for a while."""
+
+    async def chunk(self, member: Member, entry: FileEntry, index: int) -> Buffer:
+        """Chunk ``index`` of ``entry`` from ``member``, verified."""
+
+
+class PeerCatalog(Protocol):
+    """What the other nodes have."""
+
+    async def at(self, location: Location, known: Iterable[Manifest | None] = ()) -> Mapping[str, PeerReplicas]:
+        """The copies of the checkpoint at ``location``, by attempt."""
+
+    async def committed(self, parent: Location) -> Mapping[str, Mapping[str, Sequence[Member]]]:
+        """The checkpoints below ``parent``: by name, by attempt, who has it."""

@@ -1,0 +1,323 @@
+"""The commit on the shared tier, where there are no locks and no rename.
+
+    1. shards, the attempt's metadata and one part record per rank are put under names of their own
+    2. ``claim.json`` is put if absent, or in place of exactly the claim that was read: the arbiter between saves that
+       race for an id. An attempt may take over a claim only from the attempts it was told to replace
+    3. ``.metadata``, then ``manifest.json``, on the same conditions: now it is committed
+Every step is idempotent for one attempt, so whichever mover comes last, or comes back after a crash, repeats them.
+"""
+
+from __future__ import annotations
+
+from ..errors import (
+    AlreadyCommittedError,
+    BucketNotFoundError,
+    ManifestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    StoreUnavailableError,
+)
+from ..format import manifest as manifests
+from ..format.layout import (
+    CLAIM,
+    MANIFEST,
+    SHARD_SUFFIX,
+    Location,
+    part,
+    pending,
+    private_files,
+    removal_note,
+)
+from ..format.manifest import Manifest, stale_files, stale_metadata
+from ..stores.base import Conditional, Store
+from ..stores.verified_read import check_bytes, verified
+from ..telemetry import logger
+from ..types import Json, Tier
+
+log = logger("commit")
+
+CLAIM_TRIES = 8
+
+
+CLAIM_FIELDS = frozenset({"attempt", "replaces"})
+
+
+async def read_shared_manifest(store: Store) -> Manifest | None:
+    async def read() -> Manifest:
+        return manifests.decode(await store.get(MANIFEST), where=f"{store.uri}/{MANIFEST}")
+
+    try:
+        return await verified(store, read)
+    except BucketNotFoundError:
+        raise  # a place that does not exist is not an empty place
+    except ObjectNotFoundError:
+        return None
+
+
+async def replaced_by_claim(store: Store) -> frozenset[str]:
+    """Return the attempts that the holder of the claim was told to replace: an attempt among them is superseded."""
+    claim = await _read_claim(store)
+    return frozenset(claim["replaces"]) if claim else frozenset()
+
+
+async def read_claim(store: Store) -> str | None:
+    """Return the attempt that owns this id on the shared tier, None when nobody has claimed it.
+
+    Raises ManifestError when the claim is damaged: nobody may take it over for what it is not.
+    """
+    claim = await _read_claim(store)
+    return str(claim["attempt"]) if claim else None
+
+
+async def attempts_standing(store: Store) -> set[str]:
+    """The attempts that own this id on the shared tier now: a save that begins may replace these and no others.
+
+    The holder of the claim is mostly also the one that is committed. Both are looked at, because either can be without
+    the other: a save between its claim and its commit, and a claim that was lost. A damaged one names nobody.
+    """
+    found: set[str] = set()
+    for read in (read_claim, _standing_attempt):
+        try:
+            attempt = await read(store)
+        except ManifestError as error:
+            log.warning("%s; a save that begins now is not told to replace it", error)
+            continue
+        found |= {attempt} if attempt else set()
+    return found
+
+
+async def _standing_attempt(store: Store) -> str | None:
+    manifest = await read_shared_manifest(store)
+    return manifest.attempt if manifest is not None else None
+
+
+async def _read_claim(store: Store) -> Json | None:
+    """A verdict against a save hangs on the claim, and it names no file whose digest would tell a wrong answer. So it
+    says where it belongs; one from elsewhere is asked for again, and believed when it comes again: the checkpoint was
+    copied here, or this mount has another name on the node that wrote it.
+    """
+    where = f"{store.uri}/{CLAIM}"
+    from_elsewhere: Json | None = None
+
+    async def read() -> Json:
+        nonlocal from_elsewhere
+        claim = manifests.unseal(
+            await store.get(CLAIM),
+            CLAIM_FIELDS,
+            where=where,
+            newer=frozenset({"uri"}),
+            size_bytes_max=manifests.MANIFEST_BYTES_MAX,
+        )
+        if not manifests.is_token(claim["attempt"]) or not manifests.is_tokens(claim["replaces"]):
+            raise ManifestError(f"{where}: it names no attempt", hint="The claim was not written by tierckpt")
+        if claim.get("uri", store.uri) != store.uri:
+            from_elsewhere = claim
+            raise ManifestError(f"{where} was written for {claim['uri']!r}")
+        return claim
+
+    try:
+        return await verified(store, read)
+    except BucketNotFoundError:
+        raise
+    except ObjectNotFoundError:
+        return None
+    except ManifestError:
+        if from_elsewhere is None:
+            raise
+        return from_elsewhere
+
+
+async def commit_shared(store: Store, location: Location, manifest: Manifest) -> None:
+    """Commit ``manifest`` on the shared tier, where all its files already are. Idempotent.
+
+    What is put takes the place of exactly what was read before, and of that only what ``replaces`` names: an attempt
+    that was committed is never replaced by one that did not see it, whatever comes between.
+
+    Raises:
+        AlreadyCommittedError: another attempt owns this id and this one was not told to replace it.
+    """
+    await _claim(store, location, manifest)
+    current, etag = await _read_versioned(store)
+    if current is not None and current.attempt not in {manifest.attempt, *manifest.replaces}:
+        # Its claim was lost: to a removal that was overtaken, or on a store without conditional puts.
+        raise already_committed(location, current.attempt, Tier.SHARED)
+    if current is None or current.attempt != manifest.attempt:
+        for entry in manifest.metadata:
+            data = await store.get(entry.key)
+            check_bytes(data, entry, manifest.chunk_size_bytes, store.uri)
+            await store.put(entry.path, data)
+        if await read_claim(store) != manifest.attempt:
+            # A later save has taken the id over since: its manifest must not be covered by ours.
+            await _restore_stock_metadata(store, manifest)
+            raise already_committed(location, "that replaced this one", Tier.SHARED)
+        if current is not None:
+            await store.put(removal_note(current.attempt), current.encode())  # for whoever cleans up after a crash
+        await _put_manifest(store, location, manifest, etag)
+        log.info("committed %s on the shared tier (attempt %s)", location.uri, manifest.attempt)
+    if current is not None and current.attempt != manifest.attempt:
+        await _remove_stale(store, current, manifest)
+    if manifest.replaces:
+        await _remove_replaced(store, manifest)
+    await store.delete(pending(manifest.attempt))
+    for token in manifest.tokens:
+        await store.delete(part(token))
+
+
+async def _read_versioned(store: Store) -> tuple[Manifest | None, str | None]:
+    """The manifest that stands, and its etag, which comes first: newer bytes can then only fail a condition."""
+    etag = await etag_of(store, MANIFEST)
+    current = await read_shared_manifest(store)
+    return current, etag if current is not None else None
+
+
+async def _put_manifest(store: Store, location: Location, manifest: Manifest, etag: str | None) -> None:
+    """Put the manifest in the place of the version ``etag``, or where none was (None): a save that overtook us must not
+    be covered. One that stood is gone when retention was faster: then it is the same as if none had stood."""
+    try:
+        if etag is not None:
+            try:
+                await replace(store, MANIFEST, manifest.encode(), etag)
+            except PreconditionFailedError:
+                if await read_shared_manifest(store) is not None:
+                    raise
+                await store.put(MANIFEST, manifest.encode(), if_absent=True)
+        else:
+            await store.put(MANIFEST, manifest.encode(), if_absent=True)
+        if store.has_put_if_absent:
+            return
+    except PreconditionFailedError:
+        pass
+    standing = await read_shared_manifest(store)
+    if standing is None or standing.attempt != manifest.attempt:
+        await _restore_stock_metadata(store, manifest)
+        raise already_committed(location, standing.attempt if standing else "unknown", Tier.SHARED)
+
+
+async def _restore_stock_metadata(store: Store, loser: Manifest) -> None:
+    """``loser`` has put its stock metadata over that of an attempt that stands: let stock PyTorch read that again."""
+    try:
+        standing = await read_shared_manifest(store)
+        for entry in standing.metadata if standing is not None and standing.attempt != loser.attempt else ():
+            await store.put(entry.path, await store.get(entry.key))
+    except (StoreError, ManifestError) as error:  # that it has lost is what its caller must hear
+        log.warning("%s: stock PyTorch may not read what stands there: %s", store.uri, error)
+
+
+async def replace(store: Store, key: str, data: bytes, etag: str | None) -> None:
+    """Put ``data`` over the version ``etag`` of ``key``. Raises PreconditionFailedError when that is not there."""
+    if isinstance(store, Conditional) and etag is not None:
+        await store.replace(key, data, etag=etag)
+        return
+    await _check_version(store, key, etag)
+    await store.put(key, data)
+
+
+async def remove(store: Store, key: str, etag: str | None) -> bool:
+    """Delete the version ``etag`` of ``key``. False when another one is there, which stays."""
+    try:
+        if isinstance(store, Conditional) and etag is not None:
+            await store.remove(key, etag=etag)
+        else:
+            await _check_version(store, key, etag)
+            await store.delete(key)
+    except PreconditionFailedError:
+        return False
+    return True
+
+
+async def _check_version(store: Store, key: str, etag: str | None) -> None:
+    """Look, where there are no conditions: what comes between this and the next request is not seen."""
+    try:
+        now = (await store.head(key)).etag
+    except BucketNotFoundError:
+        raise
+    except ObjectNotFoundError:
+        now = None
+    if now != etag:
+        raise PreconditionFailedError(f"{store.uri}/{key} has changed", uri=store.uri, key=key)
+
+
+async def etag_of(store: Store, key: str) -> str | None:
+    """The version of ``key`` that stands now, None without one (or without versions)."""
+    try:
+        return (await store.head(key)).etag
+    except BucketNotFoundError:
+        raise
+    except ObjectNotFoundError:
+        return None
+
+
+async def _remove_replaced(store: Store, manifest: Manifest) -> None:
+    """Remove what the replaced attempts left, committed or not: a node that was lost cannot clean up after itself.
+
+    Repeatable, because the manifest remembers whom it replaced. Only names that carry a replaced token are deleted.
+    """
+    tokens = set(manifest.replaces)
+    last = []
+    for attempt in manifest.replaces:
+        for name in (removal_note(attempt), pending(attempt)):
+            try:
+                gone = manifests.decode(await store.get(name), where=f"{store.uri}/{name}")
+            except (ObjectNotFoundError, ManifestError):
+                continue  # it had one rank, or left no trace
+            tokens |= gone.tokens
+            last.append(name)
+            if name == removal_note(attempt):
+                await _remove_stale(store, gone, manifest)
+    tokens -= manifest.tokens | {manifest.attempt}
+    doomed = {name for token in tokens for name in (part(token), pending(token), *private_files(token))} - {*last}
+    endings = tuple(f"-{token}{SHARD_SUFFIX}" for token in tokens)
+    async for info in store.list():
+        if info.key in doomed or info.key.endswith(endings):
+            await store.delete(info.key)
+    for name in last:  # what says which files are left over goes when they have gone
+        await store.delete(name)
+
+
+async def _remove_stale(store: Store, old: Manifest, new: Manifest) -> None:
+    for name in (*stale_metadata(old, new), *(entry.key for entry in stale_files(old, new))):
+        await store.delete(name)
+    await store.delete(removal_note(old.attempt))
+
+
+async def _claim(store: Store, location: Location, manifest: Manifest) -> None:
+    """Take the id for this attempt: from nobody, or from exactly the holder that was seen and is to be replaced.
+
+    An attempt that it was to replace and that retention has removed meanwhile is nobody: nothing that stands is lost.
+    """
+    claim = manifests.seal({"attempt": manifest.attempt, "replaces": sorted(manifest.replaces), "uri": store.uri})
+    for _ in range(CLAIM_TRIES):
+        try:
+            await store.put(CLAIM, claim, if_absent=True)
+            return
+        except PreconditionFailedError:
+            pass
+        etag = await etag_of(store, CLAIM)
+        holder = await read_claim(store)
+        if holder == manifest.attempt:
+            return  # ours already: an earlier try, or another rank's mover
+        if holder is None:
+            continue  # a removal took it away between the two requests
+        if holder not in manifest.replaces:
+            raise already_committed(location, holder, Tier.SHARED)
+        try:
+            await replace(store, CLAIM, claim, etag)
+            return
+        except PreconditionFailedError:
+            continue  # another save, or a removal, was faster: look again at whose it is
+    raise StoreUnavailableError(
+        f"the claim of {location.uri} changes faster than it can be read",
+        hint="Other saves to this id and removals of it are under way; it is tried again",
+        tier=Tier.SHARED,
+    )
+
+
+def already_committed(location: Location, winner: str, tier: Tier) -> AlreadyCommittedError:
+    return AlreadyCommittedError(
+        f"Checkpoint already exists: {location.uri} belongs to another save (attempt {winner})",
+        hint="Nothing of it was touched. Two saves ran for one id and this one lost, or overwrite=False "
+        "refuses to replace it. Save to another id, or again with overwrite=True (the default) to replace it",
+        tier=tier,
+        winner=winner,
+    )

@@ -1,0 +1,49 @@
+"""Names of files on their way: whose they are, and whether anybody goes on with them."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+
+_OWNED = re.compile(r"\.([0-9a-f]{8})([0-9a-f]{8})([0-9a-f]{16})[0-9a-f]{8}\.tmp$")
+
+
+_TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{8,}\.tmp$", re.DOTALL)
+
+
+def is_temporary(name: str) -> bool:
+    """True for ``.<name>.<random>.tmp``: an object on its way, never listed."""
+    return bool(_TEMPORARY.match(name))
+
+
+def temporary_of_this_process(name: str) -> str:
+    """A temporary name that says whose it is, so that ``is_abandoned`` can tell."""
+    return f".{name}.{_namespace():08x}{os.getpid():08x}{_started(os.getpid()):016x}{secrets.token_hex(4)}.tmp"
+
+
+def is_abandoned(name: str) -> bool:
+    """True for a temporary name of a process of this machine that has ended: nobody goes on with it.
+
+    A number that the system has given again has another start. Of a process of another container nobody can tell here.
+    """
+    match = _OWNED.search(name)
+    if match is None or int(match[1], 16) != _namespace() or not _namespace():
+        return False
+    return _started(int(match[2], 16)) != int(match[3], 16)
+
+
+def _namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino & 0xFFFFFFFF  # noqa: PTH116
+    except OSError:
+        return 0
+
+
+def _started(pid: int) -> int:
+    """Clock ticks since boot (proc(5), field 22 of stat); 0 without such a process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
