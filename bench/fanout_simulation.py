@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tierckpt.peer.fetch.placement import Placement
-from tierckpt.peer.fetch.scheduler import SHARED, Ask, Pause, Schedule, Tuning
+from tierckpt.peer.fetch.scheduler import SHARED, ChunkRequest, Schedule, Tuning, WaitUntil
 from tierckpt.peer.members import Member
 
 LATENCY_SECONDS = 0.001
@@ -128,7 +128,7 @@ class Node:
         self.slow_to: dict[str, float] = {}
         self.waiters: dict[int, list[Callable[[], None]]] = {}
         self.busy = 0
-        self.under_way: dict[int, list[tuple[Ask, Flow | None]]] = {}
+        self.under_way: dict[int, list[tuple[ChunkRequest, Flow | None]]] = {}
         self.begun = False
         self.dead = False
         self.corrupt = False
@@ -217,7 +217,7 @@ class Node:
             self.give_up(ask)
         while not self.is_idle() and self.busy < self.schedule.tuning.slots:
             ask = self.schedule.choose(now)
-            if isinstance(ask, Pause):
+            if isinstance(ask, WaitUntil):
                 if self.next_wake <= now or self.next_wake > ask.until:
                     self.next_wake = ask.until
                     self.world.at(ask.until, self.pump)
@@ -227,7 +227,7 @@ class Node:
             self.busy += 1
             self.go(ask)
 
-    def go(self, ask: Ask) -> None:
+    def go(self, ask: ChunkRequest) -> None:
         world = self.world
         self.under_way.setdefault(ask.chunk, []).append((ask, None))
         if ask.source is SHARED:
@@ -238,7 +238,7 @@ class Node:
             world.send(self, ask.source, lambda other: other.give(self, ask), lambda: self.failed(ask, "unreachable"))
         world.at(self.schedule.hedge_at(ask), lambda: self.late_check(ask))
 
-    def late_check(self, ask: Ask) -> None:
+    def late_check(self, ask: ChunkRequest) -> None:
         if self.is_idle() or not self._is_under_way(ask):
             return
         due = self.schedule.hedge_at(ask)
@@ -252,17 +252,17 @@ class Node:
         else:
             self.world.at(self.world.now + 0.25, lambda: self.late_check(ask))
 
-    def _is_under_way(self, ask: Ask) -> bool:
+    def _is_under_way(self, ask: ChunkRequest) -> bool:
         return any(other is ask for other, _ in self.under_way.get(ask.chunk, ()))
 
-    def _flow(self, ask: Ask, up: Link, source: Node | None) -> None:
+    def _flow(self, ask: ChunkRequest, up: Link, source: Node | None) -> None:
         if self.dead or not self._is_under_way(ask):
             return
         flow = self.world.flow(up, self.down, lambda: self.came(ask, source))
         entries = self.under_way[ask.chunk]
         self.under_way[ask.chunk] = [(other, flow if other is ask else was) for other, was in entries]
 
-    def came(self, ask: Ask, source: Node | None) -> None:
+    def came(self, ask: ChunkRequest, source: Node | None) -> None:
         if self.dead:
             return
         world, chunk = self.world, ask.chunk
@@ -294,13 +294,13 @@ class Node:
             world.left.discard(self)
         self.pump()
 
-    def give_up(self, ask: Ask) -> None:
+    def give_up(self, ask: ChunkRequest) -> None:
         for other, flow in self.under_way.get(ask.chunk, []):
             if other is ask and flow is not None:
                 self.world.drop(flow)
         self.failed(ask, "given up")
 
-    def failed(self, ask: Ask, why: str) -> None:
+    def failed(self, ask: ChunkRequest, why: str) -> None:
         if self.is_idle() or not self._is_under_way(ask):
             return
         chunk = ask.chunk
@@ -313,7 +313,7 @@ class Node:
 
     # --- the agent's part ----------------------------------------------------------------------------------------
 
-    def give(self, to: Node, ask: Ask) -> None:
+    def give(self, to: Node, ask: ChunkRequest) -> None:
         world = self.world
         if ask.chunk in self.has:
             to._flow(ask, self.up, self)

@@ -36,8 +36,8 @@ from pydantic import ByteSize, TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
-from tierckpt.cache.file_set import Frozen, Wanted
-from tierckpt.cache.partial_entry import Filling
+from tierckpt.cache.file_set import FileSet, FileSpec
+from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
 from tierckpt.peer.auth import Signer, read_secret
 from tierckpt.peer.client import PeerClient
@@ -207,7 +207,7 @@ def read_for(seconds: float, readings: list[Reading], chunks: int) -> tuple[int,
     return done, now - begun
 
 
-async def peer_client(root: Path, port: int, frozen: Frozen, connections: int, seconds: float) -> tuple[int, float]:
+async def peer_client(root: Path, port: int, frozen: FileSet, connections: int, seconds: float) -> tuple[int, float]:
     client, member = PeerClient(settings_of(root), "reader"), Member("server", f"127.0.0.1:{port}")
     ordinals, size = len(list(frozen.chunks())), frozen.chunk_size_bytes
     begun, done = time.monotonic(), 0
@@ -228,10 +228,10 @@ async def peer_client(root: Path, port: int, frozen: Frozen, connections: int, s
 # --- the rows ----------------------------------------------------------------------------------------------------
 
 
-def make(root: Path, size_bytes: int, chunk_bytes: int) -> tuple[Frozen, Path]:
+def make(root: Path, size_bytes: int, chunk_bytes: int) -> tuple[FileSet, Path]:
     chunks = max(1, size_bytes // chunk_bytes)
-    frozen = Frozen("s3://bench/model", (Wanted("model.bin", "model.bin", chunks * chunk_bytes, "1"),), chunk_bytes)
-    filling = Filling(root / "cache" / frozen.name, frozen, preallocate=True)
+    frozen = FileSet("s3://bench/model", (FileSpec("model.bin", "model.bin", chunks * chunk_bytes, "1"),), chunk_bytes)
+    filling = PartialEntry(root / "cache" / frozen.name, frozen, preallocate=True)
     for index, chunk in frozen.chunks():
         filling.land(index, chunk, os.urandom(chunk_bytes))
     filling.publish()

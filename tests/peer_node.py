@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tierckpt.cache.file_set import Frozen, Wanted
-from tierckpt.cache.partial_entry import Filling
+from tierckpt.cache.file_set import FileSet, FileSpec
+from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
 from tierckpt.format.layout import METADATA, attempt_metadata, local_dir, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest, digest_of, digests_of
@@ -32,33 +32,33 @@ def model(chunks: int = 5, files: int = 2) -> dict[str, bytes]:
     return {f"part-{number}/model.bin": os.urandom(chunks * CHUNK - 100) for number in range(files)}
 
 
-def freeze(data: Data, chunk_size_bytes: int = CHUNK, uri: str = "s3://bucket/model", known: bool = False) -> Frozen:
+def freeze(data: Data, chunk_size_bytes: int = CHUNK, uri: str = "s3://bucket/model", known: bool = False) -> FileSet:
     """``known``: the digests of the chunks are part of the version."""
     files = tuple(
-        Wanted(name, name, len(value), "etag-1", digests_of(value, chunk_size_bytes) if known else ())
+        FileSpec(name, name, len(value), "etag-1", digests_of(value, chunk_size_bytes) if known else ())
         for name, value in sorted(data.items())
     )
-    return Frozen(uri, files, chunk_size_bytes)
+    return FileSet(uri, files, chunk_size_bytes)
 
 
-def begin(root: Path, frozen: Frozen) -> Filling:
-    return Filling(root / "cache" / frozen.name, frozen, preallocate=True)
+def begin(root: Path, frozen: FileSet) -> PartialEntry:
+    return PartialEntry(root / "cache" / frozen.name, frozen, preallocate=True)
 
 
-def land(filling: Filling, data: Data, ordinals: Sequence[int] | None = None) -> None:
+def land(filling: PartialEntry, data: Data, ordinals: Sequence[int] | None = None) -> None:
     frozen = filling.frozen
     for ordinal, (index, chunk) in enumerate(frozen.chunks()):
         if ordinals is None or ordinal in ordinals:
             filling.land(index, chunk, bytes_of(frozen, data, ordinal))
 
 
-def bytes_of(frozen: Frozen, data: Data, ordinal: int) -> bytes:
+def bytes_of(frozen: FileSet, data: Data, ordinal: int) -> bytes:
     index, chunk = list(frozen.chunks())[ordinal]
     at = frozen.chunk_range(index, chunk)
     return data[frozen.files[index].path][at.start : at.stop]
 
 
-def publish(root: Path, data: Data, **changed: Any) -> Frozen:
+def publish(root: Path, data: Data, **changed: Any) -> FileSet:
     """Have a whole entry in the node's cache."""
     frozen = freeze(data, **changed)
     filling = begin(root, frozen)
@@ -143,7 +143,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def get(client: PeerClient, member: Member, frozen: Frozen, ordinal: int, **asked: Any) -> bytes:
+async def get(client: PeerClient, member: Member, frozen: FileSet, ordinal: int, **asked: Any) -> bytes:
     """One chunk, as bytes."""
     index, chunk = list(frozen.chunks())[ordinal]
     into = memoryview(bytearray(frozen.chunk_range(index, chunk).size_bytes))

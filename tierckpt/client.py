@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 from .announce import announced
 from .arena.slots import close_arenas
-from .cache.entry import Cached
-from .cache.file_set import Frozen
+from .cache.entry import CacheEntry
+from .cache.file_set import FileSet
 from .cache.node_cache import Kind, patiently
-from .cache.prefetch import PrefetchResult, Wanted
+from .cache.prefetch import FileSpec, PrefetchResult
 from .checkpoint import epoch, in_flight
 from .checkpoint.journal import Entry
 from .config import Settings
@@ -33,9 +33,9 @@ from .engine import Engine
 from .errors import ConfigError, OperationTimeoutError, TierckptError
 from .format.layout import Location, parse_uri, step_of
 from .format.uris import local_path
-from .ipc.client import NoAgentError, close_contacts, contact_for, has_socket, is_known, own_contact
+from .ipc.client import AgentUnavailableError, close_contacts, contact_for, has_socket, is_known, own_contact
 from .stores.schemes import check_location
-from .telemetry import Tally, ignore_progress, listen, logger
+from .telemetry import MetricsRelay, ignore_progress, listen, logger
 from .tracebacks import short_traceback
 from .types import Buffer, ByteRange, ProgressListener, Tier
 
@@ -194,7 +194,7 @@ class Client:
         try:
             message = {"op": "settle"}
             contact.ask(message, start=False, timeout_seconds=SETTLE_SECONDS, on_busy=_Watch())
-        except NoAgentError:
+        except AgentUnavailableError:
             pass  # it has left nothing to wait for, or the log has said that it does not answer
         except (TierckptError, OSError) as error:
             log.warning("what ended trainers had staged may not be there yet: %s", error)
@@ -305,7 +305,7 @@ class _Watch:
             raise OperationTimeoutError("the agent works on it and nothing comes of that", waited_seconds=waited)
 
 
-_tally = Tally()
+_tally = MetricsRelay()
 """What this process has measured since the agent, which serves the metrics of the node, was last told."""
 listen(_tally)
 
@@ -431,17 +431,17 @@ class CachedView:
     what it lacks is fetched, once per node, and kept. Any thread may use it.
     """
 
-    def __init__(self, client: Client, cached: Cached) -> None:
+    def __init__(self, client: Client, cached: CacheEntry) -> None:
         self._client, self._cached = client, cached
         self._filling: concurrent.futures.Future[None] | None = None
 
     @property
-    def files(self) -> dict[str, Wanted]:
+    def files(self) -> dict[str, FileSpec]:
         """Every file by its path below the URI; of a URI that is one object, that object by its name."""
         return self._cached.files
 
     @property
-    def only(self) -> Wanted | None:
+    def only(self) -> FileSpec | None:
         """The file of a URI that is one object."""
         return self._cached.only
 
@@ -531,7 +531,7 @@ def open_cached(
     return CachedView(client, client.run(lambda engine: engine.cached(location, kind=kind)))
 
 
-def open_entry(frozen: Frozen, settings: Settings) -> CachedView:
+def open_entry(frozen: FileSet, settings: Settings) -> CachedView:
     """Open an entry of the node cache by what its receipt says it is. Raises ConfigError, StoreError."""
     client = get_client(settings)
     return CachedView(client, client.run(lambda engine: engine.shelf.reopen(frozen)))

@@ -59,6 +59,12 @@ def _default_local_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tierckpt"
 
 
+REMOVED = {
+    "share_reads_over_group": "Ranks of one node share what they read (share_reads), nodes do with peers; leave it out",
+}
+"""Settings of earlier versions, and what to do instead."""
+
+
 class Settings(BaseSettings):
     """All settings. Build one with ``Settings.load(**overrides)``, which turns bad values into ``ConfigError``."""
 
@@ -192,10 +198,6 @@ class Settings(BaseSettings):
 
     share_reads_timeout_seconds: float = Field(default=30.0, gt=0)
     """A rank that has had nothing from the others for this long reads the rest for itself."""
-
-    share_reads_over_group: bool = False
-    """What all ranks of a load want is read by one of them and broadcast by the job's default process group, instead of
-    being read on every node. For groups whose links are faster than storage; every rank of the job must load."""
 
     cache_bytes_max: ByteSize | None = Field(default=None, gt=0)
     """Most bytes of the node cache (``<local_root>/cache``). None: what the disk has, up to ``cache_high_water``."""
@@ -385,6 +387,9 @@ class Settings(BaseSettings):
         Raises:
             ConfigError: an unknown name or a value that cannot work; the message names each.
         """
+        for name, instead in REMOVED.items():
+            if name in overrides or f"TIERCKPT_{name.upper()}" in os.environ:
+                raise ConfigError(f"there is no setting {name} any more", hint=instead)
         try:
             if settings is None:
                 return cls(**overrides)

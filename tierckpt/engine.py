@@ -11,9 +11,9 @@ from contextlib import AbstractAsyncContextManager
 from functools import cached_property
 from pathlib import Path
 
-from .cache.entry import Cached
-from .cache.node_cache import Check, Held, Kind, Shelf, refuse_pin
-from .cache.pool import Room
+from .cache.entry import CacheEntry
+from .cache.node_cache import Check, Kind, NodeCache, ResolvedUri, refuse_pin
+from .cache.pool import AdmissionPlan
 from .cache.prefetch import PrefetchResult, prefetch
 from .checkpoint import catalog, local_commit, local_only, marks, shared_commit
 from .checkpoint.catalog import Checkpoint, Row
@@ -45,10 +45,10 @@ from .errors import (
 from .format.layout import MANIFEST, Location, local_dir, parse_uri
 from .format.manifest import FileEntry, Manifest
 from .peer.catalog import Live, cluster_of
-from .peer.fetch.join import Sharing
+from .peer.fetch.join import PeerJoiner
 from .restore import fetch_file
 from .restore.drill import DrillReport, choose, drill
-from .restore.fetch_file import Nearest
+from .restore.fetch_file import FallbackSource
 from .restore.restore import RestoreResult, restore
 from .stores.base import Store
 from .telemetry import ignore_progress, logger
@@ -92,8 +92,8 @@ class Engine:
         self._listener = listener
         self._drainer = Drainer(settings, listener)
         # The agent, which says itself who is there, fetches nothing that it would have to ask others for.
-        self.sharing = Sharing(settings) if settings.peers is not None and live is None else None
-        self.shelf = Shelf(settings, self._drainer.store, listener, self.sharing)
+        self.sharing = PeerJoiner(settings) if settings.peers is not None and live is None else None
+        self.shelf = NodeCache(settings, self._drainer.store, listener, self.sharing)
         self.cluster = cluster_of(settings, live)
         """The other nodes, where there are ``peers``."""
         self.selector = Selector(settings, self._drainer.store, self._drainer.directory, self.cluster)
@@ -574,7 +574,7 @@ class Engine:
                 return False
             return True
 
-    async def cached(self, location: Location, *, kind: Kind = "auto", info: ObjectInfo | None = None) -> Cached:
+    async def cached(self, location: Location, *, kind: Kind = "auto", info: ObjectInfo | None = None) -> CacheEntry:
         """Open what ``location`` holds now (files, a model, one object) through the node cache. Close what is returned.
 
         Raises ObjectNotFoundError. docs/internals/cache.md says how to use it.
@@ -605,7 +605,7 @@ class Engine:
         if location.scheme == "file" and target.absolute() == Path(location.path):
             raise ConfigError(f"{target} is both source and target of the prefetch", hint="Give another --to")
         result = await prefetch(
-            Nearest(held.store, checkpoint.elsewhere) if checkpoint is not None else held.store,
+            FallbackSource(held.store, checkpoint.elsewhere) if checkpoint is not None else held.store,
             held.frozen.files,
             target,
             chunk_size_bytes=held.frozen.chunk_size_bytes,
@@ -620,7 +620,7 @@ class Engine:
 
     async def _freeze(
         self, location: Location, include: Sequence[str], exclude: Sequence[str]
-    ) -> tuple[Held, Checkpoint | None]:
+    ) -> tuple[ResolvedUri, Checkpoint | None]:
         """What is at ``location``, frozen; and the checkpoint there, when peers have committed it.
 
         A checkpoint is there from the moment that some node has committed it, on the shared tier or not yet.
@@ -641,14 +641,14 @@ class Engine:
 
     async def plan_prefetch(
         self, location: Location, include: Sequence[str] = (), exclude: Sequence[str] = ()
-    ) -> Room | None:
+    ) -> AdmissionPlan | None:
         """What the cache would evict for a prefetch; None where it has no part in it. Changes nothing."""
         held = await self.shelf.freeze(location, include=include, exclude=exclude)
         if self.local_place(held) is not None:
             return None
         return await asyncio.to_thread(self.shelf.pool.plan, held.frozen)
 
-    def local_place(self, held: Held) -> Path | None:
+    def local_place(self, held: ResolvedUri) -> Path | None:
         """Where a checkpoint of ours, all of it, goes by default; None for what goes to the node cache."""
         return self.directory(held.location) if held.manifest is not None and not held.is_filtered else None
 

@@ -1,7 +1,8 @@
 """Loggers, metrics and progress that nobody has to listen to. The library configures none of them.
 
 Metrics are named here, once, and cost a look at an empty tuple until somebody calls ``listen``. The agent turns them
-into Prometheus (``agent/metrics.py``); a process without an agent's page collects them in a ``Tally`` and hands it on.
+into Prometheus (``agent/metrics.py``); a process without an agent's page collects them in a ``MetricsRelay`` and
+hands it on.
 No label names a step, a rank or a URI: their number has no bound.
 
     T1  No secret: every record of a ``tierckpt.*`` logger is redacted before any handler sees it.
@@ -105,7 +106,7 @@ PEER_BANS = Metric("counter", "tierckpt_peer_bans_total", "Peers that are not as
 RELAYED_VALUES_MAX = 2000
 
 
-class Tally:
+class MetricsRelay:
     """A listener that collects measurements, to be handed to another process as JSON (``take``) and emitted there.
 
     Bounded: counters add up, gauges keep the last value, and of a histogram at most ``RELAYED_VALUES_MAX`` values wait.
@@ -142,7 +143,8 @@ class Tally:
 
 
 def emit_rows(rows: list[list[Any]]) -> int:
-    """Emit here what a ``Tally`` collected elsewhere. What is not a measurement of ours is left out; returns how many
+    """Emit here what a ``MetricsRelay`` collected elsewhere. What is not a measurement of ours is left out; returns
+    how many
     were taken. Rows come from other processes, so nothing in them is trusted."""
     taken = 0
     for row in rows:

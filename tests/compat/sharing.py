@@ -15,9 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import tierckpt
 from tests.states import same
 from tierckpt import telemetry
-from tierckpt.dcp import broadcast
-from tierckpt.dcp.reader import TierStorageReader
-from tierckpt.errors import StoreError
 
 CHUNK = 64 << 10
 ROWS, COLUMNS = 1024, 512
@@ -133,95 +130,8 @@ def load_twice(folder: str, loaded: str, window: str = "256MiB") -> dict[str, An
     }
 
 
-def load_over_group(folder: str, saved: str, loaded: str, bucket_bytes: int) -> dict[str, Any]:
-    """The same load, read by each and by the process group; how many broadcasts there were."""
-    uri = f"{folder}/step-1"
-    save(uri, saved)
-    broadcast.BUCKET_BYTES = bucket_bytes
-    with Broadcasts() as sent:
-        over_group = load(uri, loaded, share_reads_over_group=True)
-    return {
-        "size": shard_bytes(uri),
-        "group": over_group,
-        "sent": sent.bytes,
-        "apart": load(uri, loaded, share_reads=False),
-    }
-
-
-class Broadcasts:
-    """The bytes of each broadcast, as this rank sees them."""
-
-    def __enter__(self) -> Broadcasts:
-        self.bytes: list[int] = []
-        self._real = broadcast.dist.broadcast
-
-        def spy(tensor: torch.Tensor, source: int, *rest: Any, **options: Any) -> Any:
-            if tensor.dtype == torch.uint8 and tensor.dim() == 1:
-                self.bytes.append(tensor.nbytes)
-            return self._real(tensor, source, *rest, **options)
-
-        broadcast._broadcast.__globals__["dist"] = _Instead(broadcast.dist, spy)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        broadcast._broadcast.__globals__["dist"] = dist
-
-
-class _Instead:
-    """torch.distributed, but for one call."""
-
-    def __init__(self, real: Any, broadcast: Any) -> None:
-        self._real, self.broadcast = real, broadcast
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-
-def damaged_over_group(folder: str, damage: str) -> dict[str, Any]:
-    """A part that one rank cannot read, or targets that are not alike: everybody ends, and nobody has wrong bytes."""
-    uri = f"{folder}/step-1"
-    save(uri, "replicated")
-    rank = dist.get_rank()
-    wanted = replicated()
-    if damage == "a rank that cannot read" and rank == 2:
-        TierStorageReader._read_data = _fails  # type: ignore[method-assign]
-    if damage == "targets of another dtype" and rank == 1:
-        wanted["model"]["layer-3"] = wanted["model"]["layer-3"].double()
-    state = cleared(wanted)
-    error = ""
-    try:
-        dcp.load(state, storage_reader=tierckpt.TierStorageReader(uri, share_reads_over_group=True))
-    except dcp.CheckpointException as raised:
-        error = str(sorted(raised.failures))
-    right: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(right, (error, same(state["model"], wanted["model"])))
-    return {"errors": [found for found, _ in right], "right": [fits for _, fits in right]}
-
-
-def _fails(*_: Any) -> None:
-    raise StoreError("this rank cannot read")
-
-
 def only_save(folder: str, saved: str) -> int:
     return save(f"{folder}/step-1", saved)
-
-
-def restore_on_nodes(uri: str, roots: str) -> dict[str, Any]:
-    """Save, and restore on as many empty nodes as there are ranks: over the group, and each apart."""
-    with tierckpt.Checkpointer(uri, chunk_size_bytes=CHUNK) as checkpointer:
-        checkpointer.save(7, replicated())
-    dist.barrier()
-    found: dict[str, Any] = {"size": sum(tensor.nbytes for tensor in replicated()["model"].values())}
-    for way in ("group", "apart"):
-        state = cleared(replicated())
-        root = Path(roots, way, f"node-{dist.get_rank()}")
-        options: dict[str, Any] = {"local_root": root, "share_reads_over_group": way == "group"}
-        with Read() as read, tierckpt.Checkpointer(uri, **options) as checkpointer:
-            checkpointer.restore(state)
-        right: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(right, same(state, replicated()))
-        found[way] = {"right": all(right), "read": read.of_all()[0]}
-    return found
 
 
 def restore_elsewhere(uri: str, local_root: str) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from tierckpt.checkpoint import local_commit
 from tierckpt.dcp.handoff import client
 from tierckpt.dcp.writer import TierStorageWriter
 from tierckpt.errors import OperationTimeoutError, TierckptError
-from tierckpt.ipc.client import Contact
+from tierckpt.ipc.client import AgentClient
 from tierckpt.save import direct_put, flush
-from tierckpt.training.drain_decider import Order, Sending
+from tierckpt.training.drain_decider import DrainDecider, SaveDirective
 
 STAGGER_SECONDS = 0.15
 """Between the deaths of two ranks: long enough for the agent to act on each before it hears of the next."""
@@ -173,12 +173,12 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
     if point == "not begun":
         _replace(TierStorageWriter, "_begin", instead)
     elif point == "handed in":
-        _replace(client.Testament, "hand_in", after)
+        _replace(client.HandoffHandle, "hand_in", after)
         flush._File.write = stay  # type: ignore[method-assign]
     elif point == "half flushed":
         _replace(flush._File, "finish", lambda real: _first_half(real, reached))
     elif points.rank and way.startswith("async_save") and point == "noted":
-        _replace(client.Testament, "hand_in_durable", instead)
+        _replace(client.HandoffHandle, "hand_in_durable", instead)
     elif points.rank and way.startswith("async_save") and point == "told":
         _replace(TierStorageWriter, "_hand_over", instead)
     elif way.startswith("async_save") and point in ("noted", "told"):
@@ -234,7 +234,7 @@ def all_die(
     points = Points(folder)
     _be_on_one_of(nodes, points)
     if is_straight:
-        Sending.decide = lambda *_, **__: Order(is_straight=True)  # type: ignore[method-assign]
+        DrainDecider.decide = lambda *_, **__: SaveDirective(is_straight=True)  # type: ignore[method-assign]
         settings["drain_policy"] = "adaptive"
     job = _job(way, uri, **settings)
     job.save(1, state_of(points.rank, 1, points.world_size))
@@ -254,7 +254,7 @@ def saves_and_lives_on(uri: str, folder: str, way: str, fails: int = -1, nodes: 
     points = Points(folder)
     _be_on_one_of(nodes, points)
     job, real = _job(way, uri, **settings), flush._File.write
-    _replace(client.Testament, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
+    _replace(client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
     for step in (1, 2, 3):
         if step == 2 and points.rank == fails:
             flush._File.write = _no_disk  # type: ignore[method-assign]
@@ -277,7 +277,7 @@ def _no_disk(*_: Any, **__: Any) -> None:
 def keeps_and_dies(uri: str, folder: str, **settings: Any) -> None:
     """Of four steps only the first goes to the shared tier. Then the kill."""
     points = Points(folder)
-    Sending.decide = lambda _, step, *__, **___: Order(step == 1)  # type: ignore[method-assign]
+    DrainDecider.decide = lambda _, step, *__, **___: SaveDirective(step == 1)  # type: ignore[method-assign]
     checkpointer = _checkpointer(uri, drain_policy="adaptive", **settings)
     for step in range(1, 5):
         checkpointer.save(step, state_of(0, step))
@@ -307,7 +307,7 @@ def one_dies(uri: str, folder: str, killed: int, point: str, **settings: Any) ->
     checkpointer = _checkpointer(uri, timeout_seconds=3.0, **settings)
     checkpointer.save(1, state_of(points.rank, 1, points.world_size))
     checkpointer.wait("local")
-    _replace(client.Testament, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
+    _replace(client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
     if points.rank == killed:
         _arm(points, point, lambda: points.reach("killed"))
     begun = time.monotonic()
@@ -352,7 +352,7 @@ def killed_while_a_slot_is_used_again(uri: str, folder: str, seeded: bool = Fals
     before = _allocations()
     checkpointer.save(2, state_of(0, 2))
     points.await_all("flushed")
-    _replace(client.Testament, "hand_in", lambda real: _then(real, lambda: points.reach("killed")))
+    _replace(client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: points.reach("killed")))
     checkpointer.save(3, state_of(0, 3))
     if _allocations() == before:
         points.reach("memory used again")
@@ -382,9 +382,11 @@ def killed_when_a_staged_one_was_dropped(
     if seeded:
         _replace(slots.Lease, "ask_before_drop", lambda _: lambda lease, question: None)
     if is_deaf:
-        _replace(Contact, "ask", lambda real: lambda contact, message, *a, **k: _deaf(real, contact, message, *a, **k))
+        _replace(
+            AgentClient, "ask", lambda real: lambda contact, message, *a, **k: _deaf(real, contact, message, *a, **k)
+        )
     handed: list[int] = []
-    _replace(client.Testament, "hand_in", lambda real: _then(real, lambda: handed.append(1)))
+    _replace(client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: handed.append(1)))
     flush._File.write = lambda *_: points.reach_and_stay("flushing")  # type: ignore[method-assign,assignment]
     for count, step in enumerate((2, 3, 4), 1):
         checkpointer.save(step, state_of(0, step))
@@ -395,7 +397,7 @@ def killed_when_a_staged_one_was_dropped(
     points.die()
 
 
-def _deaf(real: Callable[..., Any], contact: Contact, message: dict[str, Any], *args: Any, **options: Any) -> Any:
+def _deaf(real: Callable[..., Any], contact: AgentClient, message: dict[str, Any], *args: Any, **options: Any) -> Any:
     if message["op"] == "take_back":
         raise OperationTimeoutError("seeded")
     return real(contact, message, *args, **options)

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tierckpt.cache.entry import Cached
-from tierckpt.cache.partial_entry import Filling
+from tierckpt.cache.entry import CacheEntry
+from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
 from tierckpt.disk.claims import Claims
 from tierckpt.engine import Engine
@@ -60,29 +60,29 @@ def no_ownership() -> None:
 
 def no_second_look() -> None:
     """Who gets a claim does not look whether the chunk has landed before it did."""
-    real = Cached.fetch_claimed
+    real = CacheEntry.fetch_claimed
 
-    async def fetch(self: Cached, filling: Filling, index: int, chunk: int, *, keep: bool) -> Any:
+    async def fetch(self: CacheEntry, filling: PartialEntry, index: int, chunk: int, *, keep: bool) -> Any:
         has, filling.has = filling.has, lambda *_: False  # type: ignore[method-assign]
         try:
             return await real(self, filling, index, chunk, keep=keep)
         finally:
             filling.has = has  # type: ignore[method-assign]
 
-    Cached.fetch_claimed = fetch  # type: ignore[method-assign]
+    CacheEntry.fetch_claimed = fetch  # type: ignore[method-assign]
 
 
 def line_first() -> None:
     """A chunk is said to be here before its bytes are."""
-    real = Filling.land
+    real = PartialEntry.land
 
-    def land(self: Filling, index: int, chunk: int, data: Buffer, digest: str = "") -> None:
+    def land(self: PartialEntry, index: int, chunk: int, data: Buffer, digest: str = "") -> None:
         self.prepare(index)
         self._append(f"{index} {chunk} {digest}")
         time.sleep(0.2)
         real(self, index, chunk, data, digest)
 
-    Filling.land = land  # type: ignore[method-assign]
+    PartialEntry.land = land  # type: ignore[method-assign]
 
 
 BUGS: dict[str, Callable[[], None]] = {

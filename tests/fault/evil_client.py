@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.peer_node import CHUNK, SECRET, Node, get, publish
-from tierckpt.cache.file_set import Frozen
+from tierckpt.cache.file_set import FileSet
 from tierckpt.peer.auth import Signer
 from tierckpt.peer.messages import chunk_target
 
@@ -56,7 +56,7 @@ def raw(first: str, *lines: str) -> bytes:
     return "\r\n".join([first, "Host: server", *lines, "", ""]).encode("latin-1")
 
 
-def attacks(frozen: Frozen) -> list[Attack]:
+def attacks(frozen: FileSet) -> list[Attack]:
     good = chunk_target(frozen.version, CHUNK, 1, 0, 0.0)
     other = chunk_target(frozen.version, CHUNK, 2, 0, 0.0)
     proof = signed(good).split(b"\r\n")[2].decode()
@@ -92,7 +92,7 @@ def attacks(frozen: Frozen) -> list[Attack]:
 METHODS = ("POST", "PUT", "DELETE", "TRACE", "OPTIONS", "CONNECT", "PATCH", "PROPFIND", "get")
 
 
-def paths(frozen: Frozen) -> list[str]:
+def paths(frozen: FileSet) -> list[str]:
     """Ways out, by members who know the secret."""
     base, version = "/v1/chunk", frozen.version
     outs = ("..", "%2e%2e", "..%2f", "..%5c", "..\\", "%00", "....//", "%c0%ae%c0%ae", "..;", "~root", "C:")
@@ -138,7 +138,7 @@ async def send(node: Node, request: bytes) -> bytes:
         writer.transport.abort()
 
 
-async def run(node: Node, frozen: Frozen) -> Report:
+async def run(node: Node, frozen: FileSet) -> Report:
     """Try everything; then see that a member is served as if nothing had been."""
     report, missing = Report(), set()
     for attack in attacks(frozen):
@@ -161,7 +161,7 @@ async def run(node: Node, frozen: Frozen) -> Report:
     return report
 
 
-async def _replay(node: Node, frozen: Frozen, report: Report) -> None:
+async def _replay(node: Node, frozen: FileSet, report: Report) -> None:
     request = signed(chunk_target(frozen.version, CHUNK, 1, 0, 0.0))
     first, again = await send(node, request), await send(node, request)
     report.fired["replay"] += 1
@@ -171,7 +171,7 @@ async def _replay(node: Node, frozen: Frozen, report: Report) -> None:
         report.wrong.append("a replay is answered")
 
 
-async def _swap_in_links(node: Node, frozen: Frozen, report: Report) -> None:
+async def _swap_in_links(node: Node, frozen: FileSet, report: Report) -> None:
     """Somebody on the node puts a link to a file outside where a file of an entry was."""
     outside = node.root.parent / "outside"
     outside.write_bytes(MARK + bytes(5 * CHUNK))
@@ -213,6 +213,6 @@ async def dribble(node: Node, connections: int) -> float:
     return time.monotonic() - begun
 
 
-def entry(root: Path) -> tuple[Frozen, dict[str, bytes]]:
+def entry(root: Path) -> tuple[FileSet, dict[str, bytes]]:
     data = marked()
     return publish(root, data), data

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.peer_node import CHUNK, SECRET, begin, bytes_of, freeze, settings_of
-from tierckpt.cache.file_set import Frozen
-from tierckpt.cache.partial_entry import Filling
+from tierckpt.cache.file_set import FileSet
+from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.errors import TierckptError
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer.auth import prove
@@ -326,7 +326,7 @@ class Elsewhere:
 class EvilPeer:
     """Answers every request for a chunk with ``wile``."""
 
-    def __init__(self, frozen: Frozen, data: Mapping[str, bytes], elsewhere: str, fired: Counter[str]) -> None:
+    def __init__(self, frozen: FileSet, data: Mapping[str, bytes], elsewhere: str, fired: Counter[str]) -> None:
         self._frozen, self._data, self._elsewhere, self._fired = frozen, data, elsewhere, fired
         self.wile: Wile = wrong_bytes
         self._tasks: set[asyncio.Task[None]] = set()
@@ -399,7 +399,7 @@ def _outside(folder: Path) -> set[str]:
 
 
 async def _try(
-    client: PeerClient, member: Member, filling: Filling, data: Mapping[str, bytes], report: Report, name: str
+    client: PeerClient, member: Member, filling: PartialEntry, data: Mapping[str, bytes], report: Report, name: str
 ) -> None:
     frozen = filling.frozen
     right = bytes_of(frozen, data, 1)

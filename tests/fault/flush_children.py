@@ -62,7 +62,7 @@ def save(uri: str, step: int, way: str) -> str:
             else:
                 if way == "ahead":  # from the second save on
                     write_ahead.BYTES_MIN = write_ahead.WRITE_BYTES = 64 * KiB
-                    at_start(write_ahead.Ahead, lambda: (root().parent / BEGAN_AHEAD).touch())
+                    at_start(write_ahead.WriteAhead, lambda: (root().parent / BEGAN_AHEAD).touch())
                 stager = tierckpt.TierStager(shared=way == "shared", **options)
                 dcp.async_save(state_of(step), storage_writer=writer, async_stager=stager, no_dist=True).result(30)
     except TierckptError as error:

@@ -17,7 +17,7 @@ import tierckpt
 from tierckpt import telemetry
 from tierckpt.arena.shared_buffer import Window
 from tierckpt.read import shared_read
-from tierckpt.read.replicated_file import Copies
+from tierckpt.read.replicated_file import ReplicatedFile
 
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
 TENSORS, ELEMENTS = 16, 1 << 18
@@ -87,9 +87,9 @@ def load_together(folder: str, uri: str, victim: int, fault: str, nth: int, bug:
 
 
 def _at_read(nth: int, folder: Path, number: signal.Signals) -> None:
-    real, count = Copies.part, 0
+    real, count = ReplicatedFile.part, 0
 
-    def part(self: Copies, index: int, *rest: Any) -> Any:
+    def part(self: ReplicatedFile, index: int, *rest: Any) -> Any:
         nonlocal count
         if self.entry.path.endswith(".distcp"):
             count += 1
@@ -98,7 +98,7 @@ def _at_read(nth: int, folder: Path, number: signal.Signals) -> None:
                 os.kill(os.getpid(), number)
         return real(self, index, *rest)
 
-    Copies.part = part  # type: ignore[method-assign]
+    ReplicatedFile.part = part  # type: ignore[method-assign]
 
 
 def _take_slowly(folder: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import tierckpt
 from tests.states import raises_ours
 from tierckpt.checkpoint import local_commit, shared_commit
-from tierckpt.dcp.shard_delivery import Delivery
+from tierckpt.dcp.shard_delivery import ShardDelivery
 from tierckpt.drain import drain
 from tierckpt.errors import AlreadyCommittedError
 from tierckpt.format.layout import pending
@@ -66,7 +66,7 @@ def _commits_and_dies(*arguments: Any) -> None:
 _commit_local = local_commit.commit_local
 
 POINTS: dict[str, tuple[Any, str, Any]] = {
-    "before shards": (Delivery, "write", die),
+    "before shards": (ShardDelivery, "write", die),
     "in a shard": (flush._File, "write", die),
     "before the commit": (local_commit, "commit_local", die),
     "between metadata and manifest": (local_commit, "_publish", _half),

@@ -26,7 +26,7 @@ from tests.servers.faultproxy import FaultProxy, Kind, Plan
 from tests.services import moto_server
 from tierckpt.config import Settings
 from tierckpt.errors import TierckptError
-from tierckpt.ipc.client import Contact
+from tierckpt.ipc.client import AgentClient
 
 SHARE = 0.05
 KIND_SECONDS = 20.0
@@ -96,7 +96,7 @@ def soak(folder: Path, seconds: float, chance: random.Random) -> int:
 
 
 def _kill_agent(local_root: Path) -> bool:
-    contact = Contact(Settings.load(local_root=local_root, mover="agent"))
+    contact = AgentClient(Settings.load(local_root=local_root, mover="agent"))
     try:
         os.kill(contact.ask({"op": "status"}, start=False)["pid"], 9)
     except (TierckptError, OSError):

@@ -36,7 +36,7 @@ from tierckpt.drain.budget import change_control
 from tierckpt.errors import TierckptError
 from tierckpt.format.layout import agent_dir, local_dir, parse_uri
 from tierckpt.ipc import client as contacts
-from tierckpt.ipc.client import SOCKET, Contact, NoAgentError
+from tierckpt.ipc.client import SOCKET, AgentClient, AgentUnavailableError
 from tierckpt.quantities import human_bytes
 
 pytestmark = pytest.mark.distributed
@@ -94,7 +94,7 @@ def runs(root: Path) -> bool:
 
 
 def ask(root: Path, op: str, **message: Any) -> Any:
-    contact = Contact(Settings.load(local_root=root, **SETTINGS))
+    contact = AgentClient(Settings.load(local_root=root, **SETTINGS))
     try:
         return contact.ask({"op": op, **message}, start=False)
     finally:
@@ -107,7 +107,7 @@ def status(root: Path) -> dict[str, Any]:
 
 
 def answers(root: Path) -> bool:
-    with contextlib.suppress(NoAgentError):
+    with contextlib.suppress(AgentUnavailableError):
         return bool(status(root))
     return False
 
@@ -116,7 +116,7 @@ def is_quiet(root: Path) -> bool:
     """The agent has nothing in its hands and nothing before it."""
     try:
         now = status(root)
-    except NoAgentError:
+    except AgentUnavailableError:
         return not Journal(root).entries()
     busy = now["staged_saves"] or now["memory_held_bytes"] or now["draining"] or now["processes"]
     return not busy and not Journal(root).entries()
@@ -220,7 +220,7 @@ def test_the_start_of_a_process_that_was_killed_is_made_by_who_waited_for_it(loc
     command = [sys.executable, "-c", HOLDS, str(directory / contacts.STARTING)]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE) as starter,
-        contextlib.closing(Contact(Settings.load(local_root=local_root, **SETTINGS))) as contact,
+        contextlib.closing(AgentClient(Settings.load(local_root=local_root, **SETTINGS))) as contact,
         ThreadPoolExecutor(1) as waiting,
     ):
         assert starter.stdout is not None
@@ -272,7 +272,7 @@ def _meet(path: str) -> str:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused_by_the_directory_and_by_the_agent(local_root: Path) -> None:
-    with contextlib.closing(Contact(Settings.load(local_root=local_root, **SETTINGS))) as contact:
+    with contextlib.closing(AgentClient(Settings.load(local_root=local_root, **SETTINGS))) as contact:
         contact.ask({"op": "status"})
         directory = agent_dir(local_root)
         assert _connect_as(0, directory) == "answered"  # control: the way is right
@@ -282,7 +282,7 @@ def test_another_user_is_refused_by_the_directory_and_by_the_agent(local_root: P
         assert _connect_as(65534, directory) == "refused"
         assert "user 65534" in log_of(local_root)
         with pytest.raises(TierckptError, match="must belong to this user alone"):
-            Contact(contact.settings).ask({"op": "status"})  # nor is a directory used that others may look into
+            AgentClient(contact.settings).ask({"op": "status"})  # nor is a directory used that others may look into
         directory.chmod(0o700)
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 import tierckpt
 from tests.states import same, save, small_state
 from tierckpt.cache import verifier
-from tierckpt.cache.entry import Cached
+from tierckpt.cache.entry import CacheEntry
 from tierckpt.cache.partial_entry import BLOCKS, RECEIPT, read_receipt
 from tierckpt.client import close_all, open_cached
 from tierckpt.errors import IntegrityError
@@ -232,13 +232,13 @@ def test_a_store_that_has_other_bytes_by_now_mends_nothing(model: Model) -> None
 
 def test_a_small_read_costs_a_block_not_a_chunk(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    read_here = Cached._read_here
+    read_here = CacheEntry._read_here
 
-    def counted(self: Cached, index: int, byte_range: Any, into: memoryview) -> bool:
+    def counted(self: CacheEntry, index: int, byte_range: Any, into: memoryview) -> bool:
         read.append(byte_range.size_bytes)
         return read_here(self, index, byte_range, into)
 
-    monkeypatch.setattr(Cached, "_read_here", counted)
+    monkeypatch.setattr(CacheEntry, "_read_here", counted)
     tierckpt.prefetch(model.uri)
     with open_cached(model.uri) as view:
         assert bytes(view.read(FILE, 700_000, 701_024)) == model.bytes[FILE][700_000:701_024]

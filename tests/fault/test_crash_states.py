@@ -214,9 +214,9 @@ RUNS = (save_linked, save_ahead, prune, drain_copied, resume, save_of_two_ranks,
 def written_ahead() -> Iterator[list[Path]]:
     """What is worth it from 64 MiB on is done with these few blocks too. Yields the files that a flush has taken."""
     taken: list[Path] = []
-    take = write_ahead.AheadFile.take
+    take = write_ahead.TempFile.take
 
-    def taking(self: write_ahead.AheadFile, path: Path) -> int | None:
+    def taking(self: write_ahead.TempFile, path: Path) -> int | None:
         fd = take(self, path)
         taken.extend([] if fd is None else [path])
         return fd
@@ -224,7 +224,7 @@ def written_ahead() -> Iterator[list[Path]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_ahead, "BYTES_MIN", 4096)
         patch.setattr(write_ahead, "WRITE_BYTES", 4096)
-        patch.setattr(write_ahead.AheadFile, "take", taking)
+        patch.setattr(write_ahead.TempFile, "take", taking)
         yield taken
     slots.close_arenas()
     write_ahead._last_of.clear()

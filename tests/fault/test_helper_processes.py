@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from tierckpt.agent import orphans
-from tierckpt.agent.orphans import Owner, Save, Will
+from tierckpt.agent.orphans import OrphanedSave, Owner, Save
 from tierckpt.config import Settings
 from tierckpt.format.layout import agent_dir
 from tierckpt.ipc.child_process import clean_environment, start_python
 from tierckpt.ipc.circuit_breaker import LOCK
-from tierckpt.ipc.client import Contact
+from tierckpt.ipc.client import AgentClient
 
 PLANTED = ("torch", "json", "socket", "asyncio", "pydantic", "obstore", "typer", "numpy", "sitecustomize", "tierckpt")
 SETTINGS = {"mover": "agent", "agent_idle_seconds": 0.5}
@@ -60,7 +60,7 @@ def test_the_agent_and_what_it_starts_run_no_planted_code(
     monkeypatch.setenv("PYTHONPATH", told)
     monkeypatch.setenv("PYTHONSTARTUP", str(Path.cwd() / "torch.py"))
     monkeypatch.setenv("PYTHONWARNINGS", "ignore::torch.Warning")
-    with contextlib.closing(Contact(Settings.load(local_root=local_root, **SETTINGS))) as contact:
+    with contextlib.closing(AgentClient(Settings.load(local_root=local_root, **SETTINGS))) as contact:
         pid = contact.ask({"op": "status"})["pid"]
         try:
             assert Path(f"/proc/{pid}/cwd").readlink() == Path("/")
@@ -72,7 +72,7 @@ def test_the_agent_and_what_it_starts_run_no_planted_code(
 @pytest.mark.slow
 def test_what_finishes_a_staged_save_runs_no_planted_code(hostile: Path) -> None:
     """Started by an agent that a person has started there. It imports torch, and ends at the first descriptor."""
-    save = Save("none", 1, True, {0: Will(Owner(1), {"will": os.open(os.devnull, os.O_RDONLY)})})
+    save = Save("none", 1, True, {0: OrphanedSave(Owner(1), {"will": os.open(os.devnull, os.O_RDONLY)})})
     process, life = orphans._start_executor(save)
     save.close()
     process.wait(120)

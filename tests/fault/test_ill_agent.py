@@ -38,7 +38,7 @@ from tierckpt.format.layout import agent_dir
 from tierckpt.ipc import circuit_breaker
 from tierckpt.ipc import client as contacts
 from tierckpt.ipc.circuit_breaker import LOCK, PATIENCE_SECONDS, STARVED_SECONDS
-from tierckpt.ipc.client import SOCKET, Contact, NoAgentError, encode
+from tierckpt.ipc.client import SOCKET, AgentClient, AgentUnavailableError, encode
 
 BUDGET_SECONDS = 0.5
 MARGIN = 3.0
@@ -71,7 +71,7 @@ def is_held(root: Path) -> bool:
 
 
 def status_of(root: Path, *, start: bool = False) -> dict[str, Any]:
-    with contextlib.closing(Contact(Settings.load(local_root=root, **SETTINGS))) as contact:
+    with contextlib.closing(AgentClient(Settings.load(local_root=root, **SETTINGS))) as contact:
         answer: dict[str, Any] = contact.ask({"op": "status"}, start=start)
         return answer
 
@@ -98,19 +98,19 @@ class Waits:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
-    measured, real = Waits(), Contact.ask
+    measured, real = Waits(), AgentClient.ask
 
-    def ask(contact: Contact, message: Any, *args: Any, **options: Any) -> Any:
+    def ask(contact: AgentClient, message: Any, *args: Any, **options: Any) -> Any:
         begun = time.monotonic()
         try:
             return real(contact, message, *args, **options)
-        except NoAgentError:
+        except AgentUnavailableError:
             if threading.current_thread().name != "tierckpt-breaker":
                 waited = measured.of.setdefault(threading.current_thread().name, [])
                 waited.append(time.monotonic() - begun)
             raise
 
-    monkeypatch.setattr(Contact, "ask", ask)
+    monkeypatch.setattr(AgentClient, "ask", ask)
     return measured
 
 
@@ -158,7 +158,7 @@ def assert_cost_nothing(waits: Waits, caplog: pytest.LogCaptureFixture, took: li
 def real_agent(s3_uri: str, local_root: Path) -> int:
     """One that has drained a first step, and stays."""
     with contextlib.closing(
-        Contact(Settings.load(local_root=local_root, **SETTINGS | {"agent_idle_seconds": 60}))
+        AgentClient(Settings.load(local_root=local_root, **SETTINGS | {"agent_idle_seconds": 60}))
     ) as it:
         return int(it.ask({"op": "status"})["pid"])
 
@@ -195,7 +195,7 @@ def test_one_that_comes_back_works_again(real_agent: int, local_root: Path, capl
     os.kill(real_agent, signal.SIGCONT)
 
     def answers() -> bool:
-        with contextlib.suppress(NoAgentError):
+        with contextlib.suppress(AgentUnavailableError):
             return bool(contact.ask({"op": "status"})["pid"] == real_agent)
         return False
 

@@ -31,13 +31,13 @@ ENOUGH = 3 * WINDOW + 16 * MIB + 20 * MIB
 
 MEASURED = """
 import json, sys
-from tierckpt.loading import rewriting
+from tierckpt.loading import export_file
 from tierckpt.loading.export import export_safetensors
 
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key + ":"))
 
-write_file = rewriting.write_file
+write_file = export_file.write_file
 import tierckpt.loading.export as exports
 exports.write_file = lambda *arguments: write_file(*arguments, window_bytes=int(sys.argv[4]))
 export_safetensors(sys.argv[1], sys.argv[2] + "-small", only="small")

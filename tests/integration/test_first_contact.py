@@ -70,6 +70,10 @@ here = Checkpointer("run", overwrite=False)
 MISTAKES = {
     "unknown scheme": ("Checkpointer('s4://bucket/run')", "unknown scheme 's4'"),
     "misspelt": ("Checkpointer('run', keep_lst=3, local_rot='/x')", "(did you mean keep_last?)|mean local_root?)"),
+    "removed": (
+        "tierckpt.Settings.load(share_reads_over_group=True)",
+        "is no setting share_reads_over_group",
+    ),
     "misspelt verb": ("tierckpt.latest('run', store_timeout=3)", "did you mean store_timeout_seconds"),
     "no such step": ("here.restore(state, step=77)", "no checkpoint at"),
     "other shapes": ("here.restore({'model': torch.nn.Linear(8, 8)})", "model.weight is (8, 8) here and (4, 4)"),

@@ -26,7 +26,7 @@ from tierckpt.disk.flush_lock import flushing
 from tierckpt.drain.budget import change_control
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import local_dir
-from tierckpt.telemetry import BLOCKED_SECONDS, ERRORS, METRICS, QUARANTINES, RETRIES, Tally, emit_rows
+from tierckpt.telemetry import BLOCKED_SECONDS, ERRORS, METRICS, QUARANTINES, RETRIES, MetricsRelay, emit_rows
 
 REPOSITORY = Path(__file__).parents[2]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -130,7 +130,7 @@ def test_the_budget_of_the_agents_mover_is_shown_as_it_is_now(
 
 
 def test_what_a_trainer_measured_arrives_through_its_tally(page: Page) -> None:
-    tally = Tally()
+    tally = MetricsRelay()
     stop = telemetry.listen(tally)
     BLOCKED_SECONDS.emit(0.2)
     BLOCKED_SECONDS.emit(0.4)

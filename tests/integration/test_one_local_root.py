@@ -28,6 +28,7 @@ from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_only import _newest_drained
 from tierckpt.checkpoint.prune import finish_local
 from tierckpt.checkpoint.retention import local_checkpoints
+from tierckpt.checkpoint.run_log_reader import _local
 from tierckpt.config import Settings
 from tierckpt.disk.durable import make_dirs
 from tierckpt.disk.local_root import clear_leftovers
@@ -36,10 +37,9 @@ from tierckpt.errors import TierckptError
 from tierckpt.format import layout
 from tierckpt.format.layout import MANIFEST, METADATA, OWN_DIR, PARTS_DIR, local_dir, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest
-from tierckpt.replication.local_index import LocalTier
+from tierckpt.replication.local_index import LocalIndex
 from tierckpt.save import eviction
 from tierckpt.training.checkpointer import Checkpointer
-from tierckpt.training.run_log_reader import _local
 
 STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_JOBS", "6"))
 LOOK_SECONDS = 0.3
@@ -71,7 +71,7 @@ LOOKS: dict[str, Callable[[Settings], object]] = {
     "checkpoints": lambda settings: list(local_checkpoints(settings.local_root)),
     "bytes": lambda settings: eviction._counter(settings.local_root).total(exact=True),
     "room": lambda settings: eviction._evict(settings, 1 << 50, settings.local_root),
-    "whose": lambda settings: LocalTier(settings.local_root).look(),
+    "whose": lambda settings: LocalIndex(settings.local_root).look(),
     "metrics": lambda settings: list(NodeState(settings.local_root, None)._committed()),
     "leftovers": lambda settings: clear_leftovers(settings.local_root),
     "journal": lambda settings: Journal(settings.local_root).entries(),

@@ -30,7 +30,7 @@ from tierckpt.engine import Engine
 from tierckpt.errors import CheckpointNotFoundError
 from tierckpt.format.layout import parse_uri
 from tierckpt.peer import catalog as cluster_module
-from tierckpt.peer.catalog import Elsewhere
+from tierckpt.peer.catalog import PeerReplicas
 from tierckpt.peer.members import Member
 from tierckpt.types import Tier
 
@@ -204,9 +204,9 @@ def test_a_peer_that_goes_away_in_the_middle_costs_nothing_where_another_copy_is
     tierckpt.prefetch(step, settings=nodes[2].settings)
     await_holders(nodes, 1, step, 2, nodes[0])
     killed: list[str] = []
-    real = Elsewhere.chunk
+    real = PeerReplicas.chunk
 
-    async def chunk(self: Elsewhere, member: Member, *arguments: Any) -> Any:
+    async def chunk(self: PeerReplicas, member: Member, *arguments: Any) -> Any:
         data = await real(self, member, *arguments)
         if not killed:
             killed.append(member.address)
@@ -214,7 +214,7 @@ def test_a_peer_that_goes_away_in_the_middle_costs_nothing_where_another_copy_is
             await asyncio.to_thread(node.kill)
         return data
 
-    monkeypatch.setattr(Elsewhere, "chunk", chunk)
+    monkeypatch.setattr(PeerReplicas, "chunk", chunk)
     monkeypatch.setattr(cluster_module, "LIVE_SECONDS", 3600.0)  # nobody tells it that the peer has gone
     try:
         assert same(load(step, zeros_like(small_state(5)), settings=nodes[0].settings), small_state(5))

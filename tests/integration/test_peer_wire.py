@@ -28,7 +28,7 @@ from tests.peer_node import (
     serving,
     until,
 )
-from tierckpt.cache.file_set import Frozen
+from tierckpt.cache.file_set import FileSet
 from tierckpt.errors import (
     ConfigError,
     IntegrityError,
@@ -413,7 +413,7 @@ async def test_peers_with_certificates_of_one_authority_need_no_secret(tmp_path:
 
 @pytest.mark.parametrize("wrong", ["authority of the client", "authority of the server", "name", "plain"])
 async def test_nobody_else_gets_or_gives_anything(tmp_path: Path, wrong: str) -> None:
-    frozen: Frozen = publish(tmp_path, DATA)
+    frozen: FileSet = publish(tmp_path, DATA)
     ours, other = Authority(tmp_path), Authority(tmp_path, "other")
     good = certified(ours, tmp_path / "good")
     theirs = certified(other, tmp_path / "theirs")

@@ -22,11 +22,11 @@ import pytest
 from tests.compat.worker import launch
 from tests.servers.fleet import Fleet, Process
 from tests.services import free_port
-from tierckpt.cache.file_set import Frozen, Wanted
-from tierckpt.cache.partial_entry import Filling
+from tierckpt.cache.file_set import FileSet, FileSpec
+from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
 from tierckpt.errors import TierckptError
-from tierckpt.ipc.client import Contact, NoAgentError
+from tierckpt.ipc.client import AgentClient, AgentUnavailableError
 from tierckpt.peer.client import PeerClient
 from tierckpt.peer.members import member_of
 from tierckpt.types import Json
@@ -74,8 +74,8 @@ class Node:
             return contact.ask({"op": op, **more}, start=False)
 
     @contextmanager
-    def contact(self) -> Iterator[Contact]:
-        contact = Contact(Settings.load(local_root=self.root))
+    def contact(self) -> Iterator[AgentClient]:
+        contact = AgentClient(Settings.load(local_root=self.root))
         try:
             yield contact
         finally:
@@ -137,12 +137,12 @@ def agree(some: Sequence[Node]) -> bool:
     return all(node.live() == everybody for node in some)
 
 
-def model(uri: str = "s3://models/tiny", chunks: int = 6) -> tuple[Frozen, bytes]:
+def model(uri: str = "s3://models/tiny", chunks: int = 6) -> tuple[FileSet, bytes]:
     data = random.Random(7).randbytes(chunks * CHUNK)
-    return Frozen(uri, (Wanted("model.bin", "model.bin", len(data), '"etag"'),), CHUNK), data
+    return FileSet(uri, (FileSpec("model.bin", "model.bin", len(data), '"etag"'),), CHUNK), data
 
 
-def land(filling: Filling, data: bytes, chunks: Sequence[int]) -> None:
+def land(filling: PartialEntry, data: bytes, chunks: Sequence[int]) -> None:
     for chunk in chunks:
         filling.land(0, chunk, data[chunk * CHUNK : (chunk + 1) * CHUNK])
 
@@ -240,7 +240,7 @@ def test_settings_that_cannot_work_are_told_and_the_agent_goes_on(
 def runs(node: Node) -> bool:
     try:
         return bool(node.ask("status"))
-    except NoAgentError:
+    except AgentUnavailableError:
         return False
 
 
@@ -254,7 +254,7 @@ def test_what_a_process_fills_is_served_for_as_long_as_it_is_connected(
     (node,) = (one.start() for one in nodes(1))
     until(lambda: node.live() == {node.address}, "the agent")
     frozen, data = model()
-    filling = Filling(tmp_path / "elsewhere" / "model", frozen, preallocate=False)
+    filling = PartialEntry(tmp_path / "elsewhere" / "model", frozen, preallocate=False)
     land(filling, data, [2])
     settings = Settings.load(peer_secret=SECRET)
     member = member_of(node.ask("peers")["me"])
@@ -352,7 +352,7 @@ def test_a_secret_reaches_an_agent_started_on_demand_and_is_shown_nowhere(
     settings = Settings.load(
         local_root=tmp_path / "demand", peers=known.address, peer_listen=own, peer_secret=SECRET, allow_tmpfs=True
     )
-    contact = Contact(settings)
+    contact = AgentClient(settings)
     try:
         until(lambda: len(contact.ask({"op": "peers"})["live"]) == 2, "two that know each other")
         pid = contact.ask({"op": "status"})["pid"]
@@ -428,7 +428,7 @@ def test_a_rollout_is_watched_until_it_is_whole_everywhere(nodes: Callable[..., 
     one, other = cluster = [node.start() for node in nodes(2)]
     until(lambda: agree(cluster), "two that know each other")
     frozen, data = model()
-    fillings = [Filling(node.root / "cache" / frozen.name, frozen, preallocate=False) for node in cluster]
+    fillings = [PartialEntry(node.root / "cache" / frozen.name, frozen, preallocate=False) for node in cluster]
     land(fillings[0], data, [0, 1, 2])
     watching = fleet.start(["prefetch", "--watch"], one.environment())
     counting = fleet.start(["prefetch", "--watch", "--json"], other.environment())

@@ -22,7 +22,7 @@ from tests.integration.test_cli import COMMAND, Done, saved
 from tests.services import HttpServer
 from tierckpt.cli.ui.app import run
 from tierckpt.client import open_cached
-from tierckpt.disk.claims import Presence
+from tierckpt.disk.claims import Heartbeat
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError, UncommittedCheckpointError
 from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import digest_of
@@ -438,7 +438,7 @@ def test_a_holder_that_does_not_get_on_is_overtaken(bucket: Bucket, monkeypatch:
     name = "model-00001.safetensors"
     with open_cached(MODEL, store_timeout_seconds=0.15) as view:
         incoming = view.path(name).parent
-        stuck = Presence(incoming / ".tierckpt/filling/owners")  # alive, with a heartbeat, and doing nothing
+        stuck = Heartbeat(incoming / ".tierckpt/filling/owners")  # alive, with a heartbeat, and doing nothing
         stuck.begin()
         index = sorted(FILES).index(name)
         (incoming / f".tierckpt/filling/claims/{index}-0").symlink_to(stuck.name)

@@ -27,8 +27,8 @@ from tierckpt import Checkpointer, TierStorageWriter
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all
 from tierckpt.errors import ConfigError, OperationTimeoutError, StoreError
-from tierckpt.training.drain_decider import Order
-from tierckpt.training.interval import Pacer
+from tierckpt.training.drain_decider import SaveDirective
+from tierckpt.training.interval import IntervalController
 
 pytestmark = pytest.mark.server
 
@@ -136,8 +136,8 @@ def test_adaptive_saves_that_were_to_go_straight_stay_here(
     checkpointer = Checkpointer(run, interval=1, drain_policy="adaptive", exit_timeout_seconds=0)
     checkpointer.save(1, {"value": 1}).result(timeout=60)
     checkpointer.wait()
-    straight = Order(is_sent=True, is_straight=True)
-    monkeypatch.setattr(Pacer, "before_save", lambda *_, **__: straight)
+    straight = SaveDirective(is_sent=True, is_straight=True)
+    monkeypatch.setattr(IntervalController, "before_save", lambda *_, **__: straight)
     refuse(proxy, "403")
     checkpointer.save(2, {"value": torch.ones(5000)}).result(timeout=60)
     proxy.answer = None

@@ -18,8 +18,8 @@ import tierckpt
 from tests.services import S3Server
 from tests.states import same
 from tierckpt.cache import entry
-from tierckpt.cache.entry import Cached
-from tierckpt.cache.partial_entry import Filling
+from tierckpt.cache.entry import CacheEntry
+from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.client import close_all
 from tierckpt.errors import IntegrityError
 from tierckpt.telemetry import BYTES, Metric, listen
@@ -138,18 +138,18 @@ def test_what_was_published_while_a_load_was_joining_is_not_fetched_again(
     fetched: list[float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    join, others = entry.Filling, []
+    join, others = entry.PartialEntry, []
     model = tmp_path / "model"
 
-    def late(*args: Any, **options: Any) -> Filling:
-        monkeypatch.setattr(entry, "Filling", join)
+    def late(*args: Any, **options: Any) -> PartialEntry:
+        monkeypatch.setattr(entry, "PartialEntry", join)
         other = threading.Thread(target=lambda: others.append(tierckpt.prefetch(uri)))
         other.start()
         other.join(60)
         assert others, "nobody published anything in between, so this proves nothing"
         return join(*args, **options)
 
-    monkeypatch.setattr(entry, "Filling", late)
+    monkeypatch.setattr(entry, "PartialEntry", late)
     assert same(tierckpt.load_safetensors(uri), tensors)
     assert sum(fetched) == sum(path.stat().st_size for path in model.iterdir())
 
@@ -160,9 +160,9 @@ def test_a_stream_begins_while_chunks_still_arrive(
     seen = threading.Event()
     held: list[str] = []
     late: list[int] = []
-    get = Cached._get
+    get = CacheEntry.get
 
-    async def slow(self: Cached, index: int, chunk: int, *rest: Any) -> Any:
+    async def slow(self: CacheEntry, index: int, chunk: int, *rest: Any) -> Any:
         is_last = self.frozen.files[index].path == FILES[1] and self.frozen.chunk_range(index, chunk).start > 400 * KIB
         if is_last:
             held.append(f"{index}-{chunk}")
@@ -170,7 +170,7 @@ def test_a_stream_begins_while_chunks_still_arrive(
                 late.append(chunk)
         return await get(self, index, chunk, *rest)
 
-    monkeypatch.setattr(Cached, "_get", slow)
+    monkeypatch.setattr(CacheEntry, "get", slow)
     found = {}
     for name, tensor in tierckpt.stream_safetensors(uri, bytes_in_flight_max=400 * KIB):
         found[name] = tensor

@@ -33,7 +33,7 @@ from tierckpt.errors import CapacityError, StoreUnavailableError
 from tierckpt.format.layout import PASSED, local_dir, parse_uri
 from tierckpt.read import block_digests
 from tierckpt.save import direct_put as straight
-from tierckpt.training.drain_decider import Order, Sending, Sight
+from tierckpt.training.drain_decider import DrainDecider, RankView, SaveDirective
 
 HERE = "tests.integration.test_straight"
 KiB, MiB = 1 << 10, 1 << 20
@@ -55,7 +55,7 @@ def shared_shards(uri: str) -> list[str]:
 
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy says at each save: straight."""
-    monkeypatch.setattr(Sending, "decide", lambda *_, **__: Order(is_straight=True))
+    monkeypatch.setattr(DrainDecider, "decide", lambda *_, **__: SaveDirective(is_straight=True))
 
 
 # --- T1 ------------------------------------------------------------------------------------------------------------
@@ -143,8 +143,13 @@ def test_it_makes_nothing_on_the_ssd_superfluous_before_shared_storage_has_it(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """K1: what is kept is passed by newer ones on the same SSD, and this one is not there."""
-    orders = {1: Order(), 2: Order(is_sent=False), 3: Order(is_sent=False), 4: Order(is_straight=True)}
-    monkeypatch.setattr(Sending, "decide", lambda _, step, *__, **___: orders[step])
+    orders = {
+        1: SaveDirective(),
+        2: SaveDirective(is_sent=False),
+        3: SaveDirective(is_sent=False),
+        4: SaveDirective(is_straight=True),
+    }
+    monkeypatch.setattr(DrainDecider, "decide", lambda _, step, *__, **___: orders[step])
     run = local_dir(local_root, parse_uri(file_uri))
     passed: list[list[str]] = []
     real = Drainer.send_files
@@ -319,9 +324,9 @@ import os, signal, sys
 import torch
 from tierckpt import Checkpointer
 from tierckpt.save import direct_put as straight
-from tierckpt.training.drain_decider import Order, Sending
+from tierckpt.training.drain_decider import DrainDecider, SaveDirective
 uri, when = sys.argv[1:]
-Sending.decide = lambda *_, **__: Order(is_straight=True)
+DrainDecider.decide = lambda *_, **__: SaveDirective(is_straight=True)
 checkpointer = Checkpointer(uri, drain_policy="adaptive", shard_size_bytes_max=1 << 20)
 checkpointer.save(1, {"w": torch.ones(1000)}).result(60)
 real, sent = straight._send, 0
@@ -401,4 +406,4 @@ def test_one_full_node_goes_straight_and_then_all_do(tmp_path: Path, file_uri: s
 
 
 def test_the_fullest_ssd_and_the_slowest_step_count() -> None:
-    assert Sight.of_all([Sight(3.5, 0.01), Sight(0.5), Sight(drain_slowdown=0.2)]) == Sight(0.5, 0.2)
+    assert RankView.of_all([RankView(3.5, 0.01), RankView(0.5), RankView(drain_slowdown=0.2)]) == RankView(0.5, 0.2)

@@ -19,15 +19,15 @@ from tests.servers.cluster import Cluster, Model, dumped
 from tests.servers.fleet import Fleet
 from tests.servers.origin import Origin
 from tests.services import free_port
-from tierckpt.cache.file_set import Frozen, Wanted
+from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.peers import NotNowError
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, PeerError, StoreUnavailableError
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer.client import ChunkAnswer
 from tierckpt.peer.fetch.scheduler import Tuning
-from tierckpt.peer.fetch.session import Swarm, View
+from tierckpt.peer.fetch.session import ClusterView, FetchSession
 from tierckpt.peer.members import Member
-from tierckpt.peer.messages import Held
+from tierckpt.peer.messages import ChunkReport
 
 MiB = 1 << 20
 SIZES = {"model-1.safetensors": 9 * MiB + 77, "model-2.safetensors": 7 * MiB, "tokenizer.json": 4000}
@@ -122,7 +122,7 @@ class Played:
         data = random.Random(1).randbytes(CHUNK * COUNT)
         self.chunks = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
         digests = tuple(map(digest_of, self.chunks)) if self.has_digests else ()
-        self.frozen = Frozen("s3://bucket/model", (Wanted("m", "m", len(data), "e", digests),), CHUNK)
+        self.frozen = FileSet("s3://bucket/model", (FileSpec("m", "m", len(data), "e", digests),), CHUNK)
         self.landed: dict[int, bytes] = {}
 
     # the node's own part
@@ -140,9 +140,9 @@ class Played:
         if not is_fetched and chunk not in self.landed:
             self.nowhere.append(chunk)
 
-    async def view(self, is_filling: bool) -> View:
+    async def view(self, is_filling: bool) -> ClusterView:
         members = tuple(Member(name, f"{name}:1") for name in ("me", *self.holders))
-        return View(members[0], members, frozenset())
+        return ClusterView(members[0], members, frozenset())
 
     async def tell_slow(self, member: Member, version: str) -> None:
         pass
@@ -177,15 +177,15 @@ class Played:
 
     async def held(
         self, member: Member, version: str, chunk_size_bytes: int, *, after: int = 0, interested: bool = False
-    ) -> Held:
+    ) -> ChunkReport:
         return self._held(member.name, after)
 
-    def _held(self, name: str, after: int) -> Held:
+    def _held(self, name: str, after: int) -> ChunkReport:
         lines = [
             (ordinal, "" if self.has_digests else self.claim(name, ordinal, self._digest(name, ordinal)))
             for ordinal in sorted(self.holders[name])
         ]
-        return Held(COUNT, len(lines), len(lines), tuple(lines[after:]))
+        return ChunkReport(COUNT, len(lines), len(lines), tuple(lines[after:]))
 
     def _digest(self, name: str, ordinal: int) -> str:
         return digest_of(self.give(name, ordinal, self.chunks[ordinal]))
@@ -193,9 +193,9 @@ class Played:
     async def close(self) -> None:
         pass
 
-    async def fill(self) -> Swarm:
+    async def fill(self) -> FetchSession:
         """Fetch all as a fill does, with two workers."""
-        swarm = Swarm(self.frozen, self, self.view, lambda me: self, tell=self.tell, tuning=QUICK)
+        swarm = FetchSession(self.frozen, self, self.view, lambda me: self, tell=self.tell, tuning=QUICK)
         await swarm.start()
 
         async def work() -> None:
@@ -244,11 +244,11 @@ async def test_who_is_slow_is_told_and_who_is_told_by_all_steps_back() -> None:
 
     played.tell_slow = tell_slow  # type: ignore[method-assign]
 
-    async def view(is_filling: bool) -> View:
+    async def view(is_filling: bool) -> ClusterView:
         found = await Played.view(played, is_filling)
         return dataclasses.replace(found, interested=frozenset("bc"), slow_to=frozenset("bc"))
 
-    swarm = Swarm(played.frozen, played, view, lambda me: played, tuning=QUICK)
+    swarm = FetchSession(played.frozen, played, view, lambda me: played, tuning=QUICK)
     await swarm.start()
     try:
         assert swarm.schedule._am_slow

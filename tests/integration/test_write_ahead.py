@@ -43,7 +43,7 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = 0
         self.taken = 0
-        start, take = write_ahead.Ahead.start, write_ahead.Ahead.take
+        start, take = write_ahead.WriteAhead.start, write_ahead.WriteAhead.take
 
         def starts(owner: Any) -> None:
             start(owner)
@@ -54,8 +54,8 @@ class Seen:
             self.taken += fd is not None
             return fd
 
-        monkeypatch.setattr(write_ahead.Ahead, "start", starts)
-        monkeypatch.setattr(write_ahead.Ahead, "take", takes)
+        monkeypatch.setattr(write_ahead.WriteAhead, "start", starts)
+        monkeypatch.setattr(write_ahead.WriteAhead, "take", takes)
 
 
 @pytest.fixture

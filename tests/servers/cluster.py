@@ -181,9 +181,9 @@ class Cluster:
         """Ask a node's agent over its socket. None while there is nobody."""
         from tierckpt.config import Settings
         from tierckpt.errors import TierckptError
-        from tierckpt.ipc.client import Contact
+        from tierckpt.ipc.client import AgentClient
 
-        contact = Contact(Settings.load(local_root=node.local_root, mover="agent"))
+        contact = AgentClient(Settings.load(local_root=node.local_root, mover="agent"))
         try:
             return contact.ask(message, start=False)
         except (OSError, TierckptError, RuntimeError):

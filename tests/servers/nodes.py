@@ -15,7 +15,7 @@ from tests.servers.fleet import OUR_ENV, Fleet, Process
 from tests.services import free_port
 from tierckpt.config import Settings
 from tierckpt.format.layout import local_dir, parse_uri
-from tierckpt.ipc.client import Contact
+from tierckpt.ipc.client import AgentClient
 from tierckpt.peer import members
 from tierckpt.replication import replicator
 
@@ -61,7 +61,7 @@ class Node:
         self.root.rename(self.root.with_name(f"{self.root.name}.lost-{time.monotonic_ns()}"))
 
     def ask(self, op: str) -> Any:
-        contact = Contact(self.settings)
+        contact = AgentClient(self.settings)
         try:
             return contact.ask({"op": op}, start=False)
         finally:

@@ -24,7 +24,7 @@ from tierckpt.format.shard import Flushed
 from tierckpt.save import write_ahead as ahead_module
 from tierckpt.save.flush import flush
 from tierckpt.save.shard_plan import Image, Record, Shard
-from tierckpt.save.write_ahead import Ahead, AheadFile, Span
+from tierckpt.save.write_ahead import Span, TempFile, WriteAhead
 
 UNIT = 8 * KiB
 THREADS_MAX = 4
@@ -49,13 +49,13 @@ def span_of(items: list[Item], image: Image) -> Span:
     return Span(image.address, image.size_bytes, data)
 
 
-def begun(directory: Path, items: list[Item], image: Image) -> Ahead:
-    ahead = Ahead(directory, image.memory, [span_of(items, image)], UNIT)
+def begun(directory: Path, items: list[Item], image: Image) -> WriteAhead:
+    ahead = WriteAhead(directory, image.memory, [span_of(items, image)], UNIT)
     ahead.start()
     return ahead
 
 
-def file_of(ahead: Ahead, image: Image) -> AheadFile:
+def file_of(ahead: WriteAhead, image: Image) -> TempFile:
     file = ahead.file(image.address, image.size_bytes)
     assert file is not None
     return file
@@ -245,7 +245,7 @@ def test_a_head_where_data_was_expected_is_written(tmp_path: Path, slots: list[M
     items = items_of([(0, 448, 60_000, 337, False), (0, 448, 60_000, 337, False)])
     records, image = staged_in(arena, items)
     span = Span(image.address, image.size_bytes, [(0, image.size_bytes)])
-    ahead = Ahead(tmp_path, arena, [span], UNIT)
+    ahead = WriteAhead(tmp_path, arena, [span], UNIT)
     ahead.start()
     image.ahead = file = file_of(ahead, image)
     until(lambda: len(file.begun) == image.size_bytes // UNIT)

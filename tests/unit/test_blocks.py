@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128
 
-from tierckpt.arena.slots import Bounce
+from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.errors import IntegrityError, ManifestError, ObjectNotFoundError
 from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import blocks_file
@@ -22,7 +22,7 @@ from tierckpt.read import block_digests
 from tierckpt.read import parallel_read as pulling
 from tierckpt.read.block_digests import BlockDigests
 from tierckpt.read.parallel_read import NEAR_BYTES, Piece, pull
-from tierckpt.read.replicated_file import Copies, Copy, LocalCopy, PeerCopy, RemoteCopy
+from tierckpt.read.replicated_file import Copy, LocalCopy, PeerCopy, ReplicatedFile, StoreCopy
 from tierckpt.types import ByteRange
 
 CHUNK = 4 * BLOCK_BYTES
@@ -35,8 +35,8 @@ def data() -> bytes:
 
 
 @pytest.fixture(scope="module")
-def buffers() -> Bounce:
-    return Bounce(2, "read")
+def buffers() -> BounceBufferPool:
+    return BounceBufferPool(2, "read")
 
 
 def flushed(path: Path, data: bytes, chunk: int = CHUNK) -> Flushed:
@@ -160,11 +160,13 @@ class Place:
         self.kept_path = directory / blocks_file("aa")
         self.copy = Counted(self.path)
 
-    def copies(self, *more: Copy, known: list[Copy] | None = None) -> Copies:
+    def copies(self, *more: Copy, known: list[Copy] | None = None) -> ReplicatedFile:
         sources = [LocalCopy(self.kept_path)] if known is None else known
-        return Copies(self.entry, CHUNK, [self.copy, *more], BlockDigests(self.entry, CHUNK, 0, sources))
+        return ReplicatedFile(self.entry, CHUNK, [self.copy, *more], BlockDigests(self.entry, CHUNK, 0, sources))
 
-    def pulled(self, copies: Copies, buffers: Bounce, *spans: tuple[int, int], peeks: tuple[int, ...] = ()) -> bool:
+    def pulled(
+        self, copies: ReplicatedFile, buffers: BounceBufferPool, *spans: tuple[int, int], peeks: tuple[int, ...] = ()
+    ) -> bool:
         """Pull ``spans``; True when they are right."""
         memories = [bytearray(stop - start) for start, stop in spans]
         addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
@@ -184,7 +186,7 @@ def place(tmp_path: Path, data: bytes) -> Place:
     return Place(tmp_path, data)
 
 
-def test_only_the_blocks_that_are_touched_are_read(place: Place, buffers: Bounce) -> None:
+def test_only_the_blocks_that_are_touched_are_read(place: Place, buffers: BounceBufferPool) -> None:
     wanted = [(BLOCK_BYTES + 5, 2 * BLOCK_BYTES + 5), (CHUNK + 1, CHUNK + 2), (2 * CHUNK, 3 * CHUNK), (SIZE - 1, SIZE)]
     assert place.pulled(place.copies(), buffers, *wanted)
     assert sorted(place.copy.asked) == [
@@ -196,7 +198,7 @@ def test_only_the_blocks_that_are_touched_are_read(place: Place, buffers: Bounce
 
 
 def test_a_chunk_is_read_in_parts_that_fit_the_caches_and_whole_where_its_blocks_are_not_known(
-    place: Place, buffers: Bounce, monkeypatch: pytest.MonkeyPatch
+    place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = 2 * BLOCK_BYTES
     monkeypatch.setattr(pulling, "READ_BYTES", part)
@@ -208,7 +210,7 @@ def test_a_chunk_is_read_in_parts_that_fit_the_caches_and_whole_where_its_blocks
 
 
 def test_for_a_whole_chunk_nobody_goes_farther_to_find_the_digests_of_its_blocks(
-    place: Place, buffers: Bounce, monkeypatch: pytest.MonkeyPatch
+    place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pulling, "READ_BYTES", BLOCK_BYTES)
     kept, asked = place.kept_path.read_bytes(), list[ByteRange]()
@@ -217,7 +219,7 @@ def test_for_a_whole_chunk_nobody_goes_farther_to_find_the_digests_of_its_blocks
         asked.append(byte_range)
         return kept[byte_range.start : byte_range.stop]
 
-    elsewhere = [RemoteCopy("s3://b/x", get)]
+    elsewhere = [StoreCopy("s3://b/x", get)]
     assert place.pulled(place.copies(known=list(elsewhere)), buffers, (0, 2 * CHUNK))
     assert (sorted(place.copy.asked), asked) == ([(0, CHUNK), (CHUNK, 2 * CHUNK)], [])
     place.copy = Counted(place.path)
@@ -225,13 +227,13 @@ def test_for_a_whole_chunk_nobody_goes_farther_to_find_the_digests_of_its_blocks
     assert (place.copy.asked, len(asked)) == ([(0, BLOCK_BYTES)], 1)
     assert place.pulled(place.copies(known=list(elsewhere)), buffers, (7, 9), peeks=(0,))
     assert len(asked) == 1, "what is only peeked at is not verified"
-    place.copy = RemoteCopy("s3://b/shard", lambda asked: place.data[asked.start : asked.stop])  # type: ignore[assignment]
+    place.copy = StoreCopy("s3://b/shard", lambda asked: place.data[asked.start : asked.stop])  # type: ignore[assignment]
     assert place.pulled(place.copies(known=list(elsewhere)), buffers, (0, 2 * CHUNK))
     assert len(asked) == 1
 
 
 def test_when_a_part_is_bad_the_rest_of_the_chunk_comes_from_the_next_copy_too(
-    place: Place, buffers: Bounce, monkeypatch: pytest.MonkeyPatch
+    place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pulling, "READ_BYTES", BLOCK_BYTES)
     damaged = bytearray(place.data)
@@ -244,7 +246,7 @@ def test_when_a_part_is_bad_the_rest_of_the_chunk_comes_from_the_next_copy_too(
 
 
 def test_damage_elsewhere_in_the_chunk_does_not_matter_and_damage_in_the_blocks_does(
-    place: Place, buffers: Bounce
+    place: Place, buffers: BounceBufferPool
 ) -> None:
     for at, is_read in ((3 * BLOCK_BYTES, True), (BLOCK_BYTES, False), (2 * BLOCK_BYTES - 1, False)):
         damaged = bytearray(place.data)
@@ -281,7 +283,7 @@ def wrong_in_the_first_chunk(place: Place) -> None:
 
 @pytest.mark.parametrize("damage", [lost, short, swapped, wrong_in_the_first_chunk])
 def test_without_good_block_digests_the_whole_chunk_is_read(
-    damage: Callable[[Place], None], place: Place, buffers: Bounce
+    damage: Callable[[Place], None], place: Place, buffers: BounceBufferPool
 ) -> None:
     damage(place)
     assert place.pulled(place.copies(), buffers, (BLOCK_BYTES + 5, BLOCK_BYTES + 6))
@@ -289,16 +291,16 @@ def test_without_good_block_digests_the_whole_chunk_is_read(
     assert not place.path.with_name("shard.bad").exists()
 
 
-def test_good_block_digests_of_another_copy_are_found(place: Place, buffers: Bounce) -> None:
+def test_good_block_digests_of_another_copy_are_found(place: Place, buffers: BounceBufferPool) -> None:
     good = place.kept_path.read_bytes()
     wrong_in_the_first_chunk(place)
-    elsewhere = RemoteCopy("s3://b/x", lambda asked: good[asked.start : asked.stop])
+    elsewhere = StoreCopy("s3://b/x", lambda asked: good[asked.start : asked.stop])
     copies = place.copies(known=[LocalCopy(place.kept_path), elsewhere])
     assert place.pulled(copies, buffers, (BLOCK_BYTES + 5, BLOCK_BYTES + 6))
     assert place.copy.asked == [(BLOCK_BYTES, 2 * BLOCK_BYTES)]
 
 
-def test_damaged_block_digests_never_pass_damaged_blocks(place: Place, buffers: Bounce) -> None:
+def test_damaged_block_digests_never_pass_damaged_blocks(place: Place, buffers: BounceBufferPool) -> None:
     """Both are wrong, and agree with each other."""
     damaged = bytearray(place.data)
     damaged[BLOCK_BYTES] ^= 1
@@ -310,7 +312,7 @@ def test_damaged_block_digests_never_pass_damaged_blocks(place: Place, buffers: 
         place.pulled(place.copies(), buffers, (BLOCK_BYTES + 5, BLOCK_BYTES + 6))
 
 
-def test_a_peek_reads_a_page_and_is_not_verified(place: Place, buffers: Bounce) -> None:
+def test_a_peek_reads_a_page_and_is_not_verified(place: Place, buffers: BounceBufferPool) -> None:
     assert place.pulled(place.copies(), buffers, (5, 90), (3 * BLOCK_BYTES, CHUNK), peeks=(0,))
     assert sorted(place.copy.asked) == [(0, 4096), (3 * BLOCK_BYTES, CHUNK)]
     assert place.pulled(place.copies(), buffers, (4090, 4099), (5000, CHUNK), peeks=(0,))  # in what is read anyway
@@ -321,18 +323,18 @@ def test_a_peek_reads_a_page_and_is_not_verified(place: Place, buffers: Bounce) 
     assert not place.path.with_name("shard.bad").exists()
 
 
-def test_a_peek_at_what_cannot_be_read_shows_nothing(place: Place, buffers: Bounce) -> None:
+def test_a_peek_at_what_cannot_be_read_shows_nothing(place: Place, buffers: BounceBufferPool) -> None:
     def missing(_: ByteRange) -> bytes:
         raise ObjectNotFoundError("it is gone")
 
-    copies = Copies(place.entry, CHUNK, [RemoteCopy("s3://b/x", missing)])
+    copies = ReplicatedFile(place.entry, CHUNK, [StoreCopy("s3://b/x", missing)])
     assert not place.pulled(copies, buffers, (5, 90), peeks=(0,))
 
 
 # --- from a store ----------------------------------------------------------------------------------------------------
 
 
-def test_ranges_of_a_remote_file_that_are_near_are_one_request(tmp_path: Path, buffers: Bounce) -> None:
+def test_ranges_of_a_remote_file_that_are_near_are_one_request(tmp_path: Path, buffers: BounceBufferPool) -> None:
     chunk = 16 * BLOCK_BYTES
     data = random.Random(4).randbytes(3 * chunk)
     shard = flushed(tmp_path / "a", data, chunk)
@@ -345,11 +347,11 @@ def test_ranges_of_a_remote_file_that_are_near_are_one_request(tmp_path: Path, b
         return memoryview(data)[byte_range.start : byte_range.stop]
 
     known = BlockDigests(
-        entry_of(shard), chunk, 0, [RemoteCopy("s3://b/k", lambda asked: kept[asked.start : asked.stop])]
+        entry_of(shard), chunk, 0, [StoreCopy("s3://b/k", lambda asked: kept[asked.start : asked.stop])]
     )
     place = Place(tmp_path, data[:CHUNK])
     place.data = data
-    copies = Copies(entry_of(shard), chunk, [RemoteCopy("s3://b/a", get)], known)
+    copies = ReplicatedFile(entry_of(shard), chunk, [StoreCopy("s3://b/a", get)], known)
     near, far = BLOCK_BYTES + NEAR_BYTES, 2 * BLOCK_BYTES + NEAR_BYTES
     wanted = [(0, 1), (near, near + 1), (chunk, chunk + 1), (chunk + far, chunk + far + 1), (2 * chunk, 3 * chunk)]
     assert place.pulled(copies, buffers, *wanted)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.disk.flush_lock import STEP_BACK_SECONDS_MAX, FlushMark, StepBack, flushing
+from tierckpt.disk.flush_lock import STEP_BACK_SECONDS_MAX, FlushMark, FlushYield, flushing
 from tierckpt.drain import budget as budgets
 from tierckpt.drain.budget import Budget, Control, Share, change_control, read_control
 from tierckpt.errors import ConfigError
@@ -394,7 +394,7 @@ class Mark:
 async def test_a_drain_leaves_the_disk_to_a_flush_and_is_not_starved_by_one_that_never_ends() -> None:
     """G3: half of the time is the drain's, whatever training does."""
     time, writes = FakeTime(), True
-    rule = StepBack(Mark(lambda: writes))  # type: ignore[arg-type]
+    rule = FlushYield(Mark(lambda: writes))  # type: ignore[arg-type]
     waited = worked = longest = stretch = 0.0
     for _ in range(100_000):
         if rule.must_wait(time.now):
@@ -412,7 +412,7 @@ async def test_a_drain_leaves_the_disk_to_a_flush_and_is_not_starved_by_one_that
 
 async def test_after_a_short_flush_the_drain_goes_on_at_once_and_may_step_back_again_soon() -> None:
     writes = True
-    rule = StepBack(Mark(lambda: writes))  # type: ignore[arg-type]
+    rule = FlushYield(Mark(lambda: writes))  # type: ignore[arg-type]
     assert rule.must_wait(10.0)
     assert rule.must_wait(10.3)
     writes = False

@@ -11,11 +11,11 @@ import pytest
 
 from tierckpt.cache import direct_write
 from tierckpt.cache import partial_entry as module
-from tierckpt.cache.file_set import Frozen, Wanted, decode
+from tierckpt.cache.file_set import FileSet, FileSpec, decode
 from tierckpt.cache.partial_entry import (
     ENTRY,
     FILLING,
-    Filling,
+    PartialEntry,
     incoming_of,
     landed_in,
     read_receipt,
@@ -30,17 +30,17 @@ CHUNK = 128 * 1024
 DATA = {"a/one.bin": os.urandom(3 * CHUNK + 7), "two.bin": os.urandom(CHUNK), "empty": b""}
 
 
-def frozen(chunk_size_bytes: int = CHUNK, **changed: bytes) -> Frozen:
+def frozen(chunk_size_bytes: int = CHUNK, **changed: bytes) -> FileSet:
     data = DATA | {name.replace("_", "."): value for name, value in changed.items()}
-    files = tuple(Wanted(name, name, len(value), f"etag-{digest_of(value)}") for name, value in sorted(data.items()))
-    return Frozen("s3://bucket/model", files, chunk_size_bytes)
+    files = tuple(FileSpec(name, name, len(value), f"etag-{digest_of(value)}") for name, value in sorted(data.items()))
+    return FileSet("s3://bucket/model", files, chunk_size_bytes)
 
 
-def begin(directory: Path, what: Frozen | None = None) -> Filling:
-    return Filling(directory, what or frozen(), preallocate=True)
+def begin(directory: Path, what: FileSet | None = None) -> PartialEntry:
+    return PartialEntry(directory, what or frozen(), preallocate=True)
 
 
-def land(filling: Filling, *skip: tuple[int, int]) -> None:
+def land(filling: PartialEntry, *skip: tuple[int, int]) -> None:
     for index, chunk in filling.frozen.chunks():
         if (index, chunk) not in skip:
             at = filling.frozen.chunk_range(index, chunk)
@@ -121,7 +121,7 @@ def test_what_has_landed_is_there_for_the_next_and_for_others_at_once(target: Pa
 
 def test_damaged_chunks_are_not_written(target: Path) -> None:
     data = DATA["two.bin"]
-    what = Frozen("s3://b/m", (Wanted("two.bin", "two.bin", len(data), None, (digest_of(data),)),), CHUNK)
+    what = FileSet("s3://b/m", (FileSpec("two.bin", "two.bin", len(data), None, (digest_of(data),)),), CHUNK)
     filling = begin(target, what)
     with pytest.raises(IntegrityError):
         filling.land(0, 0, b"\x00" * len(data))
@@ -299,7 +299,7 @@ def test_a_frozen_list_is_the_same_for_all_and_says_when_it_is_damaged() -> None
         assert damage in what.encode()
         with pytest.raises(ManifestError):
             decode(what.encode().replace(damage, damage[:-2] + b"X" + damage[-1:]), where="here")
-    escape = Frozen("s3://b/m", (Wanted("../../etc/passwd", "x", 1),), CHUNK)
+    escape = FileSet("s3://b/m", (FileSpec("../../etc/passwd", "x", 1),), CHUNK)
     with pytest.raises(ManifestError, match="cannot be"):
         decode(escape.encode(), where="here")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tierckpt.disk import claims as owner
-from tierckpt.disk.claims import Claims, Owner, Presence, is_live
+from tierckpt.disk.claims import Claims, Heartbeat, Owner, is_live
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "claims"
 
 
-def holder(folder: Path, beats: Path) -> tuple[Claims, Presence]:
-    presence = Presence(beats)
+def holder(folder: Path, beats: Path) -> tuple[Claims, Heartbeat]:
+    presence = Heartbeat(beats)
     presence.begin()
     return Claims(folder, beats, presence.name), presence
 
@@ -39,8 +39,8 @@ def holder(folder: Path, beats: Path) -> tuple[Claims, Presence]:
 HOLD = """
 import sys, time
 from pathlib import Path
-from tierckpt.disk.claims import Claims, Presence
-presence = Presence(Path(sys.argv[2]))
+from tierckpt.disk.claims import Claims, Heartbeat
+presence = Heartbeat(Path(sys.argv[2]))
 presence.begin()
 print(Claims(Path(sys.argv[1]), Path(sys.argv[2]), presence.name).take("chunk"), flush=True)
 time.sleep(120)
@@ -111,7 +111,7 @@ def test_a_stopped_process_is_silent_after_a_while_but_its_lease_holds(
 
 
 def test_a_pid_that_was_given_to_another_process_is_not_its_former_one(beats: Path) -> None:
-    presence = Presence(beats)
+    presence = Heartbeat(beats)
     presence.begin()
     now = presence.owner
     former = Owner(now.pid, now.started_ticks - 1, now.namespace, now.token)
@@ -134,7 +134,7 @@ def test_of_a_process_in_another_container_only_the_heartbeat_counts(beats: Path
 def test_a_heart_beats_until_it_lets_go(beats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "BEAT_SECONDS", 0.01)
     owner._start_anew()
-    presence = Presence(beats)
+    presence = Heartbeat(beats)
     presence.begin()
     path, past = beats / presence.name, time.time() - 100
     os.utime(path, (past, past))

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tierckpt.cache import pool as module
-from tierckpt.cache.file_set import Frozen, Wanted
+from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.index import Row
-from tierckpt.cache.partial_entry import Filling, remove_dir
+from tierckpt.cache.partial_entry import PartialEntry, remove_dir
 from tierckpt.cache.pool import Pool
 from tierckpt.config import Settings
 from tierckpt.errors import CapacityError, StoreError
@@ -29,8 +29,8 @@ SIZE = 64 * KIB
 QUOTA = 3 * SIZE
 
 
-def model(name: str, size_bytes: int = SIZE, version: str = "1") -> Frozen:
-    return Frozen(f"s3://bucket/{name}", (Wanted("weights.bin", "weights.bin", size_bytes, version),), 16 * KIB)
+def model(name: str, size_bytes: int = SIZE, version: str = "1") -> FileSet:
+    return FileSet(f"s3://bucket/{name}", (FileSpec("weights.bin", "weights.bin", size_bytes, version),), 16 * KIB)
 
 
 @pytest.fixture
@@ -43,11 +43,11 @@ def settings(local_root: Path) -> Settings:
     return Settings.load(local_root=local_root, cache_bytes_max=QUOTA, cache_high_water=1.0)
 
 
-def fill(pool: Pool, frozen: Frozen, *, whole: bool = True) -> str:
+def fill(pool: Pool, frozen: FileSet, *, whole: bool = True) -> str:
     """What a prefetch does, without a store. Half of it, and then the process goes, when not ``whole``."""
     lease = pool.lease(frozen.name)
     try:
-        filling = Filling(pool.directory(frozen.name), frozen, preallocate=True)
+        filling = PartialEntry(pool.directory(frozen.name), frozen, preallocate=True)
         try:
             pool.reserve(frozen, frozen.size_bytes)
         except CapacityError:
@@ -289,7 +289,7 @@ def test_reservations_of_many_processes_together_stay_within_the_quota(local_roo
             own = Pool(settings(local_root))
             frozen = model(f"m{number}")
             lease = own.lease(frozen.name)
-            filling = Filling(own.directory(frozen.name), frozen, preallocate=True)
+            filling = PartialEntry(own.directory(frozen.name), frozen, preallocate=True)
             try:
                 own.reserve(frozen, SIZE)
                 code = 0

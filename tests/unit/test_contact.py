@@ -23,7 +23,7 @@ from tierckpt.config import Settings
 from tierckpt.errors import OperationTimeoutError, PermissionDeniedError, TierckptError
 from tierckpt.format.layout import agent_dir
 from tierckpt.ipc import client as contacts
-from tierckpt.ipc.client import SOCKET, Contact, NoAgentError, encode, private_directory, take_message
+from tierckpt.ipc.client import SOCKET, AgentClient, AgentUnavailableError, encode, private_directory, take_message
 from tierckpt.types import Json
 
 # --- framing --------------------------------------------------------------------------------------------------------
@@ -187,22 +187,24 @@ def hangs_up(connection: _Recording) -> None:
 
 
 @pytest.fixture
-def contact(local_root: Path) -> Iterator[Contact]:
-    with closing(Contact(Settings.load(local_root=local_root, mover="agent"))) as made:
+def contact(local_root: Path) -> Iterator[AgentClient]:
+    with closing(AgentClient(Settings.load(local_root=local_root, mover="agent"))) as made:
         yield made
 
 
-def test_without_an_agent_asking_one_that_must_not_be_started_raises(contact: Contact, local_root: Path) -> None:
-    with pytest.raises(NoAgentError, match="no agent runs"):
+def test_without_an_agent_asking_one_that_must_not_be_started_raises(contact: AgentClient, local_root: Path) -> None:
+    with pytest.raises(AgentUnavailableError, match="no agent runs"):
         contact.ask({"op": "status"}, start=False)
     with agent_that(root=local_root):
         pass
     (agent_dir(local_root) / SOCKET).touch()  # what one that was killed leaves: nobody listens there
-    with pytest.raises(NoAgentError, match="no agent runs"):
+    with pytest.raises(AgentUnavailableError, match="no agent runs"):
         contact.ask({"op": "status"}, start=False)
 
 
-def test_an_answer_may_come_in_pieces_and_an_error_of_the_agent_is_raised(contact: Contact, local_root: Path) -> None:
+def test_an_answer_may_come_in_pieces_and_an_error_of_the_agent_is_raised(
+    contact: AgentClient, local_root: Path
+) -> None:
     def in_pieces(connection: _Recording) -> None:
         connection.message()
         for byte in encode({"ok": [1, 2]}):
@@ -220,28 +222,28 @@ def test_an_answer_may_come_in_pieces_and_an_error_of_the_agent_is_raised(contac
     assert [message["op"] for message in received] == ["one", "two", "three"]
 
 
-def test_an_agent_that_went_away_is_asked_for_again_once(contact: Contact, local_root: Path) -> None:
+def test_an_agent_that_went_away_is_asked_for_again_once(contact: AgentClient, local_root: Path) -> None:
     with agent_that(hangs_up, answers({"ok": 2}), hangs_up, hangs_up, root=local_root) as received:
         assert contact.ask({"op": "one"}, start=False) == 2
         contact.close()
-        with pytest.raises(NoAgentError, match="went away"):
+        with pytest.raises(AgentUnavailableError, match="went away"):
             contact.ask({"op": "two"}, start=False)
     assert [message["op"] for message in received] == ["one", "one", "two", "two"]
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 8, struct.pack("!I", 2) + b"[]"])
-def test_an_answer_that_is_none_is_like_none(contact: Contact, local_root: Path, garbage: bytes) -> None:
+def test_an_answer_that_is_none_is_like_none(contact: AgentClient, local_root: Path, garbage: bytes) -> None:
     def lies(connection: _Recording) -> None:
         connection.message()
         connection.sendall(garbage)
 
-    with agent_that(lies, lies, root=local_root), pytest.raises(NoAgentError):
+    with agent_that(lies, lies, root=local_root), pytest.raises(AgentUnavailableError):
         contact.ask({"op": "one"}, start=False)
 
 
 @pytest.mark.slow
 def test_an_answer_that_comes_too_late_is_not_taken_for_that_to_the_next_message(
-    contact: Contact, local_root: Path
+    contact: AgentClient, local_root: Path
 ) -> None:
     def late(connection: _Recording) -> None:
         connection.message()
@@ -256,7 +258,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_that_to_the_next_message
         assert contact.ask({"op": "two"}, start=False) == "in time"
 
 
-def test_an_answer_that_drips_does_not_put_off_the_deadline(contact: Contact, local_root: Path) -> None:
+def test_an_answer_that_drips_does_not_put_off_the_deadline(contact: AgentClient, local_root: Path) -> None:
     def drips(connection: _Recording) -> None:
         connection.message()
         for byte in encode({"ok": "x" * 100}):
@@ -267,7 +269,7 @@ def test_an_answer_that_drips_does_not_put_off_the_deadline(contact: Contact, lo
         contact.ask({"op": "one"}, start=False, timeout_seconds=0.2)
 
 
-def test_a_forked_child_neither_uses_the_connection_nor_keeps_it_open(contact: Contact, local_root: Path) -> None:
+def test_a_forked_child_neither_uses_the_connection_nor_keeps_it_open(contact: AgentClient, local_root: Path) -> None:
     settings = contact.settings
     with agent_that(answers({"ok": 1}), root=local_root):
         ours = contacts.contact_for(settings)
@@ -298,13 +300,13 @@ def _is_connected_socket(descriptor: int) -> bool:
         return False
 
 
-def test_a_directory_that_others_may_enter_is_not_used(contact: Contact, local_root: Path) -> None:
+def test_a_directory_that_others_may_enter_is_not_used(contact: AgentClient, local_root: Path) -> None:
     private_directory(local_root).chmod(0o750)
     with pytest.raises(PermissionDeniedError, match="0700"):
         contact.ask({"op": "status"}, start=False)
 
 
-def test_a_directory_that_is_a_link_is_not_used(contact: Contact, local_root: Path, tmp_path: Path) -> None:
+def test_a_directory_that_is_a_link_is_not_used(contact: AgentClient, local_root: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     local_root.mkdir()
     agent_dir(local_root).symlink_to(tmp_path / "elsewhere")
@@ -313,19 +315,19 @@ def test_a_directory_that_is_a_link_is_not_used(contact: Contact, local_root: Pa
 
 
 def test_where_the_disk_does_not_let_an_agent_be_started_there_is_said_to_be_none(
-    contact: Contact, monkeypatch: pytest.MonkeyPatch
+    contact: AgentClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> NoReturn:
         raise OSError(errno.ENOSPC, "no room")
 
     monkeypatch.setattr(contacts, "try_lock", full)
-    with pytest.raises(NoAgentError, match="could not be started"):
+    with pytest.raises(AgentUnavailableError, match="could not be started"):
         contact.ask({"op": "status"})
 
 
 def test_an_agent_that_cannot_be_started_is_said_to_be_none(
-    contact: Contact, local_root: Path, monkeypatch: pytest.MonkeyPatch
+    contact: AgentClient, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(NoAgentError, match="exit code 1"):
+    with pytest.raises(AgentUnavailableError, match="exit code 1"):
         contact.ask({"op": "status"})

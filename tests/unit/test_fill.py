@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.peer_node import CHUNK, begin, freeze, land
-from tierckpt.cache.fetch_job import Fill, Tally
+from tierckpt.cache.fetch_job import FetchJob, FetchStats
 from tierckpt.cache.peers import NotNowError
 
 DATA = {"weights": bytes(2 * CHUNK)}  # two chunks, hence two workers
@@ -66,12 +66,12 @@ async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_th
         fetches_max=2,
         gate=asyncio.Semaphore(2),
         idle=asyncio.Lock(),
-        tally=Tally(),
+        tally=FetchStats(),
         stall_seconds=60.0,
         claim=claim,
         fetch_claimed=fetch_claimed,
     )
     async with asyncio.timeout(10):
-        await Fill(cached, filling, [0], lambda progress: None).run()  # type: ignore[arg-type]
+        await FetchJob(cached, filling, [0], lambda progress: None).run()  # type: ignore[arg-type]
     assert was_planned == [True, True]
     filling.close()

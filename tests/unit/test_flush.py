@@ -29,7 +29,7 @@ from tests.unit.flush_elsewhere import Frame
 from tierckpt.arena.memory import Memory
 from tierckpt.disk import priority
 from tierckpt.disk.blocks import round_up
-from tierckpt.disk.cpu_throttle import Pace
+from tierckpt.disk.cpu_throttle import CpuThrottle
 from tierckpt.disk.write_tuner import IoShape, segment_bytes
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError
 from tierckpt.format.manifest import blocks_of, digest_of
@@ -268,7 +268,7 @@ def test_nobody_rests_after_the_last_segment(directory: Path, slots: list[Memory
     """The commit waits for it, and there is nothing left to hold back."""
     rests = []
 
-    class Spy(Pace):
+    class Spy(CpuThrottle):
         def rest_after(self, used_seconds: float) -> None:
             rests.append(used_seconds)
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tierckpt.client import Client
 from tierckpt.config import Settings
 from tierckpt.dcp import split
-from tierckpt.dcp.handoff.multi_node import Meeting
+from tierckpt.dcp.handoff.multi_node import ResultExchange
 from tierckpt.dcp.writer import TierWriteResult, told
 from tierckpt.errors import ManifestError, OperationTimeoutError
 from tierckpt.format.layout import WILLS_DIR, parse_uri
@@ -32,9 +32,9 @@ PARTS = (split.Part("model.w", ((0, 0), (8, 2)), ((4, 0), (4, 2))),)
 
 
 @pytest.fixture
-def meeting(file_uri: str, local_root: Path) -> Iterator[Meeting]:
+def meeting(file_uri: str, local_root: Path) -> Iterator[ResultExchange]:
     client = Client(Settings.load(local_root=local_root))
-    yield Meeting(client, parse_uri(file_uri), "job/7", CHUNK, wait_seconds=0.2)
+    yield ResultExchange(client, parse_uri(file_uri), "job/7", CHUNK, wait_seconds=0.2)
     client.close()
 
 
@@ -43,7 +43,7 @@ def record(uri: str) -> Path:
     return path
 
 
-def test_what_was_told_is_heard(meeting: Meeting) -> None:
+def test_what_was_told_is_heard(meeting: ResultExchange) -> None:
     meeting.tell(1, told(list(RESULTS), FILES, PARTS))
     meeting.tell(2, [])
     heard = meeting.hear({1, 2})
@@ -56,25 +56,25 @@ def test_what_was_told_is_heard(meeting: Meeting) -> None:
         assert (result.size_in_bytes, result.storage_data) == (wanted.size_in_bytes, wanted.storage_data)
 
 
-def test_a_rank_that_nobody_tells_of_is_named(meeting: Meeting) -> None:
+def test_a_rank_that_nobody_tells_of_is_named(meeting: ResultExchange) -> None:
     meeting.tell(1, told(list(RESULTS), FILES, PARTS))
     with pytest.raises(OperationTimeoutError, match=r"what ranks \[0, 3\] had written"):
         meeting.hear({0, 1, 3})
 
 
-def test_what_is_told_of_another_save_is_not_heard(meeting: Meeting) -> None:
+def test_what_is_told_of_another_save_is_not_heard(meeting: ResultExchange) -> None:
     meeting.tell(1, told(list(RESULTS), FILES, PARTS))
     with pytest.raises(OperationTimeoutError):
         dataclasses.replace(meeting, save="job/8").hear({1})
 
 
-def test_a_record_of_another_chunk_size_is_refused(meeting: Meeting) -> None:
+def test_a_record_of_another_chunk_size_is_refused(meeting: ResultExchange) -> None:
     meeting.tell(1, told(list(RESULTS), FILES, PARTS))
     with pytest.raises(ManifestError, match="another save"):
         dataclasses.replace(meeting, chunk_size_bytes=2 * CHUNK).hear({1})
 
 
-def test_every_damaged_byte_of_a_record_is_found(meeting: Meeting, file_uri: str) -> None:
+def test_every_damaged_byte_of_a_record_is_found(meeting: ResultExchange, file_uri: str) -> None:
     meeting.tell(1, told(list(RESULTS), FILES, PARTS))
     path = record(file_uri)
     data = path.read_bytes()
@@ -86,7 +86,7 @@ def test_every_damaged_byte_of_a_record_is_found(meeting: Meeting, file_uri: str
     assert len(meeting.hear({1})[1]) == len(RESULTS)
 
 
-def test_records_are_gone_when_they_are_forgotten(meeting: Meeting, file_uri: str) -> None:
+def test_records_are_gone_when_they_are_forgotten(meeting: ResultExchange, file_uri: str) -> None:
     meeting.tell(1, [])
     assert record(file_uri)
     meeting.forget([1, 2])

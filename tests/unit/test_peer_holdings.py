@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.peer_node import CHUNK, begin, bytes_of, commit, freeze, land, model, publish
-from tierckpt.cache.file_set import Frozen
-from tierckpt.cache.partial_entry import FILLING, Filling
+from tierckpt.cache.file_set import FileSet
+from tierckpt.cache.partial_entry import FILLING, PartialEntry
 from tierckpt.disk import open_beneath
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer import chunk_files, inventory
 from tierckpt.peer.chunk_files import frozen_of
 from tierckpt.peer.inventory import Holdings
-from tierckpt.peer.messages import Held
+from tierckpt.peer.messages import ChunkReport
 
 DATA = model()
 
@@ -37,7 +37,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "node"
 
 
-def given(here: Holdings, frozen: Frozen, ordinal: int, size: int = CHUNK) -> bytes | None:
+def given(here: Holdings, frozen: FileSet, ordinal: int, size: int = CHUNK) -> bytes | None:
     opened = here.open(frozen.version, size, ordinal)
     if opened is None:
         return None
@@ -49,9 +49,9 @@ def given(here: Holdings, frozen: Frozen, ordinal: int, size: int = CHUNK) -> by
     return data
 
 
-def same(here: Holdings, frozen: Frozen, data: dict[str, bytes], size: int = CHUNK) -> int:
+def same(here: Holdings, frozen: FileSet, data: dict[str, bytes], size: int = CHUNK) -> int:
     """How many chunks are given; each that is must be right."""
-    cut = Frozen(frozen.uri, frozen.files, size)
+    cut = FileSet(frozen.uri, frozen.files, size)
     found = 0
     for ordinal in range(len(list(cut.chunks()))):
         piece = given(here, cut, ordinal, size)
@@ -62,7 +62,7 @@ def same(here: Holdings, frozen: Frozen, data: dict[str, bytes], size: int = CHU
 
 def test_nothing_is_known_of_a_version_that_is_not_here(root: Path) -> None:
     here = Holdings(root)
-    assert here.held("0" * 32, CHUNK) == Held()
+    assert here.held("0" * 32, CHUNK) == ChunkReport()
     assert here.open("0" * 32, CHUNK, 0) is None
 
 
@@ -207,7 +207,7 @@ def test_an_entry_that_is_evicted_is_not_given_any_more(root: Path) -> None:
     assert same(here, frozen, DATA) == 10
     shutil.rmtree(root / "cache" / frozen.name)
     assert given(here, frozen, 0) is None
-    assert here.held(frozen.version, CHUNK) == Held()
+    assert here.held(frozen.version, CHUNK) == ChunkReport()
 
 
 @pytest.mark.parametrize("size", [CHUNK // 2, 4 * CHUNK, 12288])
@@ -215,7 +215,7 @@ def test_chunks_of_another_size_are_given_where_all_that_they_touch_is_here(root
     here, frozen = Holdings(root), freeze(DATA)
     filling = begin(root, frozen)
     land(filling, DATA, [0, 1, 2, 3, 9])
-    cut = Frozen(frozen.uri, frozen.files, size)
+    cut = FileSet(frozen.uri, frozen.files, size)
     listed = {at for at, _ in here.held(frozen.version, size).new}
     opened = {at for at in range(len(list(cut.chunks()))) if given(here, cut, at, size) is not None}
     assert listed == opened
@@ -231,7 +231,7 @@ def test_chunks_of_another_size_are_given_where_all_that_they_touch_is_here(root
 @pytest.mark.parametrize("size", [0, 1, 4097, 1 << 40])
 def test_chunk_sizes_that_nobody_uses_are_not_served(root: Path, size: int) -> None:
     here, frozen = Holdings(root), publish(root, DATA)
-    assert here.held(frozen.version, size) == Held()
+    assert here.held(frozen.version, size) == ChunkReport()
     assert here.open(frozen.version, size, 0) is None
 
 
@@ -295,7 +295,7 @@ def test_what_landed_under_our_eyes_is_not_digested_again(root: Path, monkeypatc
 
 def test_a_directory_elsewhere_is_served_for_as_long_as_somebody_says_so(root: Path, tmp_path: Path) -> None:
     here, frozen, target = Holdings(root), freeze(DATA), tmp_path / "elsewhere" / "model"
-    filling = Filling(target, frozen, preallocate=True)
+    filling = PartialEntry(target, frozen, preallocate=True)
     land(filling, DATA, [3])
     assert given(here, frozen, 3) is None
     here.add(frozen.version, target)
@@ -316,7 +316,7 @@ def test_a_directory_that_holds_other_files_too_is_filled_inside_and_found(root:
     target.mkdir()
     (target / "mine").write_text("other")
     here.add(frozen.version, target)
-    filling = Filling(target, frozen, preallocate=True)
+    filling = PartialEntry(target, frozen, preallocate=True)
     land(filling, DATA)
     assert same(here, frozen, DATA) == 10
     filling.publish()
@@ -368,13 +368,13 @@ def test_a_checkpoint_saved_again_is_another_version(root: Path) -> None:
     new = frozen_of(commit(root, uri, changed), "")
     assert here.held(new.version, CHUNK).whole
     assert same(here, new, {**changed, ".metadata": b"what DCP knows of it"}) == len(list(new.chunks()))
-    assert here.held(old.version, CHUNK) == Held()
+    assert here.held(old.version, CHUNK) == ChunkReport()
 
 
 def test_a_checkpoint_on_its_way_to_the_local_tier_is_found(root: Path) -> None:
     here, frozen = Holdings(root), freeze(DATA, known=True)
     target = local_dir(root, parse_uri("s3://bucket/run/step-7"))
-    filling = Filling(target, frozen, preallocate=True)
+    filling = PartialEntry(target, frozen, preallocate=True)
     land(filling, DATA, [4])
     assert given(here, frozen, 4) is not None
     assert [fill["chunks_landed"] for fill in here.fills()] == [1]

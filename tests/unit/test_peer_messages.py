@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tierckpt.peer.messages import (
     HEAD_BYTES_MAX,
     HEADERS_MAX,
-    Held,
+    ChunkReport,
     WireError,
     chunk_target,
     encode_head,
@@ -29,18 +29,18 @@ def test_holdings_come_back_as_they_were_told(
     lines: list[tuple[int, str]], before: int, fetching: set[int], names: set[str]
 ) -> None:
     after = before + len(lines)
-    held = Held(100, after, after, tuple(lines), frozenset(fetching), False, frozenset(names))
-    assert Held.of_json(held.to_json()) == held
-    short = Held.of_header(held.to_header())
+    held = ChunkReport(100, after, after, tuple(lines), frozenset(fetching), False, frozenset(names))
+    assert ChunkReport.of_json(held.to_json()) == held
+    short = ChunkReport.of_header(held.to_header())
     assert short.new == held.new[: len(short.new)]
     assert short.next == before + len(short.new)
     assert (short.total, short.landed) == (100, after)
 
 
 def test_all_that_is_here_is_said_in_a_word() -> None:
-    held = Held(100, 100, 100, whole=True)
-    assert Held.of_header(held.to_header()) == held
-    assert Held.of_json(held.to_json()) == held
+    held = ChunkReport(100, 100, 100, whole=True)
+    assert ChunkReport.of_header(held.to_header()) == held
+    assert ChunkReport.of_json(held.to_json()) == held
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_all_that_is_here_is_said_in_a_word() -> None:
 )
 def test_holdings_that_cannot_be_are_refused(text: str) -> None:
     if text == "3;1;1;0,":  # an empty line at the end is nothing
-        assert Held.of_header(text).new == ((0, ""),)
+        assert ChunkReport.of_header(text).new == ((0, ""),)
         return
     with pytest.raises(WireError):
-        Held.of_header(text)
+        ChunkReport.of_header(text)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_holdings_that_cannot_be_are_refused(text: str) -> None:
     ],
 )
 def test_holdings_with_a_lie_in_them_are_refused(changed: dict[str, object]) -> None:
-    body = Held(3, 1, 1, ((0, ""),)).to_json()
-    Held.of_json(body)
+    body = ChunkReport(3, 1, 1, ((0, ""),)).to_json()
+    ChunkReport.of_json(body)
     with pytest.raises(WireError):
-        Held.of_json({**body, **changed})
+        ChunkReport.of_json({**body, **changed})
 
 
 def test_there_are_these_paths_and_no_others() -> None:
@@ -198,7 +198,9 @@ def test_whatever_comes_is_json_or_refused(data: bytes) -> None:
 def test_what_is_sent_can_be_read() -> None:
     assert parse_request(encode_head("GET /v1/members HTTP/1.1", {"Host": "x", "X-A": "b c"})).headers["x-a"] == "b c"
     assert parse_answer(encode_head("HTTP/1.1 404 Not Found", {"Content-Length": "0"})).status == 404
-    assert len(encode_head("HTTP/1.1 200 OK", {"X": Held(1 << 22, 64, 64, LONGEST).to_header()})) < HEAD_BYTES_MAX
+    assert (
+        len(encode_head("HTTP/1.1 200 OK", {"X": ChunkReport(1 << 22, 64, 64, LONGEST).to_header()})) < HEAD_BYTES_MAX
+    )
 
 
 LONGEST = tuple((4_000_000 + number, "t" + "a" * 32) for number in range(64))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tierckpt.peer.fetch.scheduler import SHARED, Ask, Pause, Schedule, Tuning
+from tierckpt.peer.fetch.scheduler import SHARED, ChunkRequest, Schedule, Tuning, WaitUntil
 from tierckpt.peer.members import Member
 
 VERSION = "0123456789abcdef" * 2
@@ -30,15 +30,15 @@ def schedule(others: Iterable[str] = ("b", "c", "d"), *, interested: bool = True
     return made
 
 
-def all_asks(made: Schedule, now: float, most: int = 200) -> list[Ask]:
+def all_asks(made: Schedule, now: float, most: int = 200) -> list[ChunkRequest]:
     """Everything that it wants to have under way at a time."""
-    found: list[Ask] = []
-    while len(found) < most and isinstance(decision := made.choose(now), Ask):
+    found: list[ChunkRequest] = []
+    while len(found) < most and isinstance(decision := made.choose(now), ChunkRequest):
         found.append(decision)
     return found
 
 
-def from_store(asks: Iterable[Ask]) -> list[int]:
+def from_store(asks: Iterable[ChunkRequest]) -> list[int]:
     return [ask.chunk for ask in asks if ask.source is SHARED]
 
 
@@ -62,8 +62,8 @@ def test_alone_everything_comes_from_the_store_at_once_and_in_all_slots() -> Non
 
 def test_nobody_goes_to_the_store_before_all_have_told_what_they_hold() -> None:
     made = schedule()
-    assert isinstance(made.choose(0.1), Pause)
-    assert isinstance(made.choose(TUNING.settle_seconds + 0.01), Ask)
+    assert isinstance(made.choose(0.1), WaitUntil)
+    assert isinstance(made.choose(TUNING.settle_seconds + 0.01), ChunkRequest)
 
 
 MANY = [f"n{number}" for number in range(20)]
@@ -93,9 +93,9 @@ def test_while_all_wait_for_the_store_it_is_asked_for_more_later_but_not_never()
     assert TUNING.stall_seconds_max <= goes_for_others_after(are_fetching=True) <= 5 * TUNING.stall_seconds_max
 
 
-def fetch_all(made: Schedule, others: Iterable[str], now: float = SETTLED) -> list[Ask]:
+def fetch_all(made: Schedule, others: Iterable[str], now: float = SETTLED) -> list[ChunkRequest]:
     """All that it fetches from the store while the others are there and get nowhere."""
-    found: list[Ask] = []
+    found: list[ChunkRequest] = []
     while asks := [ask for ask in all_asks(made, now) if ask.source is SHARED]:
         for ask in asks:
             made.came(ask, now)
@@ -178,7 +178,7 @@ def test_the_window_that_the_loader_needs_next_comes_before_the_rest() -> None:
     made.hear("b", 0.2, whole=True)
     made.hear("c", 0.2, whole=True)
     window = range(20, 28)
-    asked = [ask.chunk for _ in range(8) if isinstance(ask := made.choose(SETTLED, window), Ask)]
+    asked = [ask.chunk for _ in range(8) if isinstance(ask := made.choose(SETTLED, window), ChunkRequest)]
     assert set(asked) == set(window)
 
 
@@ -205,7 +205,7 @@ def test_one_that_does_not_answer_is_left_alone_and_its_chunks_go_to_the_next_in
     theirs = set(owned_later(made, "b"))
     made.unreached("b", SETTLED)
     first = made.source(min(theirs), SETTLED)
-    assert first == Ask(min(theirs), SHARED, "owner is away")
+    assert first == ChunkRequest(min(theirs), SHARED, "owner is away")
     made.came(first, SETTLED)
     fetched = {ask.chunk for ask in fetch_all(made, ())}
     assert theirs - {min(theirs)} <= fetched
@@ -225,7 +225,7 @@ def test_one_that_sends_wrong_bytes_is_never_asked_again() -> None:
     made = schedule(others=("b",))
     made.hear("b", 0.2, whole=True)
     ask = made.choose(SETTLED)
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ChunkRequest)
     assert ask.source == "b"
     made.failed(ask, SETTLED, "wrong")
     for later in (SETTLED, SETTLED + 1000.0):
@@ -237,7 +237,7 @@ def test_what_a_peer_said_it_has_and_does_not_give_is_not_asked_of_it_again() ->
     made = schedule(others=("b",))
     made.hear("b", 0.2, whole=True)
     first = made.choose(SETTLED)
-    assert isinstance(first, Ask)
+    assert isinstance(first, ChunkRequest)
     made.failed(first, SETTLED, "missing")
     made.hear("b", SETTLED, whole=True)
     assert all(ask.source is SHARED for ask in all_asks(made, SETTLED) if ask.chunk == first.chunk)
@@ -247,10 +247,10 @@ def test_one_that_is_busy_is_asked_again_a_moment_later() -> None:
     made = schedule(others=("b",))
     made.hear("b", 0.2, whole=True)
     ask = made.choose(SETTLED)
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ChunkRequest)
     made.failed(ask, SETTLED, "busy")
     again = made.choose(SETTLED + 2 * TUNING.retry_seconds_min)
-    assert isinstance(again, Ask)
+    assert isinstance(again, ChunkRequest)
     assert again.source == "b"
 
 
@@ -258,7 +258,7 @@ def test_what_is_late_is_asked_of_another_holder_and_of_no_third() -> None:
     made = schedule(others=("b", "c", "d"))
     made.hear("b", 0.2, new=[5])
     ask = made.source(5, SETTLED)
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ChunkRequest)
     assert ask.source == "b"
     assert made.hedge_at(ask) >= SETTLED + TUNING.hedge_seconds_min
     late = made.hedge_at(ask)
@@ -343,11 +343,11 @@ def test_one_that_is_ahead_takes_what_others_hold_before_more_from_the_store() -
     brought = mine[: TUNING.ahead_max]
     made.hear("b", SETTLED, new=owned(made, "b")[:400])
     for chunk in brought[:-1]:
-        made.came(Ask(chunk, SHARED, "mine"), SETTLED)
+        made.came(ChunkRequest(chunk, SHARED, "mine"), SETTLED)
     assert made.choose(SETTLED).source is SHARED  # type: ignore[union-attr]
-    made.came(Ask(brought[-1], SHARED, "mine"), SETTLED)
+    made.came(ChunkRequest(brought[-1], SHARED, "mine"), SETTLED)
     asks = [made.choose(SETTLED) for _ in range(3)]
-    assert {ask.source for ask in asks if isinstance(ask, Ask)} == {"b"}
+    assert {ask.source for ask in asks if isinstance(ask, ChunkRequest)} == {"b"}
     made.hear("c", SETTLED, new=brought[:1])  # one of them has spread
     assert made.choose(SETTLED).source is SHARED  # type: ignore[union-attr]
 
@@ -355,7 +355,7 @@ def test_one_that_is_ahead_takes_what_others_hold_before_more_from_the_store() -
 def test_one_that_is_ahead_goes_on_at_the_store_where_nobody_holds_anything() -> None:
     made = schedule(total=2048)
     for chunk in owned_later(made, "a")[: 2 * TUNING.ahead_max]:
-        made.came(Ask(chunk, SHARED, "mine"), SETTLED)
+        made.came(ChunkRequest(chunk, SHARED, "mine"), SETTLED)
     assert made.choose(SETTLED).source is SHARED  # type: ignore[union-attr]
 
 
@@ -417,7 +417,7 @@ def test_one_answer_that_is_late_as_some_are_does_not_make_a_peer_slow(owed_seco
     made._own.clear()
     for number in range(40):
         ask = made.choose(now)
-        assert isinstance(ask, Ask)
+        assert isinstance(ask, ChunkRequest)
         made.came(ask, now + (0.6 if number % 5 == 4 else 0.1))
         now += 0.7
     asked = next(ask for ask in all_asks(made, now) if ask.source == "b")
@@ -464,11 +464,11 @@ def test_members_that_do_not_agree_are_not_believed_and_the_store_decides() -> N
     for name in "bc":
         made.hear(name, 0.2, new=[7])
     made.distrust(7, ["b", "c"])
-    assert made.source(7, SETTLED) == Ask(7, SHARED, made._why_mine(7))
+    assert made.source(7, SETTLED) == ChunkRequest(7, SHARED, made._why_mine(7))
     made.trust("c")
     made.hear("c", SETTLED, new=[8])
     asked = made.source(8, SETTLED)
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, ChunkRequest)
     assert asked.source == "c"
 
 
@@ -477,14 +477,14 @@ def test_somebody_who_reads_on_demand_asks_the_holder_then_the_owner_then_the_st
     all_asks(made, SETTLED)
     chunk = owned(made, "b")[-1]
     first = made.source(chunk, SETTLED)
-    assert isinstance(first, Ask)
+    assert isinstance(first, ChunkRequest)
     assert (first.source, first.wait_seconds) == ("b", TUNING.wait_seconds)
     made.failed(first, SETTLED, "missing")
     tried: set[str | None] = {"b"}
-    while isinstance(ask := made.source(chunk, SETTLED, tried), Ask) and ask.source is not SHARED:
+    while isinstance(ask := made.source(chunk, SETTLED, tried), ChunkRequest) and ask.source is not SHARED:
         made.failed(ask, SETTLED, "missing")
         tried.add(ask.source)
-    assert ask == Ask(chunk, SHARED, "nobody had it")
+    assert ask == ChunkRequest(chunk, SHARED, "nobody had it")
 
 
 def test_when_all_is_here_there_is_nothing_to_do() -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.arena.slots import Bounce
+from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.disk.page_cache import Resident
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, TierckptError
 from tierckpt.format.manifest import FileEntry, digest_of
 from tierckpt.read.parallel_read import Piece, pull
-from tierckpt.read.replicated_file import Copies, LocalCopy, RemoteCopy
+from tierckpt.read.replicated_file import LocalCopy, ReplicatedFile, StoreCopy
 from tierckpt.types import ByteRange, Tier
 
 CHUNK = 16 * 1024
@@ -25,8 +25,8 @@ SIZE = 10 * CHUNK + 123
 
 
 @pytest.fixture(scope="module")
-def buffers() -> Bounce:
-    return Bounce(3, "read")
+def buffers() -> BounceBufferPool:
+    return BounceBufferPool(3, "read")
 
 
 def content(size: int = SIZE) -> bytes:
@@ -49,7 +49,7 @@ class Counted(LocalCopy):
         return super().read(byte_range, into)  # type: ignore[return-value]
 
 
-def pulled(copies: Copies, spans: list[tuple[int, int]], buffers: Bounce) -> list[bytes]:
+def pulled(copies: ReplicatedFile, spans: list[tuple[int, int]], buffers: BounceBufferPool) -> list[bytes]:
     memories = [bytearray(stop - start) for start, stop in spans]
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
     pieces = [Piece(*span, address) for span, address in zip(spans, addresses, strict=True)]
@@ -74,62 +74,66 @@ def is_right(found: list[bytes], data: bytes) -> bool:
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_each_piece_has_its_bytes_and_each_chunk_that_is_touched_is_read_once(
-    cached: bool, tmp_path: Path, buffers: Bounce
+    cached: bool, tmp_path: Path, buffers: BounceBufferPool
 ) -> None:
     data, path = content(), tmp_path / "shard"
     path.write_bytes(data)
     if not cached:
         forget(path)
     copy = Counted(path)
-    assert is_right(pulled(Copies(entry_of(data), CHUNK, [copy]), SPANS, buffers), data)
+    assert is_right(pulled(ReplicatedFile(entry_of(data), CHUNK, [copy]), SPANS, buffers), data)
     assert sorted(copy.asked) == [0, 1, 3, 4, 5, 6, 10]
 
 
-def test_chunks_that_are_no_blocks_are_read_too(tmp_path: Path, buffers: Bounce) -> None:
+def test_chunks_that_are_no_blocks_are_read_too(tmp_path: Path, buffers: BounceBufferPool) -> None:
     data, path = content(5000), tmp_path / "shard"
     path.write_bytes(data)
     entry = FileEntry("shard", len(data), tuple(digest_of(data[at : at + 1000]) for at in range(0, len(data), 1000)))
-    assert pulled(Copies(entry, 1000, [LocalCopy(path)]), [(999, 4321)], buffers) == [data[999:4321]]
+    assert pulled(ReplicatedFile(entry, 1000, [LocalCopy(path)]), [(999, 4321)], buffers) == [data[999:4321]]
 
 
-def test_a_bad_chunk_comes_from_the_next_copy_and_the_bad_one_is_set_aside(tmp_path: Path, buffers: Bounce) -> None:
+def test_a_bad_chunk_comes_from_the_next_copy_and_the_bad_one_is_set_aside(
+    tmp_path: Path, buffers: BounceBufferPool
+) -> None:
     data, path = content(), tmp_path / "shard"
     path.write_bytes(data[: 5 * CHUNK] + b"\0" * 8 + data[5 * CHUNK + 8 :])
-    store = RemoteCopy("s3://bucket/shard", lambda byte_range: data[byte_range.start : byte_range.stop])
-    assert is_right(pulled(Copies(entry_of(data), CHUNK, [LocalCopy(path), store]), SPANS, buffers), data)
+    store = StoreCopy("s3://bucket/shard", lambda byte_range: data[byte_range.start : byte_range.stop])
+    assert is_right(pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path), store]), SPANS, buffers), data)
     assert [found.name for found in tmp_path.iterdir()] == ["shard.bad"]
 
 
 @pytest.mark.parametrize("size", [0, 3 * CHUNK, SIZE - 1])
-def test_a_short_copy_is_a_bad_one(size: int, tmp_path: Path, buffers: Bounce) -> None:
+def test_a_short_copy_is_a_bad_one(size: int, tmp_path: Path, buffers: BounceBufferPool) -> None:
     data, path = content(), tmp_path / "shard"
     path.write_bytes(data[:size])
     with pytest.raises(IntegrityError, match="no good copy of shard"):
-        pulled(Copies(entry_of(data), CHUNK, [LocalCopy(path)]), SPANS, buffers)
+        pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path)]), SPANS, buffers)
 
 
-def test_a_copy_that_cannot_be_read_is_passed_over_and_stays(tmp_path: Path, buffers: Bounce) -> None:
+def test_a_copy_that_cannot_be_read_is_passed_over_and_stays(tmp_path: Path, buffers: BounceBufferPool) -> None:
     data, path = content(), tmp_path / "shard"
     path.write_bytes(data)
 
     def missing(_: ByteRange) -> bytes:
         raise ObjectNotFoundError("it is gone")
 
-    copies = Copies(entry_of(data), CHUNK, [RemoteCopy("s3://bucket/shard", missing), LocalCopy(path)])
+    copies = ReplicatedFile(entry_of(data), CHUNK, [StoreCopy("s3://bucket/shard", missing), LocalCopy(path)])
     assert is_right(pulled(copies, SPANS, buffers), data)
     assert path.exists()
 
 
-def test_an_error_names_who_wanted_the_bytes_and_nothing_more_is_read(tmp_path: Path, buffers: Bounce) -> None:
+def test_an_error_names_who_wanted_the_bytes_and_nothing_more_is_read(
+    tmp_path: Path, buffers: BounceBufferPool
+) -> None:
     data, path = content(1000 * CHUNK), tmp_path / "shard"
     path.write_bytes(b"\0" * CHUNK + data[CHUNK:])
     copy = Counted(path)
-    copies = Copies(entry_of(data), CHUNK, [copy])
+    copies = ReplicatedFile(entry_of(data), CHUNK, [copy])
     memory = bytearray(len(data))
     piece = Piece(0, len(data), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
     named: list[Piece] = []
 
-    def name(error: TierckptError, _: Copies, piece: Piece) -> None:
+    def name(error: TierckptError, _: ReplicatedFile, piece: Piece) -> None:
         named.append(piece)
         error.context["tensor"] = "weight"
 
@@ -142,7 +146,7 @@ def test_an_error_names_who_wanted_the_bytes_and_nothing_more_is_read(tmp_path: 
 
 
 def test_as_many_threads_digest_at_a_time_as_there_are_processors_while_all_of_them_read(
-    tmp_path: Path, buffers: Bounce, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     now, reading, digesting, lock = Counter[str](), [0], [0], threading.Lock()
@@ -160,7 +164,7 @@ def test_as_many_threads_digest_at_a_time_as_there_are_processors_while_all_of_t
             doing("read", reading, 0.02)
             return super().read(byte_range, into)  # type: ignore[return-value]
 
-    class Watched(Copies):
+    class Watched(ReplicatedFile):
         def _is_good(self, *given: object) -> bool:
             doing("digest", digesting, 0.002)
             return True
@@ -177,7 +181,7 @@ def test_ranks_of_a_node_share_the_threads_that_its_disk_likes(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr(os, "cpu_count", lambda: processors)
-    data, path, buffers, seen = content(), tmp_path / "shard", Bounce(8, "read"), set[int]()
+    data, path, buffers, seen = content(), tmp_path / "shard", BounceBufferPool(8, "read"), set[int]()
     path.write_bytes(data)
     met = threading.Condition()
 
@@ -192,25 +196,27 @@ def test_ranks_of_a_node_share_the_threads_that_its_disk_likes(
             time.sleep(0.03)
             return super().read(byte_range, into)  # type: ignore[return-value]
 
-    [found] = pulled(Copies(entry_of(data), CHUNK, [Slow(path)]), [(0, SIZE)], buffers)
+    [found] = pulled(ReplicatedFile(entry_of(data), CHUNK, [Slow(path)]), [(0, SIZE)], buffers)
     assert (found, len(seen)) == (data, threads)
 
 
 def test_a_load_takes_the_buffers_that_other_loads_leave_and_waits_for_one_only(tmp_path: Path) -> None:
     data, path = content(), tmp_path / "shard"
     path.write_bytes(data)
-    buffers = Bounce(3, "read")
+    buffers = BounceBufferPool(3, "read")
     with buffers.take(2, CHUNK, 0.0):
-        assert is_right(pulled(Copies(entry_of(data), CHUNK, [LocalCopy(path)]), SPANS, buffers), data)
+        assert is_right(pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path)]), SPANS, buffers), data)
     with buffers.take(3, CHUNK, 0.0) as all_of_them:
         assert len(all_of_them) == 3, "what the load took it has given back"
 
 
-def test_files_without_digests_are_taken_as_they_are(tmp_path: Path, buffers: Bounce) -> None:
+def test_files_without_digests_are_taken_as_they_are(tmp_path: Path, buffers: BounceBufferPool) -> None:
     """Stock DCP's."""
     data, path = content(), tmp_path / "shard"
     path.write_bytes(data)
-    assert is_right(pulled(Copies(FileEntry("shard", SIZE, ()), CHUNK, [LocalCopy(path)]), SPANS, buffers), data)
+    assert is_right(
+        pulled(ReplicatedFile(FileEntry("shard", SIZE, ()), CHUNK, [LocalCopy(path)]), SPANS, buffers), data
+    )
 
 
 # --- what is in the page cache -----------------------------------------------------------------------------------

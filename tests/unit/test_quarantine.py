@@ -12,7 +12,7 @@ from tests.fault.test_strange_files import KINDS
 from tierckpt import ownership
 from tierckpt.cache.pool import Pool
 from tierckpt.config import Settings
-from tierckpt.disk.claims import Claims, Presence
+from tierckpt.disk.claims import Claims, Heartbeat
 from tierckpt.disk.durable import durable_write, make_dirs, read_whole
 from tierckpt.disk.file_lock import lock, try_lock
 from tierckpt.disk.quarantine import QUARANTINE, open_regular, set_aside
@@ -77,7 +77,7 @@ def test_a_directory_takes_the_place_of_what_is_none(root: Path, kind: str) -> N
 def test_a_claim_that_is_none_is_taken_and_set_aside(root: Path, kind: str) -> None:
     """A local root that was copied without its links has a regular file there: `prefetch` looked at it for ever."""
     make_dirs(root / "claims")
-    presence = Presence(root / "owners")
+    presence = Heartbeat(root / "owners")
     presence.begin()
     try:
         claims = Claims(root / "claims", root / "owners", presence.name)
@@ -90,7 +90,7 @@ def test_a_claim_that_is_none_is_taken_and_set_aside(root: Path, kind: str) -> N
 
 @pytest.mark.parametrize("kind", ["file", "directory", "fifo"])
 def test_a_claim_that_is_none_is_an_error_where_nothing_may_be_moved(tmp_path: Path, kind: str) -> None:
-    presence = Presence(tmp_path / "owners")
+    presence = Heartbeat(tmp_path / "owners")
     presence.begin()
     try:
         claims = Claims(tmp_path, tmp_path / "owners", presence.name)

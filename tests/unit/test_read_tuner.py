@@ -15,18 +15,18 @@ import torch
 from safetensors.torch import save_file
 
 import tierckpt
-from tierckpt.arena.slots import Bounce
+from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.config import Settings
 from tierckpt.disk import read_tuner
 from tierckpt.disk.file_lock import try_lock
-from tierckpt.disk.read_tuner import MODEL_WAYS, WAYS, ReadTuner, Way, best, device_of
+from tierckpt.disk.read_tuner import MODEL_WAYS, WAYS, ReadMode, ReadTuner, best, device_of
 from tierckpt.errors import ConfigError, StoreError
 from tierckpt.format.layout import model_read_ways, read_ways
 from tierckpt.format.manifest import FileEntry
 from tierckpt.loading import fill
 from tierckpt.read import read_benchmark
 from tierckpt.read.parallel_read import Piece, pull
-from tierckpt.read.replicated_file import Copies, LocalCopy
+from tierckpt.read.replicated_file import LocalCopy, ReplicatedFile
 from tierckpt.types import ByteRange
 
 KiB = 1024
@@ -34,7 +34,7 @@ CHUNK = 64 * KiB
 SIZE = 4 * 4 * CHUNK
 
 
-def tuner(root: Path, ways: tuple[Way, ...] = WAYS, **settings: Any) -> ReadTuner:
+def tuner(root: Path, ways: tuple[ReadMode, ...] = WAYS, **settings: Any) -> ReadTuner:
     return ReadTuner(Settings.load(None, local_root=root, **settings), ways)
 
 
@@ -54,7 +54,7 @@ DIRECT, CACHE = WAYS
     ],
 )
 def test_the_cheapest_of_the_fastest_is_taken_and_the_page_cache_must_gain_a_quarter(
-    rates: tuple[float, ...], expected: Way
+    rates: tuple[float, ...], expected: ReadMode
 ) -> None:
     assert best(dict(zip(WAYS, rates, strict=True))) == expected
 
@@ -92,8 +92,8 @@ def test_the_user_has_the_last_word(tmp_path: Path) -> None:
         assert forced.is_known("d") and forced.is_known("anything") and forced.way("d") == way
     for way in MODEL_WAYS:
         assert tuner(tmp_path, MODEL_WAYS, read_mode=way.mode).way("d") == way
-    assert tuner(tmp_path, read_threads_max=6).way("d") == Way(True, 6)
-    assert tuner(tmp_path, read_threads_max=2).way("e") == Way(True, 2)
+    assert tuner(tmp_path, read_threads_max=6).way("d") == ReadMode(True, 6)
+    assert tuner(tmp_path, read_threads_max=2).way("e") == ReadMode(True, 2)
     with pytest.raises(ConfigError, match="read_mode"):
         tuner(tmp_path, read_mode="fast")
 
@@ -131,8 +131,8 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 def load(copy: LocalCopy, path: Path, size: int = SIZE) -> None:
     memory = bytearray(size)
-    copies = Copies(FileEntry("shard", SIZE, ()), CHUNK, [copy])
-    pull([(copies, [Piece(0, size, ctypes.addressof(ctypes.c_char.from_buffer(memory)))])], Bounce(8, "read"))
+    copies = ReplicatedFile(FileEntry("shard", SIZE, ()), CHUNK, [copy])
+    pull([(copies, [Piece(0, size, ctypes.addressof(ctypes.c_char.from_buffer(memory)))])], BounceBufferPool(8, "read"))
     copies.close()
     is_right = memory == path.read_bytes()[:size]
     assert is_right
@@ -146,7 +146,7 @@ def test_the_first_large_load_tries_each_way_on_its_own_bytes(small: None, path:
     assert first.read_in[:8] == ([True] * 2 + [False] * 2) * 2  # twice, in turn
     [entry] = json.loads(read_ways(root).read_bytes()).values()
     assert entry["bytes_per_second"].keys() == {"direct/8", "buffered/4"}
-    chosen = Way.parse(entry["way"])
+    chosen = ReadMode.parse(entry["way"])
     assert set(first.read_in[8:]) == {chosen.direct}
     second = Noted(path, tuner(root))
     load(second, path)
@@ -208,9 +208,9 @@ def load_model(folder: Path, root: Path, **settings: Any) -> None:
 
 
 @pytest.fixture
-def ways_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Way]]:
+def ways_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ReadMode]]:
     """Where each read that is not of a header begins, and how it was made."""
-    taken: list[tuple[int, Way]] = []
+    taken: list[tuple[int, ReadMode]] = []
     real = LocalCopy._read_into
 
     def read_into(copy: LocalCopy, into: memoryview, byte_range: ByteRange, through: memoryview | None) -> int:
@@ -224,7 +224,7 @@ def ways_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Way]]:
 
 
 def test_the_first_large_load_of_model_files_tries_each_way_and_each_gives_the_bytes(
-    model: Path, ways_taken: list[tuple[int, Way]]
+    model: Path, ways_taken: list[tuple[int, ReadMode]]
 ) -> None:
     root = model.parent
     load_model(model, root)
@@ -232,23 +232,23 @@ def test_the_first_large_load_of_model_files_tries_each_way_and_each_gives_the_b
     assert [way for _, way in ways_taken[:12]] == [way for way in MODEL_WAYS for _ in range(2)] * 2
     [entry] = json.loads(model_read_ways(root).read_bytes()).values()
     assert entry["bytes_per_second"].keys() == {str(way) for way in MODEL_WAYS}
-    assert {way for _, way in ways_taken[12:]} == {Way.parse(entry["way"])}
+    assert {way for _, way in ways_taken[12:]} == {ReadMode.parse(entry["way"])}
     assert not read_ways(root).exists()  # of checkpoints nothing was found out
     ways_taken.clear()
     read_tuner._tuners.clear()  # another process
     load_model(model, root)
-    assert {way for _, way in ways_taken} == {Way.parse(entry["way"])}
+    assert {way for _, way in ways_taken} == {ReadMode.parse(entry["way"])}
 
 
 @pytest.mark.parametrize("way", MODEL_WAYS, ids=str)
-def test_a_forced_way_reads_model_files(model: Path, way: Way, ways_taken: list[tuple[int, Way]]) -> None:
+def test_a_forced_way_reads_model_files(model: Path, way: ReadMode, ways_taken: list[tuple[int, ReadMode]]) -> None:
     load_model(model, model.parent, read_mode=way.mode)
     assert {taken for _, taken in ways_taken} == {way}
     assert not model_read_ways(model.parent).exists()
 
 
 def test_a_read_that_fails_while_ways_are_tried_fails_the_load(
-    model: Path, ways_taken: list[tuple[int, Way]], monkeypatch: pytest.MonkeyPatch
+    model: Path, ways_taken: list[tuple[int, ReadMode]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, seeded = LocalCopy._read_into, [StoreError("seeded")]
 

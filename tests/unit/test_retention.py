@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierckpt.checkpoint.retention import Health, Policy, Rule, Standing, Verdict, local_health, protect
+from tierckpt.checkpoint.retention import CheckpointCopy, Health, Policy, Rule, Verdict, local_health, protect
 from tierckpt.errors import ConfigError
 from tierckpt.format.manifest import FileEntry, Manifest
 from tierckpt.types import Tier
@@ -20,12 +20,12 @@ from tierckpt.types import Tier
 WHOLE, PARTIAL, DAMAGED = Health
 
 
-def local(step: int, health: Health = WHOLE, *, drained: bool = True, held: str = "") -> Standing:
-    return Standing(f"step-{step}", step, Tier.LOCAL, health, drained, held)
+def local(step: int, health: Health = WHOLE, *, drained: bool = True, held: str = "") -> CheckpointCopy:
+    return CheckpointCopy(f"step-{step}", step, Tier.LOCAL, health, drained, held)
 
 
-def shared(step: int, health: Health = WHOLE, held: str = "") -> Standing:
-    return Standing(f"step-{step}", step, Tier.SHARED, health, held=held)
+def shared(step: int, health: Health = WHOLE, held: str = "") -> CheckpointCopy:
+    return CheckpointCopy(f"step-{step}", step, Tier.SHARED, health, held=held)
 
 
 def removed(verdicts: Sequence[Verdict], tier: Tier) -> list[int]:
@@ -36,7 +36,7 @@ def why(verdicts: Sequence[Verdict], step: int, tier: Tier) -> str:
     return next(one.reason for one in verdicts if one.copy.step == step and one.copy.tier is tier)
 
 
-def run_of(*steps: int) -> list[Standing]:
+def run_of(*steps: int) -> list[CheckpointCopy]:
     return [copy for step in steps for copy in (local(step), shared(step))]
 
 
@@ -137,7 +137,7 @@ policies = st.builds(Policy, st.builds(Rule, counts, counts), st.builds(Rule, co
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> list[Standing]:
+def runs(draw: st.DrawFn) -> list[CheckpointCopy]:
     copies = []
     for step in draw(st.lists(st.integers(0, 30), unique=True, max_size=10)):
         health = st.sampled_from(Health)
@@ -150,11 +150,11 @@ def runs(draw: st.DrawFn) -> list[Standing]:
     return copies
 
 
-def left(verdicts: Sequence[Verdict], tier: Tier) -> list[Standing]:
+def left(verdicts: Sequence[Verdict], tier: Tier) -> list[CheckpointCopy]:
     return [verdict.copy for verdict in verdicts if not verdict.remove and verdict.copy.tier is tier]
 
 
-def check_i5(copies: list[Standing], verdicts: Sequence[Verdict], *, drains: bool) -> None:
+def check_i5(copies: list[CheckpointCopy], verdicts: Sequence[Verdict], *, drains: bool) -> None:
     """What must hold after a removal, said without the code that decides it."""
     assert sorted(map(repr, copies)) == sorted(repr(verdict.copy) for verdict in verdicts)
     for tier in (Tier.LOCAL, Tier.SHARED):
@@ -178,21 +178,21 @@ def check_i5(copies: list[Standing], verdicts: Sequence[Verdict], *, drains: boo
 @given(runs(), policies, st.booleans())
 @settings(max_examples=600, deadline=None)
 def test_never_the_last_good_one_of_a_tier_and_never_the_only_copy(
-    copies: list[Standing], policy: Policy, drains: bool
+    copies: list[CheckpointCopy], policy: Policy, drains: bool
 ) -> None:
     check_i5(copies, policy.judge(copies, drains=drains), drains=drains)
 
 
 @given(runs(), policies)
 @settings(max_examples=200, deadline=None)
-def test_pruning_twice_removes_nothing_more(copies: list[Standing], policy: Policy) -> None:
+def test_pruning_twice_removes_nothing_more(copies: list[CheckpointCopy], policy: Policy) -> None:
     stay = [verdict.copy for verdict in policy.judge(copies) if not verdict.remove]
     assert not [verdict for verdict in policy.judge(stay) if verdict.remove]
 
 
 @given(runs(), policies)
 @settings(max_examples=200, deadline=None)
-def test_what_the_rule_keeps_stays(copies: list[Standing], policy: Policy) -> None:
+def test_what_the_rule_keeps_stays(copies: list[CheckpointCopy], policy: Policy) -> None:
     verdicts = policy.judge(copies)
     for tier, rule in ((Tier.LOCAL, policy.local), (Tier.SHARED, policy.shared)):
         steps = {copy.step for copy in copies if copy.tier is tier}

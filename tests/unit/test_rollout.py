@@ -13,7 +13,7 @@ from rich.console import Console
 from tierckpt.agent.peers import survival
 from tierckpt.cli.ui.rollout import ROWS_MAX, Rollout, line, picture
 from tierckpt.peer.members import Member
-from tierckpt.peer.messages import Held
+from tierckpt.peer.messages import ChunkReport
 from tierckpt.peer.replica_policy import holders
 from tierckpt.planning.placement import survival_probability
 
@@ -22,10 +22,10 @@ SIZE = CHUNK * TOTAL
 VERSION = "ab" * 16
 
 
-def held(*ordinals: int, after: int = 0, total: int = TOTAL, fetching: frozenset[int] = frozenset()) -> Held:
+def held(*ordinals: int, after: int = 0, total: int = TOTAL, fetching: frozenset[int] = frozenset()) -> ChunkReport:
     """A node whose list has ``ordinals``, asked from line ``after`` on."""
     new = tuple((ordinal, "") for ordinal in ordinals[after:])
-    return Held(total, len(ordinals), len(ordinals), new, fetching)
+    return ChunkReport(total, len(ordinals), len(ordinals), new, fetching)
 
 
 def status(chunks: int, **served: int) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def drawn(rollout: Rollout, width: int = 120) -> str:
 
 
 def test_what_peers_gave_and_what_came_from_shared_storage_is_told_apart(rollout: Rollout) -> None:
-    whole = Held(TOTAL, TOTAL, TOTAL, whole=True)
+    whole = ChunkReport(TOTAL, TOTAL, TOTAL, whole=True)
     rollout.take({"a": held(), "b": held()}, {"a": status(0, b=7), "b": status(0)}, 101.0)  # 7: of another time
     rollout.take({"a": held(*range(10)), "b": held(*range(20))}, {"a": status(10, b=15), "b": status(20, a=4)}, 103.0)
     now = rollout.to_json()
@@ -60,14 +60,14 @@ def test_what_peers_gave_and_what_came_from_shared_storage_is_told_apart(rollout
 
 def test_what_begins_under_our_eyes_has_begun_at_nothing(rollout: Rollout) -> None:
     rollout.remember({"a": {"served_bytes": {"b": CHUNK}}, "b": {"fills": []}})
-    rollout.take({"a": held(*range(10)), "b": Held()}, {"a": status(10, b=4), "b": {"fills": []}}, 101.0)
+    rollout.take({"a": held(*range(10)), "b": ChunkReport()}, {"a": status(10, b=4), "b": {"fills": []}}, 101.0)
     assert rollout.to_json()["bytes_by_source"] == {"peer": 0, "shared": 10 * CHUNK}
     rollout.take({"b": held(*range(5))}, {"a": status(10, b=6), "b": status(5)}, 102.0)
     assert rollout.to_json()["bytes_by_source"] == {"peer": 2 * CHUNK, "shared": 13 * CHUNK}
 
 
 def test_a_node_that_wants_nothing_of_it_is_no_part(rollout: Rollout) -> None:
-    rollout.take({"a": held(1), "b": Held()}, {"a": status(1), "b": {"fills": []}}, 101.0)
+    rollout.take({"a": held(1), "b": ChunkReport()}, {"a": status(1), "b": {"fills": []}}, 101.0)
     assert [node.name for node in rollout.part] == ["a"]
 
 
@@ -88,7 +88,7 @@ def test_a_list_that_has_begun_anew_is_taken_anew(rollout: Rollout) -> None:
 
 
 def test_a_person_sees_who_is_slow_silent_and_whole(rollout: Rollout) -> None:
-    whole = Held(TOTAL, TOTAL, TOTAL, whole=True)
+    whole = ChunkReport(TOTAL, TOTAL, TOTAL, whole=True)
     rollout.take({"quick": whole, "slow": held(1, 2), "lost": held(3)}, {"quick": status(40), "slow": status(2)}, 101.0)
     rollout.take({"lost": None}, {}, 102.0)
     text = drawn(rollout)

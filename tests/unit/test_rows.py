@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from tierckpt.dcp.read_plan import Rows
+from tierckpt.dcp.read_plan import RowBufferPool
 
 
 def test_what_is_given_back_is_taken_again_and_the_smallest_that_fits_first() -> None:
-    rows = Rows(1000)
+    rows = RowBufferPool(1000)
     large, small = rows.take(400), rows.take(250)
     rows.give_back(large)
     rows.give_back(small)
@@ -17,7 +17,7 @@ def test_what_is_given_back_is_taken_again_and_the_smallest_that_fits_first() ->
 
 
 def test_two_never_have_the_same_memory() -> None:
-    rows = Rows(1000)
+    rows = RowBufferPool(1000)
     taken = [rows.take(100) for _ in range(5)]
     for number, one in enumerate(taken):
         one.fill_(number)
@@ -25,13 +25,13 @@ def test_two_never_have_the_same_memory() -> None:
 
 
 def test_little_is_not_taken_out_of_much() -> None:
-    rows = Rows(1000)
+    rows = RowBufferPool(1000)
     rows.give_back(much := rows.take(500))
     assert rows.take(249) is not much
 
 
 def test_what_fits_nobody_makes_room_for_what_is_wanted() -> None:
-    rows = Rows(1000)
+    rows = RowBufferPool(1000)
     for size in (100, 100, 700):
         rows.give_back(rows.take(size))
     kept = rows.take(350)  # out of the 700, so that only 200 are free
@@ -42,4 +42,4 @@ def test_what_fits_nobody_makes_room_for_what_is_wanted() -> None:
 
 
 def test_nothing_is_a_piece_of_memory_too() -> None:
-    assert Rows().take(0).view(torch.float32).view(0, 3).shape == (0, 3)
+    assert RowBufferPool().take(0).view(torch.float32).view(0, 3).shape == (0, 3)

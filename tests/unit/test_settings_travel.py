@@ -121,7 +121,7 @@ def test_a_will_has_the_secret_and_the_credentials_and_shows_neither(
     local_root: Path, file_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "only this trainer knows")
-    left: list[wills.Will] = []
+    left: list[wills.SaveHandoff] = []
     monkeypatch.setattr(client, "hand_in", lambda settings, save, will, *_: left.append(will))
     with tierckpt.Checkpointer(
         file_uri, local_root=local_root, mover="agent", staging_memory="shared", peer_secret=SECRET

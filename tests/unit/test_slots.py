@@ -16,7 +16,7 @@ import pytest
 
 from tierckpt.arena import slots
 from tierckpt.arena.memory import Memory
-from tierckpt.arena.slots import Arena, Bounce, Lease, Policy, State
+from tierckpt.arena.slots import Arena, BounceBufferPool, Lease, Policy, State
 from tierckpt.config import Settings
 from tierckpt.errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
 
@@ -397,7 +397,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_buffers_are_kept_and_handed_on(alive: list[int]) -> None:
-    bounce = Bounce(4)
+    bounce = BounceBufferPool(4)
     with bounce.take(3, 2 * MiB, 1) as first:
         assert len(first) == 3
     with bounce.take(2, MiB, 1) as second:
@@ -409,7 +409,7 @@ def test_buffers_are_kept_and_handed_on(alive: list[int]) -> None:
 
 @pytest.mark.slow
 def test_larger_buffers_take_the_place_of_smaller_ones(alive: list[int]) -> None:
-    bounce = Bounce(3)
+    bounce = BounceBufferPool(3)
     for size_bytes in (2 * MiB, 4 * MiB, 2 * MiB, 6 * MiB):
         with bounce.take(3, size_bytes, 1) as taken:
             assert len(taken) == 3 and all(memory.size_bytes >= size_bytes for memory in taken)
@@ -420,7 +420,7 @@ def test_larger_buffers_take_the_place_of_smaller_ones(alive: list[int]) -> None
 
 
 def test_what_is_left_is_better_than_waiting(alive: list[int]) -> None:
-    bounce = Bounce(3)
+    bounce = BounceBufferPool(3)
     with bounce.take(2, MiB, 1), bounce.take(2, MiB, 1) as rest:
         assert len(rest) == 1
         with pytest.raises(OperationTimeoutError, match="write buffers"), bounce.take(1, MiB, 0.05):
@@ -429,7 +429,7 @@ def test_what_is_left_is_better_than_waiting(alive: list[int]) -> None:
 
 
 def test_who_waits_gets_the_buffer_that_comes_back() -> None:
-    bounce, got = Bounce(1), threading.Event()
+    bounce, got = BounceBufferPool(1), threading.Event()
 
     def wait() -> None:
         with bounce.take(1, MiB, 20):
@@ -444,7 +444,7 @@ def test_who_waits_gets_the_buffer_that_comes_back() -> None:
 
 
 def test_an_error_gives_the_buffers_back(alive: list[int]) -> None:
-    bounce = Bounce(2)
+    bounce = BounceBufferPool(2)
     for _ in range(5):
         with pytest.raises(ValueError, match="seeded"), bounce.take(2, MiB, 1):
             raise ValueError("seeded")
@@ -453,7 +453,7 @@ def test_an_error_gives_the_buffers_back(alive: list[int]) -> None:
 
 @pytest.mark.parametrize("error", [OperationTimeoutError("late"), KeyboardInterrupt()], ids=["late", "interrupt"])
 def test_buffers_that_a_hanging_thread_may_still_use_are_not_handed_on(error: BaseException) -> None:
-    bounce = Bounce(2)
+    bounce = BounceBufferPool(2)
     with pytest.raises(type(error)), bounce.take(2, MiB, 1) as hanging:
         kept = list(hanging)
         raise error
@@ -462,7 +462,7 @@ def test_buffers_that_a_hanging_thread_may_still_use_are_not_handed_on(error: Ba
 
 
 def test_memory_that_cannot_be_had_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounce, real = Bounce(2), Memory.allocate
+    bounce, real = BounceBufferPool(2), Memory.allocate
     given = iter([False, True, False])
 
     def allocate(size_bytes: int) -> Memory:
@@ -483,7 +483,7 @@ def test_memory_that_cannot_be_had_blocks_nobody(monkeypatch: pytest.MonkeyPatch
 
 def test_many_threads_share_few_buffers(alive: list[int]) -> None:
     """Bounded whatever sizes they ask for, nobody starves, nobody meets another in a buffer, errors included."""
-    bounce, wrong, done = Bounce(3), [], []
+    bounce, wrong, done = BounceBufferPool(3), [], []
 
     def job(number: int) -> None:
         generator = random.Random(number)

@@ -14,7 +14,7 @@ from tierckpt import telemetry
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import parse_uri
 from tierckpt.redaction import carries_credential, printable, redact, redact_all
-from tierckpt.telemetry import BYTES, RELAYED_VALUES_MAX, Metric, Tally, listen, log_to, logger
+from tierckpt.telemetry import BYTES, RELAYED_VALUES_MAX, Metric, MetricsRelay, listen, log_to, logger
 
 SECRET = "wJalrXUtnFEMIcanaryK7MDENGbPxRfiCYEXAMPLEKEY"
 
@@ -46,7 +46,7 @@ def test_every_listener_hears_until_it_stops_and_a_failing_one_harms_nobody() ->
 
 
 def test_a_tally_adds_up_across_threads_and_keeps_a_bound() -> None:
-    tally = Tally()
+    tally = MetricsRelay()
     stop = listen(tally)
     threads = [
         threading.Thread(target=lambda: [BYTES.emit(2, tier="local", direction="read") for _ in range(1000)])

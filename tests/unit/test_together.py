@@ -18,12 +18,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierckpt.arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, Window, _began, reserve
-from tierckpt.arena.slots import Bounce
+from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.errors import ConfigError
 from tierckpt.format.manifest import FileEntry, digest_of
 from tierckpt.read.parallel_read import Piece
-from tierckpt.read.replicated_file import Copies, LocalCopy
-from tierckpt.read.shared_read import Offer, Pact, Together, Units, agree, merged, overlaps, unit_bytes
+from tierckpt.read.replicated_file import LocalCopy, ReplicatedFile
+from tierckpt.read.shared_read import (
+    ReadInterest,
+    SharedRead,
+    SharedReadPlan,
+    Units,
+    agree,
+    merged,
+    overlaps,
+    unit_bytes,
+)
 
 CHUNK = 4096
 MiB = 1 << 20
@@ -32,8 +41,10 @@ HERE = Process(1, "x")
 ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda pair: (pair[0], sum(pair))), max_size=8)
 
 
-def offer(group: str = "node", **wanted: list[tuple[int, int]]) -> Offer:
-    return Offer(group, HERE, f"/proc/{group}", MiB, {name: merged(found) for name, found in wanted.items()}, (), 4, 16)
+def offer(group: str = "node", **wanted: list[tuple[int, int]]) -> ReadInterest:
+    return ReadInterest(
+        group, HERE, f"/proc/{group}", MiB, {name: merged(found) for name, found in wanted.items()}, (), 4, 16
+    )
 
 
 # --- what is agreed ---------------------------------------------------------------------------------------------
@@ -108,7 +119,7 @@ def test_units_are_whole_chunks_and_a_window_has_several() -> None:
     assert unit_bytes(64 << 10, 256 * MiB) == 8 * MiB
     assert unit_bytes(64 << 10, 2 * MiB) == 128 << 10
     assert unit_bytes(100 * MiB, 256 * MiB) == 100 * MiB
-    tight = Offer("node", HERE, "w", 256 * MiB, {"shard": [(0, 50)]}, (), CHUNK, 100 * MiB)
+    tight = ReadInterest("node", HERE, "w", 256 * MiB, {"shard": [(0, 50)]}, (), CHUNK, 100 * MiB)
     assert agree([tight, tight]) == [None, None]  # not even four of them
 
 
@@ -219,27 +230,29 @@ def take(number: int, path: Path, seed: int, die_at: int, pipe: Any) -> None:
         for start in (random.Random(f"{seed} {number} {one}").randrange(FILE_BYTES) for one in range(8))
     )
     memory = reserve(8 * CHUNK)
-    pipe.send(Offer("node", Process.this(), str(memory.name), 8 * CHUNK, {"f": wanted}, (), CHUNK, 2 * CHUNK))
-    pact: Pact = pipe.recv()
+    pipe.send(ReadInterest("node", Process.this(), str(memory.name), 8 * CHUNK, {"f": wanted}, (), CHUNK, 2 * CHUNK))
+    pact: SharedReadPlan = pipe.recv()
     mine = (pact.members, pact.me, pact.unit_bytes)
     window = Window(memory, *mine) if pact.me == 0 else Window.open(pact.window, *mine)
     window.slots = SLOTS  # fewer than there would be room for
-    together = Together(pact, window, 20.0)
+    together = SharedRead(pact, window, 20.0)
     copy = Watched(path, die_at)
     memories = [bytearray(stop - start) for start, stop in wanted]
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in memories]
     pieces = [Piece(*span, address) for span, address in zip(wanted, addresses, strict=True)]
-    copies = Copies(entry, CHUNK, [copy])
+    copies = ReplicatedFile(entry, CHUNK, [copy])
     half = len(pieces) // 2
-    together.pull([(copies, pieces[:half])], Bounce(2, "read"), later=together.units.first_of("f", *wanted[half]))
-    together.pull([(copies, pieces[half:])], Bounce(2, "read"), later=None)
+    together.pull(
+        [(copies, pieces[:half])], BounceBufferPool(2, "read"), later=together.units.first_of("f", *wanted[half])
+    )
+    together.pull([(copies, pieces[half:])], BounceBufferPool(2, "read"), later=None)
     together.leave()
     right = all(bytes(one) == data[start:stop] for one, (start, stop) in zip(memories, wanted, strict=True))
     pipe.send((right, copy.reads, together.is_alone))
     pipe.recv()  # the first one's memory stays until all have ended
 
 
-def chunks_of(offers: list[Offer]) -> set[int]:
+def chunks_of(offers: list[ReadInterest]) -> set[int]:
     return {
         index
         for found in offers
@@ -264,7 +277,7 @@ class Crew:
             process.start()
 
     def begin(self) -> None:
-        self.offers: list[Offer] = [ours.recv() for ours, _ in self.pipes]
+        self.offers: list[ReadInterest] = [ours.recv() for ours, _ in self.pipes]
         for (ours, _), pact in zip(self.pipes, agree(self.offers), strict=True):
             ours.send(pact)
 

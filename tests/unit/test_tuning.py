@@ -14,8 +14,8 @@ from tierckpt.errors import ConfigError
 from tierckpt.planning import ettr, exact, to_steps
 from tierckpt.planning.policy import Rules
 from tierckpt.planning.tuning import CALM_WINDOWS, Choice, Goal, Pace, Profile, Steps, Window, adapt, choose, slowest
-from tierckpt.training.drain_decider import Order, Sending, Sight
-from tierckpt.training.interval import PROFILE_STEPS, WARM_UP_STEPS, Pacer
+from tierckpt.training.drain_decider import DrainDecider, RankView, SaveDirective
+from tierckpt.training.interval import PROFILE_STEPS, WARM_UP_STEPS, IntervalController
 from tierckpt.training.job import SaveRecord
 
 STEP = 0.5
@@ -76,9 +76,9 @@ def test_the_slowest_rank_counts() -> None:
         (lambda: Goal.of(0.03, -5), "mtbf_seconds is -5: it must be a number of seconds above 0"),
         (lambda: Goal.of(0.03, {"node": 5.0}), "a number, or one for 'local'"),
         (lambda: Goal.of(0.03, {"local": 0.0}), "mtbf_seconds of 'local' is 0"),
-        (lambda: Pacer(0, Goal(), sending()), "interval is 0: 'auto', or a whole number"),
-        (lambda: Pacer("often", Goal(), sending()), "interval is 'often'"),  # type: ignore[arg-type]
-        (lambda: Pacer(True, Goal(), sending()), "interval is True"),
+        (lambda: IntervalController(0, Goal(), sending()), "interval is 0: 'auto', or a whole number"),
+        (lambda: IntervalController("often", Goal(), sending()), "interval is 'often'"),  # type: ignore[arg-type]
+        (lambda: IntervalController(True, Goal(), sending()), "interval is True"),
     ],
 )
 def test_bad_input_gets_a_sentence(make: Any, says: str) -> None:
@@ -133,14 +133,14 @@ def test_overhead_is_what_saves_cost_beside_the_median_of_undisturbed_steps() ->
 # --- one job, without a clock --------------------------------------------------------------------------------------
 
 
-def sending(**overrides: Any) -> Sending:
-    return Sending(Settings.load(local_root="/nowhere", mover="inline", **overrides))
+def sending(**overrides: Any) -> DrainDecider:
+    return DrainDecider(Settings.load(local_root="/nowhere", mover="inline", **overrides))
 
 
 class Job:
     """Steps and saves at times that the test gives."""
 
-    def __init__(self, pacer: Pacer, blocked: float, durable: float, shared: float | None) -> None:
+    def __init__(self, pacer: IntervalController, blocked: float, durable: float, shared: float | None) -> None:
         self.pacer, self.costs = pacer, (blocked, durable, shared)
         self.now, self.step = 0.0, 0
         self.records: list[SaveRecord] = []
@@ -170,7 +170,7 @@ class Job:
 
 def test_a_job_profiles_then_keeps_to_its_interval(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tierckpt.interval")
-    job = Job(Pacer("auto", Goal(), sending(drain=False)), 0.1, 15.0, None)
+    job = Job(IntervalController("auto", Goal(), sending(drain=False)), 0.1, 15.0, None)
     intervals = job.run(400)
     assert job.saved[0] == PROFILE_STEPS > WARM_UP_STEPS
     assert set(intervals[1:]) == {30}
@@ -180,7 +180,7 @@ def test_a_job_profiles_then_keeps_to_its_interval(caplog: pytest.LogCaptureFixt
 
 
 def test_it_goes_both_ways_as_the_cost_changes() -> None:
-    job = Job(Pacer("auto", Goal(), sending(drain=False)), 0.05, 5.0, None)
+    job = Job(IntervalController("auto", Goal(), sending(drain=False)), 0.05, 5.0, None)
     before = job.run(200)[-1]
     job.slowdown = 0.6
     during = job.run(400)[-1]
@@ -191,7 +191,7 @@ def test_it_goes_both_ways_as_the_cost_changes() -> None:
 
 
 def test_slow_shared_storage_gets_every_nth() -> None:
-    job = Job(Pacer("auto", Goal(), sending()), 0.05, 5.0, 18.0)
+    job = Job(IntervalController("auto", Goal(), sending()), 0.05, 5.0, 18.0)
     job.run(400)
     sent = [record.is_sent for record in job.records[10:]]
     places = [place for place, one in enumerate(sent) if one]
@@ -199,21 +199,21 @@ def test_slow_shared_storage_gets_every_nth() -> None:
 
 
 def test_a_save_that_somebody_asked_for_is_sent() -> None:
-    job = Job(Pacer("auto", Goal(), sending()), 0.05, 5.0, 60.0)
+    job = Job(IntervalController("auto", Goal(), sending()), 0.05, 5.0, 60.0)
     job.run(400)
     assert not job.records[-1].is_sent or not job.records[-2].is_sent
     assert all(job.pacer.before_save(500 + n, job.records, is_asked=True).is_sent for n in range(3))
 
 
 def test_a_fixed_interval_saves_at_its_multiples_and_sends_all() -> None:
-    job = Job(Pacer(7, Goal(), sending()), 0.1, 1.0, 50.0)
+    job = Job(IntervalController(7, Goal(), sending()), 0.1, 1.0, 50.0)
     job.run(30)
     assert job.saved == [7, 14, 21, 28]
     assert all(record.is_sent for record in job.records)
 
 
 def test_without_an_interval_steps_save_nothing() -> None:
-    job = Job(Pacer(None, Goal(), sending()), 0.1, 1.0, None)
+    job = Job(IntervalController(None, Goal(), sending()), 0.1, 1.0, None)
     assert job.run(50) == []
     assert job.saved == []
 
@@ -259,7 +259,9 @@ def test_the_exposure_bound_sends_sooner() -> None:
 # --- adaptive: the way, and the rate -------------------------------------------------------------------------------
 
 
-def saves(adaptive: Sending, count: int, local: float, shared: float, sight: Sight | None = None) -> list[Order]:
+def saves(
+    adaptive: DrainDecider, count: int, local: float, shared: float, sight: RankView | None = None
+) -> list[SaveDirective]:
     """``count`` saves of 1 GB every 10 s, which take ``local`` seconds to the SSD and ``shared`` from there."""
     orders, records = [], list[SaveRecord]()
     for number in range(1, count + 1):
@@ -289,14 +291,14 @@ def test_a_save_that_is_under_way_has_the_size_of_the_one_before() -> None:
     """Nobody knows its own yet, and nothing is not what it takes."""
     adaptive = sending(drain_policy="adaptive")
     records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 6.0), SaveRecord(2, "", 0, 0.1)]
-    assert not adaptive.decide(3, records, 1, 10.0, sight=Sight(2.5)).is_straight
-    assert adaptive.decide(4, records, 1, 10.0, sight=Sight(0.5)).is_straight
+    assert not adaptive.decide(3, records, 1, 10.0, sight=RankView(2.5)).is_straight
+    assert adaptive.decide(4, records, 1, 10.0, sight=RankView(0.5)).is_straight
 
 
 def test_little_room_is_no_reason_and_none_is() -> None:
     def straight(room: float) -> list[bool]:
         adaptive = sending(drain_policy="adaptive")
-        return [order.is_straight for order in saves(adaptive, 6, local=1.0, shared=5.0, sight=Sight(room))]
+        return [order.is_straight for order in saves(adaptive, 6, local=1.0, shared=5.0, sight=RankView(room))]
 
     assert not any(straight(1.0))
     # What is known of earlier saves may go from the SSD, so it is full only when two are kept and no room is left.
@@ -316,7 +318,7 @@ def test_a_drain_that_slows_training_down_is_throttled_until_it_costs_what_it_ma
         slowdowns.append(slowdown)
         for record in records:
             record.begun_at -= 100.0
-        order = adaptive.decide(number, records, 1, 100.0, sight=Sight(drain_slowdown=slowdown))
+        order = adaptive.decide(number, records, 1, 100.0, sight=RankView(drain_slowdown=slowdown))
         rate = min(200e6, order.bytes_per_second or math.inf)
         rates.append(rate)
         records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, 1.0 + 10**9 / rate))
@@ -330,11 +332,11 @@ def test_a_throttle_is_lifted_when_drains_cost_nothing_any_more() -> None:
     adaptive = sending(drain_policy="adaptive")
     records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 6.0)]
     for number in range(2, 12):
-        throttled = adaptive.decide(number, records, 1, 100.0, sight=Sight(drain_slowdown=0.3))
+        throttled = adaptive.decide(number, records, 1, 100.0, sight=RankView(drain_slowdown=0.3))
         records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, 6.0))
     assert throttled.bytes_per_second is not None and throttled.bytes_per_second < 100e6
     for number in range(12, 30):
-        free = adaptive.decide(number, records, 1, 100.0, sight=Sight(drain_slowdown=0.0))
+        free = adaptive.decide(number, records, 1, 100.0, sight=RankView(drain_slowdown=0.0))
         records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, 6.0))
     assert free.bytes_per_second is None or free.bytes_per_second >= 190e6
 
@@ -345,7 +347,7 @@ def test_the_exposure_bound_is_before_the_throttle() -> None:
     for number in range(1, 8):
         for record in records:
             record.begun_at -= 10.0
-        order = adaptive.decide(number, records, 1, 10.0, sight=Sight(drain_slowdown=0.9))
+        order = adaptive.decide(number, records, 1, 10.0, sight=RankView(drain_slowdown=0.9))
         records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, 6.0))
     assert order.bytes_per_second is None or order.bytes_per_second >= 1e9 / 20
 
@@ -353,5 +355,5 @@ def test_the_exposure_bound_is_before_the_throttle() -> None:
 def test_each_node_gets_its_part_of_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "32")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert Order(bytes_per_second=100e6).throttle_of_node() == 25_000_000
-    assert Order().throttle_of_node() is None
+    assert SaveDirective(bytes_per_second=100e6).throttle_of_node() == 25_000_000
+    assert SaveDirective().throttle_of_node() is None

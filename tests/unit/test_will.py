@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tierckpt.dcp.handoff import description as wills
-from tierckpt.dcp.handoff.description import Results, Will
+from tierckpt.dcp.handoff.description import Results, SaveHandoff
 from tierckpt.format.manifest import FileEntry
 
 RESULTS = [
@@ -19,7 +19,7 @@ RESULTS = [
     WriteResult(MetadataIndex("weight", torch.Size([8, 2]), 2), 901, _StorageInfo("__1_0-ab.distcp", 900, 901)),
     WriteResult(MetadataIndex("step"), 40, _StorageInfo("__1_1-ab.distcp", 0, 40)),
 ]
-WILL = Will(
+WILL = SaveHandoff(
     rank=1,
     world_size=4,
     is_coordinator=False,

@@ -55,7 +55,7 @@ class Owner:
 
 
 @dataclass(eq=False)
-class Will:
+class OrphanedSave:
     """One rank's, as the agent has it: descriptors by name (``dcp/handoff/description.py``)."""
 
     owner: Owner
@@ -77,7 +77,7 @@ class Save:
     world_size: int
     is_of_this_node: bool
     """No rank of it is on another node."""
-    wills: dict[int, Will] = field(default_factory=dict)
+    wills: dict[int, OrphanedSave] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -92,7 +92,7 @@ class Save:
             will.close()
 
 
-class Estate:
+class OrphanedSaves:
     """All wills of a node. One per agent; its methods run on the agent's event loop.
 
     Args:
@@ -139,7 +139,7 @@ class Estate:
         self, owner: Owner, name: str, rank: int, world_size: int, is_of_this_node: bool, descriptors: dict[str, int]
     ) -> None:
         """Take in a will; the descriptors are the estate's from here on. A second one of a rank replaces the first."""
-        will = Will(owner, descriptors)
+        will = OrphanedSave(owner, descriptors)
         if name in self._ended:  # another rank has failed meanwhile
             will.close()
             return

@@ -35,7 +35,7 @@ from ..telemetry import emit_rows, logger
 from ..types import Json, Progress
 from .connection import Connection, close_all
 from .log_file import LogFile
-from .orphans import Estate
+from .orphans import OrphanedSaves
 from .peers import Peers
 
 log = logger("agent")
@@ -80,7 +80,7 @@ class Agent:
     def __init__(self, settings: Settings, directory: Path, *, stay: bool = False) -> None:
         self.settings = settings
         self.engine = Engine(settings, self._on_progress, live=self._live)
-        self.estate = Estate(lambda: self._spawn(self._recover()))  # what no will protects any more is put away
+        self.estate = OrphanedSaves(lambda: self._spawn(self._recover()))  # what no will protects any more is put away
         self._directory = directory
         self._stay = stay
         self._connections: set[Connection] = set()

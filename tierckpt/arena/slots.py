@@ -323,7 +323,7 @@ READ_THREADS = 4
 """More than there may be cores: while one digests and copies, the disk has the requests of others."""
 
 
-class Bounce:
+class BounceBufferPool:
     """A few small pieces of huge-page memory for bytes on their way between a file and memory that is not aligned.
 
     At most ``count_max`` of them exist; they are handed from flush to flush, or from load to load. Thread-safe.
@@ -392,7 +392,7 @@ class Bounce:
 
 
 _shared: dict[tuple[object, ...], Arena] = {}
-_bounces: dict[tuple[str, int], Bounce] = {}
+_bounces: dict[tuple[str, int], BounceBufferPool] = {}
 _shared_lock = threading.Lock()
 
 
@@ -421,17 +421,17 @@ def arena_for(settings: Settings, *, shared: bool = False, read_elsewhere: bool 
         return _shared[key]
 
 
-def bounce_for(settings: Settings) -> Bounce:
+def bounce_for(settings: Settings) -> BounceBufferPool:
     """The process's write buffers."""
     count = settings.flush_threads_max
     with _shared_lock:
-        return _bounces.setdefault(("write", count), Bounce(count))
+        return _bounces.setdefault(("write", count), BounceBufferPool(count))
 
 
-def read_buffers(threads_max: int = READ_THREADS) -> Bounce:
+def read_buffers(threads_max: int = READ_THREADS) -> BounceBufferPool:
     """The process's read buffers: one for each thread that reads."""
     with _shared_lock:
-        return _bounces.setdefault(("read", threads_max), Bounce(threads_max, "read"))
+        return _bounces.setdefault(("read", threads_max), BounceBufferPool(threads_max, "read"))
 
 
 def leases() -> list[Lease]:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..arena.slots import Bounce
+from ..arena.slots import BounceBufferPool
 from ..config import BLOCK_BYTES
 from ..disk.durable import translated
 from ..errors import CapacityError, OperationTimeoutError
@@ -29,8 +29,8 @@ BUFFERS = 8
 LANDING = 16
 BUFFER_SECONDS = 600.0
 
-_buffers = Bounce(BUFFERS, "cache")
-_landing = Bounce(LANDING, "cache")
+_buffers = BounceBufferPool(BUFFERS, "cache")
+_landing = BounceBufferPool(LANDING, "cache")
 """Apart from ``_buffers``: these are held while a request is under way, and whoever waits for those must not wait for
 these."""
 _no_direct: set[int] = set()
@@ -123,8 +123,8 @@ def _write_blocks(file: int, view: memoryview, offset: int) -> int:
 
 def _start_anew() -> None:
     global _buffers, _landing
-    _buffers = Bounce(BUFFERS, "cache")
-    _landing = Bounce(LANDING, "cache")
+    _buffers = BounceBufferPool(BUFFERS, "cache")
+    _landing = BounceBufferPool(LANDING, "cache")
 
 
 os.register_at_fork(after_in_child=_start_anew)

@@ -1,6 +1,7 @@
 """Reading through the node cache, and filling it: what has landed is read from the files, what has not is fetched.
 
-``Cached`` is one entry (one frozen version of the files below a URI), or any directory that is filled in the same way.
+``CacheEntry`` is one entry (one frozen version of the files below a URI), or any directory that is filled in the
+same way.
 Between processes of a node each chunk has one that fetches it (disk/claims.py); the others wait for its line in the
 progress file. What they wait for is bounded: a holder that ends is noticed at once, one that says nothing after
 ``SILENT_SECONDS``, and one that lives and does not get on is overtaken after ``stall_seconds``.
@@ -32,15 +33,15 @@ from ..stores.verified_read import verified
 from ..telemetry import BYTES, ignore_progress, logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
 from .direct_write import landing_memory
-from .fetch_job import POLL_SECONDS_MAX, POLL_SECONDS_MIN, Fill, Tally
-from .file_set import Frozen, Receipt, Wanted
-from .partial_entry import Filling, read_file, read_receipt, same_digest, tidy, whole_receipt
+from .fetch_job import POLL_SECONDS_MAX, POLL_SECONDS_MIN, FetchJob, FetchStats
+from .file_set import FileSet, FileSpec, Receipt
+from .partial_entry import PartialEntry, read_file, read_receipt, same_digest, tidy, whole_receipt
 from .pool import Lease, Pool
 from .repair import mend
 from .verifier import Checker
 
 if TYPE_CHECKING:
-    from .peers import PeerFetch, PeerJoin
+    from .peers import PeerFill, PeerJoin
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ def _weak(method: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-class Cached:
+class CacheEntry:
     """One frozen version of some files, open for reading and filling. Close it: it holds a lease.
 
     ``landed`` and ``read_landed`` may be called from any thread; the coroutines on one event loop.
@@ -75,7 +76,7 @@ class Cached:
     def __init__(
         self,
         store: RangeSource,
-        frozen: Frozen,
+        frozen: FileSet,
         directory: Path,
         *,
         gate: asyncio.Semaphore,
@@ -92,13 +93,13 @@ class Cached:
             sharing: how to join the other nodes; None: there are none.
         """
         self.store, self.frozen, self.pool = store, frozen, pool
-        self.only: Wanted | None = None
+        self.only: FileSpec | None = None
         """The file of a URI that is one object."""
-        self.tally = Tally()
+        self.tally = FetchStats()
         self._target = directory
         self.gate, self.stall_seconds, self.fetches_max = gate, stall_seconds, fetches_max
         self._is_whole = False
-        self._filling: Filling | None = None
+        self._filling: PartialEntry | None = None
         self._lease: Lease | None = None
         self._granted_bytes = 0
         self._no_room_until = 0.0
@@ -107,17 +108,17 @@ class Cached:
         self.checker = self._new_checker()
         self.idle = asyncio.Lock()
         self._granting = asyncio.Lock()
-        self.swarm: PeerFetch | None = None
+        self.swarm: PeerFill | None = None
         """The other nodes, once something had to be fetched."""
         self._sharing, self._read_gate, self._joining = sharing, gate, asyncio.Lock()
 
     # --- what it is ----------------------------------------------------------------------------------------------
 
     @property
-    def files(self) -> dict[str, Wanted]:
+    def files(self) -> dict[str, FileSpec]:
         return {item.path: item for item in self.frozen.files}
 
-    def file(self, path: str) -> Wanted:
+    def file(self, path: str) -> FileSpec:
         """Raises ObjectNotFoundError."""
         return self.frozen.files[self.frozen.index_of(path)]
 
@@ -182,7 +183,7 @@ class Cached:
                 self.pool.evict(name)  # a name and no bytes
             raise
 
-    def _join_filling(self, whole: bool) -> Filling | None:
+    def _join_filling(self, whole: bool) -> PartialEntry | None:
         """Join who fills the entry; None when it is whole. It may become whole, and be tidied, at any moment.
 
         So it is looked at again after joining: when it was published in between, what was joined is a directory made
@@ -196,7 +197,7 @@ class Cached:
                 self.tally.here_bytes = self.frozen.size_bytes
                 return None
             try:
-                filling = Filling(self._target, self.frozen, preallocate=whole)
+                filling = PartialEntry(self._target, self.frozen, preallocate=whole)
             except ObjectNotFoundError:
                 if not left:
                     raise
@@ -223,7 +224,7 @@ class Cached:
             await self.swarm.close()
         await asyncio.to_thread(self._end)
 
-    async def _join(self, filling: Filling) -> None:
+    async def _join(self, filling: PartialEntry) -> None:
         """Find the other nodes, once."""
         if self._sharing is None:
             return
@@ -408,7 +409,7 @@ class Cached:
                 async with self._read_gate:
                     return await self.fetch(filling, index, chunk, keep=True)
 
-    async def claim(self, filling: Filling, index: int, chunk: int) -> bool:
+    async def claim(self, filling: PartialEntry, index: int, chunk: int) -> bool:
         name = f"{index}-{chunk}"
         try:
             return await settled(asyncio.to_thread(filling.claims.take, name))
@@ -419,7 +420,7 @@ class Cached:
             raise
 
     async def fetch_claimed(
-        self, filling: Filling, index: int, chunk: int, *, keep: bool
+        self, filling: PartialEntry, index: int, chunk: int, *, keep: bool
     ) -> tuple[bool, Buffer | None]:
         """Fetch unless it has landed before the claim: look again. Returns whether it was fetched, and ``_fetch``'s."""
         try:
@@ -430,7 +431,7 @@ class Cached:
         finally:
             await settled(asyncio.to_thread(filling.claims.release, f"{index}-{chunk}"))
 
-    async def _await_other(self, filling: Filling, index: int, chunk: int) -> str:
+    async def _await_other(self, filling: PartialEntry, index: int, chunk: int) -> str:
         """Wait for whoever has claimed a chunk: ``landed``, ``free`` (it has let go or ended), or ``stalled``."""
         deadline, pause = time.monotonic() + self.stall_seconds, POLL_SECONDS_MIN
         while time.monotonic() < deadline:
@@ -443,7 +444,7 @@ class Cached:
             pause = min(pause * 1.5, POLL_SECONDS_MAX)
         return "stalled"
 
-    async def fetch(self, filling: Filling, index: int, chunk: int, *, keep: bool) -> Buffer | None:
+    async def fetch(self, filling: PartialEntry, index: int, chunk: int, *, keep: bool) -> Buffer | None:
         """Fetch one chunk and land it. Returns it to ``keep``; then it need not find room.
 
         Where the store can, it is received in aligned memory, and digested and written from there.
@@ -467,7 +468,7 @@ class Cached:
         self.tally.note(self.frozen.files[index].path, at, time.monotonic() - begun, peer)
         return kept if keep else None
 
-    async def _land(self, filling: Filling, index: int, chunk: int, data: Buffer, digest: str, keep: bool) -> None:
+    async def _land(self, filling: PartialEntry, index: int, chunk: int, data: Buffer, digest: str, keep: bool) -> None:
         if keep and time.monotonic() < self._no_room_until:
             return
         try:
@@ -483,7 +484,7 @@ class Cached:
             if not filling.has(index, chunk):  # else it was published meanwhile, by whoever was faster with this chunk
                 raise
 
-    async def _grant(self, filling: Filling, size_bytes: int) -> None:
+    async def _grant(self, filling: PartialEntry, size_bytes: int) -> None:
         """Reserve room for one chunk more, some way ahead."""
         if self.pool is None:
             return
@@ -547,13 +548,13 @@ class Cached:
         await self._join(self._filling)
         indexes = range(len(self.frozen.files)) if paths is None else [self.frozen.index_of(path) for path in paths]
         while True:
-            await Fill(self, self._filling, indexes, listener).run()
+            await FetchJob(self, self._filling, indexes, listener).run()
             if len(indexes) < len(self.frozen.files) and not self._filling.has_all():
                 return
             if await self._publish(self._filling):
                 return
 
-    async def _publish(self, filling: Filling) -> bool:
+    async def _publish(self, filling: PartialEntry) -> bool:
         """True when the entry is whole; False when something has to be fetched again."""
         deadline, pause = time.monotonic() + self.stall_seconds, POLL_SECONDS_MIN
         while not await settled(asyncio.to_thread(filling.publish)):

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 from ..errors import CapacityError, IntegrityError, PartialTransferError, TierckptError
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener
-from .file_set import Frozen
-from .partial_entry import Filling
-from .peers import Chooses, NotNowError, PeerFetch, Work
+from .file_set import FileSet
+from .partial_entry import PartialEntry
+from .peers import ChunkOrder, NotNowError, PeerFill, Work
 
 if TYPE_CHECKING:
-    from .peers import PeerFetch
+    from .peers import PeerFill
 
 log = logger("prefetch")
 
@@ -26,24 +26,24 @@ POLL_SECONDS_MAX = 0.1
 
 
 class Entry(Protocol):
-    """What is filled (``entry.Cached``)."""
+    """What is filled (``entry.CacheEntry``)."""
 
-    frozen: Frozen
-    tally: Tally
-    swarm: PeerFetch | None
+    frozen: FileSet
+    tally: FetchStats
+    swarm: PeerFill | None
     gate: asyncio.Semaphore
     """Bounds what this process fetches at a time."""
     idle: asyncio.Lock
     stall_seconds: float
     fetches_max: int
 
-    async def claim(self, filling: Filling, index: int, chunk: int) -> bool: ...
+    async def claim(self, filling: PartialEntry, index: int, chunk: int) -> bool: ...
 
     async def fetch_claimed(
-        self, filling: Filling, index: int, chunk: int, *, keep: bool
+        self, filling: PartialEntry, index: int, chunk: int, *, keep: bool
     ) -> tuple[bool, Buffer | None]: ...
 
-    async def fetch(self, filling: Filling, index: int, chunk: int, *, keep: bool) -> Buffer | None: ...
+    async def fetch(self, filling: PartialEntry, index: int, chunk: int, *, keep: bool) -> Buffer | None: ...
 
 
 class InOrder:
@@ -62,10 +62,12 @@ class InOrder:
         pass
 
 
-class Fill:
+class FetchJob:
     """One pass over the chunks that are missing: some workers take chunk after chunk, whoever gets it."""
 
-    def __init__(self, cached: Entry, filling: Filling, indexes: Iterable[int], listener: ProgressListener) -> None:
+    def __init__(
+        self, cached: Entry, filling: PartialEntry, indexes: Iterable[int], listener: ProgressListener
+    ) -> None:
         self.cached, self.filling, self.listener = cached, filling, listener
         self.frozen = cached.frozen
         filling.refresh()
@@ -81,7 +83,7 @@ class Fill:
         self.count = len(todo)
         swarm = cached.swarm
         is_all = len(wanted) == len(self.frozen.files)
-        self.order: Chooses = InOrder(todo) if swarm is None else swarm.order(todo, whole=is_all)
+        self.order: ChunkOrder = InOrder(todo) if swarm is None else swarm.order(todo, whole=is_all)
         self.done_bytes = self.total - missing
         self.failures: dict[int, TierckptError] = {}
         self.wanted = wanted
@@ -190,7 +192,7 @@ SHARED_NAME = "shared"
 
 
 @dataclass(slots=True)
-class Tally:
+class FetchStats:
     """Where the bytes of a fill came from. ``here`` was there when it began; ``others`` landed meanwhile."""
 
     here_bytes: int = 0

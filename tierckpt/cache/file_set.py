@@ -35,7 +35,7 @@ _PLAIN = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class FileSpec:
     """One file to fetch: where it lies, its size and version, and its digests when somebody recorded them."""
 
     path: str
@@ -49,11 +49,11 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Frozen:
+class FileSet:
     """One version of the files below ``uri``, cut into chunks. ``chunk_size_bytes`` is no part of the version (F1)."""
 
     uri: str
-    files: tuple[Wanted, ...]
+    files: tuple[FileSpec, ...]
     chunk_size_bytes: int
 
     @cached_property
@@ -125,7 +125,7 @@ class Frozen:
 class Receipt:
     """A decoded record: the frozen files, and the digests with which their chunks landed."""
 
-    frozen: Frozen
+    frozen: FileSet
     landed: tuple[tuple[str, ...], ...]
 
     def digest(self, index: int, chunk: int) -> str:
@@ -134,16 +134,16 @@ class Receipt:
         return known[chunk] if known else ""
 
 
-def from_manifest(manifest: Manifest) -> list[Wanted]:
+def from_manifest(manifest: Manifest) -> list[FileSpec]:
     """The files of a checkpoint of ours, whose digests are their version."""
     return [wanted_of(entry) for entry in manifest.entries]
 
 
-def wanted_of(entry: FileEntry) -> Wanted:
-    return Wanted(entry.path, entry.key, entry.size_bytes, None, entry.digests)
+def wanted_of(entry: FileEntry) -> FileSpec:
+    return FileSpec(entry.path, entry.key, entry.size_bytes, None, entry.digests)
 
 
-def version_of(files: Sequence[Wanted]) -> str:
+def version_of(files: Sequence[FileSpec]) -> str:
     return digest_of(json.dumps([item.to_json() for item in files], sort_keys=True).encode())
 
 
@@ -160,7 +160,7 @@ def decode(data: bytes, *, where: str) -> Receipt:
     if not isinstance(wanted, list) or not isinstance(landed, list):
         bad("no list of files")
     files = tuple(_decode_wanted(item, bad) for item in wanted)
-    frozen = Frozen(uri, files, chunk)
+    frozen = FileSet(uri, files, chunk)
     if frozen.version != body["files"] or len({item.path for item in files}) != len(files):
         bad("it is not of the files that it names")
     digests = tuple(tuple(map(str, one)) for one in landed if isinstance(one, list))
@@ -169,10 +169,10 @@ def decode(data: bytes, *, where: str) -> Receipt:
     return Receipt(frozen, digests)
 
 
-def _decode_wanted(item: Json, bad: Any) -> Wanted:
+def _decode_wanted(item: Json, bad: Any) -> FileSpec:
     try:
         digests = tuple(map(str, item["digests"]))
-        wanted = Wanted(item["path"], item["key"], item["size_bytes"], item["etag"], digests)
+        wanted = FileSpec(item["path"], item["key"], item["size_bytes"], item["etag"], digests)
     except (KeyError, TypeError):
         bad("a file entry lacks a field")
     if not is_safe_path(wanted.path) or not isinstance(wanted.key, str) or not isinstance(wanted.etag, str | None):

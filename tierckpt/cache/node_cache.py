@@ -31,8 +31,8 @@ from ..format.manifest import Manifest, has_digest
 from ..stores.base import Store
 from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
-from .entry import STALL_SECONDS_MIN, Cached
-from .file_set import Frozen, Receipt, Wanted
+from .entry import STALL_SECONDS_MIN, CacheEntry
+from .file_set import FileSet, FileSpec, Receipt
 from .partial_entry import landed_in, read_entry, read_receipt, whole_receipt
 from .peers import PeerJoin
 from .pool import Lease, Pool, Row, evict_all
@@ -51,14 +51,14 @@ _kept: dict[str, Lease] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ResolvedUri:
     """What is at a URI now, frozen, and the store that has it."""
 
     location: Location
     store: Store
-    frozen: Frozen
+    frozen: FileSet
     manifest: Manifest | None = None
-    only: Wanted | None = None
+    only: FileSpec | None = None
     is_filtered: bool = False
 
 
@@ -95,7 +95,7 @@ class Check:
         }
 
 
-class Shelf:
+class NodeCache:
     """The entries of this node's cache, by URI. Runs on one event loop."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Shelf:
         info: ObjectInfo | None = None,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
-    ) -> Held:
+    ) -> ResolvedUri:
         """Fix what ``location`` holds now: a checkpoint, a directory of files, or one object.
 
         Args:
@@ -150,14 +150,14 @@ class Shelf:
             except ObjectNotFoundError:
                 raise error from None
 
-    async def _object(self, location: Location, info: ObjectInfo | None) -> Held:
+    async def _object(self, location: Location, info: ObjectInfo | None) -> ResolvedUri:
         store, name = self._store_at(location.parent), location.name
         if info is None:
             info = await store.head(name)
-        wanted = Wanted(name, name, info.size_bytes, info.etag)
-        return Held(location, store, self._frozen(location, [wanted]), only=wanted)
+        wanted = FileSpec(name, name, info.size_bytes, info.etag)
+        return ResolvedUri(location, store, self._frozen(location, [wanted]), only=wanted)
 
-    async def _directory(self, location: Location, include: Sequence[str], exclude: Sequence[str]) -> Held:
+    async def _directory(self, location: Location, include: Sequence[str], exclude: Sequence[str]) -> ResolvedUri:
         store = self._store_at(location)
         manifest = await shared_commit.read_shared_manifest(store)
         if manifest is None and await _claimed(store):
@@ -169,24 +169,24 @@ class Shelf:
             raise _uncommitted(location)  # it was not even claimed when we asked
         if include or exclude:
             files = select(files, include, exclude, location.uri)
-        return Held(location, store, self._frozen(location, files), is_filtered=bool(include or exclude))
+        return ResolvedUri(location, store, self._frozen(location, files), is_filtered=bool(include or exclude))
 
     def hold(
         self, location: Location, store: Store, manifest: Manifest, include: Sequence[str], exclude: Sequence[str]
-    ) -> Held:
+    ) -> ResolvedUri:
         """A checkpoint whose manifest is known. Raises ObjectNotFoundError: nothing of it matches."""
         files = from_manifest(manifest)
         if include or exclude:
             files = select(files, include, exclude, location.uri)
         frozen = self._frozen(location, files, manifest.chunk_size_bytes)
-        return Held(location, store, frozen, manifest, is_filtered=bool(include or exclude))
+        return ResolvedUri(location, store, frozen, manifest, is_filtered=bool(include or exclude))
 
-    def _frozen(self, location: Location, files: Sequence[Wanted], chunk_size_bytes: int | None = None) -> Frozen:
-        return Frozen(location.uri, tuple(files), chunk_size_bytes or int(self.settings.chunk_size_bytes))
+    def _frozen(self, location: Location, files: Sequence[FileSpec], chunk_size_bytes: int | None = None) -> FileSet:
+        return FileSet(location.uri, tuple(files), chunk_size_bytes or int(self.settings.chunk_size_bytes))
 
     # --- opening and filling -------------------------------------------------------------------------------------
 
-    async def open(self, held: Held, *, whole: bool = False) -> Cached:
+    async def open(self, held: ResolvedUri, *, whole: bool = False) -> CacheEntry:
         """Open the entry of ``held``; make it if there is none. Close what is returned.
 
         Raises:
@@ -195,7 +195,7 @@ class Shelf:
         found = await asyncio.to_thread(self._larger, held)
         frozen = found or held.frozen
         store = held.store if found is None or held.only is None else self._store_of(frozen, held)
-        cached = Cached(
+        cached = CacheEntry(
             store,
             frozen,
             self.pool.directory(frozen.name),
@@ -209,25 +209,25 @@ class Shelf:
         cached.only = self._only(held, frozen)
         return cached
 
-    async def reopen(self, frozen: Frozen) -> Cached:
+    async def reopen(self, frozen: FileSet) -> CacheEntry:
         """Open an entry by its receipt. The store is not asked for anything. Close what is returned."""
         location, files = parse_uri(frozen.uri), frozen.files
         is_object = len(files) == 1 and files[0].key == location.name
-        held = Held(location, self._store_at(location.parent if is_object else location), frozen)
+        held = ResolvedUri(location, self._store_at(location.parent if is_object else location), frozen)
         return await self.open(held)
 
-    def _store_of(self, frozen: Frozen, held: Held) -> Store:
+    def _store_of(self, frozen: FileSet, held: ResolvedUri) -> Store:
         location = held.location
         while location.uri != frozen.uri:
             location = location.parent
         return self._store_at(location)
 
-    def _only(self, held: Held, frozen: Frozen) -> Wanted | None:
+    def _only(self, held: ResolvedUri, frozen: FileSet) -> FileSpec | None:
         if held.only is None or frozen is held.frozen or frozen.version == held.frozen.version:
             return held.only
         return next(item for item in frozen.files if _same(item, held.only, _below(frozen.uri, held.location)))
 
-    def _larger(self, held: Held) -> Frozen | None:
+    def _larger(self, held: ResolvedUri) -> FileSet | None:
         """An entry that has all of ``held`` in the same versions and more: of its URI, or of a directory above it."""
         if not self.pool.root.is_dir():
             return None
@@ -246,7 +246,7 @@ class Shelf:
                 return frozen
         return None
 
-    def _contents(self, row: Row) -> Frozen | None:
+    def _contents(self, row: Row) -> FileSet | None:
         if row.state != "complete":
             incoming = self.pool.incoming(row.name)
             return read_entry(incoming) if incoming is not None else None
@@ -259,7 +259,7 @@ class Shelf:
             self._receipts[row.name] = receipt
         return self._receipts[row.name].frozen
 
-    async def prefetch(self, held: Held, *, pin: bool = False, keep: bool = False) -> PrefetchResult:
+    async def prefetch(self, held: ResolvedUri, *, pin: bool = False, keep: bool = False) -> PrefetchResult:
         """Have all of ``held`` in the cache, whole.
 
         Args:
@@ -278,7 +278,7 @@ class Shelf:
         finally:
             await cached.close()
 
-    def _pin(self, frozen: Frozen) -> None:
+    def _pin(self, frozen: FileSet) -> None:
         self.pool.pin(frozen.name)
         for row in self.pool.rows(frozen.uri):
             if row.is_pinned and row.name != frozen.name:
@@ -287,7 +287,11 @@ class Shelf:
     # --- asking and removing ---------------------------------------------------------------------------------------
 
     async def check_at(
-        self, location: Location, place: Callable[[Held], Path | None], include: Sequence[str], exclude: Sequence[str]
+        self,
+        location: Location,
+        place: Callable[[ResolvedUri], Path | None],
+        include: Sequence[str],
+        exclude: Sequence[str],
     ) -> Check:
         """``check`` of what ``location`` holds now; while its store is away, of what was fetched last."""
         try:
@@ -298,10 +302,10 @@ class Shelf:
             if frozen is None:
                 raise
             log.warning("%s cannot be asked whether it has changed: %s", location.uri, error.message)
-            held = Held(location, self._store_at(location), frozen)
+            held = ResolvedUri(location, self._store_at(location), frozen)
         return await asyncio.to_thread(self.check, held, place(held))
 
-    def check(self, held: Held, directory: Path | None = None) -> Check:
+    def check(self, held: ResolvedUri, directory: Path | None = None) -> Check:
         """Say what of ``held`` is here: in the cache, or in ``directory``. Fetches and changes nothing."""
         frozen = self._larger(held) or held.frozen if directory is None else held.frozen
         target = directory or self.pool.directory(frozen.name)
@@ -385,7 +389,7 @@ async def patiently(work: Callable[[], Awaitable[T]], timeout_seconds: float, wh
         ) from error
 
 
-def refuse_pin(held: Held) -> None:
+def refuse_pin(held: ResolvedUri) -> None:
     """Raise ConfigError: a checkpoint of ours has no place in the cache that could be pinned."""
     raise ConfigError(
         f"{held.location.uri} is a checkpoint of tierckpt: it goes to the local tier, which has no pins",
@@ -393,7 +397,7 @@ def refuse_pin(held: Held) -> None:
     )
 
 
-def _check(frozen: Frozen, target: Path) -> Check:
+def _check(frozen: FileSet, target: Path) -> Check:
     found = Check(frozen.uri, "absent", None, len(frozen.files), frozen.size_bytes, 0)
     if whole_receipt(target, frozen.version) is not None:
         found.state, found.directory, found.here_bytes = "whole", target, frozen.size_bytes
@@ -406,7 +410,7 @@ def _check(frozen: Frozen, target: Path) -> Check:
     return found
 
 
-def _has_sizes(frozen: Frozen, target: Path) -> bool:
+def _has_sizes(frozen: FileSet, target: Path) -> bool:
     """True for a checkpoint that was saved on this node: it has no receipt, and every file."""
     return all(file_size(target / item.path) == item.size_bytes for item in frozen.files)
 
@@ -431,7 +435,7 @@ def _damage(receipt: Receipt, index: int, directory: Path | None) -> str:
     return ""
 
 
-def _covers(frozen: Frozen, held: Held) -> bool:
+def _covers(frozen: FileSet, held: ResolvedUri) -> bool:
     if held.only is not None:
         below = _below(frozen.uri, held.location)
         return any(_same(item, held.only, below) for item in frozen.files)
@@ -439,7 +443,7 @@ def _covers(frozen: Frozen, held: Held) -> bool:
     return all((item.path, item.size_bytes, item.etag, item.digests) in own for item in held.frozen.files)
 
 
-def _same(item: Wanted, other: Wanted, path: str) -> bool:
+def _same(item: FileSpec, other: FileSpec, path: str) -> bool:
     same = item.size_bytes == other.size_bytes and item.etag == other.etag
     return same and item.etag is not None and item.path == path
 
@@ -455,7 +459,7 @@ def _uncommitted(location: Location) -> UncommittedCheckpointError:
     )
 
 
-def _is_half(files: Sequence[Wanted]) -> bool:
+def _is_half(files: Sequence[FileSpec]) -> bool:
     """Shards and no metadata: a checkpoint that is being put there, and no directory of files."""
     names = [file.path for file in files if "/" not in file.path]
     return any(name.endswith(SHARD_SUFFIX) for name in names) and not any(name.endswith(METADATA) for name in names)

@@ -33,7 +33,7 @@ import stat
 import threading
 from pathlib import Path
 
-from ..disk.claims import TRIES, Claims, Presence, is_live
+from ..disk.claims import TRIES, Claims, Heartbeat, is_live
 from ..disk.durable import fsync_dir, make_dirs, matching, read_whole, translated
 from ..disk.file_io import allocate
 from ..disk.quarantine import open_regular
@@ -43,7 +43,7 @@ from ..format.manifest import BLOCK_DIGEST_BYTES, MANIFEST_BYTES_MAX, ChunkDiges
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Tier
 from .direct_write import write_at
-from .file_set import Frozen, Receipt, decode
+from .file_set import FileSet, Receipt, decode
 
 log = logger("cache")
 
@@ -74,7 +74,7 @@ def landed_in(directory: Path, version: str) -> dict[str, int]:
     frozen = read_entry(incoming)
     if frozen is None or frozen.version != version:
         return {}
-    lines = Lines(frozen)
+    lines = ProgressLog(frozen)
     with contextlib.suppress(OSError, TierckptError), os.fdopen(open_regular(lines.path(incoming)), "rb") as file:
         lines.take(file.read())
     return {item.path: lines.bytes_of(index) for index, item in enumerate(frozen.files)}
@@ -102,7 +102,7 @@ def whole_receipt(directory: Path, version: str) -> Receipt | None:
     return receipt
 
 
-def read_entry(incoming: Path) -> Frozen | None:
+def read_entry(incoming: Path) -> FileSet | None:
     """What ``incoming`` is to become; None when nobody knows (then it is of no use)."""
     try:
         return _entry_of(incoming)
@@ -110,7 +110,7 @@ def read_entry(incoming: Path) -> Frozen | None:
         return None
 
 
-def _entry_of(incoming: Path) -> Frozen:
+def _entry_of(incoming: Path) -> FileSet:
     """Raises ObjectNotFoundError: nobody has begun. ManifestError: it is damaged."""
     return decode(read_whole(incoming / ENTRY, MANIFEST_BYTES_MAX), where=str(incoming / ENTRY)).frozen
 
@@ -136,10 +136,10 @@ def remove_dir(directory: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-class Lines:
+class ProgressLog:
     """What the lines of a progress file say."""
 
-    def __init__(self, frozen: Frozen) -> None:
+    def __init__(self, frozen: FileSet) -> None:
         self.frozen = frozen
         self.landed: dict[int, dict[int, str]] = {}
         """By file, the digest of each chunk that has landed."""
@@ -182,10 +182,10 @@ class Lines:
         return sum(self.frozen.chunk_range(index, chunk).size_bytes for chunk in self.landed.get(index, ()))
 
 
-class Filling:
+class PartialEntry:
     """One process's part in filling ``directory`` with ``frozen``. Methods are blocking; any thread may call them."""
 
-    def __init__(self, directory: Path, frozen: Frozen, *, preallocate: bool) -> None:
+    def __init__(self, directory: Path, frozen: FileSet, *, preallocate: bool) -> None:
         """Join who fills it, or be the first. Raises StoreError and the like when it cannot be written."""
         self.directory = directory
         make_dirs(directory.parent)
@@ -199,11 +199,11 @@ class Filling:
             for folder in (base / "claims", base / SHARED):  # durable when it is published, not before (G3)
                 make_dirs(folder, is_durable=False)
             self.frozen = self._agree(frozen)
-            self._lines = Lines(self.frozen)
+            self._lines = ProgressLog(self.frozen)
             self._progress = self._lines.path(self.incoming)
             self._log = open_regular(self._progress, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            self.presence = Presence(base / "owners")
+            self.presence = Heartbeat(base / "owners")
             with translated(self.incoming):
                 self.presence.begin()
         except BaseException:
@@ -213,7 +213,7 @@ class Filling:
         self.fetching = Claims(base / SHARED, base / "owners", self.presence.name)
         self.refresh()
 
-    def _agree(self, frozen: Frozen) -> Frozen:
+    def _agree(self, frozen: FileSet) -> FileSet:
         """Take over what stands there already: the chunk size of whoever was first.
 
         Not there and damaged are told apart by one read. By two, an entry that another has made between them would

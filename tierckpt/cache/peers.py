@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from ..types import Json
-from .partial_entry import Filling
+from .partial_entry import PartialEntry
 
 Work: TypeAlias = tuple[int, int]
 """A file and a chunk of it."""
@@ -19,7 +19,7 @@ class NotNowError(Exception):
 
 
 @dataclass(slots=True)
-class Brought:
+class ReceivedChunk:
     """A chunk that has come."""
 
     digest: str
@@ -27,7 +27,7 @@ class Brought:
     """A member's name, or None: shared storage."""
 
 
-class Chooses(Protocol):
+class ChunkOrder(Protocol):
     """Which chunk comes next."""
 
     async def take(self) -> Work | None:
@@ -49,7 +49,7 @@ class PeerSources(Protocol):
         """For each peer its name, bytes, bytes per second, and whether it was banned."""
 
 
-class PeerFetch(Protocol):
+class PeerFill(Protocol):
     """One fill of one version together with the other nodes. Runs on one event loop."""
 
     @property
@@ -59,10 +59,10 @@ class PeerFetch(Protocol):
     def slots(self) -> int:
         """Chunks that may be under way at a time."""
 
-    def order(self, todo: Iterable[Work], *, whole: bool) -> Chooses:
+    def order(self, todo: Iterable[Work], *, whole: bool) -> ChunkOrder:
         """Which of ``todo`` comes next, and from whom."""
 
-    async def bring(self, index: int, chunk: int, into: memoryview) -> Brought:
+    async def bring(self, index: int, chunk: int, into: memoryview) -> ReceivedChunk:
         """Fill ``into`` with a chunk, from a peer or from the store.
 
         Raises:
@@ -90,5 +90,5 @@ class StoreReader(Protocol):
 class PeerJoin(Protocol):
     """Finds the other nodes for a fill."""
 
-    async def join(self, cached: StoreReader, filling: Filling) -> PeerFetch | None:
+    async def join(self, cached: StoreReader, filling: PartialEntry) -> PeerFill | None:
         """Join them; None to read from the store."""

@@ -29,14 +29,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..config import Settings
-from ..disk.claims import Claims, Presence, is_live
+from ..disk.claims import Claims, Heartbeat, is_live
 from ..disk.durable import make_dirs, matching, read_whole, replace_file, translated
 from ..errors import CapacityError, OperationTimeoutError, TierckptError
 from ..format.layout import PRIVATE_DIR
 from ..quantities import human_bytes
 from ..telemetry import logger
 from ..types import Tier
-from .file_set import Frozen
+from .file_set import FileSet
 from .index import Index
 from .index import Row as Row
 from .partial_entry import SUFFIX, read_entry, read_receipt, remove_dir
@@ -55,7 +55,7 @@ _INCOMING = re.compile(rf"^\.(?P<name>.+)\.[0-9a-f]{{8}}{re.escape(SUFFIX)}$")
 
 
 @dataclass(slots=True)
-class Room:
+class AdmissionPlan:
     """What an admission found: what has to go, and why that may not be enough."""
 
     needed_bytes: int
@@ -70,7 +70,7 @@ class Lease:
     """Holds an entry against eviction until ``end``, or until this process ends."""
 
     def __init__(self, pool: Pool, name: str) -> None:
-        self._presence = Presence(pool.book(name) / "leases")
+        self._presence = Heartbeat(pool.book(name) / "leases")
         self._pool, self._name = pool, name
 
     def begin(self) -> Lease:
@@ -261,10 +261,10 @@ class Pool:
 
     # --- room ----------------------------------------------------------------------------------------------------
 
-    def reserve(self, frozen: Frozen, reserved_bytes: int) -> Room:
+    def reserve(self, frozen: FileSet, reserved_bytes: int) -> AdmissionPlan:
         """Let the entry of ``frozen`` take ``reserved_bytes`` altogether; evict what has to go.
 
-        Hold its lease first, and have its directory made (an empty ``Filling``): others see it by that.
+        Hold its lease first, and have its directory made (an empty ``PartialEntry``): others see it by that.
 
         Raises:
             CapacityError: no room even so; says bytes needed, free, pinned and leased. Nothing was evicted.
@@ -275,7 +275,7 @@ class Pool:
                 self._clear_evicted()
                 held = self._reserved(frozen.name)
                 if reserved_bytes <= held:
-                    return Room(0, 0)
+                    return AdmissionPlan(0, 0)
                 room = self._find(reserved_bytes - held, frozen.name)
                 if not room.fits:
                     raise self._full(frozen, room)
@@ -288,7 +288,7 @@ class Pool:
                 self._note_reserved(frozen, reserved_bytes)
                 return room
 
-    def _note_reserved(self, frozen: Frozen, reserved_bytes: int) -> None:
+    def _note_reserved(self, frozen: FileSet, reserved_bytes: int) -> None:
         row = Row(
             frozen.name,
             frozen.uri,
@@ -302,7 +302,7 @@ class Pool:
         )
         self.index.put(row)
 
-    def plan(self, frozen: Frozen) -> Room:
+    def plan(self, frozen: FileSet) -> AdmissionPlan:
         """What ``reserve`` of the whole of ``frozen`` would do. Changes nothing."""
         held = self._reserved(frozen.name)
         return self._find(max(0, frozen.size_bytes - held), frozen.name)
@@ -322,7 +322,7 @@ class Pool:
                 freed += row.reserved_bytes if self._evict(row.name, presence) else 0
         return freed
 
-    def _find(self, needed_bytes: int, own: str) -> Room:
+    def _find(self, needed_bytes: int, own: str) -> AdmissionPlan:
         """Choose what has to go so that ``needed_bytes`` more fit. Quota and disk are hard, the marks soft."""
         rows = [row for row in self.rows() if row.name != own]
         mine = self._reserved(own)
@@ -337,7 +337,7 @@ class Pool:
         above = needed_bytes + (total - free) - int(self.settings.cache_high_water * total)
         low = min(self.settings.cache_low_water, self.settings.cache_high_water)
         soft = needed_bytes + (total - free) - int(low * total) if above > 0 else 0
-        room = Room(needed_bytes, max(0, min(free - margin, room_of_quota)))
+        room = AdmissionPlan(needed_bytes, max(0, min(free - margin, room_of_quota)))
         going = 0
         for row in self._order(rows):
             if going >= max(hard, soft):
@@ -360,7 +360,7 @@ class Pool:
         incoming = self.incoming(row.name)
         return max(0, row.reserved_bytes - (allocated_bytes(incoming) if incoming is not None else 0))
 
-    def _full(self, frozen: Frozen, room: Room) -> CapacityError:
+    def _full(self, frozen: FileSet, room: AdmissionPlan) -> CapacityError:
         def said(rows: list[Row]) -> str | None:
             return ", ".join(f"{row.uri} ({human_bytes(row.reserved_bytes)})" for row in rows) or None
 
@@ -384,7 +384,7 @@ class Pool:
         with translated(self.root), self._presence() as presence:
             return self._evict(name, presence)
 
-    def _evict(self, name: str, presence: Presence) -> bool:
+    def _evict(self, name: str, presence: Heartbeat) -> bool:
         book = self.book(name)
         make_dirs(book)
         mark = Claims(book, self.root / ".owners", presence.name)
@@ -411,8 +411,8 @@ class Pool:
             shutil.rmtree(left, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _presence(self) -> Iterator[Presence]:
-        presence = Presence(self.root / ".owners")
+    def _presence(self) -> Iterator[Heartbeat]:
+        presence = Heartbeat(self.root / ".owners")
         presence.begin()
         try:
             yield presence
@@ -420,7 +420,7 @@ class Pool:
             presence.end()
 
     @contextlib.contextmanager
-    def _admission(self) -> Iterator[Presence]:
+    def _admission(self) -> Iterator[Heartbeat]:
         """One process of the node admits at a time. Raises OperationTimeoutError."""
         deadline = time.monotonic() + ADMISSION_SECONDS
         with self._presence() as presence:

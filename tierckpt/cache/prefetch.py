@@ -27,9 +27,9 @@ from ..quantities import human_bytes
 from ..stores.base import RangeSource, Store
 from ..telemetry import logger
 from ..types import Json, ProgressListener, Tier
-from .entry import Cached
-from .file_set import Frozen
-from .file_set import Wanted as Wanted
+from .entry import CacheEntry
+from .file_set import FileSet
+from .file_set import FileSpec as FileSpec
 from .file_set import from_manifest as from_manifest
 from .partial_entry import RECEIPT as RECEIPT
 from .partial_entry import incoming_of, remove_abandoned
@@ -86,7 +86,7 @@ class PrefetchResult:
         return {"what": self.slowest, "seconds": self.slowest_seconds, "from": self.slowest_from}
 
 
-async def from_listing(store: Store) -> list[Wanted]:
+async def from_listing(store: Store) -> list[FileSpec]:
     """Freeze every file under the store's root, except our own private ones.
 
     Raises:
@@ -105,7 +105,7 @@ async def from_listing(store: Store) -> list[Wanted]:
             )
         if not is_safe_path(info.key):
             raise ConfigError(f"{store.uri} holds the key {info.key!r}, which cannot be a file below a directory")
-        wanted.append(Wanted(info.key, info.key, info.size_bytes, info.etag))
+        wanted.append(FileSpec(info.key, info.key, info.size_bytes, info.etag))
     if not wanted:
         raise ObjectNotFoundError(
             f"{store.uri} holds no files", hint="Check the URI; `tierckpt ls` shows what is there", tier=Tier.SHARED
@@ -113,7 +113,7 @@ async def from_listing(store: Store) -> list[Wanted]:
     return sorted(wanted, key=lambda item: item.path)
 
 
-def select(files: Sequence[Wanted], include: Sequence[str], exclude: Sequence[str], uri: str) -> list[Wanted]:
+def select(files: Sequence[FileSpec], include: Sequence[str], exclude: Sequence[str], uri: str) -> list[FileSpec]:
     """Those of ``files`` that match a glob of ``include`` (none: all) and none of ``exclude``; ``*`` crosses slashes.
 
     Raises:
@@ -134,7 +134,7 @@ def select(files: Sequence[Wanted], include: Sequence[str], exclude: Sequence[st
 
 async def prefetch(
     store: RangeSource,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[FileSpec],
     directory: Path,
     *,
     chunk_size_bytes: int,
@@ -153,9 +153,9 @@ async def prefetch(
         CapacityError: not enough room; nothing was fetched.
         IntegrityError: something changed in the store meanwhile, or is damaged there.
     """
-    frozen = Frozen(store.uri, tuple(wanted), chunk_size_bytes)
+    frozen = FileSet(store.uri, tuple(wanted), chunk_size_bytes)
     gate = asyncio.Semaphore(concurrency)
-    cached = Cached(
+    cached = CacheEntry(
         store, frozen, directory, gate=gate, stall_seconds=stall_seconds, fetches_max=concurrency, sharing=sharing
     )
     try:
@@ -166,7 +166,7 @@ async def prefetch(
         await cached.close()
 
 
-def result_of(cached: Cached, directory: Path, *, is_pinned: bool = False) -> PrefetchResult:
+def result_of(cached: CacheEntry, directory: Path, *, is_pinned: bool = False) -> PrefetchResult:
     tally = cached.tally
     sources = cached.swarm.sources if cached.swarm is not None else None
     return PrefetchResult(
@@ -187,7 +187,7 @@ def result_of(cached: Cached, directory: Path, *, is_pinned: bool = False) -> Pr
     )
 
 
-def _begin(cached: Cached, directory: Path) -> None:
+def _begin(cached: CacheEntry, directory: Path) -> None:
     if cached.directory is None and not cached.is_there():
         _check_room(cached.frozen, directory)
     cached.begin(whole=True)
@@ -195,7 +195,7 @@ def _begin(cached: Cached, directory: Path) -> None:
         remove_abandoned(directory, incoming_of(directory, cached.frozen.version))
 
 
-def _check_room(frozen: Frozen, directory: Path) -> None:
+def _check_room(frozen: FileSet, directory: Path) -> None:
     incoming = incoming_of(directory, frozen.version)
     free = shutil.disk_usage(nearest_existing(incoming)).free
     if free < frozen.size_bytes - (allocated_bytes(incoming) if incoming.exists() else 0):

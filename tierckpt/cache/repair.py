@@ -12,16 +12,16 @@ from ..stores.common import settled
 from ..telemetry import logger
 from ..types import Buffer, Tier
 from .direct_write import write_at
-from .file_set import Frozen
+from .file_set import FileSet
 from .partial_entry import same_digest
 from .verifier import Checker
 
 
 class Entry(Protocol):
-    """What is repaired (``entry.Cached``)."""
+    """What is repaired (``entry.CacheEntry``)."""
 
     store: RangeSource
-    frozen: Frozen
+    frozen: FileSet
     checker: Checker
 
     @property

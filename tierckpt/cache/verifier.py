@@ -19,7 +19,7 @@ from ..errors import TierckptError
 from ..format.manifest import BLOCK_BYTES, BLOCK_DIGEST_BYTES, blocks_of, digest_of_blocks, has_digest
 from ..telemetry import QUARANTINES, logger
 from ..types import Buffer, ByteRange, Tier
-from .file_set import Frozen
+from .file_set import FileSet
 from .partial_entry import BLOCKS, read_file
 
 log = logger("cache")
@@ -40,7 +40,7 @@ class Checker:
 
     def __init__(
         self,
-        frozen: Frozen,
+        frozen: FileSet,
         digest: Callable[[int, int], str],
         read: Callable[[int, ByteRange, memoryview], bool],
         directories: Callable[[], Iterable[Path]],

@@ -38,7 +38,7 @@ from ..types import Json, Tier
 from . import local_commit, marks, shared_commit
 
 if TYPE_CHECKING:
-    from .peers import PeerCatalog, PeerReplicas
+    from .peers import PeerCopies, PeerLookup
 
 log = logger("catalog")
 
@@ -56,7 +56,7 @@ class Checkpoint:
     directory: Path
     store: Store
     tiers: frozenset[Tier] = field(default_factory=frozenset)
-    elsewhere: PeerReplicas | None = None
+    elsewhere: PeerCopies | None = None
     """The copies that other nodes have of it."""
     unseen: StoreError | None = None
     """Why the shared tier could not be asked: another attempt may stand there."""
@@ -98,7 +98,7 @@ def file_size(path: Path) -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
 
-async def find(location: Location, directory: Path, store: Store, cluster: PeerCatalog | None = None) -> Checkpoint:
+async def find(location: Location, directory: Path, store: Store, cluster: PeerLookup | None = None) -> Checkpoint:
     """Return the committed checkpoint at ``location``, the newer one when the tiers disagree.
 
     A shared tier that cannot be reached is passed over while the local tier, or a peer, has a commit, and the other way

@@ -21,12 +21,7 @@ from pathlib import Path
 from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, read_whole, translate_os_error
 from ..disk.file_lock import lock
 from ..disk.local_root import typed_errors
-from ..errors import (
-    ManifestError,
-    ObjectNotFoundError,
-    StoreError,
-    TierckptError,
-)
+from ..errors import ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format import manifest as manifests
 from ..format.layout import (
     BLOCKS_DIR,

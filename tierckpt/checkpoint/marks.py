@@ -6,21 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..disk.durable import durable_write, make_dirs, read_whole
-from ..errors import (
-    ManifestError,
-    ObjectNotFoundError,
-    StoreError,
-    TierckptError,
-)
+from ..errors import ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format import manifest as manifests
-from ..format.layout import (
-    DRAINED,
-    OWN_DIR,
-    PASSED,
-    PRIVATE_DIR,
-    REPLICATED,
-    own_file,
-)
+from ..format.layout import DRAINED, OWN_DIR, PASSED, PRIVATE_DIR, REPLICATED, own_file
 from ..telemetry import logger
 
 log = logger("commit")

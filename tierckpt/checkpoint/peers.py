@@ -13,7 +13,7 @@ Member = Any
 """A node, as the catalog knows it."""
 
 
-class PeerReplicas(Protocol):
+class PeerCopies(Protocol):
     """The copies that other nodes have of one checkpoint, all of one attempt."""
 
     manifest: Manifest
@@ -21,7 +21,7 @@ class PeerReplicas(Protocol):
     @property
     def attempt(self) -> str: ...
 
-    async def look(self) -> PeerReplicas:
+    async def look(self) -> PeerCopies:
         """Ask which files each has, once. Returns itself."""
 
     def holders(self, entry: FileEntry) -> Sequence[Member]:
@@ -36,10 +36,10 @@ class PeerReplicas(Protocol):
         """Chunk ``index`` of ``entry`` from ``member``, verified."""
 
 
-class PeerCatalog(Protocol):
+class PeerLookup(Protocol):
     """What the other nodes have."""
 
-    async def at(self, location: Location, known: Iterable[Manifest | None] = ()) -> Mapping[str, PeerReplicas]:
+    async def at(self, location: Location, known: Iterable[Manifest | None] = ()) -> Mapping[str, PeerCopies]:
         """The copies of the checkpoint at ``location``, by attempt."""
 
     async def committed(self, parent: Location) -> Mapping[str, Mapping[str, Sequence[Member]]]:

@@ -23,7 +23,7 @@ from ..types import Json, Tier
 from . import local_commit, marks, retention, shared_commit
 from .catalog import is_stock
 from .journal import Journal
-from .retention import Health, Policy, Standing, Verdict
+from .retention import CheckpointCopy, Health, Policy, Verdict
 
 log = logger("retention")
 
@@ -34,7 +34,7 @@ KEPT, WOULD_GO, REMOVED, FAILED = "kept", "would go", "removed", "failed"
 class Outcome:
     """What became of one copy. ``reason`` says why it is kept, goes, or could not be removed."""
 
-    copy: Standing
+    copy: CheckpointCopy
     outcome: str
     reason: str
 
@@ -160,7 +160,7 @@ class Pruner:
         except StoreError:
             return False
 
-    async def _copies(self, seen: Sequence[_Seen]) -> list[Standing]:
+    async def _copies(self, seen: Sequence[_Seen]) -> list[CheckpointCopy]:
         busy = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
         linked = await asyncio.to_thread(_linked, [one.location for one in seen if one.other == "a link"])
         copies = []
@@ -176,7 +176,7 @@ class Pruner:
                     size_bytes, attempt = manifest.size_bytes, manifest.attempt
                     directory = local_dir(self._root, one.location)
                     peers = tier is Tier.LOCAL and not drained and marks.is_replicated(directory, attempt)
-                    copies.append(Standing(one.name, step, tier, None, drained, held, attempt, size_bytes, peers))
+                    copies.append(CheckpointCopy(one.name, step, tier, None, drained, held, attempt, size_bytes, peers))
         return await self._with_health(copies, {one.name: one for one in seen})
 
     def _is_drained(self, seen: _Seen, manifest: Manifest) -> bool:
@@ -191,7 +191,7 @@ class Pruner:
             return f"{linked[Path(location.path).resolve()]} links to it"
         return "being read" if read_lease.is_read(self._root, local_dir(self._root, location)) else ""
 
-    async def _with_health(self, copies: list[Standing], seen: dict[str, _Seen]) -> list[Standing]:
+    async def _with_health(self, copies: list[CheckpointCopy], seen: dict[str, _Seen]) -> list[CheckpointCopy]:
         """Look at the newest copies of each tier, down to the first that is whole: older ones protect nothing."""
         known: dict[tuple[str, Tier], Health] = {}
         for tier in (Tier.LOCAL, Tier.SHARED):
@@ -231,7 +231,7 @@ class Pruner:
         log.info("removed %s from the %s tier: %s", location.uri, copy.tier, verdict.reason)
         return Outcome(copy, REMOVED, verdict.reason)
 
-    async def _remove(self, copy: Standing, location: Location) -> str:
+    async def _remove(self, copy: CheckpointCopy, location: Location) -> str:
         """Remove a copy that was judged a moment ago. Returns what has come between, if anything has (N3)."""
         directory = local_dir(self._root, location)
         with read_lease.removing(self._root, directory) as free:

@@ -48,7 +48,7 @@ class Health(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class CheckpointCopy:
     """One committed copy of a checkpoint on one tier."""
 
     name: str
@@ -70,7 +70,7 @@ class Standing:
 class Verdict:
     """What becomes of one copy, and why."""
 
-    copy: Standing
+    copy: CheckpointCopy
     remove: bool
     reason: str
 
@@ -118,7 +118,7 @@ class Policy:
     def __bool__(self) -> bool:
         return bool(self.local or self.shared)
 
-    def judge(self, copies: Sequence[Standing], *, drains: bool = True) -> list[Verdict]:
+    def judge(self, copies: Sequence[CheckpointCopy], *, drains: bool = True) -> list[Verdict]:
         """Say what becomes of every copy of a run (N1, N2, N3), newest first, local before shared.
 
         Args:
@@ -143,7 +143,7 @@ class Policy:
         return sorted(verdicts, key=lambda verdict: (-verdict.copy.step, verdict.copy.name, verdict.copy.tier))
 
 
-def protect(copies: Sequence[Standing]) -> dict[str, str]:
+def protect(copies: Sequence[CheckpointCopy]) -> dict[str, str]:
     """Return the names of the copies of one tier that no rule removes (N1), and why each."""
     found: dict[str, str] = {}
     wanted: dict[str, set[Health | None]] = {
@@ -162,7 +162,7 @@ def protect(copies: Sequence[Standing]) -> dict[str, str]:
     return found
 
 
-def _not_lower(copy: Standing, shared_whole: int | None) -> str:
+def _not_lower(copy: CheckpointCopy, shared_whole: int | None) -> str:
     if not copy.is_drained:
         return "not on the shared tier yet"
     if shared_whole is None or shared_whole < copy.step:

@@ -40,7 +40,7 @@ from ..telemetry import logger
 from ..types import Tier
 from . import catalog, local_commit, marks
 from .catalog import Checkpoint
-from .peers import PeerCatalog
+from .peers import PeerLookup
 
 log = logger("select")
 
@@ -82,7 +82,7 @@ class Selector:
         settings: Settings,
         store_at: Callable[[Location], Store],
         directory_of: Callable[[Location], Path],
-        cluster: PeerCatalog | None,
+        cluster: PeerLookup | None,
     ) -> None:
         self._settings, self._store_at, self._directory_of, self._cluster = settings, store_at, directory_of, cluster
         self.reached: set[tuple[str, str]] = set()

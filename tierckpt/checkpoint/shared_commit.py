@@ -19,16 +19,7 @@ from ..errors import (
     StoreUnavailableError,
 )
 from ..format import manifest as manifests
-from ..format.layout import (
-    CLAIM,
-    MANIFEST,
-    SHARD_SUFFIX,
-    Location,
-    part,
-    pending,
-    private_files,
-    removal_note,
-)
+from ..format.layout import CLAIM, MANIFEST, SHARD_SUFFIX, Location, part, pending, private_files, removal_note
 from ..format.manifest import Manifest, stale_files, stale_metadata
 from ..stores.base import Conditional, Store
 from ..stores.verified_read import check_bytes, verified

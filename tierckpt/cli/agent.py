@@ -13,7 +13,7 @@ import typer
 from ..agent.server import run
 from ..config import Settings
 from ..errors import OperationTimeoutError
-from ..ipc.client import Contact, NoAgentError
+from ..ipc.client import AgentClient, AgentUnavailableError
 from ..telemetry import log_to
 from ..types import Json
 from .ui.output import Report
@@ -51,11 +51,11 @@ def agent(
 
 
 def _stop(settings: Settings) -> Report:
-    contact = Contact(settings)
+    contact = AgentClient(settings)
     try:
         pid = contact.ask({"op": "status"}, start=False)["pid"]
         contact.ask({"op": "stop"}, start=False)
-    except NoAgentError:
+    except AgentUnavailableError:
         return Report({"stopped": False}, ["No agent runs for this local root."])
     finally:
         contact.close()

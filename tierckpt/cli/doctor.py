@@ -23,7 +23,7 @@ from ..checkpoint.journal import Journal
 from ..checkpoint.retention import nearest_existing
 from ..config import GiB, Settings
 from ..disk.local_root import MEMORY_FILESYSTEMS, filesystem_type
-from ..disk.read_tuner import MODEL_WAYS, WAYS, Way, device_of, read_tuner_for, recorded
+from ..disk.read_tuner import MODEL_WAYS, WAYS, ReadMode, device_of, read_tuner_for, recorded
 from ..engine import Engine
 from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError, TierckptError
 from ..format.layout import Location
@@ -130,7 +130,7 @@ def _local_root(settings: Settings) -> Iterator[Check]:
     yield Check("fsync", WARN if slow else OK, f"{fsync_seconds * 1000:.1f} ms (median of {FSYNC_ROUNDS})")
 
 
-def _reads(name: str, base: Path, settings: Settings, ways: tuple[Way, ...]) -> Check:
+def _reads(name: str, base: Path, settings: Settings, ways: tuple[ReadMode, ...]) -> Check:
     """How files there are read: what the first large load has found out, or the user has said."""
     tuner = read_tuner_for(settings, ways)
     file = os.open(base, os.O_RDONLY | os.O_CLOEXEC)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime
 
-from ..cache.prefetch import Wanted, from_listing
+from ..cache.prefetch import FileSpec, from_listing
 from ..checkpoint.catalog import Checkpoint
 from ..engine import Engine
 from ..errors import CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError
@@ -92,7 +92,7 @@ def _committed(checkpoint: Checkpoint, manifest: Manifest) -> Report:
     return Report(document, [facts(summary), table("file >rank >size on_this_node", lines)])
 
 
-def _plain(kind: str, location: Location, found: list[Wanted]) -> Report:
+def _plain(kind: str, location: Location, found: list[FileSpec]) -> Report:
     size_bytes = sum(item.size_bytes for item in found)
     document: Json = {
         "uri": location.uri,

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 
 from ..config import Settings
 from ..errors import ConfigError, TierckptError
-from ..ipc.client import Contact, NoAgentError
+from ..ipc.client import AgentClient, AgentUnavailableError
 from ..types import Json
 from .ui.output import facts, human_bytes, human_seconds, table
 
@@ -26,11 +26,11 @@ def document(settings: Settings) -> Json:
     answer: Json = {
         "problem": "no agent runs on this node: `tierckpt agent`, or the first process of a job, starts one"
     }
-    contact = Contact(settings)
+    contact = AgentClient(settings)
     try:
         answer = contact.ask({"op": "peer_status"}, start=False)
         answer["copies"] = contact.ask({"op": "status"}, start=False).get("replicas")
-    except NoAgentError:
+    except AgentUnavailableError:
         pass
     except TierckptError as error:
         answer = {"problem": error.message}

@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from rich.console import RenderableType
 from rich.text import Text
 
+from ..checkpoint.run_log_reader import Lines, read_history
 from ..engine import Engine
 from ..errors import CheckpointNotFoundError, ConfigError
 from ..format.layout import Location
 from ..planning.goodput import Goodput, What, analyse, read_start
-from ..training.run_log_reader import Lines, read_history
 from ..types import Json
 from .size import PlotOption
 from .ui.output import Report, facts, human_seconds, plain, table

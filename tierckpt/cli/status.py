@@ -23,7 +23,7 @@ from ..config import Settings
 from ..drain.budget import UNCHANGED, read_control
 from ..errors import ConfigError, TierckptError
 from ..format.layout import MANIFEST, Location, agent_dir
-from ..ipc.client import SOCKET, Contact, NoneRunsError
+from ..ipc.client import SOCKET, AgentClient, NoneRunsError
 from ..types import Json
 from . import peers as peers_view
 from .ui.output import Report, facts, human_bytes, human_seconds, table
@@ -113,7 +113,7 @@ def _agent(settings: Settings) -> tuple[Json | None, str | None]:
     """What the agent says of itself, None when none runs; and why it says nothing, when one may run all the same."""
     if not (agent_dir(settings.local_root) / SOCKET).exists():
         return None, None
-    contact = Contact(settings)
+    contact = AgentClient(settings)
     try:
         answer: Json = contact.ask({"op": "status"}, start=False, timeout_seconds=ANSWER_SECONDS)
     except NoneRunsError:

@@ -102,7 +102,7 @@ def has_same_scale(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-class Rows:
+class RowBufferPool:
     """Memory for rows on their way to where they do not fit as they are: that of one window serves the next.
 
     New memory for each would be faulted in page by page each time: for half of the columns of 2 GiB that was a third of
@@ -148,7 +148,7 @@ class RawRead:
     dtype: torch.dtype
     size: torch.Size
     target: torch.Tensor
-    rows: Rows
+    rows: RowBufferPool
     count: ClassVar = 1
     extra_bytes: int = 0
     _is_direct: bool = False
@@ -298,7 +298,7 @@ Read: TypeAlias = RawRead | GroupRead | WholeRead
 brings them to their targets."""
 
 
-class Small:
+class SmallTensorGrouper:
     """Finds the small tensors of a load that can be members of a group, and puts them into groups.
 
     Nearly all of 50,000 look like the one before, in a checkpoint of ours and to DCP's own planner: so that is what

@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from ..arena.memory import Memory
 from ..arena.shared_buffer import Process, Window, reserve
-from ..arena.slots import Bounce
+from ..arena.slots import BounceBufferPool
 from ..checkpoint.catalog import Checkpoint
 from ..config import Settings
 from ..errors import ConfigError, TierckptError
 from ..format.manifest import BLOCK_BYTES
 from ..read import shared_read
 from ..read.parallel_read import OnError, Piece, pull
-from ..read.replicated_file import Copies
-from ..read.shared_read import Pact, Together
+from ..read.replicated_file import ReplicatedFile
+from ..read.shared_read import SharedRead, SharedReadPlan
 from ..telemetry import logger
 from .read_plan import frame_of
 
@@ -93,7 +93,7 @@ class Neighbours:
         manifest = checkpoint.manifest
         chunk = manifest.chunk_size_bytes if manifest else int(self._settings.chunk_size_bytes)
         attempt = manifest.attempt if manifest else ""
-        offer = shared_read.Offer(
+        offer = shared_read.ReadInterest(
             group=f"{_node()} {self._settings.local_root} {checkpoint.location.uri} {attempt} {chunk} {window_bytes}",
             process=Process.this(),
             window=self._memory.name or "",
@@ -108,7 +108,9 @@ class Neighbours:
     @staticmethod
     def answered(plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans with what each rank is to read together with others instead of its offer."""
-        offers = [plan.storage_data if isinstance(plan.storage_data, shared_read.Offer) else None for plan in plans]
+        offers = [
+            plan.storage_data if isinstance(plan.storage_data, shared_read.ReadInterest) else None for plan in plans
+        ]
         if not any(offers):
             return plans
         pacts = shared_read.agree(offers)
@@ -120,7 +122,7 @@ class Neighbours:
     @contextlib.contextmanager
     def reading(self, plan: LoadPlan, spans_of: Spans) -> Iterator[Reading]:
         """How the bytes of ``plan`` are read."""
-        crew = self._crew(plan.storage_data) if isinstance(plan.storage_data, Pact) else None
+        crew = self._crew(plan.storage_data) if isinstance(plan.storage_data, SharedReadPlan) else None
         if crew is None:
             self._memory = None
         try:
@@ -129,7 +131,7 @@ class Neighbours:
             if crew is not None:
                 crew.leave()
 
-    def _crew(self, pact: Pact) -> Together | None:
+    def _crew(self, pact: SharedReadPlan) -> SharedRead | None:
         try:
             if pact.me == 0 and self._memory is not None:
                 window = Window(self._memory, pact.members, pact.me, pact.unit_bytes)
@@ -139,13 +141,13 @@ class Neighbours:
         except ConfigError as error:
             log.warning("this rank reads alone what other ranks of its node read too: %s", error)
             return None
-        return Together(pact, window, self._settings.share_reads_timeout_seconds)
+        return SharedRead(pact, window, self._settings.share_reads_timeout_seconds)
 
 
 class Reading:
     """How the bytes of one load are read: with ``crew``, or by this rank for itself."""
 
-    def __init__(self, spans_of: Spans, crew: Together | None) -> None:
+    def __init__(self, spans_of: Spans, crew: SharedRead | None) -> None:
         self._spans_of, self._crew = spans_of, crew
 
     def order(self, items: Iterable[ReadItem], place_of: Callable[[ReadItem], Any]) -> list[ReadItem]:
@@ -168,8 +170,8 @@ class Reading:
 
     def pull(
         self,
-        wanted: Sequence[tuple[Copies, Sequence[Piece]]],
-        buffers: Bounce,
+        wanted: Sequence[tuple[ReplicatedFile, Sequence[Piece]]],
+        buffers: BounceBufferPool,
         *,
         then: ReadItem | None,
         on_error: OnError,

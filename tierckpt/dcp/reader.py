@@ -8,13 +8,12 @@ import os
 import pickle
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageReaderTransforms
@@ -35,12 +34,11 @@ from ..format.manifest import FileEntry, Manifest
 from ..peer.members import Member
 from ..read import block_digests as blocks
 from ..read.parallel_read import Piece, windows
-from ..read.replicated_file import CheckedFile, Copies, Copy, LocalCopy, PeerCopy, RemoteCopy
+from ..read.replicated_file import Copy, LocalCopy, PeerCopy, ReplicatedFile, StoreCopy, VerifiedFile
 from ..restore.fetch_file import PEERS_TRIED_MAX
 from ..telemetry import logger
 from ..tracebacks import short_traceback
 from ..types import ByteRange, Tier
-from . import broadcast
 from .gc_pause import no_collection
 from .read_plan import (
     WINDOW_BYTES,
@@ -48,9 +46,9 @@ from .read_plan import (
     GroupRead,
     RawRead,
     Read,
-    Rows,
+    RowBufferPool,
     Shapes,
-    Small,
+    SmallTensorGrouper,
     WholeRead,
     by_file,
     frame_of,
@@ -147,7 +145,7 @@ class TierStorageReader(Mount, StorageReader):
 
     def _read_metadata(self, name: str) -> Metadata:
         checkpoint = self._find()
-        with CheckedFile(self._copies(checkpoint, self._entry(checkpoint, name))) as stream:
+        with VerifiedFile(self._copies(checkpoint, self._entry(checkpoint, name))) as stream:
             data = stream.read()
         where = f"{self.path}/{name}"
         with no_collection():
@@ -185,27 +183,16 @@ class TierStorageReader(Mount, StorageReader):
 
     @short_traceback
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        if self._is_over_group:
-            return replace(plan, storage_data=broadcast.Offer(frozenset(self._names_here(plan))))
         return self._neighbours.offered(plan, self._spans, self._find(), lambda: self._names_to_fetch(plan))
 
     @short_traceback
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        if self._is_over_group:
-            return broadcast.divide(plans, self._info, dist.get_world_size())
         return self._neighbours.answered(plans)
-
-    @property
-    def _is_over_group(self) -> bool:
-        return self.settings.share_reads_over_group and dist.is_initialized() and dist.get_world_size() > 1
 
     @short_traceback
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
-            if isinstance(plan.storage_data, broadcast.Shares):
-                self._read_shares(plan, planner, plan.storage_data)
-            else:
-                self._read_own(plan, planner)
+            self._read_own(plan, planner)
         finally:
             self._infos = {}
             self._let_go()
@@ -218,27 +205,6 @@ class TierStorageReader(Mount, StorageReader):
             self._infos = {id(item): self._info(item) for item in plan.items}
         with self._neighbours.reading(plan, self._spans) as reading:
             self._read_data(self._find(), plan, planner, reading)
-
-    def _read_shares(self, plan: LoadPlan, planner: LoadPlanner, shares: broadcast.Shares) -> None:
-        """Read this rank's part, and have the others' by the process group; an error of ours is told to all first."""
-        failure: BaseException | None = None
-        try:
-            self._read_own(plan, planner)
-        except BaseException as error:
-            failure = error
-        lacking = broadcast.exchange(shares, planner, failure)
-        if failure is not None:
-            raise failure
-        if lacking:
-            self._read_own(replace(plan, items=lacking, storage_data=None), planner)
-
-    def _names_here(self, plan: LoadPlan) -> set[str]:
-        """The files of ``plan`` of which this node has a copy."""
-        checkpoint = self._find()
-        names = {self._info(item).relative_path for item in plan.items}
-        if checkpoint.manifest is None:
-            return set()
-        return {name for name in names if checkpoint.local_path(self._entry(checkpoint, name)) is not None}
 
     def _read_data(self, checkpoint: Checkpoint, plan: LoadPlan, planner: LoadPlanner, reading: Reading) -> None:
         with no_collection():
@@ -319,11 +285,11 @@ class TierStorageReader(Mount, StorageReader):
         return info.relative_path, spans(item, info, self._shapes.of(item))
 
     def _reads(
-        self, items: Sequence[ReadItem], work: _Load, files: Mapping[str, Copies], chunk_size_bytes: int
+        self, items: Sequence[ReadItem], work: _Load, files: Mapping[str, ReplicatedFile], chunk_size_bytes: int
     ) -> Iterator[Read]:
         """How each item is read, in their order; small ones together with those beside them."""
         group: GroupRead | None = None
-        small = Small(work.plain, self._shapes, chunk_size_bytes)
+        small = SmallTensorGrouper(work.plain, self._shapes, chunk_size_bytes)
         for item in items:
             joined = small.group(group, item, self._info(item))
             if joined is not group:
@@ -335,7 +301,7 @@ class TierStorageReader(Mount, StorageReader):
         if group is not None:
             yield group
 
-    def _prepare(self, item: ReadItem, work: _Load, files: Mapping[str, Copies]) -> Read:
+    def _prepare(self, item: ReadItem, work: _Load, files: Mapping[str, ReplicatedFile]) -> Read:
         info = self._info(item)
         if is_framed(item, info):
             stored = self._shapes.of(item)
@@ -349,11 +315,13 @@ class TierStorageReader(Mount, StorageReader):
 
         return WholeRead(item, info.relative_path, info.offset, info.length, take)
 
-    def _read_window(self, window: list[Read], work: _Load, files: Mapping[str, Copies], then: ReadItem | None) -> None:
+    def _read_window(
+        self, window: list[Read], work: _Load, files: Mapping[str, ReplicatedFile], then: ReadItem | None
+    ) -> None:
         with no_collection():
             owned = by_file(window)
 
-        def name(error: TierckptError, copies: Copies, piece: Piece) -> None:
+        def name(error: TierckptError, copies: ReplicatedFile, piece: Piece) -> None:
             item = next(read.item for known, read in owned[copies.entry.path] if known is piece)
             error.context |= {"tensor": item.storage_index.fqn, "checkpoint": self.path}
 
@@ -370,14 +338,14 @@ class TierStorageReader(Mount, StorageReader):
                     work.planner.commit_tensor(item, target)
                     continue
                 info = self._info(item)  # not the frame that its metadata lets expect
-                with CheckedFile(files[info.relative_path]) as stream:
+                with VerifiedFile(files[info.relative_path]) as stream:
                     stream.seek(info.offset)
                     self._take_whole(item, io.BytesIO(stream.read(info.length)), work, files[info.relative_path])
         work.copies.begun(window)
 
     # --- one item -----------------------------------------------------------------------------------------------
 
-    def _take_whole(self, item: ReadItem, stream: io.BytesIO, work: _Load, copies: Copies) -> None:
+    def _take_whole(self, item: ReadItem, stream: io.BytesIO, work: _Load, copies: ReplicatedFile) -> None:
         """Parse an item by torch and hand it to the planner."""
         with self._naming(item, copies):
             source = self._source(item, stream)
@@ -461,7 +429,7 @@ class TierStorageReader(Mount, StorageReader):
         )
 
     @contextlib.contextmanager
-    def _naming(self, item: ReadItem, copies: Copies) -> Iterator[None]:
+    def _naming(self, item: ReadItem, copies: ReplicatedFile) -> Iterator[None]:
         """Add to an error of ours which checkpoint and item it is about, and where content that is refused lies."""
         try:
             yield
@@ -509,15 +477,15 @@ class TierStorageReader(Mount, StorageReader):
                 file=name,
             ) from None
 
-    def _copies(self, checkpoint: Checkpoint, entry: FileEntry) -> Copies:
+    def _copies(self, checkpoint: Checkpoint, entry: FileEntry) -> ReplicatedFile:
         if checkpoint.manifest is None:
-            return Copies(entry, int(self.settings.chunk_size_bytes), self._places(checkpoint, entry))
+            return ReplicatedFile(entry, int(self.settings.chunk_size_bytes), self._places(checkpoint, entry))
         chunk = checkpoint.manifest.chunk_size_bytes
         known = None
         if self._table is not None and entry.path in self._table.blocks:
             kept, start = self._table.blocks[entry.path]
             known = blocks.BlockDigests(entry, chunk, start, self._places(checkpoint, kept))
-        return Copies(entry, chunk, self._places(checkpoint, entry), known)
+        return ReplicatedFile(entry, chunk, self._places(checkpoint, entry), known)
 
     def _places(self, checkpoint: Checkpoint, entry: FileEntry) -> list[Copy]:
         """The copies of a file, nearest first."""
@@ -532,7 +500,7 @@ class TierStorageReader(Mount, StorageReader):
             copies.append(LocalCopy(Path(self.location.path, entry.key), Tier.SHARED, tuner))
         else:
             copies.append(
-                RemoteCopy(f"{self.path}/{entry.key}", lambda byte_range: self._get_range(entry.key, byte_range))
+                StoreCopy(f"{self.path}/{entry.key}", lambda byte_range: self._get_range(entry.key, byte_range))
             )
         return copies
 
@@ -565,7 +533,7 @@ class _Load:
     objects: Objects
     reading: Reading
     copies: DeviceCopies = field(default_factory=DeviceCopies)
-    rows: Rows = field(default_factory=Rows)
+    rows: RowBufferPool = field(default_factory=RowBufferPool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from ..checkpoint.journal import Entry
 from ..client import Client
 from ..config import Settings
 from ..disk.blocks import round_up
-from ..disk.cpu_throttle import Pace
+from ..disk.cpu_throttle import CpuThrottle
 from ..disk.durable import fsync_dir
 from ..disk.flush_lock import flushing
 from ..disk.write_tuner import WRITE_BYTES_MAX, segment_bytes, tuner_for
@@ -47,7 +47,7 @@ Written: TypeAlias = tuple[list[WriteResult], tuple[FileEntry, ...]]
 
 
 @dataclass
-class LaidOut:
+class PlannedShards:
     """Shards in which every record has its place; ``streamed`` are the items whose size is known once they are written.
 
     ``leases`` are on the staging memory that they are written from; ``parts`` are items that other ranks hold as well.
@@ -63,7 +63,7 @@ class LaidOut:
 
 
 @dataclass
-class Delivery:
+class ShardDelivery:
     """Brings the shards of one save of one rank to where they are to be. One thread at a time."""
 
     client: Client
@@ -79,7 +79,7 @@ class Delivery:
     went_straight: bool = False
     """Whether they went to the shared tier past the SSD."""
 
-    def write(self, laid_out: LaidOut, planner: SavePlanner | StagedItems, route: Route) -> Written:
+    def write(self, laid_out: PlannedShards, planner: SavePlanner | StagedItems, route: Route) -> Written:
         """Return when the shards are durable, wherever they are; or raise, and take back what was sent straight."""
         if laid_out.streamed:
             route = "local"
@@ -127,7 +127,7 @@ class Delivery:
 
     # --- straight -----------------------------------------------------------------------------------------------
 
-    def _send_straight(self, laid_out: LaidOut) -> tuple[FileEntry, ...]:
+    def _send_straight(self, laid_out: PlannedShards) -> tuple[FileEntry, ...]:
         """Send the shards from memory to the shared tier (T1). Only their block digests are written here."""
         chunk, begun = self.settings.chunk_size_bytes, time.monotonic()
         for lease in laid_out.leases:
@@ -155,7 +155,7 @@ class Delivery:
         )
         return files
 
-    def _take_back(self, laid_out: LaidOut) -> None:
+    def _take_back(self, laid_out: PlannedShards) -> None:
         """What has been sent is not wanted there; the shards may be written from the beginning again."""
         for shard in laid_out.shards:
             for record in shard.records:
@@ -164,7 +164,7 @@ class Delivery:
 
     # --- to the SSD ---------------------------------------------------------------------------------------------
 
-    def _write_local(self, laid_out: LaidOut, planner: SavePlanner | StagedItems) -> Written:
+    def _write_local(self, laid_out: PlannedShards, planner: SavePlanner | StagedItems) -> Written:
         shards, results, streamed = laid_out.shards, laid_out.results, laid_out.streamed
         size_bytes = sum(shard.size_bytes for shard in shards) + sum(map(_item_bytes, streamed))
         reserved_bytes = sum(lease.ahead.reserved_bytes for lease in laid_out.leases if lease.ahead is not None)
@@ -199,7 +199,7 @@ class Delivery:
         slot_bytes = min(segment, round_up(max(max(shard.size_bytes for shard in shards), 1)))
         timeout = settings.commit_timeout_seconds
         background = threading.current_thread() is not threading.main_thread()
-        pace = Pace(settings.flush_cpu_share, shape.threads) if background else Pace()
+        pace = CpuThrottle(settings.flush_cpu_share, shape.threads) if background else CpuThrottle()
         is_begun = any(shard.image is not None and shard.image.ahead is not None for shard in shards)
         # What lies in an image needs none; beside it there are only objects.
         wanted = 1 if any(shard.image is not None for shard in shards) else shape.threads

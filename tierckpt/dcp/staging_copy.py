@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import OperationTimeoutError
-from ..save.write_ahead import Ahead
+from ..save.write_ahead import WriteAhead
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -26,7 +26,7 @@ class Copies:
     """Copies still to be made: ``targets[i]`` from ``sources[i]``, same shape and dtype."""
 
     def __init__(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], ahead: Ahead | None = None
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], ahead: WriteAhead | None = None
     ) -> None:
         self._pairs: list[Pair] = list(zip(targets, sources, strict=True))
         self._ahead = ahead

@@ -71,12 +71,12 @@ from . import split
 from .gc_pause import no_collection
 from .handoff import client as testament
 from .handoff import description as wills
-from .handoff.client import Testament
-from .handoff.description import Results, Will
+from .handoff.client import HandoffHandle
+from .handoff.description import Results, SaveHandoff
 from .items import records
 from .metadata_pickle import encode, share
 from .planner import TierSavePlanner
-from .shard_delivery import Delivery, LaidOut, Route
+from .shard_delivery import PlannedShards, Route, ShardDelivery
 from .stager import StagedItems, TierStager
 from .target import Mount
 
@@ -133,12 +133,12 @@ class _Save:
 
     entry: Entry
     directory: Path
-    delivery: Delivery
+    delivery: ShardDelivery
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     lock_descriptor: int = -1
     outlives: bool = False
     """Somebody inherits it if this process ends: what is durable is noted as soon as it is."""
-    testament: Testament | None = None
+    testament: HandoffHandle | None = None
     """Of a save that is DCP's to drive: it ends with this."""
 
 
@@ -202,8 +202,8 @@ class TierStorageWriter(Mount, StorageWriter):
         self.world_size = 1
         self._replaces: tuple[str, ...] = ()
         self._save: _Save | None = None
-        self._delivery: Delivery | None = None
-        self._begun: tuple[LaidOut, _Save] | None = None
+        self._delivery: ShardDelivery | None = None
+        self._begun: tuple[PlannedShards, _Save] | None = None
         self._holds_back = False
         self._is_kept: bool | None = None
         self._has_straight_ranks = False
@@ -296,7 +296,7 @@ class TierStorageWriter(Mount, StorageWriter):
         return future
 
     def _write_and_note(
-        self, save: _Save, laid_out: LaidOut, planner: SavePlanner | StagedItems
+        self, save: _Save, laid_out: PlannedShards, planner: SavePlanner | StagedItems
     ) -> tuple[list[WriteResult], tuple[FileEntry, ...]]:
         """Write the shards. Before their staging memory may be used again, the journal says that they are durable, or
         that there is no such save: who inherits this one must never write them from what another has put there."""
@@ -325,7 +325,7 @@ class TierStorageWriter(Mount, StorageWriter):
             self._hand_over(save)
         return told(results, files, parts)
 
-    def _lay_out(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> LaidOut:
+    def _lay_out(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> PlannedShards:
         token, directory = self._token(), local_dir(self.settings.local_root, self.location)
         prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{self.rank}_"
         items, streamed = (plan.items, []) if not self.transforms.extensions else ([], list(plan.items))
@@ -344,7 +344,7 @@ class TierStorageWriter(Mount, StorageWriter):
             ]
             results = [result for shard in shards for result in _results(shard)]
         parts = tuple(item.part for item in plan.items if isinstance(item, split.PartItem))
-        return LaidOut(token, prefix, shards, results, sources.leases, streamed, parts)
+        return PlannedShards(token, prefix, shards, results, sources.leases, streamed, parts)
 
     @short_traceback
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -459,7 +459,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def _hold(self, entry: Entry, directory: Path, lock: contextlib.ExitStack, descriptor: int) -> _Save:
         """The save in progress, from now on."""
-        self._delivery = Delivery(
+        self._delivery = ShardDelivery(
             self._client,
             self.settings,
             self.location,
@@ -505,7 +505,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def leave_will(
         self, plan: SavePlan, planner: SavePlanner | StagedItems, metadata: Metadata | None, save: str
-    ) -> Testament | None:
+    ) -> HandoffHandle | None:
         """Lay out what ``write_data`` with these arguments writes, and have the agent do it should this process end.
 
         None when the agent cannot. Every rank leaves a will, and the caller takes it back.
@@ -522,7 +522,7 @@ class TierStorageWriter(Mount, StorageWriter):
             self._begun = laid_out, self._begin_with(left, laid_out.token)
             return left if self._begun[1].outlives else None
 
-    def _begin_plain_save(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> tuple[LaidOut, _Save]:
+    def _begin_plain_save(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> tuple[PlannedShards, _Save]:
         """The same where DCP drives the save: no rank is told how it ends, but the coordinator."""
         laid_out = self._lay_out(plan, planner)
         left = self._leave_plain_will(laid_out, plan, planner)
@@ -531,8 +531,8 @@ class TierStorageWriter(Mount, StorageWriter):
         return laid_out, save
 
     def _leave_plain_will(
-        self, laid_out: LaidOut | None, plan: SavePlan, planner: SavePlanner | StagedItems
-    ) -> Testament | None:
+        self, laid_out: PlannedShards | None, plan: SavePlan, planner: SavePlanner | StagedItems
+    ) -> HandoffHandle | None:
         shards = laid_out.shards if laid_out is not None else ()
         has_tensors = any(record.frame is not None for shard in shards for record in shard.records)
         is_async = threading.current_thread() is not threading.main_thread()
@@ -551,7 +551,7 @@ class TierStorageWriter(Mount, StorageWriter):
             return None
         return self._leave_will(laid_out, metadata, save)
 
-    def _begin_with(self, left: Testament | None, token: str) -> _Save:
+    def _begin_with(self, left: HandoffHandle | None, token: str) -> _Save:
         """Begin the save of which ``left`` is the will, and leave the agent the lock on its journal entry.
 
         The will comes first: making an entry durable takes a moment, above all beside a write of another checkpoint, in
@@ -566,7 +566,7 @@ class TierStorageWriter(Mount, StorageWriter):
         save.outlives = left is not None and left.has_begun(save.lock_descriptor)
         return save
 
-    def _leave_will(self, laid_out: LaidOut | None, metadata: Metadata | None, save: str) -> Testament | None:
+    def _leave_will(self, laid_out: PlannedShards | None, metadata: Metadata | None, save: str) -> HandoffHandle | None:
         described = wills.describe(laid_out.shards if laid_out is not None else ())
         if described is None or (laid_out is not None and laid_out.streamed):
             log.info("%s: the agent cannot hold all of it while it is staged", self.path)
@@ -579,7 +579,7 @@ class TierStorageWriter(Mount, StorageWriter):
             return None
         if metadata is not None:
             share(metadata)
-        will = Will(
+        will = SaveHandoff(
             rank=self.rank,
             world_size=self.world_size,
             is_coordinator=self.is_coordinator,
@@ -600,7 +600,7 @@ class TierStorageWriter(Mount, StorageWriter):
         return testament.hand_in(self.settings, save, will, memories, leases)
 
     def stand_in(
-        self, will: Will, memories: Mapping[str, Memory], lock: int | None, *, has_begun: bool
+        self, will: SaveHandoff, memories: Mapping[str, Memory], lock: int | None, *, has_begun: bool
     ) -> list[WriteResult] | None:
         """Bring the shards of a rank that has ended to the SSD. None when its save is settled already.
 
@@ -641,7 +641,7 @@ class TierStorageWriter(Mount, StorageWriter):
             return None
         return self._hold(dataclasses.replace(entry, manifest=None), directory, stack, hold.descriptor)
 
-    def _durable(self, save: _Save, will: Will) -> tuple[FileEntry, ...] | None:
+    def _durable(self, save: _Save, will: SaveHandoff) -> tuple[FileEntry, ...] | None:
         """The shards of ``will``, if the journal calls them durable. Raises CheckpointError if they are not there."""
         noted = {file.path: file for file in save.entry.files}
         if any(shard.name not in noted for shard in will.shards):
@@ -662,7 +662,7 @@ class TierStorageWriter(Mount, StorageWriter):
     def _is_shared(self, file: FileEntry) -> bool:
         return self._client.run(lambda engine: engine.holds(self.location, file))
 
-    def _write_again(self, save: _Save, will: Will, memories: Mapping[str, Memory]) -> tuple[FileEntry, ...]:
+    def _write_again(self, save: _Save, will: SaveHandoff, memories: Mapping[str, Memory]) -> tuple[FileEntry, ...]:
         log.info("%s: rank %d is written from memory", self.path, self.rank)
         return save.delivery.write_from_memory(will.shards_in(save.directory, memories))
 

@@ -91,7 +91,7 @@ def is_live(name: str, beats: Path, *, silence_counts: bool = True) -> bool:
     return silent_seconds < SILENT_SECONDS or (ended is False and not silence_counts)
 
 
-class Presence:
+class Heartbeat:
     """This process's heartbeat in the directory ``beats``, from ``begin`` to ``end``, or until the process ends."""
 
     def __init__(self, beats: Path) -> None:

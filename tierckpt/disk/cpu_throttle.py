@@ -22,7 +22,7 @@ NODE_WINDOW_SECONDS = 0.1
 REST_SECONDS_MAX = 0.5
 
 
-class Pace:
+class CpuThrottle:
     """Rests after work, so that the work takes ``share`` of the time while processors are busy. 1.0 never rests.
 
     One for all ``threads`` of a flush: each gets its part of the share.

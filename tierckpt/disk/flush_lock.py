@@ -90,7 +90,7 @@ class FlushMark:
             self._file = -1
 
 
-class StepBack:
+class FlushYield:
     """The rule of G3, for all drains of a mover together."""
 
     def __init__(self, mark: FlushMark) -> None:

@@ -46,7 +46,7 @@ BUFFERED_GAIN_MIN = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ReadMode:
     """Read with O_DIRECT (``direct``) or with readahead through the page cache, by so many threads.
 
     ``straight``: into the memory that is to have the bytes, which else are copied there from small buffers.
@@ -65,7 +65,7 @@ class Way:
         return f"{self.mode}/{self.threads}"
 
     @classmethod
-    def parse(cls, text: str) -> Way:
+    def parse(cls, text: str) -> ReadMode:
         """Raises ValueError."""
         mode, _, threads = text.partition("/")
         if mode not in ("direct", "buffered", "straight") or not 1 <= int(threads) <= 256:
@@ -73,11 +73,11 @@ class Way:
         return cls(mode != "buffered", int(threads), mode == "straight")
 
 
-WAYS = (Way(True, 8), Way(False, 4))
+WAYS = (ReadMode(True, 8), ReadMode(False, 4))
 """What is tried, from the cheapest to the dearest in processor time. Eight threads keep a disk busy while some of them
 digest and copy; the page cache is read ahead by the kernel, which needs fewer."""
 
-MODEL_WAYS = (Way(True, 8, straight=True), Way(True, 12), Way(False, 4))
+MODEL_WAYS = (ReadMode(True, 8, straight=True), ReadMode(True, 12), ReadMode(False, 4))
 """The same for model files."""
 
 
@@ -89,23 +89,23 @@ class ReadTuner:
         ways: ``WAYS`` or ``MODEL_WAYS``: what there is to try.
     """
 
-    def __init__(self, settings: Settings, ways: tuple[Way, ...] = WAYS) -> None:
+    def __init__(self, settings: Settings, ways: tuple[ReadMode, ...] = WAYS) -> None:
         use_local_root(settings)
         self.mode = settings.read_mode
         """What the user has said: ``auto`` leaves it to us, and bytes that are in memory are taken from there."""
         self.threads_max = settings.read_threads_max
         self._all = ways
         self.path = (model_read_ways if ways == MODEL_WAYS else read_ways)(settings.local_root)
-        self._known: dict[str, Way] = {}
+        self._known: dict[str, ReadMode] = {}
         self._lock = threading.Lock()
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def ways(self) -> tuple[ReadMode, ...]:
         """What there is to try, within the bounds."""
         fitting = tuple(way for way in self._all if way.threads <= self.threads_max)
         return fitting or (self._bounded(self._all[0]),)
 
-    def way(self, device: str) -> Way:
+    def way(self, device: str) -> ReadMode:
         """How to read ``device`` as far as is known."""
         if self.mode != "auto":
             forced = self.mode if any(way.mode == self.mode for way in self._all) else "direct"
@@ -116,7 +116,7 @@ class ReadTuner:
             way = self._known.get(device, self._all[0])
         return self._bounded(way)
 
-    def _bounded(self, way: Way) -> Way:
+    def _bounded(self, way: ReadMode) -> ReadMode:
         return replace(way, threads=min(way.threads, self.threads_max))
 
     def is_known(self, device: str) -> bool:
@@ -136,7 +136,7 @@ class ReadTuner:
                 is_ours = False
             yield is_ours
 
-    def decide(self, device: str, rates: Mapping[Way, float], where: str) -> Way:
+    def decide(self, device: str, rates: Mapping[ReadMode, float], where: str) -> ReadMode:
         """Choose by bytes per second, remember it, and say so."""
         way = best(rates)
         with self._lock:
@@ -146,14 +146,14 @@ class ReadTuner:
         self._record(device, way, rates)
         return way
 
-    def _recorded(self) -> dict[str, Way]:
+    def _recorded(self) -> dict[str, ReadMode]:
         ways = {}
         for device, entry in recorded(self.path).items():
             with contextlib.suppress(KeyError, TypeError, ValueError):
-                ways[device] = Way.parse(entry["way"])
+                ways[device] = ReadMode.parse(entry["way"])
         return ways
 
-    def _record(self, device: str, way: Way, rates: Mapping[Way, float]) -> None:
+    def _record(self, device: str, way: ReadMode, rates: Mapping[ReadMode, float]) -> None:
         """A result that cannot be kept is measured again by the next process."""
         entry = {"way": str(way), "bytes_per_second": {str(tried): round(rate) for tried, rate in rates.items()}}
         boot = device.rpartition(" ")[2]
@@ -166,7 +166,7 @@ class ReadTuner:
             log.debug("%s: %s", self.path, error)
 
 
-def best(rates: Mapping[Way, float]) -> Way:
+def best(rates: Mapping[ReadMode, float]) -> ReadMode:
     """The cheapest of ``rates`` that is as good as the fastest, where the page cache has to be faster by a quarter."""
     worth = {way: rate if way.direct else rate / BUFFERED_GAIN_MIN for way, rate in rates.items()}
     fastest = max(worth.values())
@@ -195,7 +195,7 @@ def device_of(file: int) -> str:
     return f"{os.major(status)}:{os.minor(status)} {mount} {_boot()}"
 
 
-_tuners: dict[tuple[Path, str, int, tuple[Way, ...]], ReadTuner] = {}
+_tuners: dict[tuple[Path, str, int, tuple[ReadMode, ...]], ReadTuner] = {}
 _making = threading.Lock()
 
 
@@ -208,7 +208,7 @@ def _start_anew() -> None:
 os.register_at_fork(after_in_child=_start_anew)
 
 
-def read_tuner_for(settings: Settings, ways: tuple[Way, ...] = WAYS) -> ReadTuner:
+def read_tuner_for(settings: Settings, ways: tuple[ReadMode, ...] = WAYS) -> ReadTuner:
     """The process's tuner for these settings."""
     key = (settings.local_root, settings.read_mode, settings.read_threads_max, ways)
     with _making:

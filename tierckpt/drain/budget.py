@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 from ..disk.durable import durable_write, make_dirs, read_whole
 from ..disk.file_lock import lock
-from ..disk.flush_lock import FlushMark, StepBack
+from ..disk.flush_lock import FlushMark, FlushYield
 from ..disk.priority import lower_this_thread
 from ..errors import ConfigError, PermissionDeniedError, TierckptError
 from ..format.layout import control_file
@@ -151,7 +151,7 @@ class Budget:
         self._control = control_file(local_root) if local_root is not None else None
         self._control_seen: tuple[int, int, int] | None = None
         self._look_at = 0.0
-        self._stepping = StepBack(FlushMark(local_root)) if local_root is not None else None
+        self._stepping = FlushYield(FlushMark(local_root)) if local_root is not None else None
         self._threads: ThreadPoolExecutor | None = None
 
     # --- changing it -------------------------------------------------------------------------------------------

@@ -18,9 +18,7 @@ from typing import Any, NoReturn, TypeGuard
 
 from xxhash import xxh3_128
 
-from ..errors import (
-    ManifestError,
-)
+from ..errors import ManifestError
 from ..types import Buffer, ByteRange
 
 FORMAT = "tierckpt-manifest"

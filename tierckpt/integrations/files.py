@@ -19,7 +19,7 @@ from ..config import Settings
 from ..disk import read_lease
 from ..errors import PreconditionFailedError
 from ..format.manifest import FileEntry
-from ..read.replicated_file import CheckedFile, Copies, Copy, LocalCopy, RemoteCopy
+from ..read.replicated_file import Copy, LocalCopy, ReplicatedFile, StoreCopy, VerifiedFile
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo
 
@@ -94,8 +94,8 @@ class LocalSource:
         chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest else int(settings.chunk_size_bytes)
         self._settings, self._thing = settings, thing
         self._farther: CachedSource | None = None
-        copies: list[Copy] = [LocalCopy(local), RemoteCopy(thing.location.uri, self._read_farther)]
-        self._file = self._holding.enter_context(CheckedFile(Copies(entry, chunk, copies)))
+        copies: list[Copy] = [LocalCopy(local), StoreCopy(thing.location.uri, self._read_farther)]
+        self._file = self._holding.enter_context(VerifiedFile(ReplicatedFile(entry, chunk, copies)))
         self._lock = threading.Lock()
 
     def _read_farther(self, byte_range: ByteRange) -> Buffer:

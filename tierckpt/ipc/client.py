@@ -59,19 +59,19 @@ _LENGTH = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7), SO_PEERCRED
 
 
-class NoAgentError(TierckptError):
+class AgentUnavailableError(TierckptError):
     """No agent answers on this node. Whoever asked does the work in its own process."""
 
 
-class NotAnsweringError(NoAgentError):
+class NotAnsweringError(AgentUnavailableError):
     """The agent has not answered this process before, which it was warned of once: nobody waits for it again."""
 
 
-class NoneRunsError(NoAgentError):
+class NoneRunsError(AgentUnavailableError):
     """None was to be started, and none is there."""
 
 
-class _DeafError(NoAgentError):
+class _DeafError(AgentUnavailableError):
     """One is there and takes no connections."""
 
 
@@ -157,7 +157,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-class Contact:
+class AgentClient:
     """This process's connection to the agent of a local root. Thread-safe; connects when first asked something.
 
     Args:
@@ -201,14 +201,14 @@ class Contact:
             raise NotAnsweringError(f"the agent of {self.settings.local_root} does not answer")
         try:
             return self._ask_twice(message, descriptors, start, timeout_seconds, on_busy)
-        except (_SilentError, NoAgentError, PermissionDeniedError) as error:
+        except (_SilentError, AgentUnavailableError, PermissionDeniedError) as error:
             if self._breaker is None or isinstance(error, NoneRunsError | NotAnsweringError):
                 raise
             self._breaker.open(str(error), self._probe, start=start)
             raise NotAnsweringError(f"the agent of {self.settings.local_root} does not answer: {error}") from error
 
     def _probe(self, timeout_seconds: float, *, start: bool) -> Answer:
-        contact = Contact(self.settings)
+        contact = AgentClient(self.settings)
         start = start and self.settings.drain and self.settings.mover == "agent"  # it works by these settings
         try:
             contact.ask({"op": "here"}, start=start, timeout_seconds=timeout_seconds)
@@ -240,7 +240,7 @@ class Contact:
                 message = self._outbox.get()
             try:
                 self.ask(message, start=False)
-            except NoAgentError:
+            except AgentUnavailableError:
                 pass  # what it was to be told of has gone with it, or is void without it
             except (TierckptError, OSError) as error:
                 log.warning("the agent of %s could not be told %s: %s", self.settings.local_root, message["op"], error)
@@ -267,7 +267,7 @@ class Contact:
             try:
                 return self._ask(message, descriptors, start, timeout_seconds, on_busy)
             except _Gone as gone:
-                raise NoAgentError(f"the agent of {self.settings.local_root} went away: {gone}") from gone
+                raise AgentUnavailableError(f"the agent of {self.settings.local_root} went away: {gone}") from gone
         finally:
             self._lock.release()
 
@@ -336,12 +336,12 @@ class Contact:
             except TierckptError:
                 raise
             except OSError as error:
-                raise NoAgentError(
+                raise AgentUnavailableError(
                     f"the agent of {self.settings.local_root} could not be started: {error}",
                     hint=f"{directory} must be writable, and have room for a log",
                 ) from error
             if time.monotonic() > deadline:
-                raise NoAgentError(
+                raise AgentUnavailableError(
                     f"nobody has started the agent of {self.settings.local_root} in {START_SECONDS} s",
                     hint=f"Its log is {directory / LOG}",
                 )
@@ -359,7 +359,7 @@ class Contact:
             if ended == 0 and starts == STARTS_MAX:
                 raise _DeafError(f"the agent of {self.settings.local_root} runs, and nobody listens at its socket")
             if ended or time.monotonic() > deadline:
-                raise NoAgentError(
+                raise AgentUnavailableError(
                     f"the agent of {self.settings.local_root} could not be started (exit code {ended})",
                     hint=f"Its log is {directory / LOG}",
                 )
@@ -377,7 +377,9 @@ class Contact:
         except BlockingIOError as error:
             raise _DeafError(f"the agent of {self.settings.local_root} does not accept connections") from error
         except OSError as error:
-            raise NoAgentError(f"the agent of {self.settings.local_root} cannot be reached: {error}") from error
+            raise AgentUnavailableError(
+                f"the agent of {self.settings.local_root} cannot be reached: {error}"
+            ) from error
 
     def _drop(self) -> None:
         if self._socket is not None:
@@ -482,7 +484,7 @@ def _reap() -> None:
             _children.remove(child)
 
 
-_contacts: dict[Path, Contact] = {}
+_contacts: dict[Path, AgentClient] = {}
 _breakers: dict[Path, CircuitBreaker] = {}
 """One for each local root: an agent that did not answer one connection of this process is not waited for on another."""
 _children: list[subprocess.Popen[bytes]] = []
@@ -490,18 +492,18 @@ _children: list[subprocess.Popen[bytes]] = []
 _lock = threading.Lock()
 
 
-def contact_for(settings: Settings) -> Contact:
+def contact_for(settings: Settings) -> AgentClient:
     """Return this process's contact to the agent of ``settings.local_root``, which nobody waits for if it is ill."""
     with _lock:
         if settings.local_root not in _contacts:
-            _contacts[settings.local_root] = Contact(settings, _breaker_of(settings.local_root))
+            _contacts[settings.local_root] = AgentClient(settings, _breaker_of(settings.local_root))
         return _contacts[settings.local_root]
 
 
-def own_contact(settings: Settings) -> Contact:
+def own_contact(settings: Settings) -> AgentClient:
     """The same over a connection of the caller's own: the agent sees that it ends, and others may ask meanwhile."""
     with _lock:
-        return Contact(settings, _breaker_of(settings.local_root))
+        return AgentClient(settings, _breaker_of(settings.local_root))
 
 
 def _breaker_of(local_root: Path) -> CircuitBreaker:

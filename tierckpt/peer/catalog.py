@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ..cache.file_set import Frozen
+from ..cache.file_set import FileSet
 from ..cache.prefetch import from_manifest
 from ..config import Settings
 from ..errors import ConfigError, ObjectNotFoundError, PeerBusyError, PeerError, StoreUnavailableError, TierckptError
@@ -91,7 +91,7 @@ class Live:
         return (*self.others, self.this) if self.this is not None else self.others
 
 
-class Cluster:
+class PeerCatalog:
     """The other nodes, for one event loop.
 
     Args:
@@ -167,7 +167,7 @@ class Cluster:
             self._committed[parent] = (time.monotonic(), known)
         return known
 
-    async def at(self, location: Location, known: Iterable[Manifest | None] = ()) -> dict[str, Elsewhere]:
+    async def at(self, location: Location, known: Iterable[Manifest | None] = ()) -> dict[str, PeerReplicas]:
         """The checkpoints at ``location`` that are committed on other nodes, by attempt.
 
         Args:
@@ -175,11 +175,11 @@ class Cluster:
         """
         attempts = (await self.committed(location.parent)).get(location.name, {})
         manifests = {manifest.attempt: manifest for manifest in known if manifest is not None}
-        found: dict[str, Elsewhere] = {}
+        found: dict[str, PeerReplicas] = {}
         for attempt, members in attempts.items():
             manifest = manifests.get(attempt) or await self._manifest(location, attempt, members)
             if manifest is not None:
-                found[attempt] = Elsewhere(self, location, manifest, list(members))
+                found[attempt] = PeerReplicas(self, location, manifest, list(members))
         return found
 
     async def _manifest(self, location: Location, attempt: str, members: Sequence[Member]) -> Manifest | None:
@@ -223,10 +223,10 @@ class Cluster:
 
 
 @dataclass
-class Elsewhere:
+class PeerReplicas:
     """The copies that other nodes have of one checkpoint, all of one attempt."""
 
-    cluster: Cluster
+    cluster: PeerCatalog
     location: Location
     manifest: Manifest
     members: list[Member] = field(default_factory=list)
@@ -235,7 +235,7 @@ class Elsewhere:
 
     def __post_init__(self) -> None:
         files = tuple(from_manifest(self.manifest))
-        self.frozen = Frozen(self.location.uri, files, self.manifest.chunk_size_bytes)
+        self.frozen = FileSet(self.location.uri, files, self.manifest.chunk_size_bytes)
         self._first: dict[str, int] = {}
         ordinal = 0
         for index, item in enumerate(files):
@@ -246,7 +246,7 @@ class Elsewhere:
     def attempt(self) -> str:
         return self.manifest.attempt
 
-    async def look(self) -> Elsewhere:
+    async def look(self) -> PeerReplicas:
         """Ask which files each has, once. Returns itself."""
         if self._holders is not None:
             return self
@@ -290,7 +290,7 @@ class Elsewhere:
         )
 
 
-class Taking:
+class PeerRanges:
     """Ranges of a checkpoint from peers, as ``drain.transfer.fetch`` asks a store for them: whole chunks.
 
     Args:
@@ -298,7 +298,7 @@ class Taking:
     """
 
     def __init__(
-        self, elsewhere: Elsewhere, members: Sequence[Member], spend: Callable[[int], Awaitable[None]] | None = None
+        self, elsewhere: PeerReplicas, members: Sequence[Member], spend: Callable[[int], Awaitable[None]] | None = None
     ) -> None:
         self.tier = Tier.PEER
         self.uri = f"peers {', '.join(member.name for member in members)}"
@@ -411,7 +411,7 @@ class PeerWire:
             await self._client.close()
 
 
-def cluster_of(settings: Settings, live: Callable[[], Awaitable[Live]] | None = None) -> Cluster | None:
+def cluster_of(settings: Settings, live: Callable[[], Awaitable[Live]] | None = None) -> PeerCatalog | None:
     """The other nodes; None where there are no ``peers``.
 
     Args:
@@ -420,7 +420,7 @@ def cluster_of(settings: Settings, live: Callable[[], Awaitable[Live]] | None = 
     if settings.peers is None:
         return None
     wire = PeerWire(settings, lambda: cluster.me)
-    cluster = Cluster(live or ByContact(settings), wire, _expected(settings.peers))
+    cluster = PeerCatalog(live or ByContact(settings), wire, _expected(settings.peers))
     return cluster
 
 

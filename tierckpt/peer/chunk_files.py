@@ -11,8 +11,8 @@ from typing import Protocol
 
 from xxhash import xxh3_128
 
-from ..cache.file_set import Frozen, Receipt, decode, from_manifest
-from ..cache.partial_entry import ENTRY, FILLING, RECEIPT, SHARED, Lines
+from ..cache.file_set import FileSet, Receipt, decode, from_manifest
+from ..cache.partial_entry import ENTRY, FILLING, RECEIPT, SHARED, ProgressLog
 from ..disk.claims import is_live
 from ..disk.open_beneath import open_beneath
 from ..errors import ManifestError
@@ -37,7 +37,7 @@ class Source(Protocol):
     """One directory that holds ``frozen``, or part of it. The caller has a lock, except for ``verify``."""
 
     directory: Path
-    frozen: Frozen
+    frozen: FileSet
     order: list[tuple[int, int]]
     """Chunks of ``frozen`` that are here, in the order in which they came. It only grows."""
 
@@ -69,9 +69,9 @@ class _Checked:
     """What sources have in common: chunks are digested once, and bad ones are not given."""
 
     directory: Path
-    frozen: Frozen
+    frozen: FileSet
 
-    def __init__(self, directory: Path, frozen: Frozen) -> None:
+    def __init__(self, directory: Path, frozen: FileSet) -> None:
         self.directory, self.frozen = directory, frozen
         self.order: list[tuple[int, int]] = []
         self._good: set[tuple[int, int]] = set()
@@ -144,7 +144,7 @@ class Whole(_Checked):
         data = read_beneath(directory, RECEIPT, MANIFEST_BYTES_MAX)
         return cls(directory, decode(data, where=str(directory / RECEIPT)), seen)
 
-    def trust(self, lines: Lines) -> None:
+    def trust(self, lines: ProgressLog) -> None:
         """What has landed by these lines, of this boot, was verified then."""
         if lines.frozen.chunk_size_bytes == self.frozen.chunk_size_bytes:
             self._good.update((index, chunk) for index, chunks in lines.landed.items() for chunk in chunks)
@@ -164,9 +164,9 @@ class Incoming(_Checked):
 
     is_whole = False
 
-    def __init__(self, directory: Path, frozen: Frozen, seen: tuple[int, ...]) -> None:
+    def __init__(self, directory: Path, frozen: FileSet, seen: tuple[int, ...]) -> None:
         super().__init__(directory, frozen)
-        self.lines = Lines(frozen)
+        self.lines = ProgressLog(frozen)
         self.order = self.lines.order
         self._seen, self._offset, self._size_bytes = seen, 0, 0
         self._progress = self.lines.path(directory)
@@ -311,7 +311,7 @@ class Single(_Checked):
     def __init__(self, checkpoint: Committed, index: int) -> None:
         item = checkpoint.frozen.files[index]
         super().__init__(
-            checkpoint.directory, Frozen(checkpoint.frozen.uri, (item,), checkpoint.frozen.chunk_size_bytes)
+            checkpoint.directory, FileSet(checkpoint.frozen.uri, (item,), checkpoint.frozen.chunk_size_bytes)
         )
         self._checkpoint, self._index = checkpoint, index
         self._look()
@@ -336,9 +336,9 @@ class Single(_Checked):
         return bool(self.order) and not self.is_bad(index, at)
 
 
-def frozen_of(manifest: Manifest, uri: str) -> Frozen:
+def frozen_of(manifest: Manifest, uri: str) -> FileSet:
     """The files of a checkpoint as every node freezes them: the version does not depend on ``uri``."""
-    return Frozen(uri, tuple(from_manifest(manifest)), manifest.chunk_size_bytes)
+    return FileSet(uri, tuple(from_manifest(manifest)), manifest.chunk_size_bytes)
 
 
 def digest_at(file: int, at: ByteRange, like: str = "t") -> str:

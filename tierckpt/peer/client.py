@@ -31,7 +31,7 @@ from .messages import (
     ME,
     TIME,
     Answer,
-    Held,
+    ChunkReport,
     WireError,
     chunk_target,
     encode_head,
@@ -55,7 +55,7 @@ class ChunkAnswer:
     """A chunk that has arrived: its digest, as computed here, and what else the peer has."""
 
     digest: str
-    held: Held
+    held: ChunkReport
 
 
 class PeerClient:
@@ -124,17 +124,17 @@ class PeerClient:
         if not same_digest(into, digest, expected or claimed):
             raise _lies(member, f"chunk {ordinal} of {version} is not what {'was saved' if expected else 'it says'}")
         try:
-            return ChunkAnswer(digest, Held.of_header(answer.headers.get(HELD, "")))
+            return ChunkAnswer(digest, ChunkReport.of_header(answer.headers.get(HELD, "")))
         except WireError as error:
             raise _broken(member, str(error)) from None
 
     async def held(
         self, member: Member, version: str, chunk_size_bytes: int, *, after: int = 0, interested: bool = False
-    ) -> Held:
+    ) -> ChunkReport:
         """What the peer has of a version, from line ``after`` of its list. Raises as ``chunk``."""
         body = await self._json(member, held_target(version, chunk_size_bytes, after, interested))
         try:
-            return Held.of_json(body)
+            return ChunkReport.of_json(body)
         except WireError as error:
             raise _broken(member, str(error)) from None
 

@@ -29,8 +29,8 @@ from ..format.manifest import digest_of
 from ..telemetry import QUARANTINES, logger
 from ..types import ByteRange, Json, Tier
 from .chunk_files import Committed, Incoming, Source, Whole, bring_in, is_resident, read_beneath
-from .fetch.chunk_index import View
-from .messages import CHUNK_BYTES_MAX, CHUNKS_MAX, LINES_IN_HEAD_MAX, LINES_MAX, MANIFEST_BYTES_MAX, Held
+from .fetch.chunk_index import ChunkIndex
+from .messages import CHUNK_BYTES_MAX, CHUNKS_MAX, LINES_IN_HEAD_MAX, LINES_MAX, MANIFEST_BYTES_MAX, ChunkReport
 
 log = logger("peer")
 
@@ -76,7 +76,7 @@ class Holdings:
         self._named: dict[tuple[str, Path], int] = {}
         self._sources: dict[Path, Source] = {}
         self._by_version: dict[str, list[Source]] = {}
-        self._views: dict[str, dict[int, View]] = {}
+        self._views: dict[str, dict[int, ChunkIndex]] = {}
         self._manifests: dict[str, Path] = {}
         self._steps: dict[str, dict[str, str]] = {}
         self._scanned_at = float("-inf")
@@ -103,14 +103,14 @@ class Holdings:
 
     # --- asking --------------------------------------------------------------------------------------------------
 
-    def held(self, version: str, chunk_size_bytes: int, after: int = 0, most: int = LINES_MAX) -> Held:
-        """What is here of ``version``, in chunks of this size: an empty ``Held`` when nothing is known of it."""
+    def held(self, version: str, chunk_size_bytes: int, after: int = 0, most: int = LINES_MAX) -> ChunkReport:
+        """What is here of ``version``, in chunks of this size: an empty ``ChunkReport`` when nothing is known of it."""
         with self._lock:
             # Looked at before what has landed: a chunk that lands between the two is then in both, never in neither.
             claims = {source: list(source.claimed()) for source in self._by_version.get(version, [])}
             view = self._view(version, chunk_size_bytes)
             if view is None:
-                return Held()
+                return ChunkReport()
             sources = self._by_version.get(version, [])
             for source in sources:
                 if source not in claims:
@@ -131,7 +131,7 @@ class Holdings:
         view, sources = self._views.get(version, {}).get(chunk_size_bytes), self._by_version.get(version, [])
         return view is not None and ordinal < view.total and self._place(view, sources, ordinal) is not None
 
-    def _place(self, view: View, sources: list[Source], ordinal: int) -> Place | None:
+    def _place(self, view: ChunkIndex, sources: list[Source], ordinal: int) -> Place | None:
         index, chunk, at = view.place(ordinal)
         for source in sources:
             if source.covers(index, at):
@@ -183,7 +183,9 @@ class Holdings:
             place.path,
         )
 
-    def open_now(self, version: str, chunk_size_bytes: int, ordinal: int, after: int) -> tuple[Opened, Held] | None:
+    def open_now(
+        self, version: str, chunk_size_bytes: int, ordinal: int, after: int
+    ) -> tuple[Opened, ChunkReport] | None:
         """``open`` and the first part of ``held`` for what needs no waiting, so that an event loop may call it.
 
         None: the chunk was not here at the last look, was never verified, is not in the page cache, or another thread
@@ -263,7 +265,7 @@ class Holdings:
             self._scanned_at = float("-inf")
             self._scan()
 
-    def _view(self, version: str, chunk_size_bytes: int) -> View | None:
+    def _view(self, version: str, chunk_size_bytes: int) -> ChunkIndex | None:
         """The version cut into chunks of this size; None when it is unknown, or the size is none that is served."""
         sources = self._find(version)
         if not sources or not 4096 <= chunk_size_bytes <= CHUNK_BYTES_MAX or chunk_size_bytes % 4096:
@@ -274,7 +276,7 @@ class Holdings:
             frozen = replace(sources[0].frozen, chunk_size_bytes=chunk_size_bytes)
             if sum(-(-item.size_bytes // chunk_size_bytes) for item in frozen.files) > CHUNKS_MAX:
                 return None
-            view = View(frozen)
+            view = ChunkIndex(frozen)
             while len(views) >= VIEWS_MAX:
                 views.pop(next(iter(views)))
         views[chunk_size_bytes] = view  # the last one used is the last to go
@@ -374,14 +376,14 @@ class Holdings:
                     yield path / PRIVATE_DIR / inner, Incoming.read
 
 
-def _list(view: View, sources: Sequence[Source], after: int, most: int) -> Held:
+def _list(view: ChunkIndex, sources: Sequence[Source], after: int, most: int) -> ChunkReport:
     """The lines from ``after`` on, of what was seen at the last look."""
     if any(source.is_whole for source in sources):
-        return Held(view.total, view.total, view.total, whole=True)
+        return ChunkReport(view.total, view.total, view.total, whole=True)
     view.take(sources)
     start = after if after <= len(view.log) else 0  # the list has begun anew: so does who asks
     new = tuple(view.log[start : start + most])
-    return Held(view.total, len(view.log), start + len(new), new)
+    return ChunkReport(view.total, len(view.log), start + len(new), new)
 
 
 def _beside(directory: Path, version: str) -> str:

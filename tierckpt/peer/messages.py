@@ -80,7 +80,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ChunkReport:
     """What a node says it has of a version at a chunk size: ``new`` are the lines of its list from the one asked for.
 
     The list only grows. A chunk may be in it twice (it was lost and has landed again), and may be gone all the same.
@@ -120,7 +120,7 @@ class Held:
         return f"{self.total};{self.landed};{after};{','.join(_line(*one) for one in lines)}"
 
     @classmethod
-    def of_json(cls, body: Json) -> Held:
+    def of_json(cls, body: Json) -> ChunkReport:
         """Raises WireError."""
         try:
             total, whole = _number(body["total"], CHUNKS_MAX), body["whole"] is True
@@ -132,7 +132,7 @@ class Held:
             raise WireError(f"holdings that cannot be: {type(error).__name__}") from None
 
     @classmethod
-    def of_header(cls, text: str) -> Held:
+    def of_header(cls, text: str) -> ChunkReport:
         """Raises WireError."""
         total, _, rest = text.partition(";")
         try:

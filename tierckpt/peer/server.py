@@ -43,7 +43,7 @@ from .messages import (
     ME,
     TIME,
     WAIT_SECONDS_MAX,
-    Held,
+    ChunkReport,
     Request,
     WireError,
     encode_head,
@@ -366,13 +366,13 @@ class PeerServer:
         self.counts["missing"] += 1
         return await reply.missing()
 
-    def _open(self, version: str, size: int, ordinal: int, after: int) -> tuple[Opened, Held] | None:
+    def _open(self, version: str, size: int, ordinal: int, after: int) -> tuple[Opened, ChunkReport] | None:
         opened = self.holdings.open(version, size, ordinal)
         if opened is None:
             return None
         return opened, self.holdings.held(version, size, after, LINES_IN_HEAD_MAX)
 
-    async def _give(self, reply: _Reply, name: str, opened: Opened, held: Held) -> bool:
+    async def _give(self, reply: _Reply, name: str, opened: Opened, held: ChunkReport) -> bool:
         keeps = await reply.chunk(opened, held.to_header(), self._bucket)
         if not reply.is_head:
             self._note_served(name, opened.byte_range.size_bytes)

@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Self, TypeAlias, TypeVar
 
-from ..arena.slots import Bounce
+from ..arena.slots import BounceBufferPool
 from ..config import ranks_of_node
 from ..disk.blocks import round_up
 from ..disk.page_cache import PAGE_BYTES
@@ -33,7 +33,7 @@ from ..errors import CapacityError, OperationTimeoutError, TierckptError
 from ..telemetry import logger
 from ..types import Buffer, ByteRange
 from .read_benchmark import tried
-from .replicated_file import Copies, LocalCopy
+from .replicated_file import LocalCopy, ReplicatedFile
 
 log = logger("restore")
 
@@ -78,14 +78,14 @@ class Piece(NamedTuple):
     is_peek: bool = False
 
 
-OnError: TypeAlias = Callable[[TierckptError, Copies, Piece], None]
+OnError: TypeAlias = Callable[[TierckptError, ReplicatedFile, Piece], None]
 
 
 @dataclass(slots=True)
 class _Job:
     """One chunk that is touched, and who wants what of it."""
 
-    copies: Copies
+    copies: ReplicatedFile
     index: int
     pieces: list[Piece] = field(default_factory=list)
     runs: list[ByteRange] = field(default_factory=list)
@@ -169,8 +169,8 @@ def _reads(jobs: Iterable[_Job]) -> Iterator[_Read]:
 
 
 def pull(
-    wanted: Sequence[tuple[Copies, Sequence[Piece]]],
-    buffers: Bounce,
+    wanted: Sequence[tuple[ReplicatedFile, Sequence[Piece]]],
+    buffers: BounceBufferPool,
     *,
     on_error: OnError = lambda *_: None,
 ) -> None:
@@ -213,7 +213,7 @@ def windows(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: i
 
 
 def _run(
-    local: Sequence[_Job], threads: int, remote: Sequence[_Job] = (), *, buffers: Bounce, on_error: OnError
+    local: Sequence[_Job], threads: int, remote: Sequence[_Job] = (), *, buffers: BounceBufferPool, on_error: OnError
 ) -> None:
     """Do all jobs, those of disks by up to ``threads``."""
     reads, requests = _reads(local), _reads(remote)
@@ -240,7 +240,7 @@ def _threads(disk: LocalCopy | None) -> int:
     return min(liked, max(THREADS_MIN, THREADS_A_PROCESSOR * (os.cpu_count() or 1) // ranks_of_node()))
 
 
-def _jobs(copies: Copies, pieces: Sequence[Piece]) -> list[_Job]:
+def _jobs(copies: ReplicatedFile, pieces: Sequence[Piece]) -> list[_Job]:
     """One job for each chunk that is touched, in order."""
     jobs: dict[int, _Job] = {}
     size = copies.chunk_size_bytes
@@ -320,7 +320,7 @@ class _Turn:
 
 
 class _Pull:
-    def __init__(self, workers: Sequence[_Worker], buffers: Bounce, on_error: OnError) -> None:
+    def __init__(self, workers: Sequence[_Worker], buffers: BounceBufferPool, on_error: OnError) -> None:
         self._workers = workers
         self._buffers = buffers
         self._on_error = on_error
@@ -411,7 +411,7 @@ def _peek(piece: Piece, job: _Job, buffer: memoryview | None) -> None:
     _give([piece], ByteRange(pages.start, pages.start + len(data)), data)
 
 
-def _pages(copies: Copies, start: int, stop: int) -> ByteRange:
+def _pages(copies: ReplicatedFile, start: int, stop: int) -> ByteRange:
     """What is read to peek at some bytes: what a disk reads anyway, or just those."""
     if copies.is_remote:
         return ByteRange(start, stop)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Protocol, TypeVar
 
-from ..disk.read_tuner import ReadTuner, Way
+from ..disk.read_tuner import ReadMode, ReadTuner
 from .replicated_file import LocalCopy
 
 MiB = 1 << 20
@@ -57,7 +57,7 @@ def tried(jobs: list[R], first: LocalCopy | None, run: Callable[[list[R], int], 
 
 def _try(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[list[R], int], None]) -> list[R]:
     rounds = min(TRIED_ROUNDS_MAX, max(1, _size_bytes(jobs) // (2 * TRIED_BYTES * len(tuner.ways))))
-    rates: dict[Way, list[float]] = {way: [] for way in tuner.ways}
+    rates: dict[ReadMode, list[float]] = {way: [] for way in tuner.ways}
     for way in tuner.ways * rounds:
         part, jobs = _part(jobs, TRIED_BYTES)
         disks = {job.disk for job in part}

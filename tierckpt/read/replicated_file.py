@@ -16,7 +16,7 @@ from ..disk.blocks import round_up
 from ..disk.file_io import open_file, pread_all
 from ..disk.local_root import typed_errors
 from ..disk.page_cache import Resident
-from ..disk.read_tuner import WAYS, ReadTuner, Way, device_of
+from ..disk.read_tuner import WAYS, ReadMode, ReadTuner, device_of
 from ..errors import IntegrityError, PermissionDeniedError, StoreUnavailableError, TierckptError
 from ..format.manifest import BLOCK_BYTES, BLOCK_DIGEST_BYTES, FileEntry, blocks_of, has_digest
 from ..telemetry import BYTES, QUARANTINES, logger
@@ -80,7 +80,7 @@ class LocalCopy:
         return self._device
 
     @property
-    def way(self) -> Way:
+    def way(self) -> ReadMode:
         """How the device is read, as far as is known."""
         return self.tuner.way(self._device) if self.tuner is not None else WAYS[0]
 
@@ -89,7 +89,7 @@ class LocalCopy:
         """True when there are ways to try, and nobody has."""
         return self.tuner is not None and not self.tuner.is_known(self._device)
 
-    def take(self, way: Way) -> None:
+    def take(self, way: ReadMode) -> None:
         """Read what comes now in this way."""
         self.is_direct, self.is_straight = way.direct, way.straight
 
@@ -191,7 +191,7 @@ def _address(memory: memoryview) -> int:
     return addressof(c_char.from_buffer(memory))
 
 
-class RemoteCopy:
+class StoreCopy:
     """A copy behind a store, read by ranges through ``get_range`` (blocking), into memory of the store's own."""
 
     def __init__(self, where: str, get_range: Callable[[ByteRange], Buffer]) -> None:
@@ -261,7 +261,7 @@ class KnownBlocks(Protocol):
     def close(self) -> None: ...
 
 
-class Copies:
+class ReplicatedFile:
     """The copies of one file, nearest first. Any thread may ask for any chunk, or for whole blocks of one.
 
     Every byte it returns has passed a digest (files of stock DCP have none and are returned as they are), but for what
@@ -301,7 +301,7 @@ class Copies:
     @property
     def is_remote(self) -> bool:
         """True when the copy that is read now lies behind a network: each read of it is a request."""
-        return isinstance(next(iter(self._copies), None), RemoteCopy | PeerCopy)
+        return isinstance(next(iter(self._copies), None), StoreCopy | PeerCopy)
 
     @property
     def _is_by_chunk(self) -> bool:
@@ -426,10 +426,10 @@ class Copies:
         )
 
 
-class CheckedFile(io.RawIOBase):
+class VerifiedFile(io.RawIOBase):
     """A read-only, seekable file over ``copies``, which it closes. One chunk of memory; each is read once in order."""
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: ReplicatedFile) -> None:
         self.copies = copies
         self._position = 0
         self._index = -1

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, Window
-from ..arena.slots import Bounce
+from ..arena.slots import BounceBufferPool
 from ..errors import CapacityError, OperationTimeoutError, TierckptError
 from ..telemetry import READS_ALONE, logger
 from ..types import ByteRange
 from .parallel_read import REQUESTS_MAX, OnError, Piece, pull
-from .replicated_file import Copies
+from .replicated_file import ReplicatedFile
 
 log = logger("restore")
 
@@ -46,7 +46,7 @@ Ranges: TypeAlias = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ReadInterest:
     """What one rank says of itself before a load.
 
     Attributes:
@@ -69,7 +69,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Pact:
+class SharedReadPlan:
     """What the ranks of one node read together through the window of the first: these files, then these ranges."""
 
     members: tuple[Process, ...]
@@ -85,9 +85,9 @@ def unit_bytes(chunk_size_bytes: int, window_bytes: int) -> int:
     return chunk_size_bytes * max(1, min(UNIT_BYTES, window_bytes // SLOTS) // chunk_size_bytes)
 
 
-def agree(offers: Sequence[Offer | None]) -> list[Pact | None]:
+def agree(offers: Sequence[ReadInterest | None]) -> list[SharedReadPlan | None]:
     """Return for each rank what it reads together with others; None: nothing. Pure, and cheap: it sees ranges only."""
-    pacts: list[Pact | None] = [None] * len(offers)
+    pacts: list[SharedReadPlan | None] = [None] * len(offers)
     groups: dict[str, list[int]] = {}
     for rank, offer in enumerate(offers):
         if offer is not None:
@@ -102,7 +102,7 @@ def agree(offers: Sequence[Offer | None]) -> list[Pact | None]:
             continue
         processes = tuple(offer.process for offer in members)
         for number, rank in enumerate(ranks):
-            pacts[rank] = Pact(processes, number, members[0].window, members[0].unit_bytes, fetched, ranges)
+            pacts[rank] = SharedReadPlan(processes, number, members[0].window, members[0].unit_bytes, fetched, ranges)
     return pacts
 
 
@@ -111,7 +111,7 @@ def _wanted_twice(lists: Iterable[Sequence[str]]) -> tuple[str, ...]:
     return tuple(name for name, same in itertools.groupby(names) if len(list(same)) > 1)
 
 
-def _common(offers: Sequence[Offer]) -> dict[str, Ranges]:
+def _common(offers: Sequence[ReadInterest]) -> dict[str, Ranges]:
     """The ranges of each file that more than one of ``offers`` wants, cut to the grain. No more than a window counts.
 
     Bytes that only the grain has in common are not: two ranks that want neighbouring rows read them apart.
@@ -164,7 +164,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 class Units:
     """The units of a pact: numbered through the files in order of their names, after the files to be fetched."""
 
-    def __init__(self, pact: Pact) -> None:
+    def __init__(self, pact: SharedReadPlan) -> None:
         size, number = pact.unit_bytes, len(pact.fetched)
         self._starts: dict[str, list[int]] = {}
         self._stops: dict[str, list[int]] = {}
@@ -215,15 +215,15 @@ def _cut(start: int, stop: int, size: int) -> Iterable[tuple[int, int]]:
 class _Job:
     """One unit of this rank: where it comes from, and the pieces of it that are wanted."""
 
-    copies: Copies
+    copies: ReplicatedFile
     at: ByteRange
     pieces: list[Piece] = field(default_factory=list)
 
 
-class Together:
+class SharedRead:
     """One rank's part in a load that it does with others of its node. ``leave`` when nothing more is to be read."""
 
-    def __init__(self, pact: Pact, window: Window, timeout_seconds: float) -> None:
+    def __init__(self, pact: SharedReadPlan, window: Window, timeout_seconds: float) -> None:
         self.units = Units(pact)
         self._pact, self._window, self._timeout_seconds = pact, window, timeout_seconds
         self._alone = not self._try(window.join)
@@ -275,8 +275,8 @@ class Together:
 
     def pull(
         self,
-        wanted: Sequence[tuple[Copies, Sequence[Piece]]],
-        buffers: Bounce,
+        wanted: Sequence[tuple[ReplicatedFile, Sequence[Piece]]],
+        buffers: BounceBufferPool,
         *,
         later: int | None,
         on_error: OnError = lambda *_: None,
@@ -291,7 +291,7 @@ class Together:
         # What this call needs itself must not wait for a later one: then the unit is read again.
         after = PASSED_ALL if later is None else max(later, max(jobs, default=0))
 
-        def blame(error: TierckptError, copies: Copies, piece: Piece) -> None:
+        def blame(error: TierckptError, copies: ReplicatedFile, piece: Piece) -> None:
             on_error(error, copies, origins.get(id(piece), piece))
 
         if jobs:
@@ -307,11 +307,11 @@ class Together:
         pull(list(own.items()), buffers, on_error=blame)
 
     def _divide(
-        self, wanted: Sequence[tuple[Copies, Sequence[Piece]]], origins: dict[int, Piece]
-    ) -> tuple[dict[int, _Job], dict[Copies, list[Piece]]]:
+        self, wanted: Sequence[tuple[ReplicatedFile, Sequence[Piece]]], origins: dict[int, Piece]
+    ) -> tuple[dict[int, _Job], dict[ReplicatedFile, list[Piece]]]:
         """What is to be read together, by unit, and what by this rank alone. ``origins``: what parts are parts of."""
         jobs: dict[int, _Job] = {}
-        own: dict[Copies, list[Piece]] = {}
+        own: dict[ReplicatedFile, list[Piece]] = {}
         for copies, pieces in wanted:
             name = copies.entry.path
             for piece in pieces:
@@ -371,7 +371,7 @@ class _Crew:
     """The threads of one rank, on the units of one window of its load."""
 
     def __init__(
-        self, window: Window, jobs: Mapping[int, _Job], after: int, buffers: Bounce, on_error: OnError
+        self, window: Window, jobs: Mapping[int, _Job], after: int, buffers: BounceBufferPool, on_error: OnError
     ) -> None:
         self._window, self._jobs, self._after, self._buffers, self._on_error = window, jobs, after, buffers, on_error
         self._order = sorted(jobs)

@@ -29,7 +29,7 @@ _NOTE_FIELDS = frozenset({"attempt", "of"})
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class LocalCheckpoint:
     """One committed checkpoint of the local tier, and whose files of it lie here."""
 
     directory: Path
@@ -49,13 +49,13 @@ class Here:
         return Fresh(uri, manifest.attempt, manifest.created_unix_seconds, self.own, self.held, is_safe, self.made_by)
 
 
-class LocalTier:
+class LocalIndex:
     """Looks at the checkpoints of one local root again and again. A manifest that has not changed is read once."""
 
     def __init__(self, local_root: Path) -> None:
         self._root = local_root
         self._manifests: dict[Path, tuple[tuple[int, int, int], Manifest]] = {}
-        self.newest: list[Here] = []
+        self.newest: list[LocalCheckpoint] = []
         """The newest steps of every run, newest first."""
         self.unnamed: dict[Path, set[str]] = {}
         """Saves of this node's ranks that no manifest here names, by directory: their commit was elsewhere, or is yet
@@ -78,12 +78,12 @@ class LocalTier:
         standing = {directory for run in runs.values() for directory, _ in run}
         self._manifests = {path: known for path, known in self._manifests.items() if path in standing}
 
-    def copies(self) -> list[Here]:
+    def copies(self) -> list[LocalCheckpoint]:
         """The checkpoints, of any age, that hold copies of others' saves, as of the last ``look``."""
         known = [(directory, manifest) for directory, (_, manifest) in self._manifests.items()]
         return list(self._here(step for step in known if (step[0] / REPLICA).exists()))
 
-    def _here(self, steps: Iterable[tuple[Path, Manifest]]) -> Iterable[Here]:
+    def _here(self, steps: Iterable[tuple[Path, Manifest]]) -> Iterable[LocalCheckpoint]:
         for directory, manifest in steps:
             location = location_at(self._root, directory)
             if location is not None:
@@ -107,11 +107,11 @@ class LocalTier:
         return manifest
 
 
-def here(directory: Path, location: Location, manifest: Manifest) -> Here:
+def here(directory: Path, location: Location, manifest: Manifest) -> LocalCheckpoint:
     """Look which saves of ``manifest`` are whole in ``directory`` (R1)."""
     missing = {entry.token for entry in manifest.files if file_size(directory / entry.key) != entry.size_bytes}
     whole, own = manifest.tokens - missing, _own(directory)
-    return Here(directory, location, manifest, own & whole, whole - own, _noted(directory, manifest.attempt))
+    return LocalCheckpoint(directory, location, manifest, own & whole, whole - own, _noted(directory, manifest.attempt))
 
 
 def note(directory: Path, manifest: Manifest, made_by: Mapping[str, str]) -> None:

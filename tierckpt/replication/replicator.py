@@ -35,7 +35,7 @@ from ..drain.transfer import fetch
 from ..errors import CapacityError, IntegrityError, ManifestError, ObjectNotFoundError, TierckptError
 from ..format.layout import Location, local_dir, location_at
 from ..format.manifest import FileEntry, Manifest
-from ..peer.catalog import Cluster, Elsewhere, Live, Taking
+from ..peer.catalog import Live, PeerCatalog, PeerRanges, PeerReplicas
 from ..peer.members import Member
 from ..peer.replica_policy import FRESH_MAX, Fresh, holders, outdated, sources
 from ..save import eviction
@@ -43,7 +43,7 @@ from ..stores import verified_read
 from ..stores.base import Store
 from ..telemetry import REPLICAS, logger
 from ..types import Json, Progress, ProgressListener
-from .local_index import Here, LocalTier, note
+from .local_index import LocalCheckpoint, LocalIndex, note
 
 log = logger("replicas")
 
@@ -61,7 +61,7 @@ CONCURRENCY = 4
 
 
 @dataclass
-class Standing:
+class ReplicationStatus:
     """How far the copies are, for ``tierckpt status``."""
 
     members: int = 0
@@ -89,16 +89,16 @@ class Replicator:
         settings: Settings,
         journal: Journal,
         budget: Budget,
-        cluster: Cluster,
+        cluster: PeerCatalog,
         store_at: Callable[[Location], Store],
         listener: ProgressListener,
     ) -> None:
         self.settings = settings
-        self.standing = Standing()
+        self.standing = ReplicationStatus()
         self._journal, self._budget, self._cluster = journal, budget, cluster
         self._store_at, self._listener = store_at, listener
         self._settled_at = time.monotonic()
-        self._tier = LocalTier(settings.local_root)
+        self._tier = LocalIndex(settings.local_root)
         self._safe: set[tuple[str, str]] = set()
         """(URI, attempt) of own saves that all holders have told to hold."""
         self._marked: set[tuple[str, str]] = set()
@@ -203,9 +203,9 @@ class Replicator:
                 return await self._adopt(elsewhere, directory, elsewhere.members)
         return False
 
-    async def _adopt(self, elsewhere: Elsewhere, directory: Path, members: Sequence[Member]) -> bool:
+    async def _adopt(self, elsewhere: PeerReplicas, directory: Path, members: Sequence[Member]) -> bool:
         """Note a commit of another node here. False when a different one stands here that it does not replace."""
-        manifest, taking = elsewhere.manifest, Taking(elsewhere, members)
+        manifest, taking = elsewhere.manifest, PeerRanges(elsewhere, members)
         metadata = {}
         for entry in manifest.metadata:
             metadata[entry.path] = await taking.get(entry)
@@ -250,7 +250,7 @@ class Replicator:
                 marks.mark_replicated(here.directory, here.manifest.attempt)
                 self._marked.add(here.key)
 
-    def _holds(self, name: str, here: Here) -> bool:
+    def _holds(self, name: str, here: LocalCheckpoint) -> bool:
         rows = self._told.get(name, ())
         return any(row.attempt == here.manifest.attempt and here.own <= row.held | row.own for row in rows)
 
@@ -297,7 +297,7 @@ class Replicator:
         here = next((here for here in self._tier.newest if here.directory == directory), None)
         is_new = here is None or here.manifest.attempt != row.attempt
         manifest = here.manifest if here is not None and not is_new else await self._manifest_of(member, row)
-        elsewhere = Elsewhere(self._cluster, row.location, manifest, [member])
+        elsewhere = PeerReplicas(self._cluster, row.location, manifest, [member])
         files = [entry for entry in manifest.files if entry.token in row.own]
         lacking = [entry for entry in files if file_size(directory / entry.key) != entry.size_bytes]
         needed = sum(entry.size_bytes for entry in (*lacking, *manifest.metadata))
@@ -322,10 +322,10 @@ class Replicator:
         return found
 
     async def _fetch(
-        self, elsewhere: Elsewhere, member: Member, directory: Path, lacking: Sequence[FileEntry], newness: float
+        self, elsewhere: PeerReplicas, member: Member, directory: Path, lacking: Sequence[FileEntry], newness: float
     ) -> None:
         share = self._budget.share(newness)
-        source = Taking(elsewhere, [member], share.spend)
+        source = PeerRanges(elsewhere, [member], share.spend)
         total, done = sum(entry.size_bytes for entry in lacking), 0
 
         def on_bytes(count: int) -> None:
@@ -365,12 +365,12 @@ class Replicator:
                 self.standing.removed += 1
                 log.info("removed the copy of %s: a newer one is on all its holders", old.location.uri)
 
-    def _outdated(self, busy: frozenset[str]) -> list[Here]:
+    def _outdated(self, busy: frozenset[str]) -> list[LocalCheckpoint]:
         copies = self._tier.copies()
         gone = {row.uri for row in outdated([copy.fresh(is_safe=False) for copy in copies], self._told, busy)}
         return [copy for copy in copies if copy.location.uri in gone]
 
-    def _remove(self, old: Here) -> bool:
+    def _remove(self, old: LocalCheckpoint) -> bool:
         with read_lease.removing(self.settings.local_root, old.directory) as free:
             return bool(free) and local_commit.remove_local(old.directory, old.manifest.attempt)
 

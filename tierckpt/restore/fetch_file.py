@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ..cache.entry import Cached
-from ..cache.file_set import Frozen, wanted_of
+from ..cache.entry import CacheEntry
+from ..cache.file_set import FileSet, wanted_of
 from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import Checkpoint
-from ..checkpoint.peers import PeerReplicas
+from ..checkpoint.peers import PeerCopies
 from ..disk.durable import fsync_dir, make_dirs
 from ..disk.file_lock import lock_async
 from ..disk.local_root import typed_errors
@@ -20,7 +20,7 @@ from ..drain.transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
 from ..errors import IntegrityError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import BRINGING
 from ..format.manifest import FileEntry, Manifest
-from ..peer.fetch.join import SMALL_BYTES, Sharing
+from ..peer.fetch.join import SMALL_BYTES, PeerJoiner
 from ..peer.members import Member
 from ..stores import verified_read
 from ..stores.base import RangeSource, Recoverable, Store
@@ -37,13 +37,13 @@ PEERS_TRIED_MAX = 3
 """Peers that are asked for a file, one after another, before it is read from the shared tier."""
 
 
-class Nearest:
+class FallbackSource:
     """An ``RangeSource`` of one checkpoint's files: chunks of peers that have them, verified, else ranges of the store.
 
     A peer that fails is not asked again; one that gives wrong bytes is reported.
     """
 
-    def __init__(self, store: Store, elsewhere: PeerReplicas | None) -> None:
+    def __init__(self, store: Store, elsewhere: PeerCopies | None) -> None:
         self.uri = store.uri
         self.peer_bytes = 0
         self._store, self._elsewhere = store, elsewhere
@@ -95,7 +95,7 @@ class Nearest:
                 self._give_up(member, error)
         return None
 
-    def _asked(self, elsewhere: PeerReplicas, key: str) -> list[Member]:
+    def _asked(self, elsewhere: PeerCopies, key: str) -> list[Member]:
         holders = elsewhere.holders(self._entries[key])
         return [member for member in holders if member.name not in self._given_up][:PEERS_TRIED_MAX]
 
@@ -105,7 +105,7 @@ class Nearest:
 
 
 async def bring(
-    checkpoint: Checkpoint, entry: FileEntry, *, sharing: Sharing | None, concurrency: int, on_bytes: OnBytes
+    checkpoint: Checkpoint, entry: FileEntry, *, sharing: PeerJoiner | None, concurrency: int, on_bytes: OnBytes
 ) -> None:
     """Bring one file of ``checkpoint`` to the local tier; it appears whole, verified and durable, or not at all.
 
@@ -116,7 +116,7 @@ async def bring(
         IntegrityError, StoreError, CapacityError: it cannot be had, or not kept.
     """
     chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest is not None else 0
-    path, nearest = checkpoint.directory / entry.key, Nearest(checkpoint.store, checkpoint.elsewhere)
+    path, nearest = checkpoint.directory / entry.key, FallbackSource(checkpoint.store, checkpoint.elsewhere)
     if sharing is None or entry.size_bytes < SMALL_BYTES or not entry.digests:
         await fetch(nearest, entry, path, chunk, on_bytes, concurrency)
         return
@@ -127,10 +127,10 @@ async def bring(
             return
         origin: RangeSource = checkpoint.store if Tier.SHARED in checkpoint.tiers else nearest
         # A version of its own (peer/chunk_files.py, Single), so that only those share a file who want it.
-        frozen = Frozen(checkpoint.location.uri, (wanted_of(entry),), chunk)
+        frozen = FileSet(checkpoint.location.uri, (wanted_of(entry),), chunk)
         place = checkpoint.directory / BRINGING / frozen.version
         gate, counted = asyncio.Semaphore(concurrency), _Counted(on_bytes)
-        cached = Cached(origin, frozen, place, gate=gate, fetches_max=concurrency, sharing=sharing)
+        cached = CacheEntry(origin, frozen, place, gate=gate, fetches_max=concurrency, sharing=sharing)
         try:
             await asyncio.to_thread(lambda: cached.begin(whole=True))
             await cached.fill(listener=counted)
@@ -181,7 +181,7 @@ async def metadata_of(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, b
     Raises:
         IntegrityError, StoreError: there is no good copy of one.
     """
-    nearest, chunk = Nearest(checkpoint.store, checkpoint.elsewhere), manifest.chunk_size_bytes
+    nearest, chunk = FallbackSource(checkpoint.store, checkpoint.elsewhere), manifest.chunk_size_bytes
     found = {}
     for entry in manifest.metadata:
         for name in (entry.key, entry.path):  # a prefetch fills directories as stock PyTorch reads them

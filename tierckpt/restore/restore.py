@@ -21,7 +21,7 @@ from ..stores.base import Store
 from ..stores.verified_read import check, get_checked
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Json, Progress, ProgressListener, Tier
-from .fetch_file import Nearest
+from .fetch_file import FallbackSource
 
 log = logger("restore")
 
@@ -103,7 +103,7 @@ class _Nearest:
         self._chunk_size_bytes = manifest.chunk_size_bytes
         self._entries = {entry.key: entry for entry in manifest.entries}
         self._bad: dict[str, str] = {}
-        self._others = Nearest(checkpoint.store, checkpoint.elsewhere)
+        self._others = FallbackSource(checkpoint.store, checkpoint.elsewhere)
 
     @property
     def peer_bytes(self) -> int:

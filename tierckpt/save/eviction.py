@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ..cache.pool import Pool
 from ..checkpoint import local_commit, marks
 from ..checkpoint.journal import READY, Journal
-from ..checkpoint.retention import Standing, local_checkpoints, local_health, nearest_existing, protect
+from ..checkpoint.retention import CheckpointCopy, local_checkpoints, local_health, nearest_existing, protect
 from ..config import Settings
 from ..disk import read_lease
 from ..errors import CapacityError, TierckptError
@@ -95,7 +95,7 @@ def room_bytes(settings: Settings) -> int:
     return max(0, -_lack(settings, 0, settings.local_root).hard_bytes)
 
 
-class Lack(NamedTuple):
+class Shortfall(NamedTuple):
     """Bytes that have to go before a save fits: to fit at all, and to stay below the high-water mark."""
 
     hard_bytes: int
@@ -125,7 +125,7 @@ class _Waits:
 
 def _lack(
     settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int = 0, *, exact: bool = False
-) -> Lack:
+) -> Shortfall:
     try:
         disk = os.statvfs(directory)
     except FileNotFoundError:
@@ -139,7 +139,7 @@ def _lack(
         held = _counter(settings.local_root).total(exact=exact)
         hard = max(hard, held + needed_bytes - settings.local_bytes_max)
         free = max(0, min(free, settings.local_bytes_max - held))
-    return Lack(hard, mark, free)
+    return Shortfall(hard, mark, free)
 
 
 # --- evicting --------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def _cache_gives_way(settings: Settings, needed_bytes: int, directory: Path, res
     return freed > 0
 
 
-def _evict(settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int = 0) -> tuple[Lack, _Waits]:
+def _evict(settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int = 0) -> tuple[Shortfall, _Waits]:
     """Evict, oldest first, until a save fits or nothing may go. Returns what still lacks, and what will free it."""
     lack = _lack(settings, needed_bytes, directory, reserved_bytes, exact=True)
     if lack.is_none:
@@ -200,10 +200,10 @@ def _oldest_first(here: list[tuple[Path, Manifest]]) -> list[tuple[Path, Manifes
 
 def _newest_of_each_run(here: list[tuple[Path, Manifest]]) -> set[Path]:
     """The copies that retention never removes (N1), for every run on this node."""
-    runs: dict[Path, list[Standing]] = {}
+    runs: dict[Path, list[CheckpointCopy]] = {}
     for directory, manifest in here:
         step = step_of(directory.name)
-        copy = Standing(
+        copy = CheckpointCopy(
             directory.name,
             -1 if step is None else step,
             Tier.LOCAL,
@@ -250,7 +250,9 @@ def _own_bytes(directory: Path, manifest: Manifest) -> int:
     return total
 
 
-def _full(settings: Settings, needed_bytes: int, lack: Lack, waits: _Waits, waited_seconds: float) -> CapacityError:
+def _full(
+    settings: Settings, needed_bytes: int, lack: Shortfall, waits: _Waits, waited_seconds: float
+) -> CapacityError:
     return CapacityError(
         f"the local tier has no room for this save: {human_bytes(needed_bytes)} are needed, "
         f"{human_bytes(lack.free_bytes)} are free",

@@ -39,7 +39,7 @@ from zlib_ng.zlib_ng import crc32
 from ..arena.memory import Memory
 from ..disk import priority
 from ..disk.blocks import BLOCK_BYTES, round_up
-from ..disk.cpu_throttle import Pace
+from ..disk.cpu_throttle import CpuThrottle
 from ..disk.durable import translate_os_error
 from ..disk.file_io import allocate
 from ..disk.write_tuner import IoShape, segment_bytes
@@ -76,7 +76,7 @@ def flush(
     durable: bool = True,
     base: int = 0,
     nice: int = 0,
-    pace: Pace | None = None,
+    pace: CpuThrottle | None = None,
     cached: bool = False,
     timeout_seconds: float = 1800.0,
 ) -> list[Flushed]:
@@ -96,7 +96,7 @@ def flush(
     Cost: one pass over data in cache for CRC and digest, one copy more where there is no image; memory: the slots.
     """
     deadline = time.monotonic() + timeout_seconds
-    pace = pace or Pace()
+    pace = pace or CpuThrottle()
     foreground = not nice and pace.share >= 1.0
     job = _Job(shards, slots, shape, chunk_size_bytes, durable, base, pace, deadline, cached, foreground)
     try:
@@ -114,7 +114,7 @@ class Stream:
             record.forget()
         deadline = time.monotonic() + timeout_seconds
         one_by_one = IoShape(1, chunk_size_bytes)
-        self._job = _Job([shard], [slot], one_by_one, chunk_size_bytes, False, 0, Pace(), deadline, True, True)
+        self._job = _Job([shard], [slot], one_by_one, chunk_size_bytes, False, 0, CpuThrottle(), deadline, True, True)
         self._slot = slot
 
     def pieces(self) -> Iterator[memoryview]:
@@ -220,7 +220,7 @@ class _Job:
         chunk_size_bytes: int,
         durable: bool,
         base: int,
-        pace: Pace,
+        pace: CpuThrottle,
         deadline: float,
         cached: bool,
         foreground: bool,

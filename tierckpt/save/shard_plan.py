@@ -10,7 +10,7 @@ from typing import Any
 from zlib_ng.zlib_ng import crc32_combine
 
 from ..arena.memory import Memory
-from .write_ahead import AheadFile
+from .write_ahead import TempFile
 
 Fetch = Callable[[int, int, int], None]
 """``fetch(target_address, start, count)``: put ``count`` bytes of the data, from ``start`` on, at an address."""
@@ -92,7 +92,7 @@ class Image:
     memory: Memory
     address: int
     size_bytes: int
-    ahead: AheadFile | None = None
+    ahead: TempFile | None = None
     """Data of it that is in a file already, one without a name."""
 
 

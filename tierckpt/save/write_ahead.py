@@ -65,10 +65,10 @@ class Span:
 
 
 @dataclass(slots=True, eq=False)
-class AheadFile:
+class TempFile:
     """A file that has no name before a flush takes it."""
 
-    owner: Ahead
+    owner: WriteAhead
     span: Span
     fd: int = -1
     begun: set[int] = field(default_factory=set)
@@ -98,14 +98,14 @@ class AheadFile:
         return self.owner.end(self, timeout_seconds)
 
 
-class Ahead:
+class WriteAhead:
     """The files of one staged checkpoint, and the threads that write them. Thread-safe."""
 
     def __init__(self, directory: Path, memory: Memory, spans: Sequence[Span], unit_bytes: int) -> None:
         self.unit_bytes = unit_bytes
         self._directory = directory
         self._memory = memory
-        self._files = [AheadFile(self, span) for span in spans]
+        self._files = [TempFile(self, span) for span in spans]
         self._queue = deque((file, offset) for file in self._files for offset in file.span.units(unit_bytes))
         self._is_stopped = self._is_discarded = False
         self._working = 0
@@ -143,7 +143,7 @@ class Ahead:
             if not self._working:
                 self.close()
 
-    def file(self, address: int, size_bytes: int) -> AheadFile | None:
+    def file(self, address: int, size_bytes: int) -> TempFile | None:
         """The file whose offset 0 is at ``address``, if it is as large as that (A3)."""
         for file in self._files:
             if file.span.address == address and file.span.size_bytes == size_bytes:
@@ -152,7 +152,7 @@ class Ahead:
 
     # --- for the flush, through AheadFile -----------------------------------------------------------------------
 
-    def take(self, file: AheadFile, path: Path) -> int | None:
+    def take(self, file: TempFile, path: Path) -> int | None:
         with self._changed:
             # Opening takes some milliseconds, and has begun: sooner done than another file is made.
             self._changed.wait_for(lambda: file.fd >= 0 or self._is_stopped or not self._working, OPEN_SECONDS)
@@ -169,7 +169,7 @@ class Ahead:
             file.is_ended = True
             return None
 
-    def covers(self, file: AheadFile, start: int, end: int) -> bool:
+    def covers(self, file: TempFile, start: int, end: int) -> bool:
         units = range(start - start % self.unit_bytes, end, self.unit_bytes)
         with self._changed:
             if file.begun.issuperset(units):
@@ -177,7 +177,7 @@ class Ahead:
             file.begun.update(units)  # the caller's: nobody begins them here any more
             return False
 
-    def end(self, file: AheadFile, timeout_seconds: float) -> bool:
+    def end(self, file: TempFile, timeout_seconds: float) -> bool:
         with self._changed:
             file.is_ended = True
             return self._changed.wait_for(lambda: not file.writing, timeout_seconds)
@@ -208,7 +208,7 @@ class Ahead:
                 file.fd = fd
                 self._changed.notify_all()
 
-    def _next(self) -> tuple[AheadFile, int] | None:
+    def _next(self) -> tuple[TempFile, int] | None:
         with self._changed:
             while True:
                 while self._queue and not self._is_wanted(*self._queue[0]):
@@ -224,11 +224,11 @@ class Ahead:
                 if not self._changed.wait(OPEN_SECONDS):
                     self._is_stopped = True
 
-    def _is_wanted(self, file: AheadFile, offset: int) -> bool:
+    def _is_wanted(self, file: TempFile, offset: int) -> bool:
         """False when the flush has come to it first, or when nothing more goes to that file (A4)."""
         return not file.is_ended and file.error is None and offset not in file.begun
 
-    def _write(self, file: AheadFile, offset: int) -> None:
+    def _write(self, file: TempFile, offset: int) -> None:
         start = file.span.address + offset - self._memory.address
         try:
             count = os.pwrite(file.fd, self._memory.view[start : start + self.unit_bytes], offset)
@@ -263,7 +263,7 @@ class Ahead:
 
 def prepare(
     settings: Settings, lease: Lease, spans: Sequence[Span], offsets: Sequence[int], size_bytes: int
-) -> Ahead | None:
+) -> WriteAhead | None:
     """What writes the data that is about to be staged in ``lease``, to be started when it is there. None mostly.
 
     Only where the last save of this layout in this process was written from where it was staged, and where the disk
@@ -283,7 +283,7 @@ def prepare(
     if last is None or not last.in_place:
         return None
     unit = segment_bytes(settings.chunk_size_bytes, WRITE_BYTES)
-    ahead = Ahead(settings.local_root, lease.memory, spans, unit)
+    ahead = WriteAhead(settings.local_root, lease.memory, spans, unit)
     if ahead.planned_bytes < BYTES_MIN or eviction.room_bytes(settings) < size_bytes:
         return None
     lease.ahead = ahead
@@ -292,7 +292,7 @@ def prepare(
 
 _last_of: OrderedDict[int, Lease] = OrderedDict()
 _lock = threading.Lock()
-_started: weakref.WeakSet[Ahead] = weakref.WeakSet()
+_started: weakref.WeakSet[WriteAhead] = weakref.WeakSet()
 
 
 def _in_child() -> None:

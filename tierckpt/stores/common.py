@@ -8,10 +8,7 @@ from collections.abc import AsyncIterator, Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import MiB
-from ..errors import (
-    ConfigError,
-    IntegrityError,
-)
+from ..errors import ConfigError, IntegrityError
 from ..types import Buffer, ByteRange
 
 if TYPE_CHECKING:

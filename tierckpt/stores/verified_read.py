@@ -10,9 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from ..errors import (
-    IntegrityError,
-)
+from ..errors import IntegrityError
 from ..format.manifest import FileEntry, has_digest
 from ..telemetry import BYTES, logger
 from ..types import Buffer, ByteRange, Tier

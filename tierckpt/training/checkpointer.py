@@ -33,7 +33,7 @@ from ..announce import announced
 from ..checkpoint.retention import Policy, Rule
 from ..client import Client, get_client
 from ..config import Settings
-from ..dcp.handoff.client import Testament, is_wanted
+from ..dcp.handoff.client import HandoffHandle, is_wanted
 from ..dcp.planner import TierSavePlanner
 from ..dcp.stager import Mode, StagedItems, TierStager
 from ..dcp.writer import TierStorageWriter, check_target
@@ -55,14 +55,14 @@ from ..types import Tier
 from . import peers, preemption
 from .closing import describe_wait, until
 from .codec import state as states
-from .drain_decider import Order, Sending
+from .drain_decider import DrainDecider, SaveDirective
 from .exchange import Exchange, agree_on_name, all_gather, is_distributed
-from .final_save import LastSave, cost_of
-from .interval import Interval, Pacer, Phase
+from .final_save import FinalSave, cost_of
+from .interval import Interval, IntervalController, Phase
 from .job import Job, SaveRecord
 from .preemption_notices import Notices
 from .restore import agreed_latest, restore_newest, unwrapped
-from .run_log import Ledger
+from .run_log import RunLog
 
 log = logger("checkpointer")
 
@@ -132,7 +132,7 @@ class Checkpointer:
         self._keep = Policy.of(keep_last, keep_every)
         self._overwrite = overwrite
         mtbf = dict(mtbf_seconds) if isinstance(mtbf_seconds, Mapping) else mtbf_seconds
-        self._pacer = Pacer(interval, Goal.of(overhead_max, mtbf), Sending(self.settings))
+        self._pacer = IntervalController(interval, Goal.of(overhead_max, mtbf), DrainDecider(self.settings))
         check_target(self.location, self.settings.local_root)
         self._stager = TierStager(mode=staging, settings=self.settings)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-save")
@@ -147,10 +147,10 @@ class Checkpointer:
         self._closed = False
         self._is_blind = False
         """The last look for checkpoints failed: what stands there is not known, and not replaced."""
-        self._ledger = Ledger(self.location, self.settings, is_on=not is_distributed() or dist.get_rank() == 0)
+        self._ledger = RunLog(self.location, self.settings, is_on=not is_distributed() or dist.get_rank() == 0)
         self._looked_at = 0.0
         self.grace_seconds = self.settings.grace_seconds
-        self._last = LastSave(self._job, lambda: cost_of(self.stats[-LATEST:], len(self._unfinished())))
+        self._last = FinalSave(self._job, lambda: cost_of(self.stats[-LATEST:], len(self._unfinished())))
         self._steps_seen = 0
         self._unsaved: tuple[int, Mapping[str, Any]] | None = None
         """With an interval: the last step and its state, while no save has begun of them."""
@@ -275,7 +275,7 @@ class Checkpointer:
         BLOCKED_SECONDS.emit(record.blocked_seconds)
         return future
 
-    def _carry_out(self, order: Order, writer: TierStorageWriter) -> None:
+    def _carry_out(self, order: SaveDirective, writer: TierStorageWriter) -> None:
         """Which way this save goes, and how fast the drains of this node may be from now on."""
         if not self._pacer.is_adaptive:
             return
@@ -366,7 +366,7 @@ class Checkpointer:
             raise
         return planner.finish_plan(plan), planner, metadata
 
-    def _hand_in_will(self, job: Job) -> Testament | None:
+    def _hand_in_will(self, job: Job) -> HandoffHandle | None:
         """Have the agent see to this save if this process ends before it is on the SSD."""
         job.staged.wait(self.settings.staging_timeout_seconds)
         return job.writer.leave_will(job.plan, job.staged, job.metadata, job.exchange.key)

@@ -36,7 +36,7 @@ THROTTLE_INTERVALS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SaveDirective:
     """What becomes of one save. ``bytes_per_second`` is for the drains of the whole job, None: as fast as they go."""
 
     is_sent: bool = True
@@ -52,7 +52,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class RankView:
     """What a rank sees. ``room`` is how many checkpoints more its SSD takes, if all nodes hold equally much of each;
     ``drain_slowdown`` the share by which drains slow its steps down, None when there was no drain to tell by."""
 
@@ -60,13 +60,13 @@ class Sight:
     drain_slowdown: float | None = None
 
     @classmethod
-    def of_all(cls, seen: Sequence[Sight]) -> Sight:
+    def of_all(cls, seen: Sequence[RankView]) -> RankView:
         """What the job sees: the fullest SSD, the slowest step."""
         slow = [one.drain_slowdown for one in seen if one.drain_slowdown is not None]
         return cls(min(one.room for one in seen), max(slow) if slow else None)
 
 
-class Sending:
+class DrainDecider:
     """The state of these decisions on rank 0."""
 
     def __init__(self, settings: Settings) -> None:
@@ -84,12 +84,12 @@ class Sending:
     def decides(self) -> bool:
         return self.is_adaptive
 
-    def look(self, records: Sequence[SaveRecord], drain_slowdown: float | None) -> Sight:
+    def look(self, records: Sequence[SaveRecord], drain_slowdown: float | None) -> RankView:
         """What this rank can tell rank 0. Cost: a statvfs, and what ``local_bytes_max`` costs."""
         size_bytes = _usual_bytes(records)
         if not self.is_adaptive or not size_bytes:
-            return Sight(drain_slowdown=drain_slowdown)
-        return Sight(room_bytes(self._settings) / (size_bytes * _share_of_node()), drain_slowdown)
+            return RankView(drain_slowdown=drain_slowdown)
+        return RankView(room_bytes(self._settings) / (size_bytes * _share_of_node()), drain_slowdown)
 
     def decide(
         self,
@@ -99,24 +99,24 @@ class Sending:
         interval_seconds: float,
         *,
         is_asked: bool = False,
-        sight: Sight | None = None,
-    ) -> Order:
+        sight: RankView | None = None,
+    ) -> SaveDirective:
         """What becomes of the save that is about to be taken. On rank 0 only.
 
         One that somebody has asked for is sent, unless it is the policy that is to decide.
         """
         if not self.drains:
-            return Order()  # the settings say it already
+            return SaveDirective()  # the settings say it already
         if not self.is_adaptive:
             self._since_sent += 1
             is_sent = is_asked or self._since_sent >= every
             self._since_sent = 0 if is_sent else self._since_sent
-            return Order(is_sent)
-        return self._ask(step, records, every, interval_seconds, sight or Sight())
+            return SaveDirective(is_sent)
+        return self._ask(step, records, every, interval_seconds, sight or RankView())
 
     def _ask(
-        self, step: int, records: Sequence[SaveRecord], every: int, interval_seconds: float, sight: Sight
-    ) -> Order:
+        self, step: int, records: Sequence[SaveRecord], every: int, interval_seconds: float, sight: RankView
+    ) -> SaveDirective:
         """Ask the policy twice: where this save goes, and, if that is the SSD, whether it is sent from there."""
         good = [(number, one) for number, one in enumerate(records, 1) if not one.error][-VERSIONS_MAX:]
         for number, one in good:
@@ -150,7 +150,7 @@ class Sending:
         if where.place == "shared":
             is_full = where.numbers["free_bytes"] < size_bytes
             why = "the SSD has no room for it" if is_full else "the SSD is no faster"
-            order, self._throttle = Order(True, is_straight=True), None
+            order, self._throttle = SaveDirective(True, is_straight=True), None
             self._say(step, "goes straight to shared storage", why, where, order)
             return order
         here = Version(number, size_bytes, 0.0)
@@ -159,13 +159,13 @@ class Sending:
         is_sent = decision.send == number
         lasts = max(THROTTLE_SECONDS_MIN, THROTTLE_INTERVALS * interval_seconds)
         hurts = self._slowdown > rules.step_slowdown_max
-        order = Order(is_sent, False, decision.rate_bytes_per_second if hurts else None, lasts)
+        order = SaveDirective(is_sent, False, decision.rate_bytes_per_second if hurts else None, lasts)
         self._throttle = order.bytes_per_second
         what = "goes to shared storage" if is_sent else "stays on the SSD"
         self._say(step, what, decision.reason, decision, order)
         return order
 
-    def _say(self, step: int, what: str, why: str, decision: Decision, order: Order) -> None:
+    def _say(self, step: int, what: str, why: str, decision: Decision, order: SaveDirective) -> None:
         numbers = {name: round(value, 3) for name, value in decision.numbers.items()}
         numbers["step_slowdown"] = round(self._slowdown, 4)
         if order.bytes_per_second is not None:

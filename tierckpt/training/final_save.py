@@ -55,7 +55,7 @@ def cost_of(records: Sequence[SaveRecord], unfinished: int) -> Cost:
     return Cost(known[-1].size_bytes, local, max(drains) if drains else None)
 
 
-class LastSave:
+class FinalSave:
     """One for each Checkpointer. ``look`` and ``done`` on the caller's thread; ``ask`` on any."""
 
     def __init__(self, job: str, cost: Callable[[], Cost]) -> None:

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..planning import tuning
 from ..planning.tuning import Goal, Pace, Profile, Steps, Window
 from ..telemetry import logger
-from .drain_decider import Order, Sending, Sight
+from .drain_decider import DrainDecider, RankView, SaveDirective
 from .exchange import all_gather, broadcast
 from .job import SaveRecord
 
@@ -53,7 +53,7 @@ class _Kind:
         return Steps(self.count, self.seconds, statistics.median(self.samples) if self.samples else None)
 
 
-class Pacer:
+class IntervalController:
     """Decides for one Checkpointer. All ranks must call the same methods in the same order.
 
     Args:
@@ -65,7 +65,7 @@ class Pacer:
         ConfigError: an interval that is none of these.
     """
 
-    def __init__(self, interval: Interval, goal: Goal, sending: Sending) -> None:
+    def __init__(self, interval: Interval, goal: Goal, sending: DrainDecider) -> None:
         if interval not in (None, "auto") and (isinstance(interval, bool | str) or interval < 1):
             raise ConfigError(f"interval is {interval!r}: 'auto', or a whole number of steps of at least 1")
         self.interval, self.goal = interval, goal
@@ -125,7 +125,7 @@ class Pacer:
             return self._since >= (self.pace.steps if self.pace is not None else PROFILE_STEPS)
         return step % self.interval == 0
 
-    def before_save(self, step: int, records: Sequence[SaveRecord], *, is_asked: bool = False) -> Order:
+    def before_save(self, step: int, records: Sequence[SaveRecord], *, is_asked: bool = False) -> SaveDirective:
         """Decide at a save: the interval from here on, and what becomes of this one (returned).
 
         ``is_asked``: somebody called ``save``, for a reason of their own.
@@ -134,7 +134,7 @@ class Pacer:
         """
         if self.interval != "auto" and not self._sending.decides:
             self._forget_window()
-            return Order()
+            return SaveDirective()
         window = self._window()
         self.step_seconds = window.baseline(self.step_seconds)
         profile = self._profile(window, records)
@@ -149,13 +149,13 @@ class Pacer:
     def _decide(
         self,
         step: int,
-        measured: list[tuple[Profile | None, float, Sight]],
+        measured: list[tuple[Profile | None, float, RankView]],
         records: Sequence[SaveRecord],
         is_asked: bool,
-    ) -> tuple[Pace | None, Order]:
+    ) -> tuple[Pace | None, SaveDirective]:
         profiles = [profile for profile, _, _ in measured if profile is not None]
         share = max(share for _, share, _ in measured)
-        sight = Sight.of_all([seen for _, _, seen in measured])
+        sight = RankView.of_all([seen for _, _, seen in measured])
         every = 1
         if self.interval == "auto" and len(profiles) == len(measured):
             every = self._adapt(profiles, share)

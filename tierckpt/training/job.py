@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ..dcp.handoff.client import Testament
+from ..dcp.handoff.client import HandoffHandle
 from ..dcp.stager import StagedItems
 from ..dcp.writer import TierStorageWriter
 from .exchange import Exchange
@@ -57,9 +57,9 @@ class Job:
     record: SaveRecord
     exchange: Exchange
     begun: float
-    testament: Future[Testament | None] | None = None
+    testament: Future[HandoffHandle | None] | None = None
 
-    def will(self) -> Testament | None:
+    def will(self) -> HandoffHandle | None:
         """What the agent has, once it has it. Raises what went wrong while the save was prepared for that."""
         return self.testament.result() if self.testament is not None else None
 

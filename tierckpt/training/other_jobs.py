@@ -17,10 +17,10 @@ import socket
 import time
 from typing import Any
 
+from ..checkpoint.run_log_reader import Lines, parse_lines
 from ..engine import Engine
 from ..format.layout import HISTORY_DIR, Location
 from ..telemetry import logger
-from .run_log_reader import Lines, parse_lines
 
 log = logger("other jobs")
 

@@ -46,7 +46,7 @@ _own: set[str] = set()
 PROGRESS = ("step", "save", "durable")
 
 
-class Ledger:
+class RunLog:
     """The records of one Checkpointer. Thread-safe. ``is_on`` False: it writes nothing (other ranks)."""
 
     def __init__(self, location: Location, settings: Settings, *, is_on: bool = True) -> None:

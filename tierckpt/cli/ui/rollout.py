@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...peer.messages import CHUNKS_MAX, Held
+from ...peer.messages import CHUNKS_MAX, ChunkReport
 from ...types import Json
 from .output import human_bytes, human_seconds, plain
 
@@ -88,7 +88,7 @@ class Rollout:
 
     # --- what nodes tell -------------------------------------------------------------------------------------------
 
-    def take(self, held: Mapping[str, Held | None], statuses: Mapping[str, Json | None], now: float) -> None:
+    def take(self, held: Mapping[str, ChunkReport | None], statuses: Mapping[str, Json | None], now: float) -> None:
         """Take in one look at all nodes; None for one that did not answer."""
         self.now = now
         for name, found in held.items():
@@ -105,7 +105,7 @@ class Rollout:
             if status is not None:
                 self._take_status(self.node(name), status, got)
 
-    def _take_held(self, node: Node, held: Held | None) -> None:
+    def _take_held(self, node: Node, held: ChunkReport | None) -> None:
         node.is_silent = held is None
         if held is None or not held.total or held.total > CHUNKS_MAX:
             return

@@ -20,7 +20,7 @@ from ...cache.pool import Pool
 from ...config import Settings
 from ...errors import ConfigError, ObjectNotFoundError, TierckptError
 from ...format.layout import Location
-from ...ipc.client import Contact
+from ...ipc.client import AgentClient
 from ...peer.client import PeerClient
 from ...peer.members import Member, member_of
 from ...types import Json
@@ -73,7 +73,7 @@ class _Watcher:
         self._gate = asyncio.Semaphore(ASKED_AT_A_TIME)
 
     async def run(self) -> None:
-        contact = Contact(self.settings)
+        contact = AgentClient(self.settings)
         client: PeerClient | None = None
         try:
             me, _ = await self._live(contact)
@@ -85,7 +85,7 @@ class _Watcher:
             if client is not None:
                 await client.close()
 
-    async def _watch(self, contact: Contact, client: PeerClient) -> None:
+    async def _watch(self, contact: AgentClient, client: PeerClient) -> None:
         begun, settled = time.monotonic(), 0
         before: Mapping[str, Json | None] = {}
         while settled < SETTLED_TICKS:
@@ -123,7 +123,7 @@ class _Watcher:
         gone = {node.name: None for node in rollout.part if node.name not in statuses}  # left, or dead
         rollout.take({**held, **gone}, statuses, time.monotonic())
 
-    async def _live(self, contact: Contact) -> tuple[Member, list[Member]]:
+    async def _live(self, contact: AgentClient) -> tuple[Member, list[Member]]:
         answer = await asyncio.to_thread(contact.ask, {"op": "peers"})
         live = [member_of(row) for row in answer["live"][:ASKED_MAX]]
         return member_of(answer["me"]), live

@@ -14,17 +14,17 @@ from ...arena.slots import Lease
 from ...config import Settings, ranks_of_node
 from ...errors import TierckptError
 from ...format.manifest import FileEntry
-from ...ipc.client import WILL_NAME, Contact, contact_for, is_known
+from ...ipc.client import WILL_NAME, AgentClient, contact_for, is_known
 from ...telemetry import logger
 from . import description as wills
-from .description import Will
+from .description import SaveHandoff
 
 log = logger("save")
 
 OPEN_MAX = 2
 """Wills of one process whose end nobody has told it of; of more, the oldest is taken back."""
 
-_open: deque[Testament] = deque()
+_open: deque[HandoffHandle] = deque()
 
 
 def is_wanted(settings: Settings) -> bool:
@@ -44,7 +44,7 @@ def announce(settings: Settings) -> None:
     threading.Thread(target=start, name="tierckpt-announce", daemon=True).start()
 
 
-class Testament:
+class HandoffHandle:
     """A will that the agent has. Thread-safe.
 
     Args:
@@ -52,7 +52,7 @@ class Testament:
         will: this rank's.
     """
 
-    def __init__(self, contact: Contact, save: str, will: Will) -> None:
+    def __init__(self, contact: AgentClient, save: str, will: SaveHandoff) -> None:
         self._contact, self._save, self._will = contact, save, will
         self._written: list[BinaryIO] = []
         """Those that the agent may have."""
@@ -112,7 +112,7 @@ class Testament:
         return True
 
 
-def leave_open(testament: Testament) -> None:
+def leave_open(testament: HandoffHandle) -> None:
     """Nobody tells this rank when the save ends: the coordinator takes back the wills of all, or this process ends."""
     _open.append(testament)
     while len(_open) > OPEN_MAX:
@@ -123,18 +123,18 @@ def leave_open(testament: Testament) -> None:
 def hand_in(
     settings: Settings,
     save: str,
-    will: Will,
+    will: SaveHandoff,
     memories: Mapping[str, Memory],
     leases: Iterable[Lease] = (),
-) -> Testament | None:
+) -> HandoffHandle | None:
     """Hand in the will of one rank. None when that cannot be done: then the save is as safe as this process, and the
     log says why. Never fails a save, but for one whose staged copy has been dropped (CheckpointSkippedError).
 
     Args:
-        save: as ``Testament`` has it.
+        save: as ``HandoffHandle`` has it.
         leases: on the memory that the will needs. It is dropped only when the will has been taken back.
     """
-    testament = Testament(contact_for(settings), save, will)
+    testament = HandoffHandle(contact_for(settings), save, will)
     for lease in leases:
         lease.ask_before_drop(lambda: False)  # while it is handed in
     try:

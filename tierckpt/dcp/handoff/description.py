@@ -40,7 +40,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardToBe:
+class PendingShard:
     """A shard's records, one column for each thing to know of them: an object for each record takes longer to make and
     to pickle than ten thousands of small tensors take to write."""
 
@@ -106,7 +106,7 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Will:
+class SaveHandoff:
     """One rank's, of ``world_size``.
 
     ``settings`` are the trainer's, as JSON, and ``environment`` what it knew of clouds, secrets among both: the agent
@@ -125,7 +125,7 @@ class Will:
     replaces: tuple[str, ...]
     epoch: str
     """Of the run on this node (``checkpoint/epoch.py``): in another one it is not committed."""
-    shards: tuple[ShardToBe, ...]
+    shards: tuple[PendingShard, ...]
     results: Results
     parts: tuple[split.Part, ...]
     metadata: Metadata | None
@@ -133,7 +133,7 @@ class Will:
     files: tuple[FileEntry, ...] | None = None
     environment: Mapping[str, str] = field(default_factory=cloud_environment, repr=False)
 
-    def durable(self, files: tuple[FileEntry, ...]) -> Will:
+    def durable(self, files: tuple[FileEntry, ...]) -> SaveHandoff:
         """The will of this rank once ``files`` are durable."""
         return dataclasses.replace(self, shards=(), kinds={}, files=files)
 
@@ -164,17 +164,17 @@ def revoke(written: BinaryIO) -> None:
     os.pwrite(written.fileno(), _REVOKED, 0)
 
 
-def read(descriptor: int) -> Will | None:
+def read(descriptor: int) -> SaveHandoff | None:
     """The will behind ``descriptor``, which is closed; None when it is revoked."""
     os.lseek(descriptor, 0, os.SEEK_SET)  # the position is its writer's too
     with os.fdopen(descriptor, "rb") as file:
         if file.read(1) != _VALID:
             return None
-        will: Will = pickle.load(file)
+        will: SaveHandoff = pickle.load(file)
     return will
 
 
-def describe(shards: Sequence[Shard]) -> tuple[tuple[ShardToBe, ...], dict[str, Memory]] | None:
+def describe(shards: Sequence[Shard]) -> tuple[tuple[PendingShard, ...], dict[str, Memory]] | None:
     """The shards as a will tells them, and the memory they need; None when nobody could hold some of it."""
     known = _Known()
     described = []
@@ -183,7 +183,7 @@ def describe(shards: Sequence[Shard]) -> tuple[tuple[ShardToBe, ...], dict[str, 
         if shard.image is not None:
             memory = shard.image.memory
             image = (Place(known.name(memory), shard.image.address - memory.address), shard.image.size_bytes)
-        found = ShardToBe(shard.path.name, [], [], [], [], [], [], image)
+        found = PendingShard(shard.path.name, [], [], [], [], [], [], image)
         if not all(known.add(record, found) for record in shard.records):
             return None
         described.append(found)
@@ -206,7 +206,7 @@ class _Known:
             self.memories[name] = memory  # which keeps it, and its id its own
         return name
 
-    def add(self, record: Record, to: ShardToBe) -> bool:
+    def add(self, record: Record, to: PendingShard) -> bool:
         """Tell of a record; False when nobody could hold its bytes."""
         dtype: torch.dtype | None = None
         shape: tuple[int, ...] = ()

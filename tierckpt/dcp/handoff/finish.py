@@ -34,8 +34,8 @@ from ...telemetry import log_to, logger
 from ...types import Json
 from ..writer import TierStorageWriter
 from . import description as wills
-from .description import Will
-from .multi_node import WAIT_SECONDS, Meeting
+from .description import SaveHandoff
+from .multi_node import WAIT_SECONDS, ResultExchange
 
 log = logger("agent")
 
@@ -85,7 +85,7 @@ def execute(order: Json) -> bool:
     return True
 
 
-def _is_fenced_off(settings: Settings, will: Will) -> bool:
+def _is_fenced_off(settings: Settings, will: SaveHandoff) -> bool:
     """Whether the job was started again since, and went on without this. Asked again at the commit."""
     if epoch.current(settings.local_root, parse_uri(will.uri).parent) == will.epoch:
         return False
@@ -112,13 +112,13 @@ def _end() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _meeting(save: str, writer: TierStorageWriter) -> Meeting:
+def _meeting(save: str, writer: TierStorageWriter) -> ResultExchange:
     settings = writer.settings
     wait_seconds = min(WAIT_SECONDS, settings.commit_timeout_seconds)
-    return Meeting(get_client(settings), writer.location, save, int(settings.chunk_size_bytes), wait_seconds)
+    return ResultExchange(get_client(settings), writer.location, save, int(settings.chunk_size_bytes), wait_seconds)
 
 
-def _tell(meeting: Meeting, results: dict[int, list[WriteResult]], found: list[Will]) -> None:
+def _tell(meeting: ResultExchange, results: dict[int, list[WriteResult]], found: list[SaveHandoff]) -> None:
     """Tell the coordinator's node what the ranks of this one have written, and wait for the commit.
 
     Raises OperationTimeoutError when there is none: the shards stay until it is sure that none will come (S3b).
@@ -138,10 +138,10 @@ def _tell(meeting: Meeting, results: dict[int, list[WriteResult]], found: list[W
 
 
 def _commit(
-    meeting: Meeting,
+    meeting: ResultExchange,
     others: set[int],
     results: dict[int, list[WriteResult]],
-    coordinator: Will,
+    coordinator: SaveHandoff,
     writer: TierStorageWriter,
 ) -> None:
     """Commit as the coordinator would have; ``others`` are the ranks of other nodes."""
@@ -156,7 +156,7 @@ def _commit(
             meeting.forget(others)
 
 
-def _mapped(found: list[Will], left: list[dict[str, int]]) -> dict[str, Memory]:
+def _mapped(found: list[SaveHandoff], left: list[dict[str, int]]) -> dict[str, Memory]:
     """The staging memory that the wills speak of, by the names they use."""
     kinds = {name: kind for will in found for name, kind in will.kinds.items()}
     descriptors = {name: descriptor for names in left for name, descriptor in names.items()}

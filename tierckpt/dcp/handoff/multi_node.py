@@ -43,7 +43,7 @@ _FIELDS = frozenset({"save", "rank", "chunk_size_bytes", "results", "files", "pa
 
 
 @dataclass(frozen=True)
-class Meeting:
+class ResultExchange:
     """Of the executors of one save. Blocking.
 
     Args:

@@ -6,15 +6,15 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
-from ...cache.file_set import Frozen
+from ...cache.file_set import FileSet
 from ...types import ByteRange
 from ..chunk_files import Source
 
 
-class View:
+class ChunkIndex:
     """The list that peers ask for: each chunk once it is here, in the order in which that was seen."""
 
-    def __init__(self, frozen: Frozen) -> None:
+    def __init__(self, frozen: FileSet) -> None:
         self.frozen = frozen
         counts = [frozen.chunks_of(index) for index in range(len(frozen.files))]
         self._firsts = [0, *accumulate(counts)]

@@ -6,16 +6,16 @@ import asyncio
 import time
 from typing import Protocol
 
-from ...cache.peers import Brought
+from ...cache.peers import ReceivedChunk
 from ...errors import TierckptError
-from .scheduler import SHARED, Ask, Schedule
+from .scheduler import SHARED, ChunkRequest, Schedule
 from .stats import Sources
 
 LATE_SECONDS = 0.25
 
 
 class Requests(Protocol):
-    """What makes the requests, and counts them (``session.Swarm``)."""
+    """What makes the requests, and counts them (``session.FetchSession``)."""
 
     requests: dict[int, asyncio.Task[str]]
     sources: Sources
@@ -23,30 +23,30 @@ class Requests(Protocol):
     @property
     def schedule(self) -> Schedule: ...
 
-    async def ask(self, ask: Ask, into: memoryview) -> str: ...
+    async def ask(self, ask: ChunkRequest, into: memoryview) -> str: ...
 
-    def came(self, ask: Ask, seconds: float) -> None: ...
+    def came(self, ask: ChunkRequest, seconds: float) -> None: ...
 
-    def failed(self, ask: Ask, error: BaseException | None) -> None: ...
+    def failed(self, ask: ChunkRequest, error: BaseException | None) -> None: ...
 
 
-class Race:
+class HedgedRequest:
     """Ends, whatever comes, with nothing under way that would write to the caller's memory."""
 
     def __init__(self, swarm: Requests, ordinal: int, into: memoryview) -> None:
         self._swarm, self._ordinal, self._into = swarm, ordinal, into
-        self.running: dict[asyncio.Task[str], tuple[Ask, memoryview, float]] = {}
+        self.running: dict[asyncio.Task[str], tuple[ChunkRequest, memoryview, float]] = {}
         self.tried: set[str | None] = set()
         self.store_error: BaseException | None = None
 
-    def begin(self, ask: Ask) -> None:
+    def begin(self, ask: ChunkRequest) -> None:
         is_second = any(memory is self._into for _, memory, _ in self.running.values())
         memory = memoryview(bytearray(len(self._into))) if is_second else self._into
         task = asyncio.ensure_future(self._swarm.ask(ask, memory))
         self.running[task] = (ask, memory, time.monotonic())
         self._swarm.requests[id(ask)] = task
 
-    async def wait(self) -> Brought | None:
+    async def wait(self) -> ReceivedChunk | None:
         """Wait for an answer, or until a second one should be asked for; None when there is nothing yet."""
         schedule = self._swarm.schedule
         now = time.monotonic()
@@ -65,7 +65,7 @@ class Race:
                 self.begin(other)
         return None
 
-    async def _finished(self, task: asyncio.Task[str]) -> Brought | None:
+    async def _finished(self, task: asyncio.Task[str]) -> ReceivedChunk | None:
         ask, memory, begun = self.running.pop(task)
         self._swarm.requests.pop(id(ask), None)
         self.tried.add(ask.source)
@@ -81,7 +81,7 @@ class Race:
         if memory is not self._into:
             self._into[:] = memory
         self._swarm.came(ask, time.monotonic() - begun)
-        return Brought(task.result(), ask.source)
+        return ReceivedChunk(task.result(), ask.source)
 
     async def end(self) -> None:
         """Break off what is still under way, and wait until nothing writes any more."""

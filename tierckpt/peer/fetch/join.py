@@ -13,8 +13,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from ...cache.file_set import Frozen
-from ...cache.partial_entry import Filling
+from ...cache.file_set import FileSet
+from ...cache.partial_entry import PartialEntry
 from ...cache.peers import StoreReader
 from ...config import Settings
 from ...errors import TierckptError
@@ -25,7 +25,7 @@ from ...types import Json
 from ..members import Member, member_of
 
 if TYPE_CHECKING:
-    from .session import Swarm, View
+    from .session import ClusterView, FetchSession
 
 log = logger("prefetch")
 
@@ -33,14 +33,14 @@ SMALL_BYTES = 1 << 20
 ANSWER_SECONDS = 15.0
 
 
-class Sharing:
+class PeerJoiner:
     """Joins fills with the node's peers, for one ``Settings``. Runs on one event loop."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._is_told = False
 
-    async def join(self, cached: StoreReader, filling: Filling) -> Swarm | None:
+    async def join(self, cached: StoreReader, filling: PartialEntry) -> FetchSession | None:
         """Return the swarm for a fill, started; None to read from the store (E1, E2)."""
         if filling.frozen.size_bytes < SMALL_BYTES:
             return None
@@ -48,9 +48,9 @@ class Sharing:
         agent = _Agent(self.settings, filling.frozen, cached.target)
         try:
             from ..client import PeerClient
-            from .session import Swarm
+            from .session import FetchSession
 
-            swarm = Swarm(
+            swarm = FetchSession(
                 filling.frozen,
                 place,
                 agent.view,
@@ -70,7 +70,7 @@ class Sharing:
 class _Place:
     """This node's part, for the swarm."""
 
-    def __init__(self, cached: StoreReader, filling: Filling) -> None:
+    def __init__(self, cached: StoreReader, filling: PartialEntry) -> None:
         self._cached, self._filling = cached, filling
 
     def has(self, index: int, chunk: int) -> bool:
@@ -91,12 +91,12 @@ class _Place:
 class _Agent:
     """This node's agent, on a connection of its own: while it lasts, what lands is served."""
 
-    def __init__(self, settings: Settings, frozen: Frozen, directory: str) -> None:
+    def __init__(self, settings: Settings, frozen: FileSet, directory: str) -> None:
         self._contact = own_contact(settings)
         self._version, self._directory = frozen.version, directory
 
-    async def view(self, is_filling: bool) -> View:
-        from .session import View
+    async def view(self, is_filling: bool) -> ClusterView:
+        from .session import ClusterView
 
         message: Json = {"op": "peers", "version": None, "directory": None}
         if is_filling:
@@ -104,7 +104,7 @@ class _Agent:
         answer = await asyncio.to_thread(self._contact.ask, message, timeout_seconds=ANSWER_SECONDS)
         live: list[Member] = [member_of(row) for row in answer["live"]]
         interested, slow_to = (frozenset(map(str, answer.get(key, ()))) for key in ("interested", "slow_to"))
-        return View(member_of(answer["me"]), tuple(live), interested, slow_to)
+        return ClusterView(member_of(answer["me"]), tuple(live), interested, slow_to)
 
     async def tell(self, report: Json) -> None:
         message = {"op": "fetched", "version": self._version, "report": report}

@@ -110,7 +110,7 @@ class Peer:
         return self.is_good and now >= self.retry_at
 
 
-class Known:
+class PeerState:
     """What has been heard. ``Schedule`` decides by it."""
 
     def __init__(

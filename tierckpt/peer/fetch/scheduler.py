@@ -28,11 +28,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from .peer_state import Known, Peer, Tuning, any_bit, bits, mask, quantile, span
+from .peer_state import Peer, PeerState, Tuning, any_bit, bits, mask, quantile, span
 from .placement import fraction
 from .ramp import Ramp
 
-__all__ = ["SHARED", "Ask", "Decision", "Pause", "Schedule", "Tuning"]
+__all__ = ["SHARED", "ChunkRequest", "Decision", "Schedule", "Tuning", "WaitUntil"]
 
 SHARED: Final = None
 """The source that is shared storage."""
@@ -48,7 +48,7 @@ FETCHES_MIN: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ChunkRequest:
     """One request to make: ``chunk`` of ``source``, a member's name or ``SHARED``."""
 
     chunk: int
@@ -60,21 +60,21 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class WaitUntil:
     """There is nothing to do before ``until``, unless something is heard."""
 
     until: float
 
 
-Decision: TypeAlias = Ask | Pause | None
+Decision: TypeAlias = ChunkRequest | WaitUntil | None
 
 
-class Schedule(Known):
+class Schedule(PeerState):
     """One fill of one version on one node."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.flying: dict[int, list[tuple[Ask, float]]] = {}
+        self.flying: dict[int, list[tuple[ChunkRequest, float]]] = {}
         """What is under way, by chunk: each request, and when it was made."""
         self._flying = 0
         self._own: deque[int] = deque()
@@ -83,7 +83,7 @@ class Schedule(Known):
         self._store_times: deque[float] = deque(maxlen=16)
         self._store = self._waits = 0
         self._ramp = Ramp()
-        self._unwanted: list[Ask] = []
+        self._unwanted: list[ChunkRequest] = []
         self._brought = 0
         """Chunks that we have fetched from the store."""
         self._bad: set[int] = set()
@@ -94,7 +94,7 @@ class Schedule(Known):
 
     # --- what became of it ---------------------------------------------------------------------------------------
 
-    def came(self, ask: Ask, now: float) -> None:
+    def came(self, ask: ChunkRequest, now: float) -> None:
         """The chunk is here, verified, by this request. Others for it need not be waited for."""
         asked_at = self._ended(ask)
         seconds = now - asked_at if asked_at is not None else 0.0
@@ -120,7 +120,7 @@ class Schedule(Known):
             self.missing &= ~(1 << chunk)
             self._moved_at = now
 
-    def failed(self, ask: Ask, now: float, why: str) -> None:
+    def failed(self, ask: ChunkRequest, now: float, why: str) -> None:
         """The request brought nothing.
 
         Args:
@@ -165,7 +165,7 @@ class Schedule(Known):
                 self.peers[name].is_banned = True
         self._left()
 
-    def _ended(self, ask: Ask) -> float | None:
+    def _ended(self, ask: ChunkRequest) -> float | None:
         asked_at = None
         requests = self.flying.get(ask.chunk, [])
         for position, (other, at) in enumerate(requests):
@@ -200,7 +200,7 @@ class Schedule(Known):
         if not open_:
             return None
         if not self._settle(now):
-            return Pause(now + SETTLE_PAUSE_SECONDS)
+            return WaitUntil(now + SETTLE_PAUSE_SECONDS)
         self._look(now)
         self._take_turns(now, self._usual(0.5))
         near = open_ & span(window) if window is not None else 0
@@ -215,32 +215,32 @@ class Schedule(Known):
         if found is None:
             if not self._own and now - self._planned_at > self.tuning.turn_seconds:
                 self._plan(now)
-            return Pause(now + IDLE_SECONDS)
+            return WaitUntil(now + IDLE_SECONDS)
         return self._begin(found, now)
 
-    def source(self, chunk: int, now: float, tried: Iterable[str | None] = ()) -> Ask | Pause:
+    def source(self, chunk: int, now: float, tried: Iterable[str | None] = ()) -> ChunkRequest | WaitUntil:
         """Say whom to ask for a chunk that somebody waits for, be it under way or not. It counts as asked."""
         tried = {*tried, *(ask.source for ask, _ in self.flying.get(chunk, ()))}
         if not self._settle(now):
-            return Pause(now + SETTLE_PAUSE_SECONDS)
+            return WaitUntil(now + SETTLE_PAUSE_SECONDS)
         holders = [peer for peer in self._holders(chunk, now) if peer.member.name not in tried]
         if holders:
-            return self._begin(Ask(chunk, self._better(holders).member.name, "holds it"), now)
+            return self._begin(ChunkRequest(chunk, self._better(holders).member.name, "holds it"), now)
         if SHARED not in tried and self._owner(chunk, now) == self.me:
-            return self._begin(Ask(chunk, SHARED, self._why_mine(chunk)), now)
+            return self._begin(ChunkRequest(chunk, SHARED, self._why_mine(chunk)), now)
         for name in self._ranks(chunk)[: self.tuning.ranks_asked]:
             if name not in tried and name != self.me and self._is_usable(name, now):
-                return self._begin(Ask(chunk, name, "owns it", self.tuning.wait_seconds), now)
+                return self._begin(ChunkRequest(chunk, name, "owns it", self.tuning.wait_seconds), now)
         if SHARED in tried:
-            return Pause(now + self.tuning.retry_seconds_min)
-        return self._begin(Ask(chunk, SHARED, "nobody had it"), now)
+            return WaitUntil(now + self.tuning.retry_seconds_min)
+        return self._begin(ChunkRequest(chunk, SHARED, "nobody had it"), now)
 
-    def hedge(self, chunk: int, now: float) -> Ask | None:
+    def hedge(self, chunk: int, now: float) -> ChunkRequest | None:
         """Another source for a chunk that is late; None when there is no better one now. It counts as asked."""
         requests = self.flying.get(chunk, [])
         if requests and not any(ask.source is SHARED or self._is_usable(ask.source, now) for ask, _ in requests):
             again = self.source(chunk, now)  # nobody will answer
-            return again if isinstance(again, Ask) else None
+            return again if isinstance(again, ChunkRequest) else None
         for ask, _ in requests:
             if ask.source in self.peers:
                 self.peers[ask.source].is_late = True
@@ -249,10 +249,10 @@ class Schedule(Known):
         tried = {ask.source for ask, _ in requests}
         holders = [peer for peer in self._holders(chunk, now) if peer.member.name not in tried]
         if holders:
-            return self._begin(Ask(chunk, self._better(holders).member.name, "late"), now)
+            return self._begin(ChunkRequest(chunk, self._better(holders).member.name, "late"), now)
         return None
 
-    def hedge_at(self, ask: Ask) -> float:
+    def hedge_at(self, ask: ChunkRequest) -> float:
         """When ``ask`` is late."""
         asked_at = next((at for other, at in self.flying.get(ask.chunk, ()) if other is ask), 0.0)
         return asked_at + max(self.tuning.hedge_seconds_min, self.tuning.hedge_factor * self._usual(0.95))
@@ -261,7 +261,7 @@ class Schedule(Known):
     def is_done(self) -> bool:
         return not self.missing
 
-    def _begin(self, ask: Ask, now: float) -> Ask:
+    def _begin(self, ask: ChunkRequest, now: float) -> ChunkRequest:
         self.flying.setdefault(ask.chunk, []).append((ask, now))
         self._flying |= 1 << ask.chunk
         if ask.source is SHARED:
@@ -292,7 +292,7 @@ class Schedule(Known):
         """
         return (self._brought & ~self._any).bit_count() >= self.tuning.ahead_max
 
-    def _from_store(self, now: float) -> Ask | None:
+    def _from_store(self, now: float) -> ChunkRequest | None:
         if self._store >= self.store_slots():
             return None
         later: list[int] = []
@@ -309,7 +309,7 @@ class Schedule(Known):
                 continue
             found = chunk
         self._own.extend(later)
-        return None if found is None else Ask(found, SHARED, self._why_mine(found))
+        return None if found is None else ChunkRequest(found, SHARED, self._why_mine(found))
 
     def _why_mine(self, chunk: int) -> str:
         if chunk in self._bad:
@@ -337,7 +337,7 @@ class Schedule(Known):
             return max(self.tuning.fetch_seconds_min / 2, usual)
         return max(self.tuning.fetch_seconds_min, self.tuning.fetch_factor * usual)
 
-    def _from_laggard(self, now: float, open_: int) -> Ask | None:
+    def _from_laggard(self, now: float, open_: int) -> ChunkRequest | None:
         """A chunk that its owner would come to last, when it has many before it, and we have none left."""
         if self._store >= self.store_slots() or self._own:
             return None
@@ -346,7 +346,7 @@ class Schedule(Known):
             for chunk, since in peer.fetching.items():
                 is_late = open_ >> chunk & 1 and now - since >= late and not self._any >> chunk & 1
                 if is_late and self._standin(chunk, peer.member.name, now) == self.me:
-                    return Ask(chunk, SHARED, "owner is slow")
+                    return ChunkRequest(chunk, SHARED, "owner is slow")
         by_owner: dict[str, list[int]] = {}
         fetched = self._fetched(now)
         for chunk in bits(open_ & ~self._any):
@@ -362,13 +362,13 @@ class Schedule(Known):
                 break
             for chunk in reversed(self._order(name, chunks)[margin:]):
                 if self._standin(chunk, name, now) == self.me:
-                    return Ask(chunk, SHARED, "owner is behind")
+                    return ChunkRequest(chunk, SHARED, "owner is behind")
         return None
 
     def _standin(self, chunk: int, name: str, now: float) -> str | None:
         return next((other for other in self._ranks(chunk) if other != name and self._counts(other, now)), None)
 
-    def _from_store_at_last(self, now: float, open_: int) -> Ask | None:
+    def _from_store_at_last(self, now: float, open_: int) -> ChunkRequest | None:
         """Nothing has moved for some time: one rank after the other goes to the store."""
         tuning, still = self.tuning, now - self._moved_at
         # While all that is fetched takes long, the store has enough to do: one more request helps nobody.
@@ -382,12 +382,12 @@ class Schedule(Known):
             chunk = any_bit(open_, self.rng)
             ranks = self._ranks(chunk)
             if turn > self.tuning.ranks_asked or self.me in ranks[: turn + 1]:
-                return Ask(chunk, SHARED, "nothing moved")
+                return ChunkRequest(chunk, SHARED, "nothing moved")
         return None
 
     # --- the others ----------------------------------------------------------------------------------------------
 
-    def _from_holder(self, now: float, near: int, open_: int) -> Ask | None:
+    def _from_holder(self, now: float, near: int, open_: int) -> ChunkRequest | None:
         holding = [peer for peer in self.peers.values() if peer.held and peer.usable(now)]
         most = max(2, -(-3 * self.tuning.slots // (2 * max(1, len(holding)))))
         ready = [peer for peer in holding if len(peer.asked) < (1 if peer.member.name in self._slow else most)]
@@ -417,7 +417,7 @@ class Schedule(Known):
                 holders = [peer for peer in ready if peer.held >> best & 1]
                 if self.tuning.takes_from_owner_only:
                     holders = [peer for peer in holders if peer.member.name == self._owners[best]]
-                return Ask(best, self._better(holders).member.name, "holds it")
+                return ChunkRequest(best, self._better(holders).member.name, "holds it")
         return None
 
     def _holders(self, chunk: int, now: float) -> list[Peer]:
@@ -436,7 +436,7 @@ class Schedule(Known):
     def _load(self, peer: Peer) -> float:
         return (len(peer.asked) + 1) * (peer.seconds or self._usual(0.5))
 
-    def _from_owner(self, now: float, open_: int) -> Ask | None:
+    def _from_owner(self, now: float, open_: int) -> ChunkRequest | None:
         """A chunk that nobody holds, of an owner that is going to have it soon."""
         if self._waits >= max(1, self.tuning.slots // 2):
             return None
@@ -454,7 +454,7 @@ class Schedule(Known):
             for chunk, since in peer.fetching.items():
                 is_next = unheld >> chunk & 1 and self._my_rank(chunk) < self.tuning.copies_first
                 if is_next and now - since < patience:
-                    return Ask(chunk, peer.member.name, "fetches it", self.tuning.wait_seconds)
+                    return ChunkRequest(chunk, peer.member.name, "fetches it", self.tuning.wait_seconds)
         return None
 
     # --- who counts ----------------------------------------------------------------------------------------------
@@ -521,7 +521,7 @@ class Schedule(Known):
         for chunk in chunks[1:] if chunks and self._turn_slow >> chunks[0] & 1 else chunks:
             self._unwanted += [ask for ask, _ in self.flying[chunk] if ask.source == peer.member.name]
 
-    def take_unwanted(self) -> list[Ask]:
+    def take_unwanted(self) -> list[ChunkRequest]:
         """Requests that are to be broken off; say of each that it has failed: ``given up``."""
         found, self._unwanted = self._unwanted, []
         return found

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
-from ...cache.file_set import Frozen
-from ...cache.peers import Brought, NotNowError
+from ...cache.file_set import FileSet
+from ...cache.peers import NotNowError, ReceivedChunk
 from ...errors import IntegrityError, ObjectNotFoundError, PeerBusyError, TierckptError
 from ...telemetry import BYTES, PEER_BANS, logger
 from ...types import Json, Tier
 from ..client import ChunkAnswer
 from ..members import Member
-from ..messages import Held
-from .hedged_request import Race
-from .scheduler import SHARED, Ask, Schedule, Tuning
+from ..messages import ChunkReport
+from .hedged_request import HedgedRequest
+from .scheduler import SHARED, ChunkRequest, Schedule, Tuning
 from .stats import Sources
 
 log = logger("peer")
@@ -45,7 +45,7 @@ EXPECTED = frozenset({"mine", "alone"})
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ClusterView:
     """Who is there, as this node's agent sees it."""
 
     me: Member
@@ -73,7 +73,7 @@ class Asks(Protocol):
 
     async def held(
         self, member: Member, version: str, chunk_size_bytes: int, *, after: int = 0, interested: bool = False
-    ) -> Held: ...
+    ) -> ChunkReport: ...
 
     async def tell_slow(self, member: Member, version: str) -> None: ...
 
@@ -92,14 +92,14 @@ class Place(Protocol):
         """Say, or take back, that this node fetches a chunk from shared storage: from the request until it is held."""
 
 
-class Swarm:
+class FetchSession:
     """The other nodes, for one fill. ``start`` it, ``close`` it. Runs on one event loop."""
 
     def __init__(
         self,
-        frozen: Frozen,
+        frozen: FileSet,
         place: Place,
-        view: Callable[[bool], Awaitable[View]],
+        view: Callable[[bool], Awaitable[ClusterView]],
         client: Callable[[Member], Asks],
         *,
         tell: Callable[[Json], Awaitable[None]] | None = None,
@@ -126,7 +126,7 @@ class Swarm:
         self._heard_interest: dict[str, float] = {}
         self._interested: frozenset[str] = frozenset()
         self._slow_to: frozenset[str] = frozenset()
-        self._planned: dict[int, Ask] = {}
+        self._planned: dict[int, ChunkRequest] = {}
         self.requests: dict[int, asyncio.Task[str]] = {}
         self._marked: set[int] = set()
         """Chunks that are said to be fetched from the store."""
@@ -212,7 +212,7 @@ class Swarm:
         except (TierckptError, OSError) as error:
             log.info("%s: who is there is not known anew: %s", self.frozen.uri, error)
 
-    def _take(self, view: View) -> None:
+    def _take(self, view: ClusterView) -> None:
         self._members = {member.name: member for member in view.live}
         self._interested, self._slow_to = view.interested, view.slow_to
         self._meet()
@@ -260,7 +260,7 @@ class Swarm:
             self._polling.discard(name)
             self._changed.set()
 
-    def _hear(self, name: str, held: Held, cursor: int, *, is_full: bool) -> None:
+    def _hear(self, name: str, held: ChunkReport, cursor: int, *, is_full: bool) -> None:
         now = time.monotonic()
         if is_full:
             has_news = not held.interested <= self._heard_interest.keys()
@@ -328,12 +328,12 @@ class Swarm:
 
     # --- choosing ------------------------------------------------------------------------------------------------
 
-    def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> Order:
+    def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> PeerOrder:
         """The chunks of a fill, in the order in which they are to be fetched. ``whole``: they are all that is missing,
         so that other nodes may count on this one."""
         self._is_filling = whole
         self.schedule.want(self._firsts[index] + chunk for index, chunk in todo)
-        return Order(self)
+        return PeerOrder(self)
 
     async def take(self) -> tuple[int, int] | None:
         """The next chunk to fetch; None when none is left."""
@@ -345,7 +345,7 @@ class Swarm:
                 self._break_off()
                 if decision is None:
                     return None
-                if isinstance(decision, Ask):
+                if isinstance(decision, ChunkRequest):
                     self._planned[decision.chunk] = decision
                     return self._work[decision.chunk]
                 with contextlib.suppress(TimeoutError):
@@ -369,7 +369,7 @@ class Swarm:
 
     # --- bringing ------------------------------------------------------------------------------------------------
 
-    async def bring(self, index: int, chunk: int, into: memoryview) -> Brought:
+    async def bring(self, index: int, chunk: int, into: memoryview) -> ReceivedChunk:
         """Receive one chunk, verified, in ``into``: from whom the schedule says, from others too when it is late.
 
         What came from the store is still said to be on its way: say ``landed``, or that chunk seems to be nowhere for
@@ -381,7 +381,7 @@ class Swarm:
             StoreError, IntegrityError: nobody had it, and the store failed.
         """
         ordinal = self._firsts[index] + chunk
-        race, brought = Race(self, ordinal, into), None
+        race, brought = HedgedRequest(self, ordinal, into), None
         planned = self._planned.pop(ordinal, None)
         if planned is None:
             self._window = range(ordinal, min(ordinal + WINDOW_CHUNKS, len(self._work)))
@@ -408,15 +408,15 @@ class Swarm:
         """What ``bring`` brought can be seen by other nodes now, or is not kept."""
         await self._unmark(self._firsts[index] + chunk)
 
-    async def _source(self, ordinal: int, tried: set[str | None]) -> Ask:
+    async def _source(self, ordinal: int, tried: set[str | None]) -> ChunkRequest:
         while True:
             now = time.monotonic()
             found = self.schedule.source(ordinal, now, tried)
-            if isinstance(found, Ask):
+            if isinstance(found, ChunkRequest):
                 return found
             await asyncio.sleep(max(0.001, found.until - now))
 
-    async def ask(self, ask: Ask, into: memoryview) -> str:
+    async def ask(self, ask: ChunkRequest, into: memoryview) -> str:
         """Do one request. Returns the digest."""
         if ask.source is SHARED:
             return await self._ask_store(ask, into)
@@ -443,7 +443,7 @@ class Swarm:
         self.sources.peer_seconds[ask.source] += time.monotonic() - begun  # type: ignore[assignment]
         return answer.digest
 
-    async def _ask_store(self, ask: Ask, into: memoryview) -> str:
+    async def _ask_store(self, ask: ChunkRequest, into: memoryview) -> str:
         index, chunk = self._work[ask.chunk]
         if ask.reason not in EXPECTED:
             self.sources.fallbacks[ask.reason] += 1
@@ -461,7 +461,7 @@ class Swarm:
             self._marked.discard(ordinal)
             await self._place.mark(*self._work[ordinal], False)
 
-    def came(self, ask: Ask, seconds: float) -> None:
+    def came(self, ask: ChunkRequest, seconds: float) -> None:
         if seconds > self.sources.slowest[0]:
             index, chunk = self._work[ask.chunk]
             at = self.frozen.chunk_range(index, chunk)
@@ -469,7 +469,7 @@ class Swarm:
             self.sources.slowest = (seconds, what, ask.source or "shared")
         self.schedule.came(ask, time.monotonic())
 
-    def failed(self, ask: Ask, error: BaseException | None) -> None:
+    def failed(self, ask: ChunkRequest, error: BaseException | None) -> None:
         """Say what went wrong with a request. ``error`` None: it was broken off."""
         why = "unreached"
         if error is None:
@@ -486,10 +486,10 @@ class Swarm:
             log.log(level, "chunk %d did not come from %s: %s", ask.chunk, ask.source, error)
 
 
-class Order:
-    """What a fill takes its chunks from (cache/fetch_job.py, ``Chooses``)."""
+class PeerOrder:
+    """What a fill takes its chunks from (cache/fetch_job.py, ``ChunkOrder``)."""
 
-    def __init__(self, swarm: Swarm) -> None:
+    def __init__(self, swarm: FetchSession) -> None:
         self._swarm = swarm
 
     async def take(self) -> tuple[int, int] | None:
