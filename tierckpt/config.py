@@ -404,7 +404,7 @@ class Settings(BaseSettings):
             problems = [_problem(item, names) + _said_where(item["loc"], overrides) for item in error.errors()]
             raise ConfigError(
                 f"invalid settings: {'; '.join(problems)}",
-                hint="`tierckpt.Settings` documents each setting, and the README lists them",
+                hint="`tierckpt.Settings` documents each setting, and docs/guide/settings.md lists them",
             ) from None
 
 

@@ -116,7 +116,7 @@ def test_there_are_command_lines_to_check() -> None:
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
-    for page in [*PAGES, *(ROOT / "docs/internals").glob("*.md")]:
+    for page in [*PAGES, *ROOT.glob("docs/*.md"), *(ROOT / "docs/internals").glob("*.md"), ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\(([^)#:\s]+)\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
 

@@ -328,7 +328,8 @@ def fill(wants: Sequence[Want], device: torch.device, stop: threading.Event | No
     Raises:
         IntegrityError: a file is shorter than it was; names file and tensor.
         CapacityError: they do not fit into memory; nothing was read.
-    Cost: one request for each 8 MiB; memory for the tensors, and four buffers where some do not go straight to theirs.
+    Cost: one request for each 8 MiB; memory for the tensors, and a buffer for each
+    thread (``disk/read_tuner.py``) where some do not go straight to theirs.
     """
     by_file: dict[int, list[Want]] = {}
     for want in wants:
