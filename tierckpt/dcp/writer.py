@@ -269,44 +269,35 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @short_traceback
     def write_data(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
         with self._telling(), self._working():
-            written = self._write_data(plan, planner)
+            if isinstance(plan.storage_data, _Turn):
+                plan.storage_data.check(self.path, self.rank)
+            if plan.items or self.is_coordinator:
+                (laid_out, save), self._begun = self._begun or self._begin_plain_save(plan, planner), None
+                try:
+                    with _held(laid_out.leases):
+                        try:
+                            results, files = save.delivery.write(laid_out, planner, self._route)
+                            self._note(save, files)
+                        except BaseException:
+                            # Before the staging memory may be used again the journal says that the shards are durable,
+                            # or that there is no such save: who inherits this one must never write them from what
+                            # another has put there.
+                            self._abort()
+                            raise
+                    future.set_result(self._written(save, results, files, laid_out.parts))
+                except BaseException:
+                    self._abort()
+                    raise
+            else:
+                left = self._leave_plain_will(None, plan, planner)
+                if left is not None:
+                    testament.leave_open(left)
+                future.set_result([])
         if not (self.is_coordinator or self._holds_back):
             self.settle()  # its part is done, and nobody tells this rank how the save ends
-        return written
-
-    def _write_data(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Future[list[WriteResult]]:
-        future: Future[list[WriteResult]] = Future()
-        if isinstance(plan.storage_data, _Turn):
-            plan.storage_data.check(self.path, self.rank)
-        if not plan.items and not self.is_coordinator:
-            left = self._leave_plain_will(None, plan, planner)
-            if left is not None:
-                testament.leave_open(left)
-            future.set_result([])
-            return future
-        (laid_out, save), self._begun = self._begun or self._begin_plain_save(plan, planner), None
-        try:
-            with _held(laid_out.leases):
-                results, files = self._write_and_note(save, laid_out, planner)
-            future.set_result(self._written(save, results, files, laid_out.parts))
-        except BaseException:
-            self._abort()
-            raise
         return future
-
-    def _write_and_note(
-        self, save: _Save, laid_out: PlannedShards, planner: SavePlanner | StagedItems
-    ) -> tuple[list[WriteResult], tuple[FileEntry, ...]]:
-        """Write the shards. Before their staging memory may be used again, the journal says that they are durable, or
-        that there is no such save: who inherits this one must never write them from what another has put there."""
-        try:
-            results, files = save.delivery.write(laid_out, planner, self._route)
-            self._note(save, files)
-        except BaseException:
-            self._abort()
-            raise
-        return results, files
 
     def _note(self, save: _Save, files: tuple[FileEntry, ...]) -> None:
         """The shards are durable. Note that where a crash cannot take it, if anybody will ask."""

@@ -100,7 +100,21 @@ def flush(
     foreground = not nice and pace.share >= 1.0
     job = _Job(shards, slots, shape, chunk_size_bytes, durable, base, pace, deadline, cached, foreground)
     try:
-        job.run(nice)
+        threads = job.open(nice)
+        try:
+            for thread in threads:
+                job.start(thread)
+            if not nice:
+                job.work(0)
+            job.join()
+        except BaseException as error:
+            # An interrupt, or a thread that cannot be had. The slots are the caller's again when this returns, so the
+            # workers end first: each finishes the segment it has and takes no other.
+            job.fail(error)
+            job.join()
+            raise
+        if job.failure is not None:
+            raise job.failure
     finally:
         job.close()
     return [file.flushed() for file in job.files]
@@ -250,32 +264,19 @@ class _Job:
             for index in range(file.segments):
                 yield file, index * self.segment_bytes
 
-    def run(self, nice: int) -> None:
+    def open(self, nice: int) -> list[threading.Thread]:
+        """Open the files. Return the threads that are to work beside the caller's, or in its place (``nice``)."""
         for file in self.files:
             file.open()
             if not file.segments:
                 self._finish(file)
         count = min(self.threads, max(1, sum(file.segments for file in self.files)))
-        threads = [
+        return [
             threading.Thread(target=self._run, args=(nice,), name="tierckpt-flush", daemon=True)
             for _ in range(count if nice else count - 1)
         ]
-        try:
-            for thread in threads:
-                self._start(thread)
-            if not nice:
-                self._work(0)
-            self._join()
-        except BaseException as error:
-            # An interrupt, or a thread that cannot be had. The slots are the caller's again when this returns, so the
-            # workers end first: each finishes the segment it has and takes no other.
-            self._fail(error)
-            self._join()
-            raise
-        if self.failure is not None:
-            raise self.failure
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """Wait until no worker touches a slot or a file any more.
 
         Counted, because ``Thread.join`` takes a thread for ended when an interrupt hits it (CPython issue 89437).
@@ -288,10 +289,10 @@ class _Job:
             return
         # One hangs in the kernel and still uses its slot and its file: neither may be used again.
         late = self._late("a write to end")
-        self._fail(late)
+        self.fail(late)
         raise late
 
-    def _start(self, thread: threading.Thread) -> None:
+    def start(self, thread: threading.Thread) -> None:
         with self.changed:
             self.working += 1
         try:
@@ -309,11 +310,11 @@ class _Job:
 
     def _run(self, nice: int) -> None:
         try:
-            self._work(nice)
+            self.work(nice)
         finally:
             self._leave()
 
-    def _work(self, nice: int) -> None:
+    def work(self, nice: int) -> None:
         try:
             if nice:
                 priority.lower_this_thread(nice)
@@ -326,9 +327,9 @@ class _Job:
                 if self._queue:  # after the last segment the commit waits, and nothing is left to hold back
                     self.pace.rest_after(time.thread_time() - begun)
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         with self.changed:
             self.failure = self.failure or error
             self.changed.notify_all()
@@ -367,7 +368,12 @@ class _Job:
         self.bring_together(file, segment.records, place, end)
         try:
             if not file.has(place):
-                self._write(file, place.part(start, place.end if file.direct else end), start)
+                if not self._writing.acquire(timeout=max(0.0, self.deadline - time.monotonic())):
+                    raise self._late("another write to end")
+                try:
+                    file.write(place.part(start, place.end if file.direct else end), start)
+                finally:
+                    self._writing.release()
             with self.changed:
                 file.left -= 1
                 last = not file.left
@@ -384,15 +390,6 @@ class _Job:
         start = place.start
         for index, offset in enumerate(range(start, end, self.chunk_size_bytes), start // self.chunk_size_bytes):
             file.blocks[index] = place.blocks(offset, min(offset + self.chunk_size_bytes, end))
-
-    def _write(self, file: _File, view: memoryview, start: int) -> None:
-        """Write one segment, when it is this thread's turn."""
-        if not self._writing.acquire(timeout=max(0.0, self.deadline - time.monotonic())):
-            raise self._late("another write to end")
-        try:
-            file.write(view, start)
-        finally:
-            self._writing.release()
 
     def _finish(self, file: _File) -> None:
         try:
