@@ -110,11 +110,11 @@ def save_of_ranks(planner: DefaultSavePlanner, state: dict[str, Any], sent: list
         sent[1:] = sent[:1] * (len(sent) - 1)
     plans = clock.measured("gather", lambda: [pickle.loads(data) for data in sent])
     plans, metadata = clock.measured("coordinator", lambda: planner.create_global_plan(plans))
-    plans = clock.measured("share_out", lambda: split.share_out(plans))
+    plans = clock.measured("balance_replicated", lambda: split.balance_replicated(plans))
     answers = clock.measured("scatter", lambda: [pickle.dumps(plan) for plan in plans])
     final = clock.measured("rank", lambda: planner.finish_plan(pickle.loads(answers[0])))
     parts = [item.part for plan in plans for item in plan.items if isinstance(item, split.PartItem)]
-    clock.measured("share_out", lambda: split.amend(metadata, parts))
+    clock.measured("balance_replicated", lambda: split.amend(metadata, parts))
     clock.measured("metadata", lambda: pickle.dumps(metadata))
     facts = {"sent_bytes": len(sent[0]), "answer_bytes": len(answers[0]), "items_of_rank_0": len(final.items)}
     if isinstance(planner, TierSavePlanner):

@@ -5,7 +5,7 @@
 Each server is a process of its own, kept to the first processor; who reads is kept to the second, and checks nothing
 (the row ``peer client`` receives and verifies as a node does). Over loopback the server's processor wakes the reader,
 so it matters when it wants to be woken: each server is read by one that waits for as many bytes as a node's client
-does (``stores/watermark.py``), and by one that is woken by each packet, as usual clients are. The file is in the page
+does (``stores/http_range.py``), and by one that is woken by each packet, as usual clients are. The file is in the page
 cache. Prints a table, writes bench/out/serve.json. Where there is no nginx it says so.
 """
 

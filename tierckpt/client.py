@@ -24,7 +24,7 @@ from .announce import announced
 from .arena.slots import close_arenas
 from .cache.entry import CacheEntry
 from .cache.file_set import FileSet
-from .cache.node_cache import Kind, patiently
+from .cache.node_cache import Kind, retry_until_available
 from .cache.prefetch import FileSpec, PrefetchResult
 from .checkpoint import epoch, in_flight
 from .checkpoint.journal import Entry
@@ -413,7 +413,9 @@ def prefetch(
             def once() -> Awaitable[PrefetchResult]:
                 return engine.prefetch(location, target, include=include, exclude=exclude, pin=pin, keep=True)
 
-            return await once() if wait_seconds is None else await patiently(once, wait_seconds, location.uri)
+            return (
+                await once() if wait_seconds is None else await retry_until_available(once, wait_seconds, location.uri)
+            )
 
         return client.run(fetch).directory
     finally:
@@ -474,7 +476,7 @@ class CachedView:
         """Fill ``into``, which is writable, with the bytes from ``start`` on."""
         view = memoryview(into).cast("B")
         wanted = ByteRange(start, start + len(view))
-        if not self._cached.read_landed(path, wanted, view):  # what has landed needs no event loop
+        if not self._cached.read_available(path, wanted, view):  # what has landed needs no event loop
             self._client.run(lambda _: self._cached.read_into(path, wanted, view))
 
     def is_good(self, path: str, start: int, data: Buffer) -> bool:

@@ -28,7 +28,7 @@ from .disk import read_lease
 from .disk.local_root import clear_leftovers, use_local_root
 from .drain.budget import Budget
 from .drain.drain import Drainer, DrainResult
-from .drain.recovery import take_up
+from .drain.recovery import recover_entry
 from .errors import (
     BucketNotFoundError,
     CheckpointNotFoundError,
@@ -255,7 +255,7 @@ class Engine:
         for folder in (self.journal.directory, self.settings.local_root / "checkpoints"):  # the cache has its own way
             await asyncio.to_thread(clear_leftovers, folder)
         for entry in await asyncio.to_thread(self.journal.entries):
-            if await take_up(entry, self._drainer) and self.settings.drain:
+            if await recover_entry(entry, self._drainer) and self.settings.drain:
                 self.submit(entry.token)
 
     async def _drain(self, token: str) -> DrainResult:
@@ -313,9 +313,9 @@ class Engine:
             [result for result in results if isinstance(result, TierckptError)],
         )
 
-    async def hurry(self) -> None:
+    async def newest_first(self) -> None:
         """From now on the drains of this process let nothing go before the newest checkpoint: it will be stopped."""
-        self._drainer.budget.hurry()
+        self._drainer.budget.newest_first()
 
     async def idle(self, timeout_seconds: float) -> builtins.list[Entry]:
         """Wait until this process drains nothing, at most ``timeout_seconds``. Returns what is still in its hands.

@@ -188,7 +188,7 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
     elif points.rank and way == "Checkpointer":
         _replace(TierStorageWriter, "_note", after)
     elif point == "flushed":
-        _replace(local_commit, "keep_metadata", instead)
+        _replace(local_commit, "write_attempt_metadata", instead)
     elif point == "ready":
         _replace(local_commit, "commit_local", instead)
         _replace(local_commit, "commit_local_fragment", instead)
@@ -471,7 +471,7 @@ def restarts_and_saves(
 
         return call
 
-    _replace(local_commit, "keep_metadata", late)
+    _replace(local_commit, "write_attempt_metadata", late)
     if way == "Checkpointer":
         checkpointer = _checkpointer(uri, **settings)
         found = {

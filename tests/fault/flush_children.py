@@ -166,8 +166,8 @@ PHASES: dict[str, Callable[[], None]] = {
     "in the last write": lambda: in_write(10),
     "before the fsync": lambda: before(flush._File, "finish"),
     "after the fsync": lambda: after(flush._File, "finish"),
-    "before the metadata is kept": lambda: before(local_commit, "keep_metadata"),
-    "after the metadata is kept": lambda: after(local_commit, "keep_metadata"),
+    "before the metadata is kept": lambda: before(local_commit, "write_attempt_metadata"),
+    "after the metadata is kept": lambda: after(local_commit, "write_attempt_metadata"),
     "before the commit": lambda: before(local_commit, "commit_local"),
     "after the commit": lambda: after(local_commit, "commit_local"),
 }

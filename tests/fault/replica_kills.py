@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.servers.nodes import hurry
+from tests.servers.nodes import newest_first
 from tierckpt.disk import file_io
 from tierckpt.drain import transfer
 from tierckpt.replication import replicator
@@ -24,7 +24,7 @@ EVENTS = frozenset({"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "o
 
 def kill_at() -> None:
     """Kill this process just before its n-th operation on a file of a checkpoint; each is logged before it is done."""
-    hurry()
+    newest_first()
     left, log = int(os.environ[AT]), os.open(os.environ[LOG], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def count(operation: str, path: str) -> None:

@@ -418,16 +418,16 @@ def no_seal(body: dict[str, Any], data: Any, bad: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("owner", "name", "stand_in", "missed"),
+    ("owner", "name", "finish_for_dead_rank", "missed"),
     [
         (verify, "check", no_check, {"local shard", "shared shard", "local metadata", "shared stock metadata"}),
         (manifests, "_check_seal", no_seal, {"local manifest", "shared claim", "local drained", "journal entry"}),
     ],
 )
 def test_without_a_digest_flips_go_unseen(
-    owner: Any, name: str, stand_in: Any, missed: set[str], node: Node, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, finish_for_dead_rank: Any, missed: set[str], node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, name, stand_in)
+    monkeypatch.setattr(owner, name, finish_for_dead_rank)
     tally, chance = Tally(), random.Random(0)
     for index in range(800):  # of a record many are seen without its seal too: they make other text of it than JSON
         kind = node.kinds[index % len(node.kinds)]

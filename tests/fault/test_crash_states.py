@@ -283,15 +283,15 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def record(run: Callable[[World], None], root: Path) -> World:
     world = World(root)
-    keep_metadata = local_commit.keep_metadata
+    write_attempt_metadata = local_commit.write_attempt_metadata
 
     def keep(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
         """Also that of saves which fail later: plain PyTorch may read it all the same."""
         world.metadata.update({data: manifest for data in metadata.values() if data not in world.metadata})
-        keep_metadata(directory, manifest, metadata)
+        write_attempt_metadata(directory, manifest, metadata)
 
     with world.recorder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_commit, "keep_metadata", keep)
+        patch.setattr(local_commit, "write_attempt_metadata", keep)
         try:
             run(world)
         finally:
@@ -544,11 +544,11 @@ def recover_and_go_on(world: World, state: CrashState, steps: Sequence[int]) -> 
 # --- negative controls: the harness finds what it is for --------------------------------------------------------------
 
 
-def everywhere(patch: pytest.MonkeyPatch, function: Any, stand_in: Any) -> None:
+def everywhere(patch: pytest.MonkeyPatch, function: Any, finish_for_dead_rank: Any) -> None:
     """Replace ``function`` in each module of ours that has imported it by name."""
     for name, module in list(sys.modules.items()):
         if name.startswith("tierckpt.") and getattr(module, function.__name__, None) is function:
-            patch.setattr(module, function.__name__, stand_in)
+            patch.setattr(module, function.__name__, finish_for_dead_rank)
 
 
 def no_fsync(of_what: Callable[[int], bool]) -> Callable[[pytest.MonkeyPatch], None]:

@@ -134,14 +134,14 @@ def _is_held(root: Path) -> bool:
     ("ill", "at", "way"),
     [
         ("killed", "commit_local", "async_save"),
-        ("stopped", "keep_metadata", "Checkpointer"),
+        ("stopped", "write_attempt_metadata", "Checkpointer"),
         *in_full(
             [
-                ("killed", "keep_metadata", "Checkpointer"),
-                ("stopped", "keep_metadata", "async_save"),
+                ("killed", "write_attempt_metadata", "Checkpointer"),
+                ("stopped", "write_attempt_metadata", "async_save"),
                 ("stopped", "commit_local", "Checkpointer"),
                 ("stopped", "commit_local", "without collectives"),
-                ("killed", "keep_metadata", "async_save, ours"),
+                ("killed", "write_attempt_metadata", "async_save, ours"),
             ]
         ),
     ],

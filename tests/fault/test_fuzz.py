@@ -405,7 +405,7 @@ def lax_seal(body: dict[str, Any], data: Any, bad: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("owner", "name", "stand_in", "found"),
+    ("owner", "name", "finish_for_dead_rank", "found"),
     [
         (manifests, "is_safe_path", lax_path, "path"),
         (manifests, "chunk_count", lambda size, chunk: min(2, -(-size // chunk)), "digests do not cover"),
@@ -416,8 +416,8 @@ def lax_seal(body: dict[str, Any], data: Any, bad: Any) -> None:
     ],
 )
 def test_a_validator_with_a_hole_is_found(
-    owner: Any, name: str, stand_in: Any, found: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, finish_for_dead_rank: Any, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, name, stand_in)
+    monkeypatch.setattr(owner, name, finish_for_dead_rank)
     findings = fuzz(60.0, seed=1, inputs_max=60_000, stop_at_first=True)
     assert any(found in text for text in findings.bad), f"{name}: not found in {findings.inputs} inputs"

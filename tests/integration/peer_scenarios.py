@@ -30,7 +30,7 @@ def save(uri: str, nodes: list[str], step: int) -> dict[str, Any]:
         checkpointer.save(step, state_of(rank, step))
         checkpointer.wait("local")
         dist.barrier()
-        checkpointer.bring_to_safety(0.0)
+        checkpointer.flush_before_exit(0.0)
     return {"rank": rank}
 
 

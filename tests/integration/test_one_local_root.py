@@ -80,7 +80,7 @@ LOOKS: dict[str, Callable[[Settings], object]] = {
     "shards": lambda settings: [_has_shards(run_of(settings) / f"step-{step}") for step in range(8)],
     "history": lambda settings: [_local(run_of(settings) / f"step-{step}") for step in range(8)],
     "forgotten": lambda settings: [
-        local_commit.forget_local(run_of(settings) / f"step-{step}", "ab12") for step in range(8)
+        local_commit.discard_attempt(run_of(settings) / f"step-{step}", "ab12") for step in range(8)
     ],
     "made": lambda settings: all(make_dirs(run_of(settings) / f"step-{step}" / PARTS_DIR) is None for step in range(8)),
 }

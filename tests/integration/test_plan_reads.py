@@ -176,7 +176,7 @@ def test_small_tensors_side_by_side_are_one_piece(file_uri: str, pieces: list[Pi
     loaded = {name: torch.ones_like(value) for name, value in state.items()}
     load_into(f"{file_uri}/step-1", loaded)
     assert all(torch.equal(loaded[name], value) for name, value in state.items())
-    filled = [piece for piece in pieces if not piece.is_peek]
+    filled = [piece for piece in pieces if not piece.is_unverified]
     assert len(filled) == 1
     assert parsed == []
 

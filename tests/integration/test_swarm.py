@@ -140,7 +140,7 @@ class Played:
         if not is_fetched and chunk not in self.landed:
             self.nowhere.append(chunk)
 
-    async def view(self, is_filling: bool) -> ClusterView:
+    async def view(self, is_fetching: bool) -> ClusterView:
         members = tuple(Member(name, f"{name}:1") for name in ("me", *self.holders))
         return ClusterView(members[0], members, frozenset())
 
@@ -244,8 +244,8 @@ async def test_who_is_slow_is_told_and_who_is_told_by_all_steps_back() -> None:
 
     played.tell_slow = tell_slow  # type: ignore[method-assign]
 
-    async def view(is_filling: bool) -> ClusterView:
-        found = await Played.view(played, is_filling)
+    async def view(is_fetching: bool) -> ClusterView:
+        found = await Played.view(played, is_fetching)
         return dataclasses.replace(found, interested=frozenset("bc"), slow_to=frozenset("bc"))
 
     swarm = FetchSession(played.frozen, played, view, lambda me: played, tuning=QUICK)

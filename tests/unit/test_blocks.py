@@ -171,7 +171,7 @@ class Place:
         memories = [bytearray(stop - start) for start, stop in spans]
         addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
         pieces = [
-            Piece(*span, address, is_peek=index in peeks)
+            Piece(*span, address, is_unverified=index in peeks)
             for index, (span, address) in enumerate(zip(spans, addresses, strict=True))
         ]
         try:

@@ -172,7 +172,7 @@ async def order_of(budget: Budget, holder: Share, waiting: list[Share]) -> list[
 
     async def file(share: Share) -> None:
         async with share.slot():
-            order.append(share.newness)
+            order.append(share.created_at)
 
     async with holder.slot():
         tasks = [asyncio.create_task(file(share)) for share in waiting]
@@ -186,7 +186,7 @@ async def order_of(budget: Budget, holder: Share, waiting: list[Share]) -> list[
 async def test_places_go_to_the_newest_checkpoint_that_waits_but_one_that_has_begun_is_finished_first() -> None:
     """G4."""
     budget = Budget(None, 1)
-    begun, older, newer, newest = (budget.share(newness) for newness in (1.0, 2.0, 3.0, 4.0))
+    begun, older, newer, newest = (budget.share(created_at) for created_at in (1.0, 2.0, 3.0, 4.0))
     assert await order_of(budget, begun, [older, newest, begun, newer]) == [1.0, 4.0, 3.0, 2.0]
 
 
@@ -199,7 +199,7 @@ async def test_in_a_hurry_the_newest_waits_for_no_place_and_the_others_wait_for_
         waiting = asyncio.create_task(place.__aenter__())
         await settle()
         assert not waiting.done()
-        budget.hurry()
+        budget.newest_first()
         await settle()
         assert waiting.done()
         outdone = asyncio.create_task(older.spend(MIB))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tierckpt.dcp import gc_pause
-from tierckpt.dcp.gc_pause import no_collection
+from tierckpt.dcp.gc_pause import gc_paused
 
 MANY = 20_000
 
@@ -45,7 +45,7 @@ def young(count: int) -> list[list[int]]:
 
 
 def test_nothing_is_collected_in_here_and_nothing_of_it_is_looked_at_afterwards(collections: Collections) -> None:
-    with no_collection():
+    with gc_paused():
         made = young(MANY)
         assert collections.seen == []
     more = young(2000)
@@ -74,7 +74,7 @@ def test_what_is_garbage_goes_with_the_next_full_collection(collections: Collect
         def __del__(self) -> None:
             Cycle.living -= 1
 
-    with no_collection():
+    with gc_paused():
         for _ in range(100):
             Cycle()
     assert Cycle.living == 100
@@ -86,7 +86,7 @@ def test_what_the_job_has_frozen_stays_frozen() -> None:
     theirs: list[object] = []
     gc.freeze()
     try:
-        with no_collection():
+        with gc_paused():
             young(100)
         assert not any(found is theirs for found in gc.get_objects()), "the collector knows it again"
     finally:
@@ -101,7 +101,7 @@ def test_what_is_frozen_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None
     gc.freeze()
     try:
         for _ in range(3):
-            with no_collection():
+            with gc_paused():
                 young(100)
     finally:
         gc.unfreeze()
@@ -112,11 +112,11 @@ def test_what_is_frozen_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_collector_that_is_off_stays_off() -> None:
     gc.disable()
     try:
-        with no_collection():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:
         gc.enable()
-    with pytest.raises(ValueError, match="inside"), no_collection():
+    with pytest.raises(ValueError, match="inside"), gc_paused():
         raise ValueError("inside")
     assert gc.isenabled()

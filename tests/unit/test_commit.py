@@ -122,7 +122,7 @@ def test_a_commit_that_cannot_be_made_durable_is_taken_back(
     monkeypatch.setattr(local_commit, "durable_write", durable_write)
     with pytest.raises(StoreError, match="no fsync"):
         committed(tmp_path, "two", *before)
-    assert local_commit.forget_local(tmp_path, "two")
+    assert local_commit.discard_attempt(tmp_path, "two")
     if before:
         assert stands(tmp_path, "one")
     else:
@@ -142,16 +142,16 @@ def test_a_commit_that_cannot_clean_up_after_itself_is_one(tmp_path: Path, monke
 
 def test_forgetting_a_save_that_did_commit_deletes_nothing(tmp_path: Path) -> None:
     manifest = committed(tmp_path, "one")
-    assert not local_commit.forget_local(tmp_path, "one", manifest)
+    assert not local_commit.discard_attempt(tmp_path, "one", manifest)
     assert stands(tmp_path, "one")
 
 
 def test_forgetting_a_save_leaves_the_one_that_stands(tmp_path: Path) -> None:
     committed(tmp_path, "one")
     manifest, metadata = saved(tmp_path, "two", "one")
-    local_commit.keep_metadata(tmp_path, manifest, metadata)
+    local_commit.write_attempt_metadata(tmp_path, manifest, metadata)
     (tmp_path / METADATA).write_bytes(metadata[METADATA])  # it got that far
-    assert local_commit.forget_local(tmp_path, "two", manifest)
+    assert local_commit.discard_attempt(tmp_path, "two", manifest)
     assert stands(tmp_path, "one")
     assert not {name for name in names(tmp_path) if "two" in name}
 
@@ -160,12 +160,12 @@ def test_nothing_is_forgotten_beside_a_damaged_manifest(tmp_path: Path) -> None:
     committed(tmp_path, "one")
     (tmp_path / MANIFEST).write_bytes(b"{")
     with pytest.raises(ManifestError):
-        local_commit.forget_local(tmp_path, "one")
+        local_commit.discard_attempt(tmp_path, "one")
     assert (tmp_path / shard("one")).exists()
 
 
 def test_what_is_not_there_is_forgotten_and_removed_already(tmp_path: Path) -> None:
-    assert local_commit.forget_local(tmp_path / "none", "one")
+    assert local_commit.discard_attempt(tmp_path / "none", "one")
     assert not local_commit.finish_removal(tmp_path / "none")
     marks.mark_drained(tmp_path / "none", "one")
     assert not (tmp_path / "none").exists()
@@ -174,11 +174,11 @@ def test_what_is_not_there_is_forgotten_and_removed_already(tmp_path: Path) -> N
 def test_a_commit_elsewhere_is_adopted_only_over_what_it_may_replace(tmp_path: Path) -> None:
     committed(tmp_path, "one")
     other, metadata = saved(tmp_path, "other")
-    local_commit.adopt_local(tmp_path, other, metadata)  # not told to replace "one", which is nowhere else
+    local_commit.record_commit(tmp_path, other, metadata)  # not told to replace "one", which is nowhere else
     assert stands(tmp_path, "one")
     marks.mark_drained(tmp_path, "one")
-    local_commit.adopt_local(tmp_path, other, metadata)
-    local_commit.adopt_local(tmp_path, other, metadata)
+    local_commit.record_commit(tmp_path, other, metadata)
+    local_commit.record_commit(tmp_path, other, metadata)
     assert stands(tmp_path, "other")
 
 
@@ -241,7 +241,7 @@ def fragment(directory: Path, rank: int, world_size: int = 2) -> tuple[Manifest,
     return Manifest("run", world_size, CHUNK, (entry,), files, (), 1.0), {path: metadata}
 
 
-@pytest.mark.parametrize("forget", [local_commit.forget_local, local_commit.remove_unfinished])
+@pytest.mark.parametrize("forget", [local_commit.discard_attempt, local_commit.remove_unfinished])
 def test_a_fragment_that_is_forgotten_is_no_part_of_a_later_commit(forget: Any, tmp_path: Path) -> None:
     """Its rank's save failed after it was kept: the others' would otherwise commit shards that are gone."""
     manifest, metadata = fragment(tmp_path, 1)
@@ -311,7 +311,7 @@ def store(tmp_path: Path) -> Store:
 
 def drained(store: Store, attempt: str, *replaces: str) -> Manifest:
     manifest, metadata = saved(store.root, attempt, *replaces)
-    local_commit.keep_metadata(store.root, manifest, metadata)
+    local_commit.write_attempt_metadata(store.root, manifest, metadata)
     asyncio.run(shared_commit.commit_shared(store, at(store.root), manifest))
     return manifest
 
@@ -356,7 +356,7 @@ def test_the_first_manifest_is_put_only_where_none_is(winner: str | None, store:
 
 def test_metadata_that_was_damaged_on_its_way_is_not_published(store: Store) -> None:
     manifest, metadata = saved(store.root, "one")
-    local_commit.keep_metadata(store.root, manifest, metadata)
+    local_commit.write_attempt_metadata(store.root, manifest, metadata)
     (store.root / attempt_metadata("one")).write_bytes(b"metadata of onE")
     with pytest.raises(IntegrityError, match="not what was saved"):
         asyncio.run(shared_commit.commit_shared(store, at(store.root), manifest))
@@ -429,7 +429,7 @@ def test_a_drained_mark_that_cannot_be_read_says_nothing(tmp_path: Path) -> None
     ("mark", "is_marked"),
     [
         (marks.mark_drained, marks.is_drained),
-        (marks.mark_passed, marks.may_go),
+        (marks.mark_passed, marks.is_evictable),
         (marks.mark_replicated, marks.is_replicated),
     ],
 )

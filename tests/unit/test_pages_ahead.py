@@ -58,7 +58,7 @@ class Watched(LocalCopy):
         self.after_each_read()
         return data
 
-    def is_at_hand(self, byte_range: ByteRange, /) -> bool:
+    def is_in_memory(self, byte_range: ByteRange, /) -> bool:
         return self.at_hand
 
 

@@ -140,10 +140,10 @@ def test_chunks_that_live_processes_read_from_shared_storage_are_said_to_be_on_t
     filling.claims.take("publish")
     (filling.incoming / FILLING / "shared" / "0-1").symlink_to("1-1-1-deadbeef")
     assert here.held(frozen.version, CHUNK).fetching == {5 + 3}
-    assert here.is_filling(frozen.version)
+    assert here.is_fetching(frozen.version)
     filling.close()
     assert here.held(frozen.version, CHUNK).fetching == frozenset()
-    assert not here.is_filling(frozen.version)
+    assert not here.is_fetching(frozen.version)
 
 
 def test_a_chunk_that_lands_between_two_looks_is_never_nowhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +180,9 @@ def test_other_processes_fill_and_it_is_seen(root: Path) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "landed\n"
         assert [at for at, _ in here.held(frozen.version, CHUNK).new] == [1]
-        assert here.is_filling(frozen.version)
+        assert here.is_fetching(frozen.version)
         child.kill()
-    assert not here.is_filling(frozen.version)
+    assert not here.is_fetching(frozen.version)
     assert given(here, frozen, 1) == bytes(CHUNK)
 
 

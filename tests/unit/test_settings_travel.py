@@ -16,7 +16,7 @@ from tests.states import small_state
 from tierckpt.client import get_client
 from tierckpt.config import MiB, Settings
 from tierckpt.dcp.handoff import client
-from tierckpt.dcp.handoff import description as wills
+from tierckpt.dcp.handoff import description as descriptions
 
 SECRET = "a secret of the test, given by value"
 OTHER: dict[str, Any] = {
@@ -121,14 +121,14 @@ def test_a_will_has_the_secret_and_the_credentials_and_shows_neither(
     local_root: Path, file_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "only this trainer knows")
-    left: list[wills.SaveHandoff] = []
+    left: list[descriptions.SaveHandoff] = []
     monkeypatch.setattr(client, "hand_in", lambda settings, save, will, *_: left.append(will))
     with tierckpt.Checkpointer(
         file_uri, local_root=local_root, mover="agent", staging_memory="shared", peer_secret=SECRET
     ) as checkpointer:
         checkpointer.save(1, small_state(1)).result(60)
     written = left[0].written()
-    read = wills.read(os.dup(written.fileno()))
+    read = descriptions.read(os.dup(written.fileno()))
     assert read is not None
     found = Settings.model_validate_json(read.settings)
     assert found.peer_secret is not None

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.states import same
-from tierckpt.dcp.split import Part, PartItem, amend, put_aside, resolve, share_out, spread
+from tierckpt.dcp.split import Part, PartItem, amend, balance_replicated, put_aside, resolve, spread
 from tierckpt.errors import CheckpointError
 
 KIB = 1024
@@ -67,7 +67,7 @@ def planned(planners: list[DefaultSavePlanner], part_bytes_min: int) -> tuple[li
     """What the coordinator makes of the local plans, which reach it pickled."""
     gathered = [pickle.loads(pickle.dumps(put_aside(planner.plan))) for planner in planners]
     plans, metadata = planners[0].create_global_plan(gathered)
-    return share_out(plans, part_bytes_min), metadata
+    return balance_replicated(plans, part_bytes_min), metadata
 
 
 def plan(world_size: int, state_of: Callable[[int], State], part_bytes_min: int = 1) -> list[SavePlan]:
@@ -384,7 +384,7 @@ def test_plans_that_stock_keeps_in_its_cache_are_not_spread(monkeypatch: pytest.
     planner.set_up_planner(state, is_coordinator=True)
     local = put_aside(planner.create_local_plan())
     plans, _ = planner.create_global_plan([local, local])
-    shared = share_out(plans, 1)
+    shared = balance_replicated(plans, 1)
     assert not parts_of(shared)
     assert [ours.storage_data for ours in shared] == [None, None]
 
@@ -394,7 +394,7 @@ def test_neither_input_nor_its_items_are_changed() -> None:
     gathered = [put_aside(planner.plan) for planner in planners]
     plans, _ = planners[0].create_global_plan(gathered)
     before = pickle.dumps(plans)
-    share_out(plans, 1)
+    balance_replicated(plans, 1)
     assert pickle.dumps(plans) == before
 
 
@@ -403,7 +403,10 @@ def test_what_was_put_aside_does_not_travel_back() -> None:
     state = {"t": torch.empty(100, 10)}
     planners = planners_of(2, lambda rank: state)
     kept = dataclasses.replace(planners[0].plan, storage_data="the writer's")
-    assert [ours.storage_data for ours in share_out([put_aside(planners[1].plan), kept])] == [None, "the writer's"]
+    assert [ours.storage_data for ours in balance_replicated([put_aside(planners[1].plan), kept])] == [
+        None,
+        "the writer's",
+    ]
 
 
 def test_a_part_is_the_rows_of_its_item_and_no_copy() -> None:

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tierckpt.dcp.handoff import description as wills
+from tierckpt.dcp.handoff import description as descriptions
 from tierckpt.dcp.handoff.description import Results, SaveHandoff
 from tierckpt.format.manifest import FileEntry
 
@@ -40,12 +40,12 @@ WILL = SaveHandoff(
 
 def test_a_will_is_read_by_whoever_has_the_descriptor() -> None:
     written = WILL.written()
-    assert wills.read(os.dup(written.fileno())) == WILL
+    assert descriptions.read(os.dup(written.fileno())) == WILL
 
 
 def test_what_dcp_is_told_comes_back_as_it_was() -> None:
     written = WILL.written()
-    read = wills.read(os.dup(written.fileno()))
+    read = descriptions.read(os.dup(written.fileno()))
     assert read is not None
     assert read.results.list() == RESULTS
 
@@ -63,12 +63,12 @@ def test_a_revoked_will_is_none_for_all_who_hold_it() -> None:
     """Without a word to them: who hands one in may not reach the agent when the memory has another checkpoint."""
     written = WILL.written()
     held = os.dup(written.fileno())
-    wills.revoke(written)
-    assert wills.read(held) is None
+    descriptions.revoke(written)
+    assert descriptions.read(held) is None
 
 
 def test_what_is_durable_needs_no_memory() -> None:
     files = (FileEntry("__1_0-ab.distcp", 0, (), 1, "ab"),)
     durable = WILL.durable(files)
     assert (durable.files, durable.shards, durable.kinds) == (files, (), {})
-    assert wills.read(os.dup(durable.written().fileno())) == durable
+    assert descriptions.read(os.dup(durable.written().fileno())) == durable

@@ -77,18 +77,18 @@ class Save:
     world_size: int
     is_of_this_node: bool
     """No rank of it is on another node."""
-    wills: dict[int, OrphanedSave] = field(default_factory=dict)
+    descriptions: dict[int, OrphanedSave] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
-        return len(self.wills) == self.world_size
+        return len(self.descriptions) == self.world_size
 
     @property
     def has_living_owner(self) -> bool:
-        return any(will.owner.is_alive for will in self.wills.values())
+        return any(will.owner.is_alive for will in self.descriptions.values())
 
     def close(self) -> None:
-        for will in self.wills.values():
+        for will in self.descriptions.values():
             will.close()
 
 
@@ -121,7 +121,12 @@ class OrphanedSaves:
     @property
     def size_bytes(self) -> int:
         """Memory that the wills keep, each piece counted once."""
-        kept = [os.fstat(fd) for save in self.saves for will in save.wills.values() for fd in will.descriptors.values()]
+        kept = [
+            os.fstat(fd)
+            for save in self.saves
+            for will in save.descriptions.values()
+            for fd in will.descriptors.values()
+        ]
         return sum({(status.st_dev, status.st_ino): status.st_size for status in kept}.values())
 
     def progress(self) -> Json:
@@ -133,7 +138,7 @@ class OrphanedSaves:
         }
 
     def has_will_of(self, owner: Owner) -> bool:
-        return any(will.owner is owner for save in self._saves.values() for will in save.wills.values())
+        return any(will.owner is owner for save in self._saves.values() for will in save.descriptions.values())
 
     def hand_in(
         self, owner: Owner, name: str, rank: int, world_size: int, is_of_this_node: bool, descriptors: dict[str, int]
@@ -144,7 +149,7 @@ class OrphanedSaves:
             will.close()
             return
         save = self._saves.setdefault(name, Save(name, world_size, is_of_this_node))
-        old, save.wills[rank] = save.wills.get(rank), will
+        old, save.descriptions[rank] = save.descriptions.get(rank), will
         if old is not None:
             old.close()
 
@@ -154,15 +159,15 @@ class OrphanedSaves:
         Raises KeyError when there is no such will, and the save has not ended either.
         """
         save = self._saves.get(name)
-        if save is None or rank not in save.wills:
+        if save is None or rank not in save.descriptions:
             if lock is not None:
                 os.close(lock)
             if name not in self._ended:
                 raise KeyError(f"no will of rank {rank}")
             return
-        save.wills[rank].has_begun = True
+        save.descriptions[rank].has_begun = True
         if lock is not None:
-            save.wills[rank].descriptors[LOCK_NAME] = lock
+            save.descriptions[rank].descriptors[LOCK_NAME] = lock
 
     def take_back(self, name: str) -> None:
         """The save has ended: there is nothing to execute any more, whichever rank it was that saw it."""
@@ -171,14 +176,14 @@ class OrphanedSaves:
         if save is None:
             return
         save.close()
-        if not all(will.owner.is_alive for will in save.wills.values()):
+        if not all(will.owner.is_alive for will in save.descriptions.values()):
             self._on_settled()
 
     def gone(self, owner: Owner) -> None:
         """``owner`` has ended. Settles every save that nobody alive can settle any more."""
         owner.is_alive = False
         for save in list(self._saves.values()):
-            if not save.has_living_owner and any(will.owner is owner for will in save.wills.values()):
+            if not save.has_living_owner and any(will.owner is owner for will in save.descriptions.values()):
                 self._start(save)
 
     def _start(self, save: Save) -> None:
@@ -222,7 +227,7 @@ class OrphanedSaves:
         self.given_up += 1
         log.warning(
             "a staged save is lost: %d of its %d ranks had staged it on this node when they ended",
-            len(save.wills),
+            len(save.descriptions),
             save.world_size,
         )
 
@@ -260,14 +265,14 @@ def _work_of(pid: int) -> int:
 
 def _start_executor(save: Save) -> tuple[subprocess.Popen[bytes], int]:
     """The process, and our end of the pipe that its life hangs on."""
-    left = [save.wills[rank] for rank in sorted(save.wills)]
+    left = [save.descriptions[rank] for rank in sorted(save.descriptions)]
     told = [{"descriptors": will.descriptors, "has_begun": will.has_begun} for will in left]
     theirs, ours = os.pipe()
-    order: Json = {"save": save.name, "wills": told, "life": theirs}
+    order: Json = {"save": save.name, "descriptions": told, "life": theirs}
     with os.fdopen(theirs), tempfile.TemporaryFile() as file:  # not a pipe: nothing here waits for the reader
         file.write(json.dumps(order).encode())
         file.seek(0)
-        descriptors = tuple(fd for will in save.wills.values() for fd in will.descriptors.values())
+        descriptors = tuple(fd for will in save.descriptions.values() for fd in will.descriptors.values())
         try:
             return start_python("tierckpt.dcp.handoff.finish", stdin=file, pass_fds=(theirs, *descriptors)), ours
         except BaseException:

@@ -247,7 +247,7 @@ class Agent:
         The processes of the job may have had the signal too: a checkpoint they have staged is waited for.
         """
         deadline = time.monotonic() + self.settings.grace_seconds
-        self.engine.budget.hurry()
+        self.engine.budget.newest_first()
         self._retry_at = {token: at for token, at in self._retry_at.items() if token in self.engine.draining}
         while time.monotonic() < deadline:
             await self._drain_what_is_ready()

@@ -70,7 +70,7 @@ def _weak(method: Callable[..., T]) -> Callable[..., T]:
 class CacheEntry:
     """One frozen version of some files, open for reading and filling. Close it: it holds a lease.
 
-    ``landed`` and ``read_landed`` may be called from any thread; the coroutines on one event loop.
+    ``landed`` and ``read_available`` may be called from any thread; the coroutines on one event loop.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class CacheEntry:
     def _has(self, index: int, byte_range: ByteRange) -> bool:
         return self._filling is None or all(self._filling.has(index, at) for at in self.frozen.touched(byte_range))
 
-    def read_landed(self, path: str, byte_range: ByteRange, into: memoryview) -> bool:
+    def read_available(self, path: str, byte_range: ByteRange, into: memoryview) -> bool:
         """Copy the range into ``into`` if all of it has landed, and is as it landed; else False.
 
         Any thread, no event loop needed.
@@ -330,7 +330,7 @@ class CacheEntry:
         """``read`` into memory of the caller's: the first bytes of ``into``."""
         index = self._check(path, byte_range)
         into = memoryview(into).cast("B")
-        if await asyncio.to_thread(self.read_landed, path, byte_range, into):
+        if await asyncio.to_thread(self.read_available, path, byte_range, into):
             return
         chunks = self.frozen.touched(byte_range)
         await asyncio.gather(*(self._read_chunk(index, chunk, byte_range, into) for chunk in chunks))
@@ -342,7 +342,7 @@ class CacheEntry:
         target = into[part.start - byte_range.start : part.stop - byte_range.start]
         data = await self._bring_once(index, chunk)
         if data is None:
-            if await asyncio.to_thread(self.read_landed, self.frozen.files[index].path, part, target):
+            if await asyncio.to_thread(self.read_available, self.frozen.files[index].path, part, target):
                 return
             data = await self._once((index, chunk, True), partial(mend, self))
             if data is None:
@@ -460,7 +460,7 @@ class CacheEntry:
                 brought = await self.swarm.bring(index, chunk, data)
                 digest, peer = brought.digest, brought.source
             try:
-                await self._land(filling, index, chunk, data, digest, keep)
+                await self._write_chunk(filling, index, chunk, data, digest, keep)
             finally:
                 if self.swarm is not None:
                     await self.swarm.landed(index, chunk)
@@ -468,7 +468,9 @@ class CacheEntry:
         self.tally.note(self.frozen.files[index].path, at, time.monotonic() - begun, peer)
         return kept if keep else None
 
-    async def _land(self, filling: PartialEntry, index: int, chunk: int, data: Buffer, digest: str, keep: bool) -> None:
+    async def _write_chunk(
+        self, filling: PartialEntry, index: int, chunk: int, data: Buffer, digest: str, keep: bool
+    ) -> None:
         if keep and time.monotonic() < self._no_room_until:
             return
         try:

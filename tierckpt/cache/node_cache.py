@@ -360,7 +360,7 @@ class NodeCache:
         return evict_all(self.pool, rows)
 
 
-async def patiently(work: Callable[[], Awaitable[T]], timeout_seconds: float, what: str) -> T:
+async def retry_until_available(work: Callable[[], Awaitable[T]], timeout_seconds: float, what: str) -> T:
     """Do ``work`` when it can be done: again while ``what`` is not committed, not there, or its store is away.
 
     Raises:

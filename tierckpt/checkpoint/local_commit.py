@@ -85,7 +85,7 @@ def commit_local(directory: Path, location: Location, manifest: Manifest, metada
         AlreadyCommittedError: another attempt that this one was not told to replace stands here.
     """
     with _locked(directory):
-        keep_metadata(directory, manifest, metadata)
+        write_attempt_metadata(directory, manifest, metadata)
         _publish(directory, location, manifest, metadata)
 
 
@@ -94,7 +94,7 @@ def commit_local_fragment(
 ) -> Manifest | None:
     """Keep one rank's fragment; commit the merged manifest when all ranks' fragments lie here. Returns that, if so."""
     with _locked(directory):
-        keep_metadata(directory, fragment, metadata)
+        write_attempt_metadata(directory, fragment, metadata)
         make_dirs(directory / PARTS_DIR)
         durable_write(
             directory
@@ -112,7 +112,7 @@ def commit_local_fragment(
         return whole
 
 
-def keep_metadata(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+def write_attempt_metadata(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
     """Write the attempt's own copy of its metadata. Invisible: no commit names it yet."""
     for entry in manifest.metadata:
         make_dirs((directory / entry.key).parent)
@@ -215,7 +215,7 @@ def _put_back(directory: Path, unfinished: Manifest) -> None:
             durable_write(directory / path, _kept(directory, kept[path], standing))
 
 
-def forget_local(directory: Path, token: str, manifest: Manifest | None = None) -> bool:
+def discard_attempt(directory: Path, token: str, manifest: Manifest | None = None) -> bool:
     """Delete the files of one rank's save that never committed, and what points at them.
 
     Files that the standing manifest names stay, whatever the caller believes of that save; False when there are any.
@@ -274,14 +274,14 @@ def remove_empty(directory: Path) -> None:
             _remove_empty(directory)
 
 
-def adopt_local(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
+def record_commit(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
     """Record on this node a commit that happened elsewhere, unless a different one stands here."""
     with _locked(directory):
         current = _read_or_set_aside(directory)
         if current is not None and current.attempt == manifest.attempt:
             return
         if current is None or current.attempt in manifest.replaces or is_drained(directory, current.attempt):
-            keep_metadata(directory, manifest, metadata)
+            write_attempt_metadata(directory, manifest, metadata)
             _replace(directory, current, manifest, metadata)
 
 

@@ -60,7 +60,7 @@ def is_replicated(directory: Path, attempt: str) -> bool:
     return _noted(directory / REPLICATED) == attempt
 
 
-def may_go(directory: Path, attempt: str) -> bool:
+def is_evictable(directory: Path, attempt: str) -> bool:
     """True when nobody is to drain the local copy of ``attempt`` any more. A damaged note says nothing."""
     return is_drained(directory, attempt) or _noted(directory / PASSED) == attempt
 

@@ -182,7 +182,7 @@ class Pruner:
     def _is_drained(self, seen: _Seen, manifest: Manifest) -> bool:
         if seen.shared is not None and seen.shared.attempt == manifest.attempt:
             return True
-        return marks.may_go(local_dir(self._root, seen.location), manifest.attempt)
+        return marks.is_evictable(local_dir(self._root, seen.location), manifest.attempt)
 
     def _held(self, location: Location, busy: set[str], linked: dict[Path, str]) -> str:
         if location.uri in busy:

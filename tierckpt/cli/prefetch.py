@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..cache.node_cache import Check, patiently
+from ..cache.node_cache import Check, retry_until_available
 from ..cache.pool import Pool, Row
 from ..engine import Engine
 from ..errors import ConfigError, IntegrityError, PartialTransferError, TierckptError
@@ -129,7 +129,7 @@ class _Job:
 
     async def fetch(self, engine: Engine, location: Location) -> Report:
         begun = time.monotonic()
-        result = await self._patiently(
+        result = await self._retry_until_available(
             location,
             lambda: engine.prefetch(location, self.to, include=self.include, exclude=self.exclude, pin=self.pin),
         )
@@ -185,8 +185,12 @@ class _Job:
         }
         return Report(document, [facts(summary)], 0 if fits else 1)
 
-    async def _patiently(self, location: Location, work: Callable[[], Awaitable[Any]]) -> Any:
-        return await work() if self.wait_seconds is None else await patiently(work, self.wait_seconds, location.uri)
+    async def _retry_until_available(self, location: Location, work: Callable[[], Awaitable[Any]]) -> Any:
+        return (
+            await work()
+            if self.wait_seconds is None
+            else await retry_until_available(work, self.wait_seconds, location.uri)
+        )
 
 
 def _watched(location: Location, job: _Job, local_root: Path | None, *, as_json: bool) -> Report:

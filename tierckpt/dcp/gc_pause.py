@@ -13,7 +13,7 @@ _has_frozen = False
 
 
 @contextlib.contextmanager
-def no_collection() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No cyclic garbage collection in here: while thousands of items are made, it would look at every object of the
     job again and again, for nothing, because nothing made here is in a cycle. Nor afterwards: what was made becomes old
     without being looked at, where the next collection of the young would visit all of it once.

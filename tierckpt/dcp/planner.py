@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
-from .gc_pause import no_collection
+from .gc_pause import gc_paused
 from .split import Held
 
 MEMORIES_MAX = 4
@@ -213,12 +213,12 @@ class _Parcel(SavePlan):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        with no_collection():
+        with gc_paused():
             return _unpack, (pickle.dumps((self.items, self.storage_data, self.planner_data, self.usable)),)
 
 
 def _unpack(data: bytes) -> _Parcel:
-    with no_collection():
+    with gc_paused():
         return _Parcel(*pickle.loads(data))
 
 
@@ -452,7 +452,7 @@ class TierSavePlanner(DefaultSavePlanner):
             self.global_plan, self.metadata = all_plans, _copy(generation.metadata)
             return self.global_plan, self.metadata
         complete = [self._complete(plan) for plan in all_plans]
-        with no_collection():
+        with gc_paused():
             global_plan, metadata = super().create_global_plan(complete)
         generation = _Generation(
             secrets.token_hex(8),

@@ -1,6 +1,7 @@
 """From a load plan to pieces of files, and from those back to tensors.
 
-An item of a dense tensor is a *frame* around its raw bytes (``wire.py``), and the frame follows from dtype and shape.
+An item of a dense tensor is a *frame* around its raw bytes (``items/item_format.py``), and the frame follows from
+dtype and shape.
 So no item is unpickled to find its bytes: the raw rows that this rank wants go straight to the tensor that wants them,
 and the head of the frame is looked at and compared (which needs no digest: damage makes a difference). What does not
 have the frame that its metadata lets expect (a strided or conjugate tensor, a subclass, an item behind a transform) is
@@ -186,7 +187,7 @@ class RawRead:
     def pieces(self) -> Iterator[Piece]:
         head = self.frame.head
         self._head = bytearray(len(head))
-        yield Piece(self.offset, self.offset + len(head), _address(self._head), is_peek=True)
+        yield Piece(self.offset, self.offset + len(head), _address(self._head), is_unverified=True)
         if not self._size_bytes:
             return
         into = self.target
@@ -305,7 +306,7 @@ class SmallTensorGrouper:
     this looks at first, and anything else is for ``RawRead``.
 
     Args:
-        plain: what ``looked_up`` found.
+        plain: what ``default_targets`` found.
     """
 
     def __init__(self, plain: Mapping[str, Any], shapes: Shapes, chunk_size_bytes: int) -> None:
@@ -361,7 +362,7 @@ def is_framed(item: ReadItem, info: _StorageInfo) -> bool:
     return item.type != LoadItemType.BYTE_IO and not getattr(info, "transform_descriptors", None)
 
 
-def looked_up(planner: LoadPlanner) -> Mapping[str, Any]:
+def default_targets(planner: LoadPlanner) -> Mapping[str, Any]:
     """What DCP's own planner would look up for an item, without five calls for each of 50,000."""
     kind, stock = type(planner), DefaultLoadPlanner
     names = ("resolve_tensor", "lookup_tensor", "transform_tensor")

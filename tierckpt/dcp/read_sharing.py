@@ -100,7 +100,7 @@ class Neighbours:
             window_bytes=window_bytes,
             wanted={name: shared_read.merged(ranges) for name, ranges in wanted.items()},
             fetched=missing,
-            grain_bytes=chunk if chunk % BLOCK_BYTES else BLOCK_BYTES,
+            verify_block_bytes=chunk if chunk % BLOCK_BYTES else BLOCK_BYTES,
             unit_bytes=shared_read.unit_bytes(chunk, window_bytes),
         )
         return replace(plan, storage_data=offer)

@@ -39,7 +39,7 @@ from ..restore.fetch_file import PEERS_TRIED_MAX
 from ..telemetry import logger
 from ..tracebacks import short_traceback
 from ..types import ByteRange, Tier
-from .gc_pause import no_collection
+from .gc_pause import gc_paused
 from .read_plan import (
     WINDOW_BYTES,
     DeviceCopies,
@@ -51,10 +51,10 @@ from .read_plan import (
     SmallTensorGrouper,
     WholeRead,
     by_file,
+    default_targets,
     frame_of,
     has_same_scale,
     is_framed,
-    looked_up,
 )
 from .read_sharing import Neighbours, Reading, spans
 from .sealed import Objects, load_metadata, load_tensor
@@ -148,7 +148,7 @@ class TierStorageReader(Mount, StorageReader):
         with VerifiedFile(self._copies(checkpoint, self._entry(checkpoint, name))) as stream:
             data = stream.read()
         where = f"{self.path}/{name}"
-        with no_collection():
+        with gc_paused():
             if self.settings.trust_pickle:
                 metadata = _trusting_load(data, where)
             else:
@@ -201,18 +201,18 @@ class TierStorageReader(Mount, StorageReader):
         return future
 
     def _read_own(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        with no_collection():
+        with gc_paused():
             self._infos = {id(item): self._info(item) for item in plan.items}
         with self._neighbours.reading(plan, self._spans) as reading:
             self._read_data(self._find(), plan, planner, reading)
 
     def _read_data(self, checkpoint: Checkpoint, plan: LoadPlan, planner: LoadPlanner, reading: Reading) -> None:
-        with no_collection():
+        with gc_paused():
             entries = self._entries(checkpoint, plan)
             missing = self._worth_fetching(checkpoint, entries, plan)
             items = reading.order(plan.items, self._place)
         self._fetch(checkpoint, missing, reading)
-        work = _Load(planner, looked_up(planner), Objects(), reading)
+        work = _Load(planner, default_targets(planner), Objects(), reading)
         with contextlib.ExitStack() as open_files:
             files = {
                 name: open_files.enter_context(contextlib.closing(self._copies(checkpoint, entry)))
@@ -223,7 +223,7 @@ class TierStorageReader(Mount, StorageReader):
             prepared = windows(reads, lambda read: read.extra_bytes, WINDOW_BYTES)
             done = 0
             while done < len(items):
-                with no_collection():
+                with gc_paused():
                     window = next(prepared)
                 done += sum(read.count for read in window)
                 self._read_window(window, work, files, then=items[done] if done < len(items) else None)
@@ -318,7 +318,7 @@ class TierStorageReader(Mount, StorageReader):
     def _read_window(
         self, window: list[Read], work: _Load, files: Mapping[str, ReplicatedFile], then: ReadItem | None
     ) -> None:
-        with no_collection():
+        with gc_paused():
             owned = by_file(window)
 
         def name(error: TierckptError, copies: ReplicatedFile, piece: Piece) -> None:

@@ -76,7 +76,7 @@ class ShardDelivery:
     rank: int
     transforms: _StorageWriterTransforms
     sync_files: bool
-    went_straight: bool = False
+    is_direct_put: bool = False
     """Whether they went to the shared tier past the SSD."""
 
     def write(self, laid_out: PlannedShards, planner: SavePlanner | StagedItems, route: Route) -> Written:
@@ -119,7 +119,7 @@ class ShardDelivery:
 
     def discard(self, names: Sequence[str]) -> None:
         """Remove shards that no commit names, and none will, from the shared tier. Never fails: they harm nobody."""
-        self.went_straight = False
+        self.is_direct_put = False
         try:
             self.client.run(lambda engine: engine.discard(self.location, names))
         except TierckptError as error:
@@ -145,7 +145,7 @@ class ShardDelivery:
                 )
             )
         files = self._entries(flushed)
-        self.went_straight = True
+        self.is_direct_put = True
         size_bytes = sum(file.size_bytes for file in files)
         log.info(
             "%s: %d bytes went straight to shared storage, %.2f s",

@@ -6,7 +6,7 @@ arXiv 2406.13768): bytes are levelled over the ranks, counting what each has to 
 chunk, so stock readers see a tensor that was saved in pieces. Pure functions over plans; no I/O, no collectives.
 
     every rank      prepare_local_plan    put_aside: what I hold, before the planner's dedup
-    coordinator     prepare_global_plan   share_out: who writes what
+    coordinator     prepare_global_plan   balance_replicated: who writes what
     every rank      write_data            resolve: the tensor of an item or of a part
     coordinator     finish                amend: the metadata names the parts that were written
 """
@@ -82,7 +82,7 @@ def put_aside(plan: SavePlan) -> SavePlan:
     return dataclasses.replace(plan, storage_data=Held(tuple(plan.items)))
 
 
-def share_out(plans: list[SavePlan], part_bytes_min: int = PART_BYTES_MIN) -> list[SavePlan]:
+def balance_replicated(plans: list[SavePlan], part_bytes_min: int = PART_BYTES_MIN) -> list[SavePlan]:
     """``spread`` by what ``put_aside`` has put aside, and drop that from the plans.
 
     Plans that DCP's own plan cache keeps are not spread: on a later save that cache replaces the plans of some ranks

@@ -30,7 +30,7 @@ from ..disk.blocks import round_up
 from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError
 from ..save import write_ahead
 from . import split
-from .gc_pause import no_collection
+from .gc_pause import gc_paused
 from .handoff import client
 from .items import item_format, shard_layout
 from .items.torch_save import resolve_object
@@ -173,7 +173,7 @@ class TierStager:
     # --- staging ------------------------------------------------------------------------------------------------
 
     def _stage(self, state: Any) -> tuple[Any, Copies]:
-        with no_collection():
+        with gc_paused():
             return self._staged(state)
 
     def _staged(self, state: Any) -> tuple[Any, Copies]:

@@ -68,9 +68,9 @@ from ..telemetry import COMMITS, logger
 from ..tracebacks import short_traceback
 from ..types import Tier
 from . import split
-from .gc_pause import no_collection
+from .gc_pause import gc_paused
 from .handoff import client as testament
-from .handoff import description as wills
+from .handoff import description as descriptions
 from .handoff.client import HandoffHandle
 from .handoff.description import Results, SaveHandoff
 from .items import records
@@ -259,7 +259,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @short_traceback
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        plans, save = split.share_out(plans), secrets.token_hex(8)
+        plans, save = split.balance_replicated(plans), secrets.token_hex(8)
         return [
             dataclasses.replace(plan, storage_data=_Turn(f"__{rank}_", save, len(plans), self.path))
             if plan.storage_data is None
@@ -320,7 +320,7 @@ class TierStorageWriter(Mount, StorageWriter):
         token, directory = self._token(), local_dir(self.settings.local_root, self.location)
         prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{self.rank}_"
         items, streamed = (plan.items, []) if not self.transforms.extensions else ([], list(plan.items))
-        with no_collection():
+        with gc_paused():
             sources = records.resolve(items, planner)
             streamed += sources.others
             plans = records.lay_out(
@@ -349,11 +349,11 @@ class TierStorageWriter(Mount, StorageWriter):
         if save is None:
             raise RuntimeError("finish() was called without write_data(): a StorageWriter is driven by dcp.save")
         try:
-            with no_collection():
+            with gc_paused():
                 data = self._encode_metadata(metadata, results)
                 manifest = self._manifest(save, data, results)
             metadata_bytes = {manifest.metadata[0].path: data}
-            local_commit.keep_metadata(save.directory, manifest, metadata_bytes)
+            local_commit.write_attempt_metadata(save.directory, manifest, metadata_bytes)
             files, state = save.entry.files + manifest.metadata, self._state_when_committed
             save.entry = dataclasses.replace(save.entry, files=files, manifest=manifest, state=state)
             # Before the commit, so that a crash after it still finds the drain to do; a crash between the two leaves an
@@ -367,7 +367,7 @@ class TierStorageWriter(Mount, StorageWriter):
         except BaseException:
             self._abort()
             raise
-        if self.went_straight or self._has_straight_ranks:
+        if self.is_direct_put or self._has_straight_ranks:
             # What is committed here names shards that lie there: the checkpoint is one when that tier says so too.
             size_bytes = manifest.size_bytes
             log.info("%s (%d bytes) lies on the shared tier; it is committed there next", self.path, size_bytes)
@@ -558,7 +558,7 @@ class TierStorageWriter(Mount, StorageWriter):
         return save
 
     def _leave_will(self, laid_out: PlannedShards | None, metadata: Metadata | None, save: str) -> HandoffHandle | None:
-        described = wills.describe(laid_out.shards if laid_out is not None else ())
+        described = descriptions.describe(laid_out.shards if laid_out is not None else ())
         if described is None or (laid_out is not None and laid_out.streamed):
             log.info("%s: the agent cannot hold all of it while it is staged", self.path)
             return None
@@ -590,7 +590,7 @@ class TierStorageWriter(Mount, StorageWriter):
         leases = laid_out.leases if laid_out is not None else ()
         return testament.hand_in(self.settings, save, will, memories, leases)
 
-    def stand_in(
+    def finish_for_dead_rank(
         self, will: SaveHandoff, memories: Mapping[str, Memory], lock: int | None, *, has_begun: bool
     ) -> list[WriteResult] | None:
         """Bring the shards of a rank that has ended to the SSD. None when its save is settled already.
@@ -639,7 +639,7 @@ class TierStorageWriter(Mount, StorageWriter):
             return None
         names = [*(shard.name for shard in will.shards), blocks_file(will.token)]
         files = tuple(noted[name] for name in names if name in noted)
-        save.delivery.went_straight = not self._require(save.directory, files)
+        save.delivery.is_direct_put = not self._require(save.directory, files)
         return files
 
     def _require(self, directory: Path, files: tuple[FileEntry, ...]) -> bool:
@@ -658,9 +658,9 @@ class TierStorageWriter(Mount, StorageWriter):
         return save.delivery.write_from_memory(will.shards_in(save.directory, memories))
 
     @property
-    def went_straight(self) -> bool:
+    def is_direct_put(self) -> bool:
         """Whether this rank's shards of the last save went to the shared tier past the SSD (``route``)."""
-        return self._delivery is not None and self._delivery.went_straight
+        return self._delivery is not None and self._delivery.is_direct_put
 
     @property
     def replaces(self) -> tuple[str, ...]:
@@ -734,12 +734,12 @@ class TierStorageWriter(Mount, StorageWriter):
             return
         finally:
             self._release()  # from here on the entry is the mover's, whatever happens
-        if self._is_kept is not None and not self.went_straight:  # nothing newer stands on this SSD (K1)
+        if self._is_kept is not None and not self.is_direct_put:  # nothing newer stands on this SSD (K1)
             local_only.pass_over(self.settings.local_root, self._journal, entry)
         if entry.state == KEPT:
             return
         try:
-            linked = not self.went_straight and self._client.run(lambda engine: engine.send_linked(entry))
+            linked = not self.is_direct_put and self._client.run(lambda engine: engine.send_linked(entry))
             is_coordinator = entry.manifest is not None and not entry.is_fragment
             if linked and is_coordinator and self._client.run(lambda engine: engine.drain_now(entry.token)):
                 return
@@ -767,7 +767,7 @@ class TierStorageWriter(Mount, StorageWriter):
             log.warning("%s: the save has failed, and its commit may stand on the local tier all the same", self.path)
             self._hand_over(save)
             return
-        if self.went_straight:
+        if self.is_direct_put:
             save.delivery.discard([file.path for file in save.entry.files if file.path.endswith(SHARD_SUFFIX)])
         self._journal.remove(token)
         self._release()
@@ -775,7 +775,7 @@ class TierStorageWriter(Mount, StorageWriter):
     def _forget(self, save: _Save) -> bool:
         """Remove a save that has tried to commit. False when the commit stands, or when nobody can know."""
         try:
-            return local_commit.forget_local(save.directory, save.entry.token, save.entry.manifest)
+            return local_commit.discard_attempt(save.directory, save.entry.token, save.entry.manifest)
         except TierckptError as error:
             log.warning("%s: whether it is committed cannot be known (%s); its files stay", self.path, error)
             return False

@@ -3,7 +3,8 @@
 All drains of one mover draw on one budget, chunk by chunk and in the order in which they ask, so that none of them
 starves. Places go to the newest checkpoint that waits (PCcheck's order), but one that has begun is finished first: were
 it left for each newer one, a job that saves faster than it can drain would never have a whole checkpoint on the shared
-tier. When the end is near (``hurry``), nothing is before the newest. Everything can be changed while they run: by
+tier. When the end is near (``newest_first``), nothing is before the newest. Everything can be changed while they
+run: by
 ``update`` in the process, and for every mover of the node by the control file, which ``tierckpt drain --limit`` writes
 and which each mover looks at once a second.
 
@@ -87,17 +88,17 @@ class Share:
     """What the drain of one checkpoint draws on.
 
     Attributes:
-        newness: when the checkpoint was saved, Unix seconds; larger is newer.
+        created_at: when the checkpoint was saved, Unix seconds; larger is newer.
         has_begun: whether a file of it has had a place.
     """
 
     budget: Budget
-    newness: float = 0.0
+    created_at: float = 0.0
     has_begun: bool = False
 
     async def spend(self, size_bytes: int) -> None:
         """Return when ``size_bytes`` may be read and sent (G1 to G4). A chunk may be larger than a second's worth."""
-        await self.budget.spend(size_bytes, self.newness)
+        await self.budget.spend(size_bytes, self.created_at)
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -146,7 +147,7 @@ class Budget:
         self._turn = asyncio.Lock()
         self._hurried = False
         self._running: Counter[float] = Counter()
-        """How many files of a checkpoint, by its newness, hold a place."""
+        """How many files of a checkpoint, by its age, hold a place."""
         self._queue: list[_Waiter] = []
         self._control = control_file(local_root) if local_root is not None else None
         self._control_seen: tuple[int, int, int] | None = None
@@ -210,7 +211,7 @@ class Budget:
     def resume(self) -> None:
         self.update(paused=False)
 
-    def hurry(self) -> None:
+    def newest_first(self) -> None:
         """From now on nothing is before the newest checkpoint: the mover will be stopped before all are drained."""
         self._hurried = True
         self._admit()
@@ -245,18 +246,18 @@ class Budget:
 
     # --- spending it -------------------------------------------------------------------------------------------
 
-    def share(self, newness: float) -> Share:
-        """A share for the drain of a checkpoint that was saved at ``newness`` (Unix seconds)."""
-        return Share(self, newness)
+    def share(self, created_at: float) -> Share:
+        """A share for the drain of a checkpoint that was saved at ``created_at`` (Unix seconds)."""
+        return Share(self, created_at)
 
-    async def spend(self, size_bytes: int, newness: float = 0.0) -> None:
+    async def spend(self, size_bytes: int, created_at: float = 0.0) -> None:
         """Return when ``size_bytes`` may be read and sent (G1 to G4). A chunk may be larger than a second's worth."""
-        while not await self._try_spend(size_bytes, newness):
+        while not await self._try_spend(size_bytes, created_at):
             await self._nap(NAP_SECONDS)
 
-    async def _try_spend(self, size_bytes: int, newness: float) -> bool:
+    async def _try_spend(self, size_bytes: int, created_at: float) -> bool:
         """Spend when it is our turn, or return False when a newer checkpoint must go before us (G4)."""
-        if self._is_outdone(newness):
+        if self._is_outdone(created_at):
             return False
         async with self._turn:
             self._earn(self._burst_bytes())
@@ -264,14 +265,14 @@ class Budget:
                 await self._nap(min(seconds, NAP_SECONDS))
                 # Waiting for credit, a late wake-up is made up for; waiting for anything else earns only a burst.
                 self._earn(self._burst_bytes() * (1 if self.paused else 2))
-                if self._is_outdone(newness):
+                if self._is_outdone(created_at):
                     return False
             if self.rate is not None:
                 self._credit_bytes -= size_bytes
             return True
 
-    def _is_outdone(self, newness: float) -> bool:
-        return self._hurried and any(other > newness for other in self._running)
+    def _is_outdone(self, created_at: float) -> bool:
+        return self._hurried and any(other > created_at for other in self._running)
 
     def _seconds_to_wait(self, size_bytes: int) -> float:
         self.refresh()
@@ -317,7 +318,7 @@ class Budget:
             self._leave(share)
 
     def _leave(self, share: Share) -> None:
-        self._running[share.newness] -= 1
+        self._running[share.created_at] -= 1
         self._running += Counter()  # drops what is at zero
         self._admit()
 
@@ -329,21 +330,21 @@ class Budget:
             self._queue.remove(first)
             if not first.place.done():
                 first.share.has_begun = True
-                self._running[first.share.newness] += 1
+                self._running[first.share.created_at] += 1
                 first.place.set_result(None)
 
     def _rank(self, waiter: _Waiter) -> tuple[bool, float]:
         """The least is admitted next."""
-        return not self._hurried and not waiter.share.has_begun, -waiter.share.newness
+        return not self._hurried and not waiter.share.has_begun, -waiter.share.created_at
 
     def _may_push_in(self, share: Share) -> bool:
         """In a hurry the newest need not wait until an older file is through: that one makes room by waiting (G4)."""
         holders = self._running.items()
         return (
             self._hurried
-            and share.newness > 0
-            and all(newness <= share.newness for newness, _ in holders)
-            and self._running[share.newness] < self.concurrency
+            and share.created_at > 0
+            and all(created_at <= share.created_at for created_at, _ in holders)
+            and self._running[share.created_at] < self.concurrency
         )
 
     # --- threads -----------------------------------------------------------------------------------------------

@@ -293,7 +293,7 @@ class Drainer:
         return "superseded"
 
     def _forget_local(self, directory: Path, entry: Entry) -> None:
-        local_commit.forget_local(directory, entry.token, entry.manifest)
+        local_commit.discard_attempt(directory, entry.token, entry.manifest)
         with read_lease.removing(self.settings.local_root, directory) as free:
             if free:
                 local_commit.remove_empty(directory)
@@ -492,7 +492,7 @@ class Drainer:
         for item in manifest.metadata:
             metadata[item.path] = await store.get(item.key)
             verified_read.check_bytes(metadata[item.path], item, manifest.chunk_size_bytes, store.uri)
-        await asyncio.to_thread(local_commit.adopt_local, directory, manifest, metadata)
+        await asyncio.to_thread(local_commit.record_commit, directory, manifest, metadata)
 
 
 def _may_pass(error: TierckptError) -> bool:

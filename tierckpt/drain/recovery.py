@@ -21,7 +21,7 @@ LOOK_SECONDS_MAX = 10.0
 """A save that waits for recovery does not wait for a store that is away."""
 
 
-async def take_up(entry: Entry, drainer: Drainer) -> bool:
+async def recover_entry(entry: Entry, drainer: Drainer) -> bool:
     """Return True when ``entry`` is to be drained.
 
     The shards of a save that never finished are removed, and the entry with them. What cannot be known yet stays as it

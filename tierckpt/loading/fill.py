@@ -529,7 +529,7 @@ def _put_pages(job: Job) -> None:
     is_huge, is_priced = paging.next()
     if not is_huge:
         job.memory.use_small_pages(job.into)
-    if is_priced or not job.copy.is_at_hand(ByteRange(job.start, job.stop)):
+    if is_priced or not job.copy.is_in_memory(ByteRange(job.start, job.stop)):
         begun = time.perf_counter()
         job.memory.fill_in(job.into)
         paging.learn(len(job.into), time.perf_counter() - begun, is_huge=is_huge)

@@ -101,21 +101,21 @@ class _CachedCopy:
         if self._view.landed(self._name, byte_range.start, byte_range.stop):
             # The file may be renamed, or removed by hand, just now, or be damaged: the view knows what to do then.
             with contextlib.suppress(TierckptError):
-                found = self._landed_file().read(byte_range, into, through)
+                found = self._available_file().read(byte_range, into, through)
                 if len(found) == byte_range.size_bytes and self._view.is_good(self._name, byte_range.start, found):
                     return found
         part = into[: byte_range.size_bytes]
         self._view.read_into(self._name, byte_range.start, part)
         return part
 
-    def is_at_hand(self, byte_range: ByteRange, /) -> bool:
+    def is_in_memory(self, byte_range: ByteRange, /) -> bool:
         if not self._view.landed(self._name, byte_range.start, byte_range.stop):
             return False
         with contextlib.suppress(TierckptError):
-            return self._landed_file().is_at_hand(byte_range)
+            return self._available_file().is_in_memory(byte_range)
         return False
 
-    def _landed_file(self) -> LocalCopy:
+    def _available_file(self) -> LocalCopy:
         with self._lock:
             if self._file is None:
                 tuner = read_tuner_for(self._settings, MODEL_WAYS)

@@ -212,7 +212,7 @@ class Holdings:
         finally:
             self._lock.release()
 
-    def is_filling(self, version: str) -> bool:
+    def is_fetching(self, version: str) -> bool:
         """True while a live process fills a directory of this node with ``version``."""
         with self._lock:
             self._find(version)

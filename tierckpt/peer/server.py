@@ -1,4 +1,5 @@
-"""The server of a node's agent for the other nodes: it answers GET and HEAD of the paths in wire.py, for members only.
+"""The server of a node's agent for the other nodes: it answers GET and HEAD of the paths in messages.py, for members
+only.
 
     K1  Nothing is answered before the request is proven (auth.py), and nothing but what ``Holdings`` gives: no path of
         a file is ever part of a request. All that is not here is the same 404.
@@ -339,7 +340,7 @@ class PeerServer:
     def interested(self, version: str) -> set[str]:
         """Who has asked for ``version`` as interested a short while ago, and this node if it fills. Blocking."""
         names = self._interested.names(version, INTEREST_SECONDS)
-        return names | {self.members.me.name} if self.holdings.is_filling(version) else names
+        return names | {self.members.me.name} if self.holdings.is_fetching(version) else names
 
     def slow_to(self, version: str) -> set[str]:
         """Who has said a short while ago that this node takes far longer than others to give chunks of ``version``."""
@@ -358,7 +359,7 @@ class PeerServer:
                 found = found or await self._in_thread(self._open, version, size, ordinal, after)
                 if found is not None:
                     with contextlib.closing(found[0]):
-                        return await self._give(reply, name, *found)
+                        return await self._scatter(reply, name, *found)
             finally:
                 self._free(name)
             if not await self._landed(version, size, ordinal, deadline):
@@ -372,7 +373,7 @@ class PeerServer:
             return None
         return opened, self.holdings.held(version, size, after, LINES_IN_HEAD_MAX)
 
-    async def _give(self, reply: _Reply, name: str, opened: Opened, held: ChunkReport) -> bool:
+    async def _scatter(self, reply: _Reply, name: str, opened: Opened, held: ChunkReport) -> bool:
         keeps = await reply.chunk(opened, held.to_header(), self._bucket)
         if not reply.is_head:
             self._note_served(name, opened.byte_range.size_bytes)

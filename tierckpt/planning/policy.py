@@ -226,11 +226,11 @@ def _room(rules: Rules, now: Situation, skip: tuple[int, ...], sent: int | None)
     kept = {one.number for one in local[-rules.keep_local :]} | {sent}
     free = _free(rules, now)
     durable = _newest_shared_number(now)
-    may_go = [
+    is_evictable = [
         one for one in local if one.number not in kept and (one.number <= durable or one.skipped or one.number in skip)
     ]
     removed = []
-    for one in may_go:
+    for one in is_evictable:
         if free >= now.next_bytes:
             break
         free += one.size_bytes

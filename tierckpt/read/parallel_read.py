@@ -68,14 +68,15 @@ class Piece(NamedTuple):
     """Bytes ``start`` to ``stop`` of a file, and the address they go to. Whoever makes it keeps that memory alive.
 
     Attributes:
-        is_peek: it is compared with what is known already, so that it need not be verified: nothing more is read for
+        is_unverified: it is compared with what is known already, so that it need not be verified: nothing more is
+            read for
             it, and where nothing can be read its memory stays as it is.
     """
 
     start: int
     stop: int
     address: int
-    is_peek: bool = False
+    is_unverified: bool = False
 
 
 OnError: TypeAlias = Callable[[TierckptError, ReplicatedFile, Piece], None]
@@ -259,18 +260,18 @@ def _jobs(copies: ReplicatedFile, pieces: Sequence[Piece]) -> list[_Job]:
 
 def _runs(job: _Job) -> list[ByteRange]:
     """The blocks of a chunk that are wanted, those near to each other together."""
-    chunk, grain, is_remote = job.copies.chunk_range(job.index), job.copies.grain_bytes, job.copies.is_remote
+    chunk, grain, is_remote = job.copies.chunk_range(job.index), job.copies.verify_block_bytes, job.copies.is_remote
     near = NEAR_BYTES if is_remote else NEAR_LOCAL_BYTES
     runs: list[tuple[int, int, bool]] = []
     for piece in job.pieces:
-        if piece.is_peek and not is_remote:
+        if piece.is_unverified and not is_remote:
             continue
         start = (max(piece.start, chunk.start) - chunk.start) // grain * grain + chunk.start
         stop = min(chunk.stop, round_up(min(piece.stop, chunk.stop) - chunk.start, grain) + chunk.start)
         if runs and start <= runs[-1][1] + near:
-            runs[-1] = (runs[-1][0], max(runs[-1][1], stop), runs[-1][2] and piece.is_peek)
+            runs[-1] = (runs[-1][0], max(runs[-1][1], stop), runs[-1][2] and piece.is_unverified)
         else:
-            runs.append((start, stop, piece.is_peek))
+            runs.append((start, stop, piece.is_unverified))
     return [ByteRange(start, stop) for start, stop, only_peeks in runs if not only_peeks]
 
 
@@ -386,14 +387,14 @@ class _Pull:
             try:
                 with _Turn(self._turns) as turn:
                     data = job.copies.part(job.index, part, _room(buffer, part), turn)
-                    _give(islice(job.pieces, first, None), part, data)
+                    _scatter(islice(job.pieces, first, None), part, data)
             except TierckptError as error:
                 self._on_error(error, job.copies, job.pieces[min(first, len(job.pieces) - 1)])
                 raise
         if not job.is_read_whole:
             for piece in job.pieces:
-                if piece.is_peek:
-                    _peek(piece, job, buffer)
+                if piece.is_unverified:
+                    _read_unverified(piece, job, buffer)
 
 
 def _room(buffer: memoryview | None, part: ByteRange) -> memoryview | None:
@@ -401,14 +402,14 @@ def _room(buffer: memoryview | None, part: ByteRange) -> memoryview | None:
     return buffer if buffer is not None and round_up(part.size_bytes) <= len(buffer) else None
 
 
-def _peek(piece: Piece, job: _Job, buffer: memoryview | None) -> None:
+def _read_unverified(piece: Piece, job: _Job, buffer: memoryview | None) -> None:
     """Look at what nothing was read for."""
     start, stop = max(piece.start, job.chunk.start), min(piece.stop, job.chunk.stop)
     if any(run.start <= start and stop <= run.stop for run in job.runs):
         return
     pages = _pages(job.copies, start, stop)
-    data = job.copies.peek(pages, _room(buffer, pages))
-    _give([piece], ByteRange(pages.start, pages.start + len(data)), data)
+    data = job.copies.read_unverified(pages, _room(buffer, pages))
+    _scatter([piece], ByteRange(pages.start, pages.start + len(data)), data)
 
 
 def _pages(copies: ReplicatedFile, start: int, stop: int) -> ByteRange:
@@ -418,7 +419,7 @@ def _pages(copies: ReplicatedFile, start: int, stop: int) -> ByteRange:
     return ByteRange(start // PAGE_BYTES * PAGE_BYTES, min(round_up(stop, PAGE_BYTES), copies.entry.size_bytes))
 
 
-def _give(pieces: Iterable[Piece], run: ByteRange, data: Buffer) -> None:
+def _scatter(pieces: Iterable[Piece], run: ByteRange, data: Buffer) -> None:
     """Copy to each piece, in order of ``start``, what ``data``, which is ``run`` of the file, has of it."""
     with _address_of(data) as base:
         for piece in pieces:

@@ -39,7 +39,7 @@ class Copy(Protocol):
         self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
     ) -> Buffer: ...
 
-    def is_at_hand(self, byte_range: ByteRange, /) -> bool:
+    def is_in_memory(self, byte_range: ByteRange, /) -> bool:
         """True when to read the range is to copy it from memory: nobody waits for a disk or a network."""
 
     def quarantine(self) -> None:
@@ -113,7 +113,7 @@ class LocalCopy:
     def _read_into(self, into: memoryview, byte_range: ByteRange, through: memoryview | None) -> int:
         """Return how many bytes of the range are in ``into`` now: fewer than asked for where the file is too short."""
         done = 0
-        if not (is_cached := self.is_at_hand(byte_range)):
+        if not (is_cached := self.is_in_memory(byte_range)):
             self.cold_bytes += byte_range.size_bytes
         if self.is_direct and not is_cached and byte_range.start % DISK_BLOCK_BYTES == 0:
             done = self._read_direct(into, byte_range, through)
@@ -126,7 +126,7 @@ class LocalCopy:
             done += count
         return done
 
-    def is_at_hand(self, byte_range: ByteRange, /) -> bool:
+    def is_in_memory(self, byte_range: ByteRange, /) -> bool:
         """True for what is in the page cache, unless the user wants it read in one way whatever is there."""
         try:
             self.open()
@@ -204,7 +204,7 @@ class StoreCopy:
     ) -> Buffer:
         return self._get_range(byte_range)
 
-    def is_at_hand(self, byte_range: ByteRange, /) -> bool:
+    def is_in_memory(self, byte_range: ByteRange, /) -> bool:
         return False
 
     def quarantine(self) -> None:
@@ -238,7 +238,7 @@ class PeerCopy:
         start = byte_range.start - indices[0] * size
         return memoryview(data)[start : start + byte_range.size_bytes]
 
-    def is_at_hand(self, byte_range: ByteRange, /) -> bool:
+    def is_in_memory(self, byte_range: ByteRange, /) -> bool:
         return False
 
     def quarantine(self) -> None:
@@ -265,7 +265,8 @@ class ReplicatedFile:
     """The copies of one file, nearest first. Any thread may ask for any chunk, or for whole blocks of one.
 
     Every byte it returns has passed a digest (files of stock DCP have none and are returned as they are), but for what
-    ``peek`` shows. When a part of one copy is bad or cannot be read, that copy is given up (quarantined where it is
+    ``read_unverified`` shows. When a part of one copy is bad or cannot be read, that copy is given up (quarantined
+    where it is
     ours) for the next.
     """
 
@@ -309,7 +310,7 @@ class ReplicatedFile:
         return isinstance(next(iter(self._copies), None), PeerCopy)
 
     @property
-    def grain_bytes(self) -> int:
+    def verify_block_bytes(self) -> int:
         """The least that can be verified, and so the least that is worth reading; parts begin at a multiple of it."""
         return BLOCK_BYTES if self.entry.digests else DISK_BLOCK_BYTES
 
@@ -377,7 +378,7 @@ class ReplicatedFile:
             self._give_up(copy, problem)
         raise self._loss(byte_range)
 
-    def peek(self, byte_range: ByteRange, into: memoryview | None = None) -> Buffer:
+    def read_unverified(self, byte_range: ByteRange, into: memoryview | None = None) -> Buffer:
         """Return what some copy has there, **unverified**, and nothing where it cannot be read.
 
         Only for what is compared with what is known already: damage then shows as a difference.

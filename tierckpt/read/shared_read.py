@@ -54,7 +54,7 @@ class ReadInterest:
         window: the name of the memory it has made, should it be the one to be used.
         wanted: the bytes of each file that it wants, in order, apart from each other.
         fetched: files to be brought to the local tier, because they are not there.
-        grain_bytes: what is read of a file begins and ends at multiples of this.
+        verify_block_bytes: what is read of a file begins and ends at multiples of this.
         unit_bytes: what one unit has at most; no chunk lies in two units.
     """
 
@@ -64,7 +64,7 @@ class ReadInterest:
     window_bytes: int
     wanted: Mapping[str, Ranges]
     fetched: Sequence[str]
-    grain_bytes: int
+    verify_block_bytes: int
     unit_bytes: int
 
 
@@ -116,7 +116,7 @@ def _common(offers: Sequence[ReadInterest]) -> dict[str, Ranges]:
 
     Bytes that only the grain has in common are not: two ranks that want neighbouring rows read them apart.
     """
-    grain, unit = offers[0].grain_bytes, offers[0].unit_bytes
+    grain, unit = offers[0].verify_block_bytes, offers[0].unit_bytes
     room = UNITS_MAX - max(len(offer.fetched) for offer in offers) * len(offers)
     common: dict[str, Ranges] = {}
     for name in sorted(set(itertools.chain.from_iterable(offer.wanted for offer in offers))):

@@ -210,7 +210,7 @@ class Replicator:
         for entry in manifest.metadata:
             metadata[entry.path] = await taking.get(entry)
             verified_read.check_bytes(metadata[entry.path], entry, manifest.chunk_size_bytes, taking.uri)
-        await asyncio.to_thread(local_commit.adopt_local, directory, manifest, metadata)
+        await asyncio.to_thread(local_commit.record_commit, directory, manifest, metadata)
         standing = await asyncio.to_thread(local_commit.read_local_manifest, directory)
         return standing is not None and standing.attempt == manifest.attempt
 
@@ -322,9 +322,9 @@ class Replicator:
         return found
 
     async def _fetch(
-        self, elsewhere: PeerReplicas, member: Member, directory: Path, lacking: Sequence[FileEntry], newness: float
+        self, elsewhere: PeerReplicas, member: Member, directory: Path, lacking: Sequence[FileEntry], created_at: float
     ) -> None:
-        share = self._budget.share(newness)
+        share = self._budget.share(created_at)
         source = PeerRanges(elsewhere, [member], share.spend)
         total, done = sum(entry.size_bytes for entry in lacking), 0
 

@@ -168,7 +168,9 @@ async def adopt(checkpoint: Checkpoint) -> None:
     if manifest is None:
         return
     try:
-        await asyncio.to_thread(local_commit.adopt_local, directory, manifest, await metadata_of(checkpoint, manifest))
+        await asyncio.to_thread(
+            local_commit.record_commit, directory, manifest, await metadata_of(checkpoint, manifest)
+        )
         if Tier.SHARED in checkpoint.tiers:
             await asyncio.to_thread(marks.mark_drained, directory, manifest.attempt)
     except (TierckptError, OSError) as error:

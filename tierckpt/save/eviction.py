@@ -173,7 +173,7 @@ def _evict(settings: Settings, needed_bytes: int, directory: Path, reserved_byte
     protected = _newest_of_each_run(here)
     busy, waits = _draining(settings, protected | {directory})
     for old, manifest in _oldest_first(here):
-        if old in protected | busy | {directory} or not marks.may_go(old, manifest.attempt):
+        if old in protected | busy | {directory} or not marks.is_evictable(old, manifest.attempt):
             continue
         size_bytes = _own_bytes(old, manifest)
         if not size_bytes:

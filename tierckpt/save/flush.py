@@ -139,7 +139,7 @@ class Stream:
                 end = min(start + self._job.segment_bytes, file.shard.size_bytes)
                 records = _overlapping(file.shard.records, start, end)
                 place = self._job.in_place(file, records, start, end) or _in(self._slot, start, end)
-                self._job.bring_together(file, records, place, end)
+                self._job.assemble(file, records, place, end)
                 yield place.part(start, end)
 
     def flushed(self) -> Flushed:
@@ -365,7 +365,7 @@ class _Job:
     def _write_segment(self, segment: _Segment) -> None:
         file, place, end = segment.file, segment.place, segment.end
         start = place.start
-        self.bring_together(file, segment.records, place, end)
+        self.assemble(file, segment.records, place, end)
         try:
             if not file.has(place):
                 if not self._writing.acquire(timeout=max(0.0, self.deadline - time.monotonic())):
@@ -384,7 +384,7 @@ class _Job:
                 raise
             raise translate_os_error(error, file.shard.path, Tier.LOCAL) from error
 
-    def bring_together(self, file: _File, records: Sequence[Record], place: _Place, end: int) -> None:
+    def assemble(self, file: _File, records: Sequence[Record], place: _Place, end: int) -> None:
         """Have the bytes up to ``end`` at ``place``, padded to whole blocks, and note their digests."""
         self._gather(records, place)
         start = place.start

@@ -197,7 +197,7 @@ class Checkpointer:
         log.warning("%s: the next step is saved", reason)
         self._last.ask(time.monotonic() + seconds, reason)
 
-    def prepare_to_go(self, deadline: float, reason: str) -> None:
+    def request_final_save(self, deadline: float, reason: str) -> None:
         """After a signal: have the loop save at its next step, if there is one and it fits."""
         if self._steps_seen:
             self._last.ask(deadline, reason)
@@ -379,7 +379,7 @@ class Checkpointer:
             job.staged.wait(self.settings.staging_timeout_seconds)
             future = job.writer.write_data(job.plan, job.staged)
             future.wait()
-            return future.value(), job.writer.went_straight
+            return future.value(), job.writer.is_direct_put
 
         def commit(outcomes: list[tuple[list[Any], bool]]) -> tuple[int, bool]:
             if job.metadata is None:
@@ -696,12 +696,12 @@ class Checkpointer:
         if self._unsaved is not None and not self._closed and not self._last.is_done:
             self.save(*self._unsaved)
 
-    def bring_to_safety(self, deadline: float) -> list[str]:
+    def flush_before_exit(self, deadline: float) -> list[str]:
         """After SIGTERM: wait, until ``deadline``, for what is under way. Returns what is not safe, in words.
 
         Raises nothing that waiting could not mend. What the agent drains it goes on to drain after this process.
         """
-        self._client.run(lambda engine: engine.hurry())
+        self._client.run(lambda engine: engine.newest_first())
         self._last.wait(deadline, self._pacer.step_seconds)
         futures.wait([future for _, future in self._running], max(0.0, deadline - time.monotonic()))
         self._send_newest()

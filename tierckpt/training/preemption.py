@@ -29,10 +29,10 @@ class Saver(Protocol):
 
     grace_seconds: float
 
-    def prepare_to_go(self, deadline: float, reason: str) -> None:
+    def request_final_save(self, deadline: float, reason: str) -> None:
         """Note that the process ends by ``deadline`` (monotonic), so that the training loop can save once more."""
 
-    def bring_to_safety(self, deadline: float) -> list[str]:
+    def flush_before_exit(self, deadline: float) -> list[str]:
         """Finish what is under way until ``deadline`` (monotonic). Returns a sentence for each thing that is left."""
 
 
@@ -136,10 +136,10 @@ def _end() -> None:
     deadline = time.monotonic() + grace_seconds
     log.warning("%s: up to %g s to bring %d run(s) to safety", name, grace_seconds, len(savers))
     for saver in savers:  # all of them first: their loops have to come to their next step
-        saver.prepare_to_go(deadline, name)
+        saver.request_final_save(deadline, name)
     for saver in savers:
         try:
-            for sentence in saver.bring_to_safety(deadline):
+            for sentence in saver.flush_before_exit(deadline):
                 log.warning("%s", sentence)
         except Exception as error:
             log.error("a save did not reach safety: %s", error)

@@ -76,7 +76,7 @@ class Trainer(Job):
         self.speaker = speaker
         self.labels: dict[str, str] = {}
         self.unsent: set[str] = set()
-        self.may_go: set[tuple[str, str]] = set()
+        self.is_evictable: set[tuple[str, str]] = set()
 
     def acknowledge(self, place: str, tier: str) -> None:
         if tier == LOCAL:
@@ -104,8 +104,8 @@ class Trainer(Job):
         steps = sorted(self.labels, key=lambda name: int(name.rpartition("-")[2]))
         for tier, count in ((LOCAL, local), (SHARED, shared)):
             for name in steps[:-count]:
-                if (name, tier) not in self.may_go:
-                    self.may_go.add((name, tier))
+                if (name, tier) not in self.is_evictable:
+                    self.is_evictable.add((name, tier))
                     self.speaker.say(MAY_GO, name, tier)
         self.wait(self.engine.keep_last(self.world.run, local=local, shared=shared))
 

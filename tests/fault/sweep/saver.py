@@ -1,6 +1,6 @@
 """A save as ``dcp/writer.py`` does it, without torch: the same functions of mover and engine, in the same order.
 
-``test_kill_sweep.py`` holds the system calls of this one against those of the real writer.
+``test_sweeps.py`` holds the system calls of this one against those of the real writer.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Saver:
                 one.write(rank, is_straight)
                 if rank == 0 or alone:
                     one.finish(rank)
-                    if rank == 0 and not one.went_straight:
+                    if rank == 0 and not one.is_direct_put:
                         committed()
                 one.hand_over(send)
         except BaseException:
@@ -135,7 +135,7 @@ class _OneSave:
         self.collected: list[FileEntry] = []
         self.lock = contextlib.ExitStack()
         self.entry: Entry | None = None
-        self.went_straight = False
+        self.is_direct_put = False
 
     def begin(self, rank: int) -> None:
         self.saver.recover()
@@ -155,7 +155,7 @@ class _OneSave:
             for index in range(len(SHARD_BYTES))
         ]
         flushed = self._straight(shards) if is_straight else None
-        self.went_straight = flushed is not None
+        self.is_direct_put = flushed is not None
         if flushed is None:
             eviction.make_room(self.settings, sum(shard.size_bytes for shard in shards), self.directory)
             flushed = self._flush(shards)
@@ -201,7 +201,7 @@ class _OneSave:
             created_unix_seconds=time.time(),
         )
         metadata = {name: data}
-        local_commit.keep_metadata(self.directory, manifest, metadata)
+        local_commit.write_attempt_metadata(self.directory, manifest, metadata)
         self.entry = dataclasses.replace(
             self.entry, files=self.entry.files + manifest.metadata, manifest=manifest, state=READY
         )
@@ -222,7 +222,7 @@ class _OneSave:
         if entry.state != READY:
             entry = self.journal.write(dataclasses.replace(entry, state=READY))
         self.release()
-        if not send or self.went_straight:
+        if not send or self.is_direct_put:
             return
         with contextlib.suppress(TierckptError):  # as in the writer: the mover tries again
             linked = self.saver.run(self.engine.send_linked(entry))
@@ -235,11 +235,11 @@ class _OneSave:
         entry, token = self.entry, self.entry.token
         if entry.state == READY:
             self.journal.write(dataclasses.replace(entry, state=WRITING))
-        if not local_commit.forget_local(self.directory, token, entry.manifest):
+        if not local_commit.discard_attempt(self.directory, token, entry.manifest):
             self.journal.write(dataclasses.replace(entry, state=READY))
             self.release()
             return
-        if self.went_straight:
+        if self.is_direct_put:
             self._discard([file.path for file in entry.files])
         self.journal.remove(token)
         self.release()

@@ -16,7 +16,7 @@ from ...errors import TierckptError
 from ...format.manifest import FileEntry
 from ...ipc.client import WILL_NAME, AgentClient, contact_for, is_known
 from ...telemetry import logger
-from . import description as wills
+from . import description as descriptions
 from .description import SaveHandoff
 
 log = logger("save")
@@ -81,7 +81,7 @@ class HandoffHandle:
 
     def _revoke(self, count: int | None = None) -> None:
         for written in self._written[:count]:
-            wills.revoke(written)
+            descriptions.revoke(written)
         del self._written[:count]
 
     def has_begun(self, lock: int) -> bool:

@@ -33,7 +33,7 @@ from ...ipc.client import LOCK_NAME, WILL_NAME
 from ...telemetry import log_to, logger
 from ...types import Json
 from ..writer import TierStorageWriter
-from . import description as wills
+from . import description as descriptions
 from .description import SaveHandoff
 from .multi_node import WAIT_SECONDS, ResultExchange
 
@@ -42,10 +42,10 @@ log = logger("agent")
 
 def execute(order: Json) -> bool:
     """Flush and commit what the ranks left. False when the save was settled already. Raises TierckptError."""
-    left: list[dict[str, int]] = [one["descriptors"] for one in order["wills"]]
-    begun: list[bool] = [one["has_begun"] for one in order["wills"]]
+    left: list[dict[str, int]] = [one["descriptors"] for one in order["descriptions"]]
+    begun: list[bool] = [one["has_begun"] for one in order["descriptions"]]
     locks = [descriptors.pop(LOCK_NAME, None) for descriptors in left]
-    found = [will for descriptors in left if (will := wills.read(descriptors.pop(WILL_NAME))) is not None]
+    found = [will for descriptors in left if (will := descriptions.read(descriptors.pop(WILL_NAME))) is not None]
     if len(found) < len(left):
         return False  # a rank has seen the end of it, and could not say so
     os.environ.update(found[0].environment)
@@ -64,7 +64,7 @@ def execute(order: Json) -> bool:
     try:
         results: dict[int, list[WriteResult]] = {}
         for will, writer, lock, has_begun in zip(found, writers, locks, begun, strict=True):
-            written = writer.stand_in(will, memories, lock, has_begun=has_begun) if will.token else []
+            written = writer.finish_for_dead_rank(will, memories, lock, has_begun=has_begun) if will.token else []
             if written is None:
                 return False
             results[will.rank] = written

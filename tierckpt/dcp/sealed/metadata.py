@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ...errors import UnsafeCheckpointError
-from ..gc_pause import no_collection
+from ..gc_pause import gc_paused
 from . import machine
 from .machine import Class, Function, Record, Refused
 
@@ -67,7 +67,7 @@ def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata
         repeats what is equal; S2 bounds the memory.
     """
     try:
-        with no_collection():
+        with gc_paused():
             return _Builder(len(data), partial).metadata(_parse(data))
     except Refused as error:
         raise refusal(f"{where} is refused: {error}", error.wanted, file=where) from None

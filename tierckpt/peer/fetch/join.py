@@ -95,11 +95,11 @@ class _Agent:
         self._contact = own_contact(settings)
         self._version, self._directory = frozen.version, directory
 
-    async def view(self, is_filling: bool) -> ClusterView:
+    async def view(self, is_fetching: bool) -> ClusterView:
         from .session import ClusterView
 
         message: Json = {"op": "peers", "version": None, "directory": None}
-        if is_filling:
+        if is_fetching:
             message |= {"version": self._version, "directory": self._directory}
         answer = await asyncio.to_thread(self._contact.ask, message, timeout_seconds=ANSWER_SECONDS)
         live: list[Member] = [member_of(row) for row in answer["live"]]

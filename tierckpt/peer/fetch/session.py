@@ -119,7 +119,7 @@ class FetchSession:
         self._tuning = tuning or Tuning()
         self._work = list(frozen.chunks())
         self._firsts = [0, *accumulate(frozen.chunks_of(index) for index in range(len(frozen.files)))]
-        self._is_filling = False
+        self._is_fetching = False
         self._schedule: Schedule | None = None
         self._client: Asks | None = None
         self._members: dict[str, Member] = {}
@@ -208,7 +208,7 @@ class FetchSession:
 
     async def _look(self) -> None:
         try:
-            self._take(await self._view(self._is_filling))
+            self._take(await self._view(self._is_fetching))
         except (TierckptError, OSError) as error:
             log.info("%s: who is there is not known anew: %s", self.frozen.uri, error)
 
@@ -248,7 +248,7 @@ class FetchSession:
                     self.frozen.version,
                     self.frozen.chunk_size_bytes,
                     after=cursor,
-                    interested=self._is_filling,
+                    interested=self._is_fetching,
                 )
             self._hear(name, held, cursor, is_full=True)
         except PeerBusyError:
@@ -331,7 +331,7 @@ class FetchSession:
     def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> PeerOrder:
         """The chunks of a fill, in the order in which they are to be fetched. ``whole``: they are all that is missing,
         so that other nodes may count on this one."""
-        self._is_filling = whole
+        self._is_fetching = whole
         self.schedule.want(self._firsts[index] + chunk for index, chunk in todo)
         return PeerOrder(self)
 
