@@ -65,6 +65,7 @@ class Client:
         self._telling: set[asyncio.Task[None]] = set()
         self._calls: set[concurrent.futures.Future[Any]] = set()
         """What threads wait for."""
+        self._is_closed, self._entering = False, threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tierckpt", daemon=True)
         self._thread.start()
@@ -87,8 +88,10 @@ class Client:
             tasks.extend(filter(None, [asyncio.current_task()]))
             return await work(self.engine)
 
-        future = asyncio.run_coroutine_threadsafe(call(), self._loop)
-        self._calls.add(future)
+        with self._entering:  # a call is known to ``close``, which ends it, or comes too late and is told so
+            self._check_open()
+            future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+            self._calls.add(future)
         try:
             return future.result()
         except BaseException:
@@ -102,7 +105,12 @@ class Client:
 
     def start(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
         """Begin ``work(engine)`` on the loop and return at once."""
+        self._check_open()
         return asyncio.run_coroutine_threadsafe(work(self.engine), self._loop)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TierckptError("tierckpt has been closed in this process, or the process ends", hint="Open it again")
 
     def submit(self, token: str) -> None:
         """Have a journal entry drained in the background: by the agent, or by this process."""
@@ -228,15 +236,24 @@ class Client:
 
     def close(self) -> None:
         """Stop the drains (the journal keeps them) and the thread. Idempotent."""
-        if self._loop.is_closed() or not self.is_ours:
+        if self._is_closed or not self.is_ours:
             return
         self.run(self._stop)
+        with self._entering:
+            self._is_closed = True
         for call in tuple(self._calls):
-            call.cancel()  # it hangs, and the thread that waits for it would keep the process from ending
-        self._loop.call_soon_threadsafe(self._loop.stop)
+            call.cancel()  # it hangs or came late, and the thread that waits for it would keep the process from ending
+        self._loop.call_soon_threadsafe(self._stop_loop)
         self._thread.join(timeout=10.0)
         if not self._thread.is_alive():
             self._loop.close()
+
+    def _stop_loop(self, turns: int = 3) -> None:
+        """Stop the loop once what was cancelled has had its turn."""
+        if turns:
+            self._loop.call_soon(self._stop_loop, turns - 1)
+        else:
+            self._loop.stop()
 
     async def _stop(self, engine: Engine) -> None:
         """Cancel what still runs and let it put its files away, then close the engine."""

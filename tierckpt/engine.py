@@ -264,7 +264,7 @@ class Engine:
             entry = await asyncio.to_thread(self.journal.read, token)
             uri = entry.uri if entry else ""
             result = await self._drainer.drain(token)
-            if result.outcome == "committed":
+            if result.outcome == "committed" and uri:  # '': another mover was through before we looked
                 self._note_commit(uri)
                 self._drained_to.add(place_of(parse_uri(uri)))
             return result

@@ -175,7 +175,7 @@ def shards_first(bug: str) -> None:
             (directory / MANIFEST).unlink(missing_ok=True)
             return True
 
-        prune.commit.remove_local = remove_local
+        prune.local_commit.remove_local = remove_local
     if bug == "shared":
 
         async def remove_shared(store: Store, manifest: Manifest) -> bool:

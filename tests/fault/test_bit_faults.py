@@ -476,5 +476,5 @@ def test_a_shard_that_was_damaged_before_the_drain_is_not_sent(tmp_path: Path, m
 def test_a_digest_taken_from_what_is_sent_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: "digest after upload" says yes to whatever lies on the disk."""
     monkeypatch.setattr(LocalStore, "link", never_links)
-    monkeypatch.setattr(verified_read, "_has_digest", lambda *_: True)
+    monkeypatch.setattr(verified_read, "is_good", lambda *_: True)
     assert drained_after_damage(tmp_path) == ("", True)

@@ -102,7 +102,7 @@ async def test_a_loop_without_digests_is_found_out(
     server: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: with the digest check switched off, flipped bits reach the files, and the loop must say so."""
-    monkeypatch.setattr(verified_read, "_has_digest", lambda *_: True)
+    monkeypatch.setattr(verified_read, "is_good", lambda *_: True)
     with planned(server, proxy, Kind.BIT_FLIP, only=lambda verb, path: ".distcp" in path) as (uri, plan):
         loop = Loop(uri, plan, tmp_path)
         await loop.run(0.5, 1.0, 3)

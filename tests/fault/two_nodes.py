@@ -23,7 +23,7 @@ from typing import Any
 import fsspec
 
 from tests.fault.sweep.saver import CHUNK_BYTES, Saver, content
-from tierckpt.checkpoint import local_commit, marks, retention, shared_commit
+from tierckpt.checkpoint import marks, retention, shared_commit
 from tierckpt.checkpoint.retention import Policy, Rule
 from tierckpt.config import Settings
 from tierckpt.drain.drain import Drainer
@@ -198,7 +198,7 @@ def no_look() -> None:
         return True
 
     shared_commit.remove = remove
-    assert retention.commit is local_commit
+    assert retention.shared_commit is shared_commit
 
 
 def save_what_is_removed(node: Node, last: int) -> None:

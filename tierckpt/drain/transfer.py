@@ -20,9 +20,10 @@ from ..disk.file_io import open_file, pread_all, pwrite_all
 from ..disk.file_lock import lock_async
 from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.manifest import FileEntry
+from ..stores import verified_read
 from ..stores.base import Store
 from ..stores.common import settled
-from ..stores.verified_read import _expect, _has_digest, again, get_checked
+from ..stores.verified_read import again, get_checked
 from ..telemetry import BYTES, FILE_SECONDS, FILES
 from ..types import Buffer, ByteRange, Tier
 from .budget import Share
@@ -99,7 +100,13 @@ async def _checked_chunks(
             if share is not None:
                 await share.spend(byte_range.size_bytes)
             chunk = await settled(in_thread(pread_all, file, byte_range, path))
-            _expect(await in_thread(_has_digest, chunk, digest, byte_range), entry, byte_range, Tier.LOCAL, str(path))
+            verified_read.expect(
+                await in_thread(verified_read.is_good, chunk, digest, byte_range),
+                entry,
+                byte_range,
+                Tier.LOCAL,
+                str(path),
+            )
             yield chunk
             BYTES.emit(len(chunk), tier=Tier.SHARED, direction="written")
             on_bytes(len(chunk))

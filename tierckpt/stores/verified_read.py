@@ -72,14 +72,14 @@ async def get_checked(store: RangeSource, entry: FileEntry, byte_range: ByteRang
 
 async def check(chunk: Buffer, digest: str, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
     """Raise IntegrityError unless ``chunk`` has ``digest``."""
-    _expect(await asyncio.to_thread(_has_digest, chunk, digest, byte_range), entry, byte_range, tier, where)
+    expect(await asyncio.to_thread(is_good, chunk, digest, byte_range), entry, byte_range, tier, where)
 
 
-def _has_digest(chunk: Buffer, digest: str, byte_range: ByteRange) -> bool:
+def is_good(chunk: Buffer, digest: str, byte_range: ByteRange) -> bool:
     return len(chunk) == byte_range.size_bytes and has_digest(chunk, digest)
 
 
-def _expect(good: bool, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
+def expect(good: bool, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
     BYTES.emit(byte_range.size_bytes, tier=tier, direction="read")
     if not good:
         raise corrupt(entry, byte_range, tier, where)

@@ -1,0 +1,50 @@
+"""The thread that an engine runs on: whoever asks it while it ends gets an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from pathlib import Path
+
+import pytest
+
+from tierckpt.client import Client
+from tierckpt.config import Settings
+from tierckpt.engine import Engine
+from tierckpt.errors import TierckptError
+
+
+async def nothing(engine: Engine) -> None:
+    await asyncio.sleep(0)
+
+
+def test_no_call_waits_for_a_loop_that_has_ended(local_root: Path) -> None:
+    """A thread that waits for ever keeps the process from ending: retention did, at the end of a job."""
+
+    def ask(client: Client, begun: threading.Event) -> None:
+        while True:
+            begun.set()
+            client.run(nothing)
+
+    for _ in range(20):
+        client, begun = Client(Settings.load(local_root=local_root)), threading.Event()
+        ended: list[BaseException] = []
+
+        def asked(client: Client = client, begun: threading.Event = begun, ended: list[BaseException] = ended) -> None:
+            try:
+                ask(client, begun)
+            except (TierckptError, concurrent.futures.CancelledError, asyncio.CancelledError) as error:
+                ended.append(error)
+
+        threads = [threading.Thread(target=asked, daemon=True) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        begun.wait(10)
+        client.close()
+        client.close()
+        for thread in threads:
+            thread.join(10)
+        assert len(ended) == len(threads), "somebody still waits"
+        with pytest.raises(TierckptError, match="closed"):
+            client.run(nothing)
