@@ -29,8 +29,6 @@ from ..types import Json, Tier
 log = logger("commit")
 
 CLAIM_TRIES = 8
-
-
 CLAIM_FIELDS = frozenset({"attempt", "replaces"})
 
 

@@ -31,21 +31,11 @@ from .quarantine import open_regular, set_aside
 from .temporary_names import temporary_of_this_process
 
 MAKES_MAX = 100
-
-
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
-
-
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-
-
 _MISSING = {errno.ENOENT, errno.ENOTDIR}
-
-
 # What a network mount or a FUSE daemon answers while its server is away.
 _AWAY = {errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EREMOTEIO}
-
-
 # What link() answers where a hard link cannot be made: other filesystem, none supported, too many, or forbidden.
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 

@@ -6,15 +6,11 @@ import ctypes
 import errno
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..telemetry import BYTES
 from ..types import Buffer, ByteRange, Tier
 from .durable import translate_os_error
 from .quarantine import open_regular
-
-if TYPE_CHECKING:
-    pass
 
 
 def open_file(path: Path) -> int:
@@ -50,11 +46,7 @@ def pwrite_all(file: int, chunk: Buffer, offset: int, path: Path) -> None:
 
 
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EPERM}
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 

@@ -8,8 +8,6 @@ import secrets
 from pathlib import Path
 
 _OWNED = re.compile(r"\.([0-9a-f]{8})([0-9a-f]{8})([0-9a-f]{16})[0-9a-f]{8}\.tmp$")
-
-
 _TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{8,}\.tmp$", re.DOTALL)
 
 

@@ -15,13 +15,10 @@ from __future__ import annotations
 import builtins
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from ..errors import TierckptError
 from ..types import Buffer, ByteRange, ObjectInfo
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ..config import MiB
 from ..errors import ConfigError, IntegrityError
 from ..types import Buffer, ByteRange
-
-if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -120,7 +114,5 @@ def frozen_piece(piece: Buffer) -> Buffer:
 
 
 PART_SIZE_BYTES_MIN = 8 * MiB
-
-
 PARTS_MAX = 10_000
 """S3's and GCS's limit on parts of one object; Azure allows more."""

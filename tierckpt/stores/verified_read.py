@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 from ..errors import IntegrityError
 from ..format.manifest import FileEntry, has_digest
 from ..telemetry import BYTES, logger
 from ..types import Buffer, ByteRange, Tier
-from .base import Recoverable, Store
-
-if TYPE_CHECKING:
-    from .base import RangeSource
+from .base import RangeSource, Recoverable, Store
 
 log = logger("retry")
 
