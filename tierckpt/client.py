@@ -105,8 +105,12 @@ class Client:
 
     def start(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
         """Begin ``work(engine)`` on the loop and return at once."""
-        self._check_open()
-        return asyncio.run_coroutine_threadsafe(work(self.engine), self._loop)
+        with self._entering:
+            self._check_open()
+            future = asyncio.run_coroutine_threadsafe(work(self.engine), self._loop)
+            self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return future
 
     def _check_open(self) -> None:
         if self._is_closed:

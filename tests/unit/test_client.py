@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from pathlib import Path
 
@@ -48,3 +49,20 @@ def test_no_call_waits_for_a_loop_that_has_ended(local_root: Path) -> None:
         assert len(ended) == len(threads), "somebody still waits"
         with pytest.raises(TierckptError, match="closed"):
             client.run(nothing)
+
+
+def test_what_was_begun_ends_with_the_client(local_root: Path) -> None:
+    client = Client(Settings.load(local_root=local_root))
+
+    async def for_ever(engine: Engine) -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    begun = client.start(for_ever)
+    client.settings = client.settings.model_copy(update={"exit_timeout_seconds": 0.0})
+    client.close()
+    with pytest.raises(concurrent.futures.CancelledError):
+        begun.result(10)
+    with pytest.raises(TierckptError, match="closed"):
+        client.start(nothing)
