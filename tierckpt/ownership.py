@@ -106,7 +106,8 @@ def mode_of(directory: Path) -> int:
 
 def root_of(path: Path) -> Path | None:
     """The local root of this process at or above ``path``."""
-    return next((root for root in tuple(_roots) if path.is_relative_to(root)), None)
+    text = f"{path}/"
+    return next((root for root in tuple(_roots) if text.startswith(f"{root}/".replace("//", "/"))), None)
 
 
 def resolve(path: Path) -> Path:

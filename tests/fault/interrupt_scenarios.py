@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import tierckpt
+from tierckpt.training.restore import unwrapped
 
 logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
 warnings.simplefilter("ignore")
@@ -71,7 +72,8 @@ def restore(root: str) -> None:
 
 def save(root: str) -> None:
     where = f"{root}/saved/step-{os.getpid()}"
-    dcp.save({"w": torch.zeros(BYTES)}, storage_writer=tierckpt.TierStorageWriter(where), no_dist=True)
+    with unwrapped():  # stock DCP wraps an interrupt like any failure
+        dcp.save({"w": torch.zeros(BYTES)}, storage_writer=tierckpt.TierStorageWriter(where), no_dist=True)
     tierckpt.wait(where)
 
 

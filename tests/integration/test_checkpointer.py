@@ -224,3 +224,18 @@ def test_training_goes_on_while_the_store_is_away(s3_uri: str, monkeypatch: pyte
     state = {"value": 0}
     assert checkpointer.restore(state) == 2
     assert state["value"] == 2
+
+
+def test_ctrl_c_in_a_restore_is_a_keyboard_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DCP wraps whatever ends a read, this too; a process that ends by it must die by SIGINT, without a traceback."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"weights": torch.ones(4)})
+        checkpointer.wait()
+        monkeypatch.setattr(tierckpt.TierStorageReader, "read_data", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            checkpointer.restore({"weights": torch.zeros(4)})
+    assert caught.value.__suppress_context__

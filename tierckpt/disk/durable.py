@@ -219,13 +219,13 @@ def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool
 def temporary_beside(path: Path, *, is_owned: bool = False) -> Iterator[Path]:
     """Yield a new name beside ``path``; whatever is left under it is removed. ``is_owned``: it says whose it is."""
     name = temporary_of_this_process(path.name) if is_owned else f".{path.name}.{secrets.token_hex(6)}.tmp"
-    temporary = path.with_name(name)
+    temporary = path.parent / name
     try:
         yield temporary
     finally:
         # Failing to remove it must not hide the error that got us here; the name is never listed.
         with contextlib.suppress(OSError):
-            temporary.unlink()
+            os.unlink(temporary)  # noqa: PTH108
 
 
 def create_file(path: Path, mode: int = 0o666) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -267,13 +268,19 @@ def _placeholder(metadata: Metadata, name: str, device: str | torch.device) -> A
 
 
 class unwrapped:
-    """Raise the typed error inside DCP's CheckpointException (a BaseException, by rank) as itself."""
+    """Raise the typed error inside DCP's CheckpointException (a BaseException, by rank) as itself.
+
+    So is an interrupt of this rank (Ctrl-C, ``sys.exit`` in a signal handler), which DCP wraps like any failure.
+    """
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, CheckpointException):
             causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+            own = causes.get(dist.get_rank() if is_distributed() else 0)
+            if own is not None and not isinstance(own, (Exception, CheckpointException)):
+                raise own from None
             ours = next((cause for cause in causes.values() if isinstance(cause, TierckptError)), None)
             if ours is not None:
                 ours.context.setdefault("rank", min(rank for rank, cause in causes.items() if cause is ours))
