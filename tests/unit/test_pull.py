@@ -210,6 +210,25 @@ def test_a_load_takes_the_buffers_that_other_loads_leave_and_waits_for_one_only(
         assert len(all_of_them) == 3, "what the load took it has given back"
 
 
+def test_a_thread_that_cannot_be_had_ends_the_load_and_leaves_no_other(
+    tmp_path: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, path, started, start = content(), tmp_path / "shard", list[threading.Thread](), threading.Thread.start
+    path.write_bytes(data)
+
+    def start_one(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    with pytest.raises(RuntimeError, match="new thread"):
+        pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path)]), SPANS, buffers)
+    assert not started[0].is_alive(), "what it reads into would be gone"
+
+
 def test_files_without_digests_are_taken_as_they_are(tmp_path: Path, buffers: BounceBufferPool) -> None:
     """Stock DCP's."""
     data, path = content(), tmp_path / "shard"

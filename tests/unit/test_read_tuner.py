@@ -211,15 +211,16 @@ def load_model(folder: Path, root: Path, **settings: Any) -> None:
 def ways_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ReadMode]]:
     """Where each read that is not of a header begins, and how it was made."""
     taken: list[tuple[int, ReadMode]] = []
-    real = LocalCopy._read_into
+    real = LocalCopy.read
 
-    def read_into(copy: LocalCopy, into: memoryview, byte_range: ByteRange, through: memoryview | None) -> int:
+    def read(copy: LocalCopy, byte_range: ByteRange, *given: Any) -> Any:
+        copy.open()
         if byte_range.size_bytes > MiB // 2:
-            mode = "buffered" if not copy.is_direct else "straight" if through is None else "direct"
+            mode = "buffered" if not copy.is_direct else "straight" if copy.is_straight else "direct"
             taken.append((byte_range.start, next(way for way in MODEL_WAYS if way.mode == mode)))
-        return real(copy, into, byte_range, through)
+        return real(copy, byte_range, *given)
 
-    monkeypatch.setattr(LocalCopy, "_read_into", read_into)
+    monkeypatch.setattr(LocalCopy, "read", read)
     return taken
 
 
@@ -250,14 +251,14 @@ def test_a_forced_way_reads_model_files(model: Path, way: ReadMode, ways_taken: 
 def test_a_read_that_fails_while_ways_are_tried_fails_the_load(
     model: Path, ways_taken: list[tuple[int, ReadMode]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, seeded = LocalCopy._read_into, [StoreError("seeded")]
+    real, seeded = LocalCopy.read, [StoreError("seeded")]
 
-    def fail_in_the_second_way(copy: LocalCopy, *given: Any) -> int:
+    def fail_in_the_second_way(copy: LocalCopy, *given: Any) -> Any:
         if len(ways_taken) >= 3 and seeded:
             raise seeded.pop()  # once: who reads it again, is not told
         return real(copy, *given)
 
-    monkeypatch.setattr(LocalCopy, "_read_into", fail_in_the_second_way)
+    monkeypatch.setattr(LocalCopy, "read", fail_in_the_second_way)
     with pytest.raises(StoreError, match="seeded"):
         load_model(model, model.parent)
     assert len(ways_taken) <= 4  # nothing was read again

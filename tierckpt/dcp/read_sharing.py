@@ -12,7 +12,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,14 +23,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from ..arena.memory import Memory
 from ..arena.shared_buffer import Process, Window, reserve
-from ..arena.slots import BounceBufferPool
 from ..checkpoint.catalog import Checkpoint
 from ..config import Settings
 from ..errors import ConfigError, TierckptError
 from ..format.manifest import BLOCK_BYTES
 from ..read import shared_read
-from ..read.parallel_read import OnError, Piece, pull
-from ..read.replicated_file import ReplicatedFile
+from ..read.parallel_read import Pull, pull
 from ..read.shared_read import SharedRead, SharedReadPlan
 from ..telemetry import logger
 from .read_plan import frame_of
@@ -168,21 +166,15 @@ class Reading:
         else:
             self._crew.fetch(names, fetch, at_once, FETCH_SECONDS)
 
-    def pull(
-        self,
-        wanted: Sequence[tuple[ReplicatedFile, Sequence[Piece]]],
-        buffers: BounceBufferPool,
-        *,
-        then: ReadItem | None,
-        on_error: OnError,
-    ) -> None:
-        """``read.parallel_read.pull``. ``then``: the first item, in the order of ``order``, that a later call is
-        about."""
+    def pull_before(self, then: ReadItem | None) -> Pull:
+        """``read.parallel_read.pull``, or what does the same with the other ranks of the node.
+
+        Args:
+            then: the first item, in the order of ``order``, that a later call is about.
+        """
         if self._crew is None:
-            pull(wanted, buffers, on_error=on_error)
-        else:
-            later = self._first_unit(then) if then is not None else None
-            self._crew.pull(wanted, buffers, later=later, on_error=on_error)
+            return pull
+        return partial(self._crew.pull, later=self._first_unit(then) if then is not None else None)
 
     def _first_unit(self, item: ReadItem) -> int | None:
         if self._crew is None:

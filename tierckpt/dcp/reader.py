@@ -176,7 +176,7 @@ class TierStorageReader(Mount, StorageReader):
             planner.set_up_planner(target, metadata, is_coordinator=False)
             self.set_up_storage_reader(metadata, False)
             try:
-                self._read_own(planner.create_local_plan(), planner)
+                self._read(planner.create_local_plan(), planner)
             finally:
                 self._infos = {}
         return target
@@ -192,7 +192,7 @@ class TierStorageReader(Mount, StorageReader):
     @short_traceback
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
-            self._read_own(plan, planner)
+            self._read(plan, planner)
         finally:
             self._infos = {}
             self._let_go()
@@ -200,22 +200,21 @@ class TierStorageReader(Mount, StorageReader):
         future.set_result(None)
         return future
 
-    def _read_own(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Bring what ``plan`` asks for to the targets of ``planner``, window by window."""
         with gc_paused():
             self._infos = {id(item): self._info(item) for item in plan.items}
-        with self._neighbours.reading(plan, self._spans) as reading:
-            self._read_data(self._find(), plan, planner, reading)
-
-    def _read_data(self, checkpoint: Checkpoint, plan: LoadPlan, planner: LoadPlanner, reading: Reading) -> None:
-        with gc_paused():
-            entries = self._entries(checkpoint, plan)
-            missing = self._worth_fetching(checkpoint, entries, plan)
-            items = reading.order(plan.items, self._place)
-        self._fetch(checkpoint, missing, reading)
-        work = _Load(planner, default_targets(planner), Objects(), reading)
-        with contextlib.ExitStack() as open_files:
+        with contextlib.ExitStack() as stack:
+            reading = stack.enter_context(self._neighbours.reading(plan, self._spans))
+            checkpoint = self._find()
+            with gc_paused():
+                entries = self._entries(checkpoint, plan)
+                missing = self._worth_fetching(checkpoint, entries, plan)
+                items = reading.order(plan.items, self._place)
+            self._fetch(checkpoint, missing, reading)
+            work = _Load(planner, default_targets(planner), Objects(), reading)
             files = {
-                name: open_files.enter_context(contextlib.closing(self._copies(checkpoint, entry)))
+                name: stack.enter_context(contextlib.closing(self._copies(checkpoint, entry)))
                 for name, entry in entries.items()
             }
             chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest else self.settings.chunk_size_bytes
@@ -325,12 +324,9 @@ class TierStorageReader(Mount, StorageReader):
             item = next(read.item for known, read in owned[copies.entry.path] if known is piece)
             error.context |= {"tensor": item.storage_index.fqn, "checkpoint": self.path}
 
-        work.reading.pull(
-            [(files[path], [piece for piece, _ in pieces]) for path, pieces in owned.items()],
-            read_buffers(self.settings.read_threads_max),
-            then=then,
-            on_error=name,
-        )
+        pull = work.reading.pull_before(then)
+        wanted = [(files[path], [piece for piece, _ in pieces]) for path, pieces in owned.items()]
+        pull(wanted, read_buffers(self.settings.read_threads_max), on_error=name)
         work.copies.wait()
         for read in window:
             for item, target in read.finish():

@@ -13,7 +13,6 @@ No thread holds the interpreter lock while it reads or copies.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import queue
 import threading
@@ -33,8 +32,8 @@ from ..arena.slots import read_buffers
 from ..disk.blocks import BLOCK_BYTES, round_up
 from ..errors import CapacityError, IntegrityError, TierckptError
 from ..quantities import human_bytes
-from ..read.parallel_read import BUFFER_SECONDS
-from ..read.read_benchmark import tried
+from ..read.read_benchmark import opened_disk, tried
+from ..read.read_threads import ReadThreads, Worker
 from ..read.replicated_file import Copy, LocalCopy
 from ..telemetry import BYTES
 from ..types import ByteRange
@@ -355,19 +354,9 @@ def fill(wants: Sequence[Want], device: torch.device, stop: threading.Event | No
 
 def _read(jobs: list[Job], place: Place, device: torch.device, stop: threading.Event | None) -> None:
     def run(some: list[Job], threads: int) -> None:
-        _Reading(some, device, stop or threading.Event()).run(threads, place.threads_max)
+        _Reading(some, device, stop or threading.Event(), threads, place.threads_max).run()
 
-    run(tried(jobs, _disk(jobs), run), place.threads)
-
-
-def _disk(jobs: Sequence[Job]) -> LocalCopy | None:
-    """The first file on a disk that may be read straight into place, whose device is taken for that of all."""
-    for job in jobs:
-        if job.disk is not None and job.into is not None:
-            with contextlib.suppress(TierckptError):  # whoever reads it finds out
-                job.disk.open()
-                return job.disk
-    return None
+    run(tried(jobs, opened_disk(job for job in jobs if job.into is not None), run), place.threads)
 
 
 def _check_room(size_bytes: int) -> None:
@@ -385,116 +374,80 @@ class Stopped(Exception):
     """Whoever wanted the tensors wants them no more."""
 
 
-class _Reading:
+class _Reading(ReadThreads):
     """A few threads that take job after job, in the order of the files, and a few that are ahead of them with pages."""
 
-    def __init__(self, jobs: Sequence[Job], device: torch.device, stop: threading.Event) -> None:
-        self._count = len(jobs)
-        self._needs_buffers = any(job.into is None for job in jobs)
-        self._fillers = FILLERS_MAX if self._count > 1 and any(job.memory is not None for job in jobs) else 0
+    def __init__(
+        self, jobs: Sequence[Job], device: torch.device, stop: threading.Event, threads: int, threads_max: int
+    ) -> None:
+        needs_buffers = any(job.into is None for job in jobs)
+        self._fillers = FILLERS_MAX if len(jobs) > 1 and any(job.memory is not None for job in jobs) else 0
         self._filling = self._fillers
-        self._jobs = iter(jobs)
+        self._readers = min(threads, len(jobs))
+        if needs_buffers:
+            self._readers = min(self._readers, max(2, len(jobs) // READS_A_BUFFER))
+        self._jobs = _until(stop, jobs)
         self._ready: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(AHEAD_MAX)
         self._device = device
-        self._stop = stop
         # What torch keeps for each thread is the caller's, and holds for the tensors that the caller has made.
         self._inference = torch.is_inference_mode_enabled()
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-
-    def run(self, threads: int, threads_max: int) -> None:
-        count = min(threads, self._count)
-        if not self._needs_buffers:
-            self._run([None] * count)
-            return
-        count = min(count, max(2, self._count // READS_A_BUFFER))
-        with read_buffers(threads_max).take(count, READ_BYTES, BUFFER_SECONDS) as buffers:
-            self._run(buffers)
-
-    def _run(self, buffers: Sequence[Memory | None]) -> None:
-        through = self._through(len(buffers))
-        threads = [
-            threading.Thread(target=self._work, args=pair, name="tierckpt-load")
-            for pair in zip(buffers[1:], through[1:], strict=True)
+        workers = [
+            Worker(partial(self._work, through), "tierckpt-load", READ_BYTES if needs_buffers else 0)
+            for through in self._through()
         ]
-        fill = partial(self._fill_in, len(buffers))
-        threads += [threading.Thread(target=fill, name="tierckpt-pages") for _ in range(self._fillers)]
-        started = []
-        try:
-            for thread in threads:
-                thread.start()
-                started.append(thread)
-        except RuntimeError as error:  # the system gives no more of them: those that wait for one are told
-            self._fail(error)
-            for _ in buffers:
-                self._ready.put(None)
-        if buffers:
-            self._work(buffers[0], through[0])
-        try:
-            for thread in started:
-                thread.join()
-        except BaseException as error:  # interrupted: what they read, and where to, is closed after this
-            self._fail(error)
-            for thread in started:
-                thread.join()
-        if self._error is not None:
-            raise self._error
+        workers += [Worker(self._fill_in, "tierckpt-pages")] * self._fillers
+        super().__init__(workers, read_buffers(threads_max))
 
-    def _through(self, count: int) -> list[memoryview | None]:
-        """One for each reader. They have no pages before somebody reads through them."""
-        if not self._fillers:
-            return [None] * count
-        size_bytes = -(-count * THROUGH_BYTES // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        view = Memory(size_bytes, Kind.PRIVATE, None).view
-        return [view[at : at + THROUGH_BYTES] for at in range(0, count * THROUGH_BYTES, THROUGH_BYTES)]
+    def fail(self, error: BaseException) -> None:
+        """Nobody may be left to make room for pages, or to put any in place: who waits for that is told."""
+        super().fail(error)
+        self._room.release(FILLERS_MAX)
+        self._end_readers()
 
-    def _take(self) -> Job | None:
-        with self._lock:
-            if self._stop.is_set():
-                raise Stopped
-            return None if self._error is not None else next(self._jobs, None)
-
-    def _fill_in(self, readers: int) -> None:
-        """Put the pages of job after job in place, and hand it on. The last to end lets the readers end."""
-        try:
-            while self._room.acquire() and (job := self._take()) is not None:
-                _put_pages(job)
-                self._ready.put(job)
-        except BaseException as error:
-            self._fail(error)
-        with self._lock:
-            self._filling -= 1
-            is_last = not self._filling
-        for _ in range(readers if is_last else 0):
+    def _end_readers(self) -> None:
+        for _ in range(self._readers):
             self._ready.put(None)
 
-    def _next(self) -> Job | None:
+    def _through(self) -> list[memoryview | None]:
+        """One for each reader. They have no pages before somebody reads through them."""
         if not self._fillers:
-            if (job := self._take()) is not None:
+            return [None] * self._readers
+        size_bytes = -(-self._readers * THROUGH_BYTES // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        view = Memory(size_bytes, Kind.PRIVATE, None).view
+        return [view[at : at + THROUGH_BYTES] for at in range(0, self._readers * THROUGH_BYTES, THROUGH_BYTES)]
+
+    def _fill_in(self, _: Memory | None) -> None:
+        """Put the pages of job after job in place, and hand it on. The last to end lets the readers end."""
+        jobs = self.each(self._jobs)
+        while self._room.acquire() and (job := next(jobs, None)) is not None:
+            _put_pages(job)
+            self._ready.put(job)
+        with self._taking:
+            self._filling -= 1
+            is_last = not self._filling
+        if is_last:
+            self._end_readers()
+
+    def _next_ready(self) -> Iterator[Job]:
+        """The jobs for one reader, their pages in place."""
+        if not self._fillers:
+            for job in self.each(self._jobs):
                 _put_pages(job)
-            return job
-        job = self._ready.get()
-        self._room.release()
-        with self._lock:  # after an error of one of us, what is ready is left
-            return job if self._error is None else None
+                yield job
+            return
+        while (ready := self._ready.get()) is not None and self.error is None:  # else what is ready is left
+            self._room.release()
+            yield ready
 
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            self._error = self._error or error
-        self._room.release(FILLERS_MAX)  # nobody may be left who makes room
+    def _work(self, through: memoryview | None, memory: Memory | None) -> None:
+        with torch.inference_mode(self._inference):
+            buffer = self._buffer_of(memory)
+            for job in self._next_ready():
+                self._do(job, buffer, through)
 
-    def _work(self, memory: Memory | None, through: memoryview | None) -> None:
-        try:
-            with torch.inference_mode(self._inference):
-                buffer = self._buffer(memory)
-                while (job := self._next()) is not None:
-                    self._do(job, buffer, through)
-        except BaseException as error:  # an interrupt too: the others end with the job they have
-            self._fail(error)
-
-    def _buffer(self, memory: Memory | None) -> _Buffer | None:
+    def _buffer_of(self, memory: Memory | None) -> _Buffer | None:
         if memory is None:
             return None
         return _Buffer(memory) if self._stream is None else _PinnedBuffer(memory, self._stream)
@@ -533,6 +486,13 @@ def _put_pages(job: Job) -> None:
         begun = time.perf_counter()
         job.memory.fill_in(job.into)
         paging.learn(len(job.into), time.perf_counter() - begun, is_huge=is_huge)
+
+
+def _until(stop: threading.Event, jobs: Sequence[Job]) -> Iterator[Job]:
+    for job in jobs:
+        if stop.is_set():
+            raise Stopped
+        yield job
 
 
 class _Buffer:

@@ -15,32 +15,27 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from types import TracebackType
-from typing import NamedTuple, Self, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
+from ..arena.memory import Memory
 from ..arena.slots import BounceBufferPool
 from ..config import ranks_of_node
 from ..disk.blocks import round_up
 from ..disk.page_cache import PAGE_BYTES
 from ..disk.read_tuner import WAYS
-from ..errors import CapacityError, OperationTimeoutError, TierckptError
-from ..telemetry import logger
+from ..errors import TierckptError
 from ..types import Buffer, ByteRange
-from .read_benchmark import tried
+from .read_benchmark import opened_disk, tried
+from .read_threads import ReadThreads, Worker
 from .replicated_file import LocalCopy, ReplicatedFile
 
-log = logger("restore")
-
 T = TypeVar("T")
-
-BUFFER_SECONDS = 600.0
-"""How long to wait for the buffers, which other loads of this process may have."""
 
 REQUESTS_MAX = 8
 """Requests to stores that one load has under way: each holds a chunk, so this bounds its memory too."""
@@ -80,6 +75,19 @@ class Piece(NamedTuple):
 
 
 OnError: TypeAlias = Callable[[TierckptError, ReplicatedFile, Piece], None]
+
+
+class Pull(Protocol):
+    """``pull``, or what does the same."""
+
+    def __call__(
+        self,
+        wanted: Sequence[tuple[ReplicatedFile, Sequence[Piece]]],
+        buffers: BounceBufferPool,
+        /,
+        *,
+        on_error: OnError,
+    ) -> None: ...
 
 
 @dataclass(slots=True)
@@ -191,11 +199,9 @@ def pull(
     remote: list[_Job] = []
     for copies, pieces in wanted:
         (remote if copies.is_remote else local).extend(_jobs(copies, pieces))
-    disk = _disk(local)
-    run = partial(_run, buffers=buffers, on_error=on_error)
-    local = tried(local, disk, run)
-    if local or remote:
-        run(local, _threads(disk), remote)
+    disk = opened_disk(local)
+    local = tried(local, disk, lambda jobs, threads: _Pull(jobs, threads, buffers, on_error).run())
+    _Pull(local, _threads(disk), buffers, on_error, remote).run()
 
 
 def windows(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: int) -> Iterator[list[T]]:
@@ -211,28 +217,6 @@ def windows(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: i
         size_bytes += more
     if window:
         yield window
-
-
-def _run(
-    local: Sequence[_Job], threads: int, remote: Sequence[_Job] = (), *, buffers: BounceBufferPool, on_error: OnError
-) -> None:
-    """Do all jobs, those of disks by up to ``threads``."""
-    reads, requests = _reads(local), _reads(remote)
-    buffer_bytes = max((round_up(job.read_bytes_max) for job in local), default=0)
-    count = min(threads, buffers.count_max, sum(max(1, -(-job.wanted_bytes // READ_BYTES)) for job in local))
-    workers = [_Worker(reads, buffer_bytes) for _ in range(count)]
-    workers += [_Worker(requests, 0) for _ in range(min(REQUESTS_MAX, len(remote)))]
-    _Pull(workers, buffers, on_error).run()
-
-
-def _disk(jobs: Sequence[_Job]) -> LocalCopy | None:
-    """The first file on a disk, whose device is taken for that of all."""
-    for job in jobs:
-        if (disk := job.copies.disk) is not None:
-            with contextlib.suppress(TierckptError):  # whoever reads it finds out
-                disk.open()
-                return disk
-    return None
 
 
 def _threads(disk: LocalCopy | None) -> int:
@@ -275,14 +259,6 @@ def _runs(job: _Job) -> list[ByteRange]:
     return [ByteRange(start, stop) for start, stop, only_peeks in runs if not only_peeks]
 
 
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    """What one thread works off, and how much memory it reads into: none of its own for what comes from a store."""
-
-    reads: Iterator[_Read]
-    buffer_bytes: int
-
-
 class _Turns:
     """How many threads digest and copy at a time. (``threading.Semaphore`` does the same in Python, and is felt.)"""
 
@@ -320,81 +296,42 @@ class _Turn:
             self._turns.give_back()
 
 
-class _Pull:
-    def __init__(self, workers: Sequence[_Worker], buffers: BounceBufferPool, on_error: OnError) -> None:
-        self._workers = workers
-        self._buffers = buffers
+class _Pull(ReadThreads):
+    """Does jobs, those of disks by up to ``threads``, and requests beside them."""
+
+    def __init__(
+        self,
+        local: Sequence[_Job],
+        threads: int,
+        buffers: BounceBufferPool,
+        on_error: OnError,
+        remote: Sequence[_Job] = (),
+    ) -> None:
+        buffer_bytes = max((round_up(job.read_bytes_max) for job in local), default=0)
+        count = min(threads, buffers.count_max, sum(max(1, -(-job.wanted_bytes // READ_BYTES)) for job in local))
+        disks = Worker(partial(self._work, _reads(local)), "tierckpt-pull", buffer_bytes)
+        # What comes from a store comes in memory of the store's own.
+        stores = Worker(partial(self._work, _reads(remote)), "tierckpt-pull")
+        super().__init__([disks] * count + [stores] * min(REQUESTS_MAX, len(remote)), buffers)
         self._on_error = on_error
         self._turns = _Turns(len(os.sched_getaffinity(0)))
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
 
-    def run(self) -> None:
-        with self._buffer(self._workers[0], BUFFER_SECONDS) as buffer:
-            threads = [
-                threading.Thread(target=self._help, args=(worker,), name="tierckpt-pull")
-                for worker in self._workers[1:]
-            ]
-            for thread in threads:
-                thread.start()
-            self._work(self._workers[0], buffer)
-            for thread in threads:
-                thread.join()
-            if self._error is not None:
-                raise self._error
-
-    @contextlib.contextmanager
-    def _buffer(self, worker: _Worker, timeout_seconds: float) -> Iterator[memoryview | None]:
-        if not worker.buffer_bytes:
-            yield None
-            return
-        with self._buffers.take(1, worker.buffer_bytes, timeout_seconds) as [slot]:
-            yield slot.view[: worker.buffer_bytes]
-
-    def _help(self, worker: _Worker) -> None:
-        """Work beside the first thread, which has a buffer already: where there is no other, it does without help.
-
-        Each thread has its own made, while those before it read: a new one costs 3 to 10 ms.
-        """
-        with contextlib.ExitStack() as stack:
-            try:
-                buffer = stack.enter_context(self._buffer(worker, 0.0))
-            except (OperationTimeoutError, CapacityError) as error:
-                log.info("a load reads with a thread less: %s", error)
-                return
-            except BaseException as error:
-                with self._lock:
-                    self._error = self._error or error
-                return
-            self._work(worker, buffer)
-
-    def _next(self, worker: _Worker) -> _Read | None:
-        with self._lock:
-            return None if self._error is not None else next(worker.reads, None)
-
-    def _work(self, worker: _Worker, buffer: memoryview | None) -> None:
-        try:
-            while (read := self._next(worker)) is not None:
-                self._do(read, buffer)
-        except BaseException as error:  # an interrupt too: the others stop at their next read
-            with self._lock:
-                self._error = self._error or error
-
-    def _do(self, read: _Read, buffer: memoryview | None) -> None:
-        job, parts, first = read
-        for part in parts:
-            first = job.first_after(part.start, first)
-            try:
-                with _Turn(self._turns) as turn:
-                    data = job.copies.part(job.index, part, _room(buffer, part), turn)
-                    _scatter(islice(job.pieces, first, None), part, data)
-            except TierckptError as error:
-                self._on_error(error, job.copies, job.pieces[min(first, len(job.pieces) - 1)])
-                raise
-        if not job.is_read_whole:
-            for piece in job.pieces:
-                if piece.is_unverified:
-                    _read_unverified(piece, job, buffer)
+    def _work(self, reads: Iterator[_Read], memory: Memory | None) -> None:
+        buffer = memory.view if memory is not None else None
+        for job, parts, first in self.each(reads):
+            for part in parts:
+                first = job.first_after(part.start, first)
+                try:
+                    with _Turn(self._turns) as turn:
+                        data = job.copies.part(job.index, part, _room(buffer, part), turn)
+                        _scatter(islice(job.pieces, first, None), part, data)
+                except TierckptError as error:
+                    self._on_error(error, job.copies, job.pieces[min(first, len(job.pieces) - 1)])
+                    raise
+            if not job.is_read_whole:
+                for piece in job.pieces:
+                    if piece.is_unverified:
+                        _read_unverified(piece, job, buffer)
 
 
 def _room(buffer: memoryview | None, part: ByteRange) -> memoryview | None:

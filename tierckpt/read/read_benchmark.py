@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Protocol, TypeVar
 
 from ..disk.read_tuner import ReadMode, ReadTuner
+from ..errors import TierckptError
 from .replicated_file import LocalCopy
 
 MiB = 1 << 20
@@ -34,6 +36,16 @@ class Request(Protocol):
 
 
 R = TypeVar("R", bound=Request)
+
+
+def opened_disk(jobs: Iterable[Request]) -> LocalCopy | None:
+    """The first file on a disk, whose device is taken for that of all."""
+    for job in jobs:
+        if (disk := job.disk) is not None:
+            with contextlib.suppress(TierckptError):  # whoever reads it finds out
+                disk.open()
+                return disk
+    return None
 
 
 def tried(jobs: list[R], first: LocalCopy | None, run: Callable[[list[R], int], None]) -> list[R]:

@@ -99,8 +99,20 @@ class LocalCopy:
         self.open()
         if into is None:
             return pread_all(self._file, byte_range, self._path)
+        done = 0
         with typed_errors(self._path):
-            return into[: self._read_into(into, byte_range, None if self.is_straight else through)]
+            if not (is_cached := self.is_in_memory(byte_range)):
+                self.cold_bytes += byte_range.size_bytes
+            if self.is_direct and not is_cached and byte_range.start % DISK_BLOCK_BYTES == 0:
+                done = self._read_direct(into, byte_range, None if self.is_straight else through)
+            if not done and not is_cached:  # all of it at once, where the kernel would read ahead in small steps
+                os.posix_fadvise(self._file, byte_range.start, byte_range.size_bytes, os.POSIX_FADV_WILLNEED)
+            while done < byte_range.size_bytes:
+                count = os.preadv(self._file, [into[done : byte_range.size_bytes]], byte_range.start + done)
+                if not count:
+                    break  # the file is too short
+                done += count
+        return into[:done]
 
     def open(self) -> None:
         """Raises our error when it cannot be had. Once is enough."""
@@ -109,22 +121,6 @@ class LocalCopy:
                 self._file = open_file(self._path)
                 self._device = device_of(self._file)
                 self.take(self.way)
-
-    def _read_into(self, into: memoryview, byte_range: ByteRange, through: memoryview | None) -> int:
-        """Return how many bytes of the range are in ``into`` now: fewer than asked for where the file is too short."""
-        done = 0
-        if not (is_cached := self.is_in_memory(byte_range)):
-            self.cold_bytes += byte_range.size_bytes
-        if self.is_direct and not is_cached and byte_range.start % DISK_BLOCK_BYTES == 0:
-            done = self._read_direct(into, byte_range, through)
-        if not done and not is_cached:  # all of it at once, where the kernel would read ahead in small steps
-            os.posix_fadvise(self._file, byte_range.start, byte_range.size_bytes, os.POSIX_FADV_WILLNEED)
-        while done < byte_range.size_bytes:
-            count = os.preadv(self._file, [into[done : byte_range.size_bytes]], byte_range.start + done)
-            if not count:
-                break
-            done += count
-        return done
 
     def is_in_memory(self, byte_range: ByteRange, /) -> bool:
         """True for what is in the page cache, unless the user wants it read in one way whatever is there."""

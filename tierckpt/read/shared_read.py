@@ -22,12 +22,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ..arena.memory import Memory
 from ..arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, Window
 from ..arena.slots import BounceBufferPool
 from ..errors import CapacityError, OperationTimeoutError, TierckptError
 from ..telemetry import READS_ALONE, logger
 from ..types import ByteRange
 from .parallel_read import REQUESTS_MAX, OnError, Piece, pull
+from .read_threads import ReadThreads, Worker
 from .replicated_file import ReplicatedFile
 
 log = logger("restore")
@@ -295,7 +297,7 @@ class SharedRead:
             on_error(error, copies, origins.get(id(piece), piece))
 
         if jobs:
-            left = _Crew(self._window, jobs, after, buffers, blame).run(self._timeout_seconds)
+            left = _Crew(self._window, jobs, after, buffers, blame).copied(self._timeout_seconds)
             if left:
                 self._give_up(f"nothing has come from them for {self._timeout_seconds:g} s")
                 for job in left:
@@ -367,13 +369,16 @@ class _Patience:
         return True
 
 
-class _Crew:
+class _Crew(ReadThreads):
     """The threads of one rank, on the units of one window of its load."""
 
     def __init__(
         self, window: Window, jobs: Mapping[int, _Job], after: int, buffers: BounceBufferPool, on_error: OnError
     ) -> None:
-        self._window, self._jobs, self._after, self._buffers, self._on_error = window, jobs, after, buffers, on_error
+        is_remote = any(job.copies.is_remote for job in jobs.values())
+        count = min(REQUESTS_MAX if is_remote else THREADS, buffers.count_max, len(jobs))
+        super().__init__([Worker(self._work, "tierckpt-together")] * count, buffers)
+        self._window, self._jobs, self._after, self._on_error = window, jobs, after, on_error
         self._order = sorted(jobs)
         self._open = set(jobs)
         """Units that are not copied yet; ``_order`` from ``_at`` on has all of them."""
@@ -381,43 +386,27 @@ class _Crew:
         self._at = 0
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._patience = _Patience(0)
-        self._stop = False
-        self._error: BaseException | None = None
+        self._is_over = False
+        """Nothing has come for too long."""
 
-    def run(self, timeout_seconds: float) -> list[_Job]:
-        """Return what was not had within ``timeout_seconds`` of the unit before."""
+    def copied(self, timeout_seconds: float) -> list[_Job]:
+        """Copy all units. Return what was not had within ``timeout_seconds`` of the unit before."""
         self._patience = _Patience(timeout_seconds)
         self._advance()
-        is_remote = any(job.copies.is_remote for job in self._jobs.values())
-        count = min(REQUESTS_MAX if is_remote else THREADS, self._buffers.count_max, len(self._jobs))
-        threads = [threading.Thread(target=self._work, name="tierckpt-together") for _ in range(count - 1)]
-        for thread in threads:
-            thread.start()
-        try:
-            self._work()
-        except BaseException as error:  # an interrupt: the others stop at their next unit
-            self._error, self._stop = self._error or error, True
-        for thread in threads:
-            thread.join()
-        if self._error is not None:
-            raise self._error
+        self.run()
         return [self._jobs[unit] for unit in sorted(self._open)]
 
-    def _work(self) -> None:
+    def _work(self, _: Memory | None) -> None:
         while (task := self._next()) is not None:
             unit, is_claimed = task
-            try:
-                if is_claimed:
-                    self._fill(unit)
-                self._take(unit)
-            except BaseException as error:
-                with self._lock:
-                    self._error, self._stop = self._error or error, True
+            if is_claimed:
+                self._fill(unit)
+            self._take(unit)
 
     def _next(self) -> tuple[int, bool] | None:
         """Wait for a unit to copy, or to read first (True). None: there is nothing more to do. One thread looks."""
         with self._turn:
-            while not self._stop:
+            while not self._is_over and self.error is None:
                 task = self._look()
                 if task is not None:
                     return task
@@ -429,7 +418,7 @@ class _Crew:
                 if self._patience.waited_seconds > JOIN_SECONDS and self._window.awaited():
                     self._window.close_door()
                 elif not self._patience.go_on():
-                    self._stop = True
+                    self._is_over = True
         return None
 
     def _look(self) -> tuple[int, bool] | None:
