@@ -69,7 +69,6 @@ def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         if ours or name.startswith(CLOUD_PREFIXES):
             monkeypatch.delenv(name)
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "local"))
-    monkeypatch.setenv("TIERCKPT_ALLOW_TMPFS", "true")
     monkeypatch.setenv("TIERCKPT_MOVER", "inline")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))

@@ -60,9 +60,19 @@ def _default_local_root() -> Path:
 
 
 REMOVED = {
+    "allow_tmpfs": "It only silenced a warning about local_root on tmpfs; leave it out",
+    "cache_high_water": "Set local_high_water, which bounds checkpoints and the node cache",
+    "cache_low_water": "Eviction goes to 10 points below local_high_water; set that",
+    "flush_cpu_share": "A background flush takes 4 % of a processor while the node is busy; leave it out",
+    "flush_nice": "The flush always runs at nice 10, or lower where the process does already; leave it out",
+    "flush_threads_max": "The number of threads is chosen by measurement, at most 8; leave it out",
+    "share_reads": "Ranks of a node always share what they read; leave it out",
+    "share_reads_bytes_max": "Shared reads take 64 MiB a node; leave it out",
     "share_reads_over_group": "Ranks of one node share what they read (share_reads), nodes do with peers; leave it out",
+    "share_reads_timeout_seconds": "A rank reads alone after 30 seconds without news from the others; leave it out",
+    "split_replicated": "Ranks that hold the same bytes always write a part of them each; leave it out",
 }
-"""Settings of earlier versions, and what to do instead."""
+"""Settings of earlier versions, and what replaces each."""
 
 
 class Settings(BaseSettings):
@@ -87,9 +97,6 @@ class Settings(BaseSettings):
     chunk_size_bytes: ByteSize = ByteSize(8 * MiB)
     """Bytes covered by one digest, and moved by one request. A multiple of 4096, so that O_DIRECT can write a chunk."""
 
-    split_replicated: bool = True
-    """Ranks that hold the same bytes write a part of them each. False: one of them writes all. One copy either way."""
-
     staging_bytes_max: ByteSize | None = Field(default=None, gt=0)
     """Host memory the arena of one process may take, all slots together. None: what the node has free, and no more."""
 
@@ -107,13 +114,6 @@ class Settings(BaseSettings):
     """NUMA nodes the arena takes memory from, in this order: DRAM first, then a CXL node. In the environment "0,2".
     Empty: where the kernel puts it."""
 
-    flush_threads_max: int = Field(default=8, ge=1, le=256)
-    """Most threads that write one process's shards. What the disk likes is measured; this only bounds it."""
-
-    flush_cpu_share: float = Field(default=0.04, gt=0, le=1)
-    """Of one processor, what a background flush may take while the node's processors are busy with other work. 1: all.
-    It never waits while they are not."""
-
     read_mode: Literal["auto", "direct", "straight", "buffered"] = "auto"
     """How files are read from disks. ``auto``: from the page cache what is there, the rest in the way that the first
     large load finds to be the best of this device. ``direct``: past the page cache. ``straight``: the same, and model
@@ -122,9 +122,6 @@ class Settings(BaseSettings):
     read_threads_max: int = Field(default=12, ge=1, le=64)
     """Most threads that one load reads with. What the disk likes is measured, and ranks of a node share it; this only
     bounds it. Each has 2 MiB."""
-
-    flush_nice: int = Field(default=10, ge=0, le=19)
-    """How far the flush steps back from training: the nice value of its threads. 0 is no lower than the trainer."""
 
     concurrency: int = Field(default=4, ge=1, le=256)
     """Files in flight per mover. Each holds a few chunks, so this bounds the mover's memory."""
@@ -181,7 +178,8 @@ class Settings(BaseSettings):
     """Most bytes of checkpoints on the local tier. None: what the disk has, up to ``local_high_water``."""
 
     local_high_water: float = Field(default=0.9, gt=0, le=1)
-    """Share of the local disk in use at which drained checkpoints are evicted, oldest first."""
+    """Share of the local disk in use at which drained checkpoints are evicted, oldest first, and at which a
+    prefetch evicts what the node cache has not used for longest."""
 
     local_full_policy: Literal["wait", "error"] = "wait"
     """What a save does when the local tier is full and nothing there may be evicted yet: ``wait`` for a drain to end,
@@ -190,23 +188,8 @@ class Settings(BaseSettings):
     local_full_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long a save waits for room before it raises ``CapacityError``."""
 
-    share_reads: bool = True
-    """Ranks of one node that load the same bytes read them once, and copy them from memory that they share."""
-
-    share_reads_bytes_max: ByteSize = Field(default=ByteSize(64 * MiB), ge=2 * MiB)
-    """Memory for that, for all ranks of a node together, while they load."""
-
-    share_reads_timeout_seconds: float = Field(default=30.0, gt=0)
-    """A rank that has had nothing from the others for this long reads the rest for itself."""
-
     cache_bytes_max: ByteSize | None = Field(default=None, gt=0)
-    """Most bytes of the node cache (``<local_root>/cache``). None: what the disk has, up to ``cache_high_water``."""
-
-    cache_high_water: float = Field(default=0.9, gt=0, le=1)
-    """Share of the local disk in use at which a prefetch evicts what the cache has not used for longest."""
-
-    cache_low_water: float = Field(default=0.8, gt=0, le=1)
-    """Share of the local disk down to which it then evicts."""
+    """Most bytes of the node cache (``<local_root>/cache``). None: what the disk has, up to ``local_high_water``."""
 
     peers: str | None = None
     """Where the agents of the other nodes are: ``host[:port],...``, ``slurm[:port]`` (the job's node list),
@@ -267,9 +250,6 @@ class Settings(BaseSettings):
 
     drain_retry_seconds_max: float = Field(default=30.0, gt=0)
     """Longest pause between two tries of a drain whose store is unavailable."""
-
-    allow_tmpfs: bool = False
-    """Say nothing when ``local_root`` is on tmpfs (memory), which does not survive the node."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port on which the agent serves Prometheus metrics, on the loopback address only. 0: any free one. None: none."""
@@ -387,9 +367,7 @@ class Settings(BaseSettings):
         Raises:
             ConfigError: an unknown name or a value that cannot work; the message names each.
         """
-        for name, instead in REMOVED.items():
-            if name in overrides or f"TIERCKPT_{name.upper()}" in os.environ:
-                raise ConfigError(f"there is no setting {name} any more", hint=instead)
+        _refuse_removed(overrides, fresh=settings is None)
         try:
             if settings is None:
                 return cls(**overrides)
@@ -406,6 +384,25 @@ class Settings(BaseSettings):
                 f"invalid settings: {'; '.join(problems)}",
                 hint="`tierckpt.Settings` documents each setting, and docs/guide/settings.md lists them",
             ) from None
+
+
+def _refuse_removed(overrides: Collection[str], *, fresh: bool) -> None:
+    """Raise ConfigError for settings of earlier versions: all of them, with where each is set and what replaces it.
+
+    Args:
+        fresh: settings are read from the environment and ``tierckpt.toml`` too.
+    """
+    sources = {"": overrides}
+    if fresh:
+        variables = {name.upper() for name in os.environ}
+        sources[" (in the environment)"] = [name for name in REMOVED if f"TIERCKPT_{name.upper()}" in variables]
+        sources[f" (in {Path(NAME).absolute()})"] = read_settings_file()
+    found = {name: where for where, names in reversed(sources.items()) for name in names if name in REMOVED}
+    if found:
+        raise ConfigError(
+            f"no longer a setting: {', '.join(name + where for name, where in sorted(found.items()))}",
+            hint="; ".join(f"{name}: {REMOVED[name]}" for name in sorted(found)),
+        )
 
 
 def _problem(item: Any, names: Collection[str]) -> str:

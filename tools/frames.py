@@ -95,7 +95,7 @@ def traced(
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(TIERCKPT_LOCAL_ROOT=f"{folder}/local", TIERCKPT_MOVER="inline", TIERCKPT_ALLOW_TMPFS="true")
+        os.environ.update(TIERCKPT_LOCAL_ROOT=f"{folder}/local", TIERCKPT_MOVER="inline")
         uri, state = f"{folder}/shared/run/step-1", {"w": torch.rand(4 << 20)}
 
         def save() -> None:

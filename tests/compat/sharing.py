@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import tierckpt
 from tests.states import same
 from tierckpt import telemetry
+from tierckpt.dcp import read_sharing
 
 CHUNK = 64 << 10
 ROWS, COLUMNS = 1024, 512
@@ -116,18 +117,17 @@ def load(uri: str, kind: str, **overrides: Any) -> dict[str, Any]:
     return {"right": bool(right), "read": by_tier, "alone": alone}
 
 
-def save_and_load(folder: str, saved: str, loaded: str, window: str = "256MiB") -> dict[str, Any]:
+def save_and_load(folder: str, saved: str, loaded: str, window_bytes: int = 256 << 20) -> dict[str, Any]:
     save(f"{folder}/step-1", saved)
-    return load_twice(folder, loaded, window)
+    return load_twice(folder, loaded, window_bytes)
 
 
-def load_twice(folder: str, loaded: str, window: str = "256MiB") -> dict[str, Any]:
+def load_twice(folder: str, loaded: str, window_bytes: int = 256 << 20) -> dict[str, Any]:
     uri = f"{folder}/step-1"
-    return {
-        "size": shard_bytes(uri),
-        "shared": load(uri, loaded, share_reads_bytes_max=window),
-        "apart": load(uri, loaded, share_reads=False),
-    }
+    read_sharing.WINDOW_BYTES = window_bytes
+    shared = load(uri, loaded)
+    read_sharing.Neighbours.offered = lambda self, plan, *_: plan  # type: ignore[method-assign]
+    return {"size": shard_bytes(uri), "shared": shared, "apart": load(uri, loaded)}
 
 
 def only_save(folder: str, saved: str) -> int:

@@ -24,7 +24,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "shared").mkdir()
     names: list[str] = []
     for world in LAYOUTS:
-        env = {"TIERCKPT_LOCAL_ROOT": str(folder / "node-a"), "TIERCKPT_ALLOW_TMPFS": "true"}
+        env = {"TIERCKPT_LOCAL_ROOT": str(folder / "node-a")}
         names += launch("tests.compat.resharding:save_layouts", world, env=env, folder=str(folder / "shared"))
     assert sorted(names) == SAVED
     return folder

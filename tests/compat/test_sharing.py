@@ -24,15 +24,18 @@ def total(load: dict[str, Any]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("saved", "loaded", "window", "apart"),
+    ("saved", "loaded", "window_bytes", "apart"),
     [
-        ("replicated", "replicated", "256MiB", 4.0),
-        ("rows", "columns", "2MiB", 4.0),
-        ("mixed", "mixed", "2MiB", 2.2),
+        ("replicated", "replicated", 256 << 20, 4.0),
+        ("rows", "columns", 2 << 20, 4.0),
+        ("mixed", "mixed", 2 << 20, 2.2),
     ],
 )
-def test_what_every_rank_wants_is_read_once(saved: str, loaded: str, window: str, apart: float, file_uri: str) -> None:
-    found = launch(f"{SCENARIOS}:save_and_load", RANKS, folder=file_uri, saved=saved, loaded=loaded, window=window)
+def test_what_every_rank_wants_is_read_once(
+    saved: str, loaded: str, window_bytes: int, apart: float, file_uri: str
+) -> None:
+    options = {"saved": saved, "loaded": loaded, "window_bytes": window_bytes}
+    found = launch(f"{SCENARIOS}:save_and_load", RANKS, folder=file_uri, **options)
     assert (found["shared"]["right"], found["apart"]["right"], found["shared"]["alone"]) == (True, True, 0)
     assert found["size"] <= total(found["shared"]) <= found["size"] + EXTRA_BYTES, found
     assert total(found["apart"]) >= apart * 0.95 * found["size"], found  # the control: else there was nothing to share

@@ -25,7 +25,7 @@ ODD = [-1, 0, 1 << 63, 1e308, "", "..", "/x", "a/../b", None, True, [], {}, "\0"
 def fuzz(directory: Path, seconds: float) -> dict[str, Any]:
     """Count what was tried and accepted; raise on anything that is not an error of ours or is not safe."""
     uri = str(directory / "shared/step-1")
-    options = {"local_root": directory / "local", "mover": "inline", "allow_tmpfs": True}
+    options = {"local_root": directory / "local", "mover": "inline"}
     save(uri, {**small_state(1), "list": [torch.ones(2), {"a": 1}]}, **options)
     step = next((directory / "local").rglob("manifest.json")).parent.parent
     pickled = next(path for path in step.rglob("*metadata*") if path.is_file()).read_bytes()

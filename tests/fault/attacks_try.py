@@ -132,7 +132,7 @@ def fingerprint() -> dict[str, str]:
 def open_checkpoint(checkpoint: Path, local_root: Path, **options: Any) -> None:
     target = {"weight": torch.zeros(4, 4), "list": [torch.ones(2), {"n": 0}], "evil": {"x": ""}}
     with raises_ours():
-        reader = TierStorageReader(checkpoint, local_root=local_root, mover="inline", allow_tmpfs=True, **options)
+        reader = TierStorageReader(checkpoint, local_root=local_root, mover="inline", **options)
         dcp.load(target, storage_reader=reader, no_dist=True)
 
 

@@ -108,7 +108,7 @@ class Node:
         self.model = folder / "shared" / "model"
         self.log = folder / "requests"
         self.settings = Settings.load(
-            local_root=folder / "local", chunk_size_bytes=CHUNK_BYTES, concurrency=2, allow_tmpfs=True, mover="inline"
+            local_root=folder / "local", chunk_size_bytes=CHUNK_BYTES, concurrency=2, mover="inline"
         )
 
     def prepare(self) -> None:

@@ -16,13 +16,14 @@ import torch.distributed.checkpoint as dcp
 import tierckpt
 from tierckpt import telemetry
 from tierckpt.arena.shared_buffer import Window
+from tierckpt.dcp import read_sharing
 from tierckpt.read import shared_read
 from tierckpt.read.replicated_file import ReplicatedFile
 
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
 TENSORS, ELEMENTS = 16, 1 << 18
 """1 MiB each."""
-WINDOW = "2MiB"
+WINDOW_BYTES = 2 << 20
 LATE_SECONDS_MAX = 60.0
 
 
@@ -65,7 +66,8 @@ def load_together(folder: str, uri: str, victim: int, fault: str, nth: int, bug:
     """Load; at the ``nth`` read of the ``victim`` the fault happens to it."""
     is_victim = dist.get_rank() == victim
     shared_read.JOIN_SECONDS = 1.0 if fault == "late" else 30.0
-    patience = 3.0 if fault == "stop" or bug else 30.0
+    read_sharing.PATIENCE_SECONDS = 3.0 if fault == "stop" or bug else 30.0
+    read_sharing.WINDOW_BYTES = WINDOW_BYTES
     if bug:
         BUGS[bug]()
     if is_victim and fault in ("kill", "stop"):
@@ -75,7 +77,7 @@ def load_together(folder: str, uri: str, victim: int, fault: str, nth: int, bug:
     if is_victim and fault == "late":
         (Path(folder) / "fired").touch()
     loaded = {name: torch.zeros_like(value) for name, value in state().items()}
-    reader = Reader(uri, share_reads_bytes_max=WINDOW, share_reads_timeout_seconds=patience)
+    reader = Reader(uri)
     reader.watch(folder, loaded, is_victim and fault == "late")
     try:
         dcp.load(loaded, storage_reader=reader)

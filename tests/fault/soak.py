@@ -59,7 +59,6 @@ def soak(folder: Path, seconds: float, chance: random.Random) -> int:
         proxy = FaultProxy(server.endpoint)
         endpoint = stack.enter_context(proxy.running())
         os.environ.update(server.environment() | {"AWS_ENDPOINT_URL": endpoint, "AWS_EC2_METADATA_DISABLED": "true"})
-        os.environ["TIERCKPT_ALLOW_TMPFS"] = "true"
         nursery = stack.enter_context(Nursery.running("tests.fault.soak_scenarios"))
 
         def start(name: str, left: float, **settings: Any) -> Job:

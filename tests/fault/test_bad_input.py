@@ -132,7 +132,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_local_root_on_tmpfs_is_warned_about(small_disk: Path, file_uri: str, caplog: pytest.LogCaptureFixture) -> None:
     disk._checked.clear()
     with caplog.at_level(logging.WARNING, "tierckpt"):
-        save(f"{file_uri}/step-1", small_state(), local_root=small_disk / "root", allow_tmpfs=False)
+        save(f"{file_uri}/step-1", small_state(), local_root=small_disk / "root")
     assert any("tmpfs" in record.getMessage() for record in caplog.records)
 
 

@@ -66,9 +66,7 @@ class Node:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.settings = Settings.load(
-            None, local_root=root / "local", chunk_size_bytes="16KiB", mover="inline", allow_tmpfs=True
-        )
+        self.settings = Settings.load(None, local_root=root / "local", chunk_size_bytes="16KiB", mover="inline")
         self.location = parse_uri(root / "shared" / "run" / "step-1")
         self.local, self.shared = local_dir(self.settings.local_root, self.location), Path(self.location.path)
         self._save(1)
@@ -385,7 +383,7 @@ def test_records_of_the_release_before_are_taken_as_they_are(node: Node) -> None
 
 def test_an_old_state_of_a_journal_entry_removes_nothing_that_is_committed(tmp_path: Path) -> None:
     """A stale block brings back the entry of a save that had not finished then. It has since: its shards stay."""
-    options = {"local_root": tmp_path / "local", "chunk_size_bytes": "16KiB", "mover": "inline", "allow_tmpfs": True}
+    options = {"local_root": tmp_path / "local", "chunk_size_bytes": "16KiB", "mover": "inline"}
     location = parse_uri(tmp_path / "shared" / "step-1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer.TierStorageWriter, "_hand_over", lambda self, save: self._release())
@@ -443,7 +441,7 @@ def drained_after_damage(root: Path) -> tuple[str, bool]:
 
     The shared tier is told that it cannot link, so that bytes are sent.
     """
-    options = {"local_root": root / "local", "chunk_size_bytes": "16KiB", "mover": "inline", "allow_tmpfs": True}
+    options = {"local_root": root / "local", "chunk_size_bytes": "16KiB", "mover": "inline"}
     location = parse_uri(root / "shared" / "step-1")
     engine = Engine(Settings.load(None, **options))
     with pytest.MonkeyPatch.context() as patch:

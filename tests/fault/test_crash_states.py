@@ -86,7 +86,7 @@ class World:
             (root / name).mkdir(parents=True)
         self.root = root
         self.recorder = Recorder(root)
-        self.options = {"local_root": root / LOCAL, "chunk_size_bytes": "4KiB", "mover": "inline", "allow_tmpfs": True}
+        self.options = {"local_root": root / LOCAL, "chunk_size_bytes": "4KiB", "mover": "inline"}
         self.manifests: dict[str, Manifest] = {}
         self.metadata: dict[bytes, Manifest] = {}
         """Manifest by the stock metadata that belongs to it: what plain PyTorch reads through."""

@@ -44,7 +44,7 @@ class Saved:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
     folder = tmp_path_factory.mktemp("restore")
     uri = f"{folder}/store/bucket/run/step-1"
-    size = launch(f"{SCENARIOS}:save", 1, uri=uri, root=str(folder / "saver"), env={"TIERCKPT_ALLOW_TMPFS": "1"})
+    size = launch(f"{SCENARIOS}:save", 1, uri=uri, root=str(folder / "saver"))
     with Origin.running(folder / "store", rate=STORE_RATE) as origin, Fleet.running(folder / "logs") as fleet:
         yield Saved(fleet, origin, folder / "store", "s3://bucket/run/step-1", size["size_bytes"])
 

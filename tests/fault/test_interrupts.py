@@ -38,7 +38,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[
             **ENVIRONMENT,
             **server.environment(),
             "TIERCKPT_LOCAL_ROOT": str(local),
-            "TIERCKPT_ALLOW_TMPFS": "true",
             "TIERCKPT_MOVER": "inline",
         }
         root = f"s3://{bucket}/top"

@@ -164,7 +164,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("TIERCKPT_") and "_TEST_" not in name]:
             patch.delenv(name)
-        patch.setenv("TIERCKPT_ALLOW_TMPFS", "true")
         for step in (1, 2):
             node.save(step, drain=step == 1)
             if step == 1:
@@ -230,7 +229,6 @@ def judge(node: Node, verb: str) -> str:
         said = "ended without a word"
         try:
             os.close(out)
-            os.environ["TIERCKPT_ALLOW_TMPFS"] = "true"
             ownership._roots.clear()
             logging.disable(logging.CRITICAL)
             VERBS[verb](node)

@@ -50,10 +50,8 @@ def settings_of(root: Path) -> Settings:
         local_root=root,
         mover="inline",
         chunk_size_bytes=CHUNK_BYTES,
-        flush_threads_max=1,
         drain_retry_seconds_max=0.05,
         commit_timeout_seconds=5.0,
-        allow_tmpfs=True,
     )
 
 
@@ -139,7 +137,7 @@ async def _judge(run: Location, lines: list[dict[str, Any]], kind: str) -> Verdi
     removed = {line["attempt"] for line in lines if line["what"] == "removed"}
     replaced = {seen for attempt in acknowledged for seen in saves[attempt]["replaces"]}
     verdict.wrong += [f"failed: {line}" for line in lines if line["what"] == "failed"]
-    settings = Settings.load(allow_tmpfs=True)
+    settings = Settings.load()
     for step in sorted({save["step"] for save in saves.values()}):
         location = run.child(step_name(step))
         store = plain_store(location) if kind == "plain" else open_store(location, settings, Retries(settings))

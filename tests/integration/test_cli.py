@@ -595,7 +595,7 @@ def test_doctor_warns_of_memory_and_leaves_nothing_behind(tmp_path: Path) -> Non
     directory.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", directory], check=True)
     try:
-        done = tierckpt_("doctor", tmp_path / "new/place", "--local-root", directory, TIERCKPT_ALLOW_TMPFS="false")
+        done = tierckpt_("doctor", tmp_path / "new/place", "--local-root", directory)
         assert list(directory.iterdir()) == []
     finally:
         subprocess.run(["umount", "-l", directory], check=True)

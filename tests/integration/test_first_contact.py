@@ -119,7 +119,7 @@ print("TOLD" + json.dumps(told))
 def told(moto: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each mistake prints, tried in one process."""
     work = tmp_path_factory.mktemp("work")
-    environment = os.environ | moto.environment() | {"TIERCKPT_MOVER": "inline", "TIERCKPT_ALLOW_TMPFS": "true"}
+    environment = os.environ | moto.environment() | {"TIERCKPT_MOVER": "inline"}
     environment |= {"TIERCKPT_LOCAL_ROOT": str(work / "ssd"), "PYTHONPATH": str(Path.cwd())}
     mistakes = json.dumps({name: code for name, (code, _) in (MISTAKES | OF_DCP).items()})
     done = subprocess.run(

@@ -425,3 +425,8 @@ def test_what_the_files_hold_is_not_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
     assert torch.__version__
+
+
+def test_a_removed_setting_is_refused_here_too() -> None:
+    with pytest.raises(ConfigError, match="no longer a setting: share_reads"):
+        fsspec.filesystem("tierckpt", share_reads=False, skip_instance_cache=True)

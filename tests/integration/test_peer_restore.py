@@ -40,14 +40,12 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """Three nodes that drain nothing; each test has a run of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIERCKPT_ALLOW_TMPFS", "true")
-        with (
-            Fleet.running(tmp_path_factory.mktemp("agents"), "tests.servers.nodes") as fleet,
-            cluster(fleet, tmp_path_factory.mktemp("nodes"), 3, drain=False, chunk_size_bytes=65536) as running,
-        ):
-            yield running
-            close_all()
+    with (
+        Fleet.running(tmp_path_factory.mktemp("agents"), "tests.servers.nodes") as fleet,
+        cluster(fleet, tmp_path_factory.mktemp("nodes"), 3, drain=False, chunk_size_bytes=65536) as running,
+    ):
+        yield running
+        close_all()
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,6 @@ class Node:
             "TIERCKPT_PEERS": self.peers,
             "TIERCKPT_PEER_LISTEN": self.address,
             "TIERCKPT_PEER_SECRET": SECRET,
-            "TIERCKPT_ALLOW_TMPFS": "true",
             **self.more,
         }
 
@@ -349,9 +348,7 @@ def test_a_secret_reaches_an_agent_started_on_demand_and_is_shown_nowhere(
     """It is an argument of the trainer, so only the pipe to the agent carries it."""
     (known,) = (node.start() for node in nodes(1))
     own = address()
-    settings = Settings.load(
-        local_root=tmp_path / "demand", peers=known.address, peer_listen=own, peer_secret=SECRET, allow_tmpfs=True
-    )
+    settings = Settings.load(local_root=tmp_path / "demand", peers=known.address, peer_listen=own, peer_secret=SECRET)
     contact = AgentClient(settings)
     try:
         until(lambda: len(contact.ask({"op": "peers"})["live"]) == 2, "two that know each other")

@@ -74,7 +74,7 @@ class Made:
 @pytest.fixture(scope="module")
 def made(moto: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     root = tmp_path_factory.mktemp("node")
-    options: dict[str, Any] = {"mover": "inline", "allow_tmpfs": True}
+    options: dict[str, Any] = {"mover": "inline"}
     with pytest.MonkeyPatch.context() as patch, moto.bucket() as bucket:
         for name, value in moto.environment().items():
             patch.setenv(name, value)

@@ -103,9 +103,8 @@ def check_files(local_root: Path, uri: str) -> None:
         {"chunk_size_bytes": 4096},
         {"chunk_size_bytes": 12 * KiB, "shard_size_bytes_max": 40 * KiB},
         {"single_file_per_rank": False},
-        {"flush_threads_max": 1},
     ],
-    ids=["defaults", "tiny chunks", "many shards", "a file per item", "one thread"],
+    ids=["defaults", "tiny chunks", "many shards", "a file per item"],
 )
 def test_everything_comes_back_bit_for_bit(save: Save, options: dict[str, Any], uri: str, local_root: Path) -> None:
     state = everything(1)

@@ -134,7 +134,6 @@ class Cluster:
                 **self.origin.environment(),
                 "AWS_CONFIG_FILE": "/nonexistent",
                 "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
-                "TIERCKPT_ALLOW_TMPFS": "true",
                 **settings,
                 "TIERCKPT_LOCAL_ROOT": str(self.root / f"node-{number}"),
             }

@@ -127,7 +127,6 @@ def cluster(
             "peer_listen": address,
             "peer_secret": SECRET,
             "peer_domain": domains[number] if domains else "",
-            "allow_tmpfs": True,
             **overrides,
         }
         env = {

@@ -40,7 +40,7 @@ def pool(local_root: Path) -> Pool:
 
 def settings(local_root: Path) -> Settings:
     """The quota alone is what these tests meet: how full the disk of a test machine is must not matter."""
-    return Settings.load(local_root=local_root, cache_bytes_max=QUOTA, cache_high_water=1.0)
+    return Settings.load(local_root=local_root, cache_bytes_max=QUOTA, local_high_water=1.0)
 
 
 def fill(pool: Pool, frozen: FileSet, *, whole: bool = True) -> str:

@@ -65,7 +65,7 @@ def test_a_log_that_is_full_is_put_aside_and_the_newest_is_kept(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_an_agent_keeps_its_log_small_while_it_runs(tmp_path: Path) -> None:
-    settings = f'{{"local_root": "{tmp_path}", "agent_idle_seconds": 4, "allow_tmpfs": true}}'
+    settings = f'{{"local_root": "{tmp_path}", "agent_idle_seconds": 4}}'
     run(AGENT, tmp_path / "agent", stdin=settings)
     sizes = [path.stat().st_size for path in (tmp_path / "agent").glob(f"{LOG}*")]
     assert len(sizes) == 2

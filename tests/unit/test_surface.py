@@ -11,11 +11,12 @@ import pytest
 
 import tierckpt
 from tierckpt import errors
-from tierckpt.config import Settings
+from tierckpt.config import REMOVED, Settings
 from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.format.layout import Location, local_dir, parse_uri, step_of
 from tierckpt.stores.schemes import check_location
 
+SETTINGS_MAX = 55
 ALL_ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, TierckptError)]
 
 
@@ -154,9 +155,6 @@ def test_settings_come_from_arguments_then_environment_then_file(
         {"staging_numa_nodes": "0,zero"},
         {"staging_numa_nodes": [-1]},
         {"staging_numa_nodes": (2, 2)},
-        {"flush_threads_max": 0},
-        {"flush_nice": 20},
-        {"flush_nice": -1},
     ],
 )
 def test_settings_that_cannot_work_are_named(bad: dict[str, object]) -> None:
@@ -190,13 +188,10 @@ def test_staging_and_flush_settings_are_read_from_the_environment(monkeypatch: p
         "CHECKPOINTS_IN_FLIGHT_MAX": "3",
         "STAGING_POLICY": "drop_oldest_unflushed",
         "STAGING_TIMEOUT_SECONDS": "1.5",
-        "FLUSH_THREADS_MAX": "2",
-        "FLUSH_NICE": "0",
-        "SPLIT_REPLICATED": "false",
     }
     for name, value in given.items():
         monkeypatch.setenv(f"TIERCKPT_{name}", value)
-    expected = (6 << 30, 3, "drop_oldest_unflushed", 1.5, 2, 0, False)
+    expected = (6 << 30, 3, "drop_oldest_unflushed", 1.5)
     settings = Settings.load()
     assert tuple(getattr(settings, name.lower()) for name in given) == expected
 
@@ -204,6 +199,38 @@ def test_staging_and_flush_settings_are_read_from_the_environment(monkeypatch: p
 def test_every_setting_is_on_its_page_and_no_other() -> None:
     page = (Path(__file__).parents[2] / "docs/guide/settings.md").read_text()
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(Settings.model_fields)
+
+
+def test_there_are_few_settings() -> None:
+    assert len(Settings.model_fields) <= SETTINGS_MAX
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_a_removed_setting_is_refused_wherever_it_is_set_with_what_replaces_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert name not in Settings.model_fields
+    for given in ({name: 1}, {name: None}):
+        with pytest.raises(ConfigError, match=f"no longer a setting: {name}\\.") as refused:
+            Settings.load(**given)
+        assert refused.value.hint == f"{name}: {REMOVED[name]}"
+    for variable in (f"TIERCKPT_{name.upper()}", f"tierckpt_{name}"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "1")
+            with pytest.raises(ConfigError, match=f"{name} \\(in the environment\\)") as refused:
+                Settings.load()
+            assert REMOVED[name] in str(refused.value.hint)
+    Path("tierckpt.toml").write_text(f"{name} = 1\n")
+    with pytest.raises(ConfigError, match=f"{name} \\(in .*tierckpt.toml\\)") as refused:
+        Settings.load()
+    assert REMOVED[name] in str(refused.value.hint)
+
+
+def test_removed_settings_are_all_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCKPT_FLUSH_NICE", "0")
+    with pytest.raises(ConfigError, match=r"allow_tmpfs, flush_nice \(in the environment\)\."):
+        Settings.load(allow_tmpfs=True)
 
 
 def test_the_readme_stays_short() -> None:

@@ -70,12 +70,9 @@ def test_small_flushes_teach_nothing_and_are_no_experiments() -> None:
     assert tuner.flushes == 0 and tuner.choose(1) == SHAPES[0]
 
 
-def test_the_setting_bounds_the_threads(tmp_path: Path) -> None:
-    for threads_max in (1, 2, 3, 4, 8, 100):
-        tuner = tuner_for(tmp_path, threads_max)
-        assert tuner.shapes
-        assert all(1 <= shape.threads <= threads_max for shape in tuner.shapes)
-    assert tuner_for(tmp_path, 8) is tuner_for(tmp_path / "..", 8), "one for each device"
+def test_there_is_one_tuner_for_each_device(tmp_path: Path) -> None:
+    assert tuner_for(tmp_path) is tuner_for(tmp_path / "..")
+    assert tuner_for(tmp_path) is not tuner_for(Path("/proc"))
 
 
 def test_of_shapes_that_are_as_good_the_cheapest_is_taken() -> None:

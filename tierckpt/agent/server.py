@@ -69,7 +69,7 @@ def run(settings: Settings, *, stay: bool = False) -> int:
         os.truncate(held.descriptor, 0)
         os.pwrite(held.descriptor, f"{os.getpid()}\n".encode(), 0)
         _allow_descriptors()
-        priority.lower_this_thread(settings.flush_nice)  # the threads it will start inherit that
+        priority.lower_this_thread(priority.BACKGROUND_NICE)  # the threads it will start inherit that
         # Whatever this process drains, it drains itself.
         return asyncio.run(Agent(settings.model_copy(update={"mover": "inline"}), directory, stay=stay).run())
 

@@ -24,6 +24,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from ..config import Settings
+from ..disk.write_tuner import WRITE_THREADS_MAX
 from ..errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
 from ..telemetry import logger
 from .memory import HUGE_PAGE_BYTES, Memory
@@ -421,11 +422,10 @@ def arena_for(settings: Settings, *, shared: bool = False, read_elsewhere: bool 
         return _shared[key]
 
 
-def bounce_for(settings: Settings) -> BounceBufferPool:
-    """The process's write buffers."""
-    count = settings.flush_threads_max
+def write_buffers() -> BounceBufferPool:
+    """The process's write buffers: one for each thread that writes."""
     with _shared_lock:
-        return _bounces.setdefault(("write", count), BounceBufferPool(count))
+        return _bounces.setdefault(("write", WRITE_THREADS_MAX), BounceBufferPool(WRITE_THREADS_MAX))
 
 
 def read_buffers(threads_max: int = READ_THREADS) -> BounceBufferPool:

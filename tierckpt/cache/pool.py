@@ -43,6 +43,8 @@ from .partial_entry import SUFFIX, read_entry, read_receipt, remove_dir
 
 log = logger("cache")
 
+EVICTED_FRACTION = 0.1
+"""Of the disk: how far below ``local_high_water`` an eviction goes, so that the next prefetch needs none."""
 MARGIN_FRACTION = 0.01
 MARGIN_BYTES_MAX = 64 << 20
 """Room left on the disk for everybody else's small files."""
@@ -334,8 +336,8 @@ class Pool:
         quota = self.settings.cache_bytes_max
         room_of_quota = quota - held if quota is not None else free
         hard = max(needed_bytes + margin - free, needed_bytes - room_of_quota)
-        above = needed_bytes + (total - free) - int(self.settings.cache_high_water * total)
-        low = min(self.settings.cache_low_water, self.settings.cache_high_water)
+        above = needed_bytes + (total - free) - int(self.settings.local_high_water * total)
+        low = max(0.0, self.settings.local_high_water - EVICTED_FRACTION)
         soft = needed_bytes + (total - free) - int(low * total) if above > 0 else 0
         room = AdmissionPlan(needed_bytes, max(0, min(free - margin, room_of_quota)))
         going = 0

@@ -120,7 +120,7 @@ def _local_root(settings: Settings) -> Iterator[Check]:
         yield Check("local_root", FAIL, f"{base} cannot be written: {error.strerror or error}; {hint}")
         return
     yield Check("local_root", OK, str(root) if base == root else f"{root} will be made: {base} can be written")
-    yield _filesystem(base, settings)
+    yield _filesystem(base)
     free = shutil.disk_usage(base).free
     yield Check("free space", WARN if free < FREE_BYTES_WARN else OK, human_bytes(free))
     yield Check("O_DIRECT", OK if direct else WARN, "works" if direct else "refused: shards go through the page cache")
@@ -146,9 +146,9 @@ def _reads(name: str, base: Path, settings: Settings, ways: tuple[ReadMode, ...]
     return Check(name, OK, f"{way} (measured: {found})" if found else f"{way} until a large load has measured it")
 
 
-def _filesystem(base: Path, settings: Settings) -> Check:
+def _filesystem(base: Path) -> Check:
     kind = filesystem_type(base)
-    if kind in MEMORY_FILESYSTEMS and not settings.allow_tmpfs:
+    if kind in MEMORY_FILESYSTEMS:
         return Check("file system", WARN, f"{kind}: checkpoints there take memory and do not survive the node")
     if kind == "overlay":
         return Check("file system", WARN, "overlay: it goes with the container; mount a disk of the node")

@@ -38,6 +38,11 @@ log = logger("restore")
 FETCH_SECONDS = 600.0
 """How long a rank waits, after the last one came, for files that others of its node bring from the shared tier."""
 
+WINDOW_BYTES = 64 << 20
+"""Memory that the ranks of a node share while they load."""
+PATIENCE_SECONDS = 30.0
+"""A rank that has had nothing from the others for this long reads the rest for itself."""
+
 Spans: TypeAlias = Callable[[ReadItem], tuple[str, list[tuple[int, int]]]]
 """The file of an item, and the bytes of it that are wanted, in order."""
 
@@ -75,9 +80,9 @@ class Neighbours:
             fetched: tells which files this rank would bring to the local tier.
         """
         self._memory = None  # that of the load before: all ranks have ended it, or have failed
-        if not self._settings.share_reads or not dist.is_initialized() or dist.get_world_size() < 2:
+        if not dist.is_initialized() or dist.get_world_size() < 2:
             return plan
-        window_bytes = int(self._settings.share_reads_bytes_max)
+        window_bytes = WINDOW_BYTES
         wanted: dict[str, list[tuple[int, int]]] = {}
         try:
             self._memory = reserve(window_bytes)
@@ -139,7 +144,7 @@ class Neighbours:
         except ConfigError as error:
             log.warning("this rank reads alone what other ranks of its node read too: %s", error)
             return None
-        return SharedRead(pact, window, self._settings.share_reads_timeout_seconds)
+        return SharedRead(pact, window, PATIENCE_SECONDS)
 
 
 class Reading:

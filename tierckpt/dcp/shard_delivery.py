@@ -17,14 +17,15 @@ from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..arena.slots import Lease, bounce_for
+from ..arena.slots import Lease, write_buffers
 from ..checkpoint.journal import Entry
 from ..client import Client
 from ..config import Settings
 from ..disk.blocks import round_up
-from ..disk.cpu_throttle import CpuThrottle
+from ..disk.cpu_throttle import BACKGROUND_CPU_SHARE, CpuThrottle
 from ..disk.durable import fsync_dir
 from ..disk.flush_lock import flushing
+from ..disk.priority import BACKGROUND_NICE
 from ..disk.write_tuner import WRITE_BYTES_MAX, segment_bytes, tuner_for
 from ..errors import CapacityError, TierckptError
 from ..format.layout import Location, shard_name
@@ -134,7 +135,7 @@ class ShardDelivery:
             lease.give_up_ahead()
         largest = max((shard.size_bytes for shard in laid_out.shards), default=0)
         slot_bytes = min(chunk, round_up(max(largest, 1)))
-        with bounce_for(self.settings).take(1, slot_bytes, self.settings.commit_timeout_seconds) as [slot]:
+        with write_buffers().take(1, slot_bytes, self.settings.commit_timeout_seconds) as [slot]:
             flushed = self.client.run(
                 lambda engine: direct_put.send(
                     engine.store(self.location),
@@ -193,17 +194,17 @@ class ShardDelivery:
         settings, size_bytes = self.settings, sum(shard.size_bytes for shard in shards)
         if not shards:
             return []
-        tuner = tuner_for(self.directory, settings.flush_threads_max)
+        tuner = tuner_for(self.directory)
         shape = tuner.choose(size_bytes)
         segment = segment_bytes(settings.chunk_size_bytes, WRITE_BYTES_MAX)  # of any shape: slots serve them all
         slot_bytes = min(segment, round_up(max(max(shard.size_bytes for shard in shards), 1)))
         timeout = settings.commit_timeout_seconds
         background = threading.current_thread() is not threading.main_thread()
-        pace = CpuThrottle(settings.flush_cpu_share, shape.threads) if background else CpuThrottle()
+        pace = CpuThrottle(BACKGROUND_CPU_SHARE, shape.threads) if background else CpuThrottle()
         is_begun = any(shard.image is not None and shard.image.ahead is not None for shard in shards)
         # What lies in an image needs none; beside it there are only objects.
         wanted = 1 if any(shard.image is not None for shard in shards) else shape.threads
-        with bounce_for(settings).take(wanted, slot_bytes, timeout) as slots:
+        with write_buffers().take(wanted, slot_bytes, timeout) as slots:
             begun = time.monotonic()
             with flushing(settings.local_root, size_bytes):
                 flushed = flush(
@@ -212,7 +213,7 @@ class ShardDelivery:
                     shape=shape,
                     chunk_size_bytes=settings.chunk_size_bytes,
                     durable=self.sync_files,
-                    nice=settings.flush_nice if background else 0,
+                    nice=BACKGROUND_NICE if background else 0,
                     pace=pace,
                     cached=cached,
                     timeout_seconds=timeout,

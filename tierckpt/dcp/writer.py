@@ -156,7 +156,7 @@ class TierStorageWriter(Mount, StorageWriter):
         single_file_per_rank: False writes one shard per item.
         sync_files: False skips fsync of shards: faster, and a power cut may lose the checkpoint on the local tier.
         thread_count, per_thread_copy_ahead, cache_staged_state_dict: taken because DCP's writer takes them; threads
-            are chosen by measurement (``flush_threads_max`` bounds them), and staging memory is always kept.
+            are chosen by measurement (8 at most), and staging memory is always kept.
         overwrite: False refuses an id that holds a checkpoint already.
         serialization_format: only TORCH_SAVE; for safetensors use ``tierckpt export``.
 
@@ -253,7 +253,7 @@ class TierStorageWriter(Mount, StorageWriter):
                 self._replaces = self._client.run(lambda e: e.attempts_to_replace(location, overwrite=overwrite))
         if not self.use_collectives:
             return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
-        if self.settings.split_replicated and _world_size() > 1:
+        if _world_size() > 1:
             return split.put_aside(plan)
         return plan
 

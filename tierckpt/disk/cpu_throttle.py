@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 
 STAT = Path("/proc/stat")
+BACKGROUND_CPU_SHARE = 0.04
+"""Of one processor, for a background flush while the node is busy. Measured: docs/adr/0007-flush.md."""
 BUSY_SHARE = 0.4
 """Of the node's processor time, spent on work of normal priority."""
 OWN_WINDOW_SECONDS = 0.01

@@ -62,10 +62,9 @@ def check_local_root(settings: Settings) -> None:
     _checked.add(root)
     clear_leftovers(root)
     kind_of_disk = filesystem_type(root)
-    if kind_of_disk in MEMORY_FILESYSTEMS and not settings.allow_tmpfs:
+    if kind_of_disk in MEMORY_FILESYSTEMS:
         log.warning(
-            "local_root %s is on %s: checkpoints there take memory and do not survive the node. Point it at an SSD, "
-            "or set TIERCKPT_ALLOW_TMPFS=true if that is meant",
+            "local_root %s is on %s: checkpoints there take memory and do not survive the node. Point it at an SSD",
             root,
             kind_of_disk,
         )

@@ -11,6 +11,9 @@ from ..telemetry import logger
 
 log = logger("flush")
 
+BACKGROUND_NICE = 10
+"""How far background work steps back from training (P8)."""
+
 _libc = ctypes.CDLL(None)
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}

@@ -43,6 +43,7 @@ SHAPES = (IoShape(2, 8 * MiB, 1), IoShape(3, 8 * MiB, 2), IoShape(4, 16 * MiB, 3
 """From the cheapest to the dearest in processor time. Measured: docs/adr/0007-flush.md."""
 
 WRITE_BYTES_MAX = max(shape.size_bytes for shape in SHAPES)
+WRITE_THREADS_MAX = max(shape.threads for shape in SHAPES)
 
 
 def segment_bytes(chunk_size_bytes: int, io_size_bytes: int) -> int:
@@ -90,7 +91,7 @@ class Tuner:
         return next(shape for shape in self.shapes if medians.get(shape, 0.0) >= AS_GOOD * fastest)
 
 
-_tuners: dict[tuple[int, int], Tuner] = {}
+_tuners: dict[int, Tuner] = {}
 _lock = threading.Lock()
 
 
@@ -103,12 +104,8 @@ def _start_anew() -> None:
 os.register_at_fork(after_in_child=_start_anew)
 
 
-def tuner_for(directory: Path, threads_max: int) -> Tuner:
-    """The process's tuner for the device that holds ``directory``, with at most ``threads_max`` writes at a time."""
+def tuner_for(directory: Path) -> Tuner:
+    """The process's tuner for the device that holds ``directory``."""
     device = directory.stat().st_dev
     with _lock:
-        key = (device, threads_max)
-        if key not in _tuners:
-            fitting = tuple(shape for shape in SHAPES if shape.threads <= threads_max)
-            _tuners[key] = Tuner(fitting or (IoShape(threads_max, 8 * MiB),))
-        return _tuners[key]
+        return _tuners.setdefault(device, Tuner(SHAPES))

@@ -21,6 +21,7 @@ from ..config import Settings
 from ..disk import read_lease
 from ..disk.durable import make_dirs, translate_os_error
 from ..disk.file_lock import lock_async
+from ..disk.priority import BACKGROUND_NICE
 from ..errors import (
     AlreadyCommittedError,
     CapacityError,
@@ -83,7 +84,7 @@ class Drainer:
             settings.drain_bytes_per_second,
             settings.concurrency,
             local_root=settings.local_root,
-            nice=settings.flush_nice,
+            nice=BACKGROUND_NICE,
         )
         """What all drains of this mover together may take. It can be changed while they run."""
         self._noted_at: dict[str, float] = {}

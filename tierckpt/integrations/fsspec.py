@@ -18,7 +18,7 @@ from fsspec import AbstractFileSystem
 
 from ..checkpoint.namespace import Thing, root_of
 from ..client import get_client
-from ..config import Settings
+from ..config import REMOVED, Settings
 from ..errors import ConfigError, ObjectNotFoundError
 from ..format.layout import TIER_FORMS, Location, parse_uri
 from ..stores.schemes import check_location
@@ -44,7 +44,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     root_marker = ""
 
     def __init__(self, settings: Settings | None = None, **options: Any) -> None:
-        fields = {name: value for name, value in options.items() if name in Settings.model_fields}
+        fields = {name: value for name, value in options.items() if name in Settings.model_fields or name in REMOVED}
         super().__init__(**{name: value for name, value in options.items() if name not in fields})
         self.settings = Settings.load(settings, **fields)
 

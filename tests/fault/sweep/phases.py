@@ -70,11 +70,9 @@ class Job:
             local_root=world.local_root,
             drain=drain,
             chunk_size_bytes=CHUNK_BYTES,
-            flush_threads_max=1,
             concurrency=1,
             commit_timeout_seconds=Job.wait_seconds,
             drain_retry_seconds_max=0.01,
-            allow_tmpfs=True,
             **overrides,
         )
         self._runner = asyncio.Runner()

@@ -149,7 +149,6 @@ BUGS: dict[str, Callable[[], None]] = {
 def main() -> None:
     folder, races = Path(sys.argv[1]), int(sys.argv[2])
     bug = sys.argv[3] if len(sys.argv) > 3 else ""
-    os.environ["TIERCKPT_ALLOW_TMPFS"] = "true"
     folder.mkdir(parents=True, exist_ok=True)
     gc.freeze()
     found: list[str] = []

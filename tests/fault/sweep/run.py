@@ -239,7 +239,6 @@ def fsyncs(calls: Sequence[Call]) -> str:
 def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
     share, of = (int(word) for word in sys.argv[3:5]) if len(sys.argv) > 3 else (0, 1)
-    os.environ["TIERCKPT_ALLOW_TMPFS"] = "true"
     folder.mkdir(parents=True, exist_ok=True)
     gc.freeze()
     begun = time.monotonic()

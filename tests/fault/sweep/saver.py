@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tierckpt.arena.slots import bounce_for
+from tierckpt.arena.slots import write_buffers
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import READY, WRITING, Entry
 from tierckpt.config import Settings
@@ -168,7 +168,7 @@ class _OneSave:
         """None when the shared tier does not take them."""
         store, share = self.engine.store(self.location), self.engine.budget.share(0.0)
         try:
-            with bounce_for(self.settings).take(1, CHUNK_BYTES, 30.0) as [slot]:
+            with write_buffers().take(1, CHUNK_BYTES, 30.0) as [slot]:
                 return self.saver.run(direct_put.send(store, shards, slot, CHUNK_BYTES, share))  # type: ignore[no-any-return]
         except TierckptError:
             self._discard([shard.path.name for shard in shards])
@@ -181,7 +181,7 @@ class _OneSave:
     def _flush(self, shards: list[shard_plan.Shard]) -> list[Flushed]:
         segment = segment_bytes(CHUNK_BYTES, WRITE_BYTES_MAX)
         slot_bytes = min(segment, round_up(max(shard.size_bytes for shard in shards)))
-        with bounce_for(self.settings).take(1, slot_bytes, 30.0) as slots:
+        with write_buffers().take(1, slot_bytes, 30.0) as slots:
             return flush.flush(shards, slots=slots, shape=SHAPE, chunk_size_bytes=CHUNK_BYTES)
 
     def finish(self, rank: int) -> None:
