@@ -222,11 +222,11 @@ KILLED = """
 import os, signal, sys
 from tierckpt.loading import export
 
-write = export._write
+write = export.write_file
 def once(*arguments):
     write(*arguments)
     os.kill(os.getpid(), signal.SIGKILL)
-export._write = once
+export.write_file = once
 export.export_safetensors(sys.argv[1], sys.argv[2], shard_size_bytes_max=1000)
 """
 
@@ -248,14 +248,14 @@ def test_two_exports_to_one_directory_do_not_mix(
 ) -> None:
     save(f"{file_uri}/step-1", {"w": torch.ones(3)})
     writing, go = threading.Event(), threading.Event()
-    write = exports._write
+    write = exports.write_file
 
     def paused(*arguments: Any) -> None:
         writing.set()
         assert go.wait(30)
         write(*arguments)
 
-    monkeypatch.setattr(exports, "_write", paused)
+    monkeypatch.setattr(exports, "write_file", paused)
     first = threading.Thread(target=export_safetensors, args=(f"{file_uri}/step-1", tmp_path / "out"))
     first.start()
     assert writing.wait(30)

@@ -23,9 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, read_whole
+from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, read_whole, translated
 from ..disk.file_lock import Hold, try_lock
-from ..disk.local_root import typed_errors
 from ..errors import ManifestError, ObjectNotFoundError, StoreError
 from ..format import manifest as manifests
 from ..format.layout import BLOCKS_DIR, METADATA_DIR, Location, journal_dir, local_dir, parse_uri
@@ -119,7 +118,7 @@ class Journal:
     def entries(self) -> list[Entry]:
         """Every readable entry, newest first. An unreadable one is reported and left for a person to look at."""
         found = []
-        with typed_errors(self.directory):
+        with translated(self.directory, is_above=True):
             paths = matching(self.directory, "*.json")
         for path in paths:
             try:
@@ -133,7 +132,7 @@ class Journal:
     def remove(self, token: str) -> None:
         """Forget an entry (J3). Cost: nothing durable, unless the save never finished: then two fsyncs."""
         self._settle_removal(token)
-        with typed_errors(self._path(token)):
+        with translated(self._path(token), is_above=True):
             self._path(token).unlink(missing_ok=True)
             self._lock_path(token).unlink(missing_ok=True)
 
@@ -199,7 +198,7 @@ class Journal:
         """
         make_dirs(self.directory)
         path = self._lock_path(token)
-        with typed_errors(path), try_lock(path, inherited=inherited) as held:
+        with translated(path, is_above=True), try_lock(path, inherited=inherited) as held:
             yield held
             if held and not self._path(token).exists():
                 path.unlink(missing_ok=True)  # the entry is done; a late owner finds no entry and leaves

@@ -18,9 +18,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, read_whole, translate_os_error
+from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, read_whole, translated
 from ..disk.file_lock import lock
-from ..disk.local_root import typed_errors
 from ..errors import ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format import manifest as manifests
 from ..format.layout import (
@@ -294,31 +293,25 @@ def remove_local(directory: Path, attempt: str | None = None) -> bool:
 
     Cost: one fsync for each directory touched, no matter how many files.
     """
-    try:
-        with _locked(directory):
-            manifest = read_local_manifest(directory)
-            stands = manifest is not None and attempt in {None, manifest.attempt}
-            if manifest is not None and stands:
-                note = directory / removal_note(manifest.attempt)
-                make_dirs(note.parent)
-                (directory / MANIFEST).replace(note)
-                fsync_dir(note.parent)
-                fsync_dir(directory / PRIVATE_DIR)
-            _finish_removal(directory)
-            return stands
-    except OSError as error:
-        raise translate_os_error(error, directory, Tier.LOCAL) from error
+    with translated(directory), _locked(directory):
+        manifest = read_local_manifest(directory)
+        stands = manifest is not None and attempt in {None, manifest.attempt}
+        if manifest is not None and stands:
+            note = directory / removal_note(manifest.attempt)
+            make_dirs(note.parent)
+            (directory / MANIFEST).replace(note)
+            fsync_dir(note.parent)
+            fsync_dir(directory / PRIVATE_DIR)
+        _finish_removal(directory)
+        return stands
 
 
 def finish_removal(directory: Path) -> bool:
     """Remove what a killed ``remove_local`` left, and empty directories of ours. True when there was such a note."""
     if not (directory / PRIVATE_DIR).is_dir():
         return False
-    try:
-        with _locked(directory):
-            return _finish_removal(directory)
-    except OSError as error:
-        raise translate_os_error(error, directory, Tier.LOCAL) from error
+    with translated(directory), _locked(directory):
+        return _finish_removal(directory)
 
 
 def _finish_removal(directory: Path) -> bool:
@@ -391,7 +384,7 @@ def _closed_quietly() -> Iterator[ExitStack]:
 def _locked(directory: Path) -> Iterator[None]:
     """Hold the directory against other processes of this node. What the system refuses inside is told as our errors."""
     deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
-    with typed_errors(directory), _closed_quietly() as held:
+    with translated(directory, is_above=True), _closed_quietly() as held:
         while True:
             make_dirs(directory / PRIVATE_DIR)
             try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..disk.durable import translate_os_error
+from ..disk.durable import translated
 from ..disk.file_io import open_file, pread_all
 from ..errors import IntegrityError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import CLAIM, DRAINED, MANIFEST
@@ -154,12 +154,11 @@ async def _verify_local(path: Path, entry: FileEntry, chunk_size_bytes: int, tol
 
 
 def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return -1
-    except OSError as error:
-        raise translate_os_error(error, path, Tier.LOCAL) from error
+    with translated(path):
+        try:
+            return path.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return -1
 
 
 async def _verify_shared(store: Store, entry: FileEntry, chunk_size_bytes: int, told: Told | None) -> None:

@@ -77,30 +77,29 @@ def _free_bytes(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def translated(path: Path, tier: Tier = Tier.LOCAL) -> Iterator[None]:
-    """Raise what the system refuses as an error of ours."""
+def translated(path: Path, tier: Tier = Tier.LOCAL, *, is_above: bool = False) -> Iterator[None]:
+    """Raise what the system refuses as an error of ours; ``is_above``: of the path below ``path`` that it names."""
     try:
         yield
     except OSError as error:
         if isinstance(error, TierckptError):
             raise
-        raise translate_os_error(error, path, tier) from error
+        where = Path(os.fsdecode(error.filename)) if is_above and error.filename else path
+        raise translate_os_error(error, where, tier) from error
 
 
 def fsync_dir(path: Path) -> None:
     """Make the names in directory ``path`` durable. Cost: one fsync."""
-    try:
+    with translated(path):
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise translate_os_error(error, path, Tier.LOCAL) from error
-    try:
-        os.fsync(file)
-    except OSError as error:
-        # Some network and FUSE filesystems have no fsync of a directory; their names are as durable as they get.
-        if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}:
-            raise translate_os_error(error, path, Tier.LOCAL) from error
-    finally:
-        os.close(file)
+        try:
+            os.fsync(file)
+        except OSError as error:
+            # Some network and FUSE filesystems have no fsync of a directory; their names are as durable as they get.
+            if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}:
+                raise
+        finally:
+            os.close(file)
 
 
 def matching(directory: Path, pattern: str) -> list[Path]:

@@ -9,19 +9,17 @@ from pathlib import Path
 
 from ..telemetry import BYTES
 from ..types import Buffer, ByteRange, Tier
-from .durable import translate_os_error
+from .durable import translated
 from .quarantine import open_regular
 
 
 def open_file(path: Path) -> int:
-    try:
+    with translated(path):
         return open_regular(path)
-    except OSError as error:
-        raise translate_os_error(error, path, Tier.LOCAL) from error
 
 
 def pread_all(file: int, byte_range: ByteRange, path: Path) -> bytes:
-    try:
+    with translated(path):
         pieces, offset = [], byte_range.start
         while offset < byte_range.stop:
             piece = os.pread(file, byte_range.stop - offset, offset)
@@ -30,19 +28,15 @@ def pread_all(file: int, byte_range: ByteRange, path: Path) -> bytes:
             pieces.append(piece)
             offset += len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    except OSError as error:
-        raise translate_os_error(error, path, Tier.LOCAL) from error
 
 
 def pwrite_all(file: int, chunk: Buffer, offset: int, path: Path) -> None:
-    try:
+    with translated(path):
         view = memoryview(chunk)
         while view:
             written = os.pwrite(file, view, offset)
             view, offset = view[written:], offset + written
         BYTES.emit(len(chunk), tier=Tier.LOCAL, direction="written")
-    except OSError as error:
-        raise translate_os_error(error, path, Tier.LOCAL) from error
 
 
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EPERM}

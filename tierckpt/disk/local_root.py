@@ -6,15 +6,13 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from ..config import Settings
 from ..errors import ConfigError, ObjectNotFoundError, TierckptError
 from ..ownership import open_root
 from ..telemetry import logger
-from ..types import Tier
-from .durable import make_dirs, translate_os_error
+from .durable import make_dirs
 from .file_lock import try_lock
 from .temporary_names import is_abandoned, is_temporary
 
@@ -104,17 +102,6 @@ def _clear(path: Path, before_unix_seconds: float) -> bool:
         return False
     with try_lock(path, remove=True) as held:
         return bool(held)
-
-
-@contextlib.contextmanager
-def typed_errors(path: Path) -> Iterator[None]:
-    """Raise what the system refuses as an error of ours; ``path`` is said where the system names none."""
-    try:
-        yield
-    except TierckptError:
-        raise
-    except OSError as error:
-        raise translate_os_error(error, Path(os.fsdecode(error.filename or path)), Tier.LOCAL) from error
 
 
 def filesystem_type(path: Path) -> str:

@@ -19,7 +19,7 @@ from ..checkpoint import local_commit, local_only, marks, shared_commit
 from ..checkpoint.journal import READY, SET_ASIDE, Entry, Journal
 from ..config import Settings
 from ..disk import read_lease
-from ..disk.durable import make_dirs, translate_os_error
+from ..disk.durable import make_dirs, translated
 from ..disk.file_lock import lock_async
 from ..disk.priority import BACKGROUND_NICE
 from ..errors import (
@@ -217,26 +217,25 @@ class Drainer:
                         await asyncio.sleep(jitter_seconds(tries, PAUSE_SECONDS_MIN, longest))
 
     async def _drain(self, entry: Entry, patient: bool) -> str:
-        try:
-            if await asyncio.to_thread(self._is_replaced, entry):
+        # What the system refuses is an error of ours, so that it is kept in the journal, and told to whoever waits.
+        with translated(self.directory(entry.location), is_above=True):
+            try:
+                if await asyncio.to_thread(self._is_replaced, entry):
+                    return await self._forget(entry)
+                if await self._was_cleaned_up(entry):
+                    return "committed"  # by another mover, with files that were there already: leave no part record
+                await self.send_files(entry)
+                self.awaiting.add(entry.token)
+                # From here on others are waited for. A budget, or a pause, may have made our own sending take long.
+                deadline = time.monotonic() + (self.settings.commit_timeout_seconds if patient else 0.0)
+                return await self._await_commit(entry, deadline, patient)
+            except TierckptError as error:
+                # A save that replaces this one may pull its files away at any of these steps: then that is the answer.
+                if error.retryable or not await asyncio.to_thread(self._is_replaced, entry):
+                    raise
                 return await self._forget(entry)
-            if await self._was_cleaned_up(entry):
-                return "committed"  # by another mover, with files that were there already: leave no part record again
-            await self.send_files(entry)
-            self.awaiting.add(entry.token)
-            # From here on others are waited for. A budget, or a pause, may have made our own sending take long.
-            deadline = time.monotonic() + (self.settings.commit_timeout_seconds if patient else 0.0)
-            return await self._await_commit(entry, deadline, patient)
-        except TierckptError as error:
-            # A save that replaces this one may pull its files away at any of these steps: then that is the answer.
-            if error.retryable or not await asyncio.to_thread(self._is_replaced, entry):
-                raise
-            return await self._forget(entry)
-        except OSError as error:  # so that it is kept in the journal, and told to whoever waits
-            where = Path(error.filename or self.directory(entry.location))
-            raise translate_os_error(error, where, Tier.LOCAL) from error
-        finally:
-            self.awaiting.discard(entry.token)
+            finally:
+                self.awaiting.discard(entry.token)
 
     async def _await_commit(self, entry: Entry, deadline: float, patient: bool) -> str:
         pause = POLL_SECONDS_MIN

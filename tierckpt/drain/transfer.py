@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..disk.durable import fsync_dir, make_dirs, matching, translate_os_error
+from ..disk.durable import fsync_dir, make_dirs, matching, translated
 from ..disk.file_io import open_file, pread_all, pwrite_all
 from ..disk.file_lock import lock_async
 from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
@@ -176,7 +176,7 @@ def _flatten(error: BaseException) -> list[BaseException]:
 
 
 def _create(path: Path, size_bytes: int) -> int:
-    try:
+    with translated(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             if size_bytes:
@@ -186,14 +186,10 @@ def _create(path: Path, size_bytes: int) -> int:
             path.unlink(missing_ok=True)
             raise
         return file
-    except OSError as error:
-        raise translate_os_error(error, path, Tier.LOCAL) from error
 
 
 def _publish(file: int, temporary: Path, path: Path) -> None:
-    try:
+    with translated(path):
         os.fsync(file)
         temporary.replace(path)
         fsync_dir(path.parent)
-    except OSError as error:
-        raise translate_os_error(error, path, Tier.LOCAL) from error

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,15 +17,15 @@ from ..client import get_client
 from ..config import GiB, Settings
 from ..dcp.reader import TierStorageReader
 from ..disk import read_lease
-from ..disk.durable import durable_write, fsync_dir, make_dirs, translate_os_error
+from ..disk.durable import durable_write, fsync_dir, make_dirs, translated
 from ..disk.file_lock import try_lock
-from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError, TierckptError
+from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError
 from ..format.layout import local_dir, parse_uri
 from ..format.uris import local_path
 from ..quantities import human_bytes
 from ..stores.schemes import check_location
 from ..telemetry import ignore_progress
-from ..types import Json, Progress, ProgressListener, Tier
+from ..types import Json, Progress, ProgressListener
 from .dtypes import name_of
 from .export_file import Item, in_file_order, write_file
 
@@ -120,7 +120,8 @@ def export_safetensors(
     with _appearing(target, size_bytes) as directory, _held(reader):
         names = _names(len(shards))
         for name, shard in zip(names, shards, strict=True):
-            _write(directory / name, shard, reader, on_bytes)
+            with translated(directory / name):
+                write_file(directory / name, shard, reader, on_bytes)
         if len(names) > 1:
             durable_write(directory / INDEX, _index(names, shards, size_bytes))
     skipped = len(metadata.state_dict_metadata) - len(items)
@@ -206,15 +207,6 @@ def _index(names: list[str], shards: list[list[Item]], size_bytes: int) -> bytes
 # --- reading and writing ----------------------------------------------------------------------------------------
 
 
-def _write(path: Path, items: list[Item], reader: TierStorageReader, on_bytes: Callable[[int], None]) -> None:
-    try:
-        write_file(path, items, reader, on_bytes)
-    except OSError as error:
-        if isinstance(error, TierckptError):
-            raise
-        raise translate_os_error(error, path, Tier.LOCAL) from error
-
-
 @contextlib.contextmanager
 def _held(reader: TierStorageReader) -> Iterator[None]:
     """Hold the checkpoint against removal for all of the export: the reader itself lets go after each window."""
@@ -244,7 +236,7 @@ def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
     One process exports to a target at a time. What a killed export left is removed by the next one.
     """
     directory = target.with_name(f".{target.name}.exporting")
-    try:
+    with translated(target):
         make_dirs(target.parent)
         _check_room(target.parent, size_bytes)
         with try_lock(directory.with_name(f"{directory.name}.lock"), remove=True) as held:
@@ -260,8 +252,6 @@ def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
             except BaseException:
                 shutil.rmtree(directory, ignore_errors=True)
                 raise
-    except OSError as error:
-        raise translate_os_error(error, target, Tier.LOCAL) from error
 
 
 def _check_room(parent: Path, size_bytes: int) -> None:

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from ..disk.blocks import BLOCK_BYTES as DISK_BLOCK_BYTES
 from ..disk.blocks import round_up
+from ..disk.durable import translated
 from ..disk.file_io import open_file, pread_all
-from ..disk.local_root import typed_errors
 from ..disk.page_cache import Resident
 from ..disk.read_tuner import WAYS, ReadMode, ReadTuner, device_of
 from ..errors import IntegrityError, PermissionDeniedError, StoreUnavailableError, TierckptError
@@ -100,7 +100,7 @@ class LocalCopy:
         if into is None:
             return pread_all(self._file, byte_range, self._path)
         done = 0
-        with typed_errors(self._path):
+        with translated(self._path, is_above=True):
             if not (is_cached := self.is_in_memory(byte_range)):
                 self.cold_bytes += byte_range.size_bytes
             if self.is_direct and not is_cached and byte_range.start % DISK_BLOCK_BYTES == 0:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..disk.durable import make_dirs, translate_os_error
+from ..disk.durable import make_dirs, translated
 from ..disk.file_io import open_file, pread_all
 from ..disk.file_lock import try_lock
 from ..drain.transfer import fetch
@@ -167,7 +167,7 @@ def _scratch(parent: Path, needed_bytes: int) -> Iterator[Path]:
     """Yield a new directory under ``parent`` with room for ``needed_bytes``; it is removed at the end."""
     make_dirs(parent)
     _remove_dead(parent)
-    try:
+    with translated(parent):
         free = shutil.disk_usage(parent).free
         if free < needed_bytes:
             raise CapacityError(
@@ -177,8 +177,6 @@ def _scratch(parent: Path, needed_bytes: int) -> Iterator[Path]:
                 free_bytes=free,
             )
         directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-    except OSError as error:
-        raise translate_os_error(error, parent, Tier.LOCAL) from error
     with try_lock(_lock_of(directory), remove=True):
         try:
             yield directory

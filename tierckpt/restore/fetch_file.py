@@ -13,9 +13,8 @@ from ..cache.file_set import FileSet, wanted_of
 from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import Checkpoint
 from ..checkpoint.peers import PeerCopies
-from ..disk.durable import fsync_dir, make_dirs
+from ..disk.durable import fsync_dir, make_dirs, translated
 from ..disk.file_lock import lock_async
-from ..disk.local_root import typed_errors
 from ..drain.transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
 from ..errors import IntegrityError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import BRINGING
@@ -152,7 +151,7 @@ class _Counted:
 
 def _put(place: Path, entry: FileEntry, path: Path) -> None:
     """Give the file its name. It is durable already."""
-    with typed_errors(path):
+    with translated(path, is_above=True):
         (place / entry.path).replace(path)
         fsync_dir(path.parent)
         shutil.rmtree(place, ignore_errors=True)

@@ -40,15 +40,14 @@ from ..arena.memory import Memory
 from ..disk import priority
 from ..disk.blocks import BLOCK_BYTES, round_up
 from ..disk.cpu_throttle import CpuThrottle
-from ..disk.durable import translate_os_error
+from ..disk.durable import translated
 from ..disk.file_io import allocate
 from ..disk.write_tuner import IoShape, segment_bytes
-from ..errors import OperationTimeoutError, TierckptError
+from ..errors import OperationTimeoutError
 from ..format.manifest import BLOCK_BYTES as DIGEST_BLOCK_BYTES
 from ..format.manifest import block_digest, blocks_of, digest_of_blocks
 from ..format.shard import Flushed
 from ..telemetry import logger
-from ..types import Tier
 from .shard_plan import Record, Shard
 
 log = logger("flush")
@@ -161,12 +160,10 @@ class _File:
         self.fd = -1
 
     def open(self) -> None:
-        try:
+        with translated(self.shard.path):
             if not self._take():
                 self._open()
             allocate(self.fd, round_up(self.shard.size_bytes))
-        except OSError as error:
-            raise translate_os_error(error, self.shard.path, Tier.LOCAL) from error
 
     def _take(self) -> bool:
         """Go on with the file that was begun ahead, if there is one."""
@@ -366,7 +363,7 @@ class _Job:
         file, place, end = segment.file, segment.place, segment.end
         start = place.start
         self.assemble(file, segment.records, place, end)
-        try:
+        with translated(file.shard.path):
             if not file.has(place):
                 if not self._writing.acquire(timeout=max(0.0, self.deadline - time.monotonic())):
                     raise self._late("another write to end")
@@ -379,10 +376,6 @@ class _Job:
                 last = not file.left
             if last:
                 self._finish(file)
-        except OSError as error:
-            if isinstance(error, TierckptError):
-                raise
-            raise translate_os_error(error, file.shard.path, Tier.LOCAL) from error
 
     def assemble(self, file: _File, records: Sequence[Record], place: _Place, end: int) -> None:
         """Have the bytes up to ``end`` at ``place``, padded to whole blocks, and note their digests."""
@@ -392,15 +385,13 @@ class _Job:
             file.blocks[index] = place.blocks(offset, min(offset + self.chunk_size_bytes, end))
 
     def _finish(self, file: _File) -> None:
-        try:
+        with translated(file.shard.path):
             if file.ahead is not None:
                 if not file.ahead.end(max(0.0, self.deadline - time.monotonic())):
                     raise self._late("a write to end")
                 if file.ahead.error is not None:
                     raise file.ahead.error
             file.finish(self.durable)
-        except OSError as error:
-            raise translate_os_error(error, file.shard.path, Tier.LOCAL) from error
 
     def in_place(self, file: _File, records: Sequence[Record], start: int, end: int) -> _Place | None:
         """Where bytes ``start`` to ``end`` lie in the image as they will lie in the file; None when they do not."""

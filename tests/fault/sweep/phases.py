@@ -15,7 +15,8 @@ from typing import Any
 
 from tests.fault.sweep.saver import CHUNK_BYTES, Saver
 from tierckpt.config import Settings
-from tierckpt.disk.local_root import check_local_root, typed_errors
+from tierckpt.disk.durable import translated
+from tierckpt.disk.local_root import check_local_root
 from tierckpt.drain import drain, transfer
 from tierckpt.format.layout import Location, local_dir, parse_uri
 from tierckpt.stores.local import LocalStore
@@ -81,7 +82,7 @@ class Job:
         self._file = os.open(world.acknowledgements, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
-        with typed_errors(self.world.local_root):  # as the client does
+        with translated(self.world.local_root, is_above=True):  # as the client does
             return self._runner.run(work)
 
     def acknowledge(self, place: str, tier: str) -> None:

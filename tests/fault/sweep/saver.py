@@ -20,7 +20,8 @@ from tierckpt.checkpoint.journal import READY, WRITING, Entry
 from tierckpt.config import Settings
 from tierckpt.disk import durable
 from tierckpt.disk.blocks import round_up
-from tierckpt.disk.local_root import check_local_root, typed_errors
+from tierckpt.disk.durable import translated
+from tierckpt.disk.local_root import check_local_root
 from tierckpt.disk.write_tuner import WRITE_BYTES_MAX, IoShape, segment_bytes
 from tierckpt.engine import Engine
 from tierckpt.errors import TierckptError
@@ -75,7 +76,7 @@ class Saver:
         ``planned`` is called when it is known what the save replaces, ``committed`` after the local commit. Without
         ``send`` the process ends, as it were, before anything went to the shared tier.
         """
-        with typed_errors(self.settings.local_root):  # as the writer does
+        with translated(self.settings.local_root, is_above=True):  # as the writer does
             self._save(location, label, ranks, alone, overwrite, planned, committed, send, is_straight)
 
     def _save(

@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...disk.durable import translate_os_error
+from ...disk.durable import translated
 from ...errors import ConfigError, MissingExtraError
 from ...planning import Mesh, Site, Sizing, ettr, size
 from ...planning.sizer import TierRow
 from ...planning.state import Component, State
-from ...types import Tier
 
 if TYPE_CHECKING:
     from ...planning.goodput import Goodput
@@ -219,7 +218,5 @@ def _figure(path: Path, panels: int) -> Iterator[Any]:
             axis.set_axisbelow(True)
         yield axes
         dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}
-        try:
+        with translated(path):
             figure.savefig(path, metadata=dated[path.suffix.lower()], dpi=110)
-        except OSError as error:
-            raise translate_os_error(error, path, Tier.LOCAL) from error

@@ -8,12 +8,12 @@ import mmap
 import os
 from pathlib import Path
 
-from ...disk.durable import translate_os_error
+from ...disk.durable import translated
 from ...errors import TierckptError
 from ...format.manifest import blocks_of, digest_of_blocks
 from ...format.shard import Flushed
 from ...telemetry import logger
-from ...types import Buffer, Tier
+from ...types import Buffer
 
 log = logger("flush")
 
@@ -48,7 +48,7 @@ class ShardWriter(io.RawIOBase):
 
     def _open(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
+        with translated(self.path):
             if self._aligned:
                 try:
                     return os.open(self.path, flags | os.O_DIRECT, 0o644)
@@ -58,8 +58,6 @@ class ShardWriter(io.RawIOBase):
                     self.path.unlink(missing_ok=True)
                     log.info("%s: no O_DIRECT here, writing through the page cache", self.path.parent)
             return os.open(self.path, flags, 0o644)
-        except OSError as error:
-            raise translate_os_error(error, self.path, Tier.LOCAL) from error
 
     def writable(self) -> bool:
         return True
@@ -88,24 +86,23 @@ class ShardWriter(io.RawIOBase):
 
     def _write_all(self, view: memoryview) -> None:
         try:
-            offset = self._written
-            while view:
-                count = os.pwrite(self._file, view, offset)
-                view, offset = view[count:], offset + count
-        except OSError as error:
-            self.error = self.error or translate_os_error(error, self.path, Tier.LOCAL)
-            raise self.error from error
+            with translated(self.path):
+                offset = self._written
+                while view:
+                    count = os.pwrite(self._file, view, offset)
+                    view, offset = view[count:], offset + count
+        except TierckptError as error:
+            self.error = self.error or error
+            raise
 
     def finish(self, *, durable: bool) -> Flushed:
         """Write what is left, cut the padding, fsync if ``durable``."""
         if self._filled:
             self._flush_chunk()
-        try:
+        with translated(self.path):
             os.ftruncate(self._file, self._written)
             if durable:
                 os.fsync(self._file)
-        except OSError as error:
-            raise translate_os_error(error, self.path, Tier.LOCAL) from error
         return Flushed(self.path, self._written, tuple(map(digest_of_blocks, self._blocks)), b"".join(self._blocks))
 
     def close(self) -> None:
