@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.checkpoint.retention import CheckpointCopy, Health, Policy, Rule, Verdict, local_health, protect
+from tierckpt.checkpoint.select import age_of, newest_of
 from tierckpt.errors import ConfigError
 from tierckpt.format.manifest import FileEntry, Manifest
 from tierckpt.types import Tier
@@ -275,3 +276,11 @@ def test_a_file_of_another_size_or_put_aside_is_damage(tmp_path: Path) -> None:
 def test_copies_without_a_step_above_them_are_all_newest() -> None:
     twins = [local(5), replace(local(5), name="other-5")]
     assert protect(twins).keys() == {"step-5", "other-5"}
+
+
+def test_newer_is_the_higher_step_and_what_has_none_is_older_than_all() -> None:
+    names = ["last", "step-9", "other-10", "step-10", "step-0"]
+    assert newest_of(names) == ["other-10", "step-10"]
+    assert newest_of(["last", "best"]) == ["last", "best"]
+    assert not newest_of([])
+    assert sorted(names, key=age_of) == ["last", "step-0", "step-9", "other-10", "step-10"]

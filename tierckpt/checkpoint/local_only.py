@@ -20,10 +20,11 @@ from pathlib import Path
 from ..disk import read_lease
 from ..disk.durable import matching
 from ..errors import TierckptError
-from ..format.layout import DRAINED, Location, local_dir, step_of
+from ..format.layout import DRAINED, Location, local_dir
 from ..telemetry import logger
 from . import local_commit, marks
 from .journal import KEPT, READY, Entry, Journal
+from .select import age_of
 
 log = logger("kept")
 
@@ -40,7 +41,7 @@ def pass_over(local_root: Path, journal: Journal, newest: Entry) -> list[str]:
     try:
         mine = [one for one in journal.entries() if _is_behind(one, newest)]
         replaced = [one for one in mine if one.uri == newest.uri]
-        behind = sorted((one for one in mine if one.uri != newest.uri), key=_step, reverse=True)
+        behind = sorted((one for one in mine if one.uri != newest.uri), key=_age, reverse=True)
         candidates = replaced + behind[NEWEST_KEPT - 1 :]
         passed.extend(entry.uri for entry in candidates if _pass(local_root, journal, entry))
     except (TierckptError, OSError) as error:
@@ -58,26 +59,26 @@ def release(local_root: Path, journal: Journal, run: Location | None = None) -> 
     for parent, kept in _by_run(one for one in entries if one.state == KEPT).items():
         if run is not None and parent != run:
             continue
-        newest = max(map(_step, kept))
-        sent = [_step(one) for one in entries if one.state == READY and one.location.parent == parent]
+        newest = max(map(_age, kept))
+        sent = [_age(one) for one in entries if one.state == READY and one.location.parent == parent]
         if max([*sent, _newest_drained(local_dir(local_root, parent))]) > newest:
             continue
-        for entry in (one for one in kept if _step(one) == newest):
+        for entry in (one for one in kept if _age(one) == newest):
             with journal.own(entry.token) as free:
                 if free:
                     released.append(journal.write(replace(entry, state=READY)))
     return released
 
 
-def settle(local_root: Path, journal: Journal, run: Location | None = None, committed: int = -1) -> None:
+def settle(local_root: Path, journal: Journal, run: Location | None = None, committed: str = "") -> None:
     """Pass what is kept of ``run`` (None: of every run) and older than what shared storage has of it.
 
-    ``committed``: a step that it is known to have, and of which nothing on this SSD tells.
+    ``committed``: the name of a step that it is known to have, and of which nothing on this SSD tells.
     """
     for parent, entries in _by_run(one for one in journal.entries() if one.state == KEPT).items():
-        drained = max(committed, _newest_drained(local_dir(local_root, parent)))
+        drained = max(age_of(committed), _newest_drained(local_dir(local_root, parent)))
         for entry in entries if run is None or parent == run else ():
-            if _step(entry) < drained:
+            if _age(entry) < drained:
                 _pass(local_root, journal, entry)
 
 
@@ -101,7 +102,7 @@ def _pass(local_root: Path, journal: Journal, entry: Entry) -> bool:
 
 def _is_behind(one: Entry, newest: Entry) -> bool:
     is_ours = one.state == KEPT and one.rank == newest.rank and one.token != newest.token
-    return is_ours and one.location.parent == newest.location.parent and _step(one) <= _step(newest)
+    return is_ours and one.location.parent == newest.location.parent and _age(one) <= _age(newest)
 
 
 def _by_run(entries: Iterable[Entry]) -> dict[Location, list[Entry]]:
@@ -111,10 +112,9 @@ def _by_run(entries: Iterable[Entry]) -> dict[Location, list[Entry]]:
     return runs
 
 
-def _newest_drained(run: Path) -> int:
-    steps = (step for step in matching(run, "*") if (step / DRAINED).exists())
-    return max((step_of(step.name) or 0 for step in steps), default=-1)
+def _newest_drained(run: Path) -> tuple[bool, int]:
+    return max((age_of(step.name) for step in matching(run, "*") if (step / DRAINED).exists()), default=age_of(""))
 
 
-def _step(entry: Entry) -> int:
-    return step_of(entry.location.name) or 0
+def _age(entry: Entry) -> tuple[bool, int]:
+    return age_of(entry.location.name)

@@ -310,7 +310,7 @@ def _suffices(directory: Path) -> bool:
     checkpoint, or the newest below it is this node's own (N3). Who takes the newest of a listing must not go back."""
     if (directory / MANIFEST).exists():
         return True
-    newest = max(_with_commits(directory), key=lambda name: (step_of(name) is not None, step_of(name) or 0), default="")
+    newest = max(_with_commits(directory), key=select.age_of, default="")
     try:
         manifest = local_commit.read_local_manifest(directory / newest) if newest else None
     except (ManifestError, StoreError):

@@ -31,6 +31,7 @@ from ..telemetry import logger
 from ..types import Tier
 from . import local_commit, shared_commit
 from .catalog import file_size
+from .select import newest_of
 
 log = logger("retention")
 
@@ -152,13 +153,10 @@ def protect(copies: Sequence[CheckpointCopy]) -> dict[str, str]:
         "the newest whole one": {Health.WHOLE},
     }
     for reason, healths in wanted.items():
-        steps = [copy.step for copy in copies if copy.health in healths]
-        for copy in copies:
-            if steps and copy.step == max(steps) and copy.health in healths:
-                found.setdefault(copy.name, reason)
-    replicated = [copy for copy in copies if copy.is_replicated]
-    if replicated:
-        found.setdefault(max(replicated, key=lambda copy: copy.step).name, "the newest that peers have whole too")
+        for name in newest_of(copy.name for copy in copies if copy.health in healths):
+            found.setdefault(name, reason)
+    for name in newest_of(copy.name for copy in copies if copy.is_replicated):
+        found.setdefault(name, "the newest that peers have whole too")
     return found
 
 

@@ -15,7 +15,7 @@ import asyncio
 import errno
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -369,14 +369,28 @@ def _endpoint(location: Location) -> str:
     return os.environ.get("AWS_ENDPOINT_URL", "") if location.scheme == "s3" else ""
 
 
+# --- order: every place that asks which of some checkpoints is newer asks here ----------------------------------------
+
+
+def age_of(name: str) -> tuple[bool, int]:
+    """Larger is newer: by step. What has no step in its name is older than all that have one."""
+    step = step_of(name)
+    return step is not None, step or 0
+
+
+def newest_of(names: Iterable[str]) -> list[str]:
+    """Those of the highest step: several where names differ in something else."""
+    names = list(names)
+    newest = max(map(age_of, names), default=None)
+    return [name for name in names if age_of(name) == newest]
+
+
 def _newest_first(names: set[str], step_max: int | None = None) -> list[str]:
     def is_wanted(name: str) -> bool:
         step = step_of(name)
         return not name.startswith(".") and (step_max is None or (step is not None and step <= step_max))
 
-    return sorted(
-        filter(is_wanted, names), key=lambda name: (step_of(name) is not None, step_of(name) or 0, name), reverse=True
-    )
+    return sorted(filter(is_wanted, names), key=lambda name: (*age_of(name), name), reverse=True)
 
 
 def _directories(directory: Path) -> list[str]:

@@ -32,7 +32,7 @@ from ..errors import (
     TierckptError,
 )
 from ..format import manifest as manifests
-from ..format.layout import PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, local_dir, part, pending, step_of
+from ..format.layout import PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, local_dir, part, pending
 from ..format.manifest import Manifest
 from ..quantities import human_bytes
 from ..redaction import redact
@@ -483,8 +483,8 @@ class Drainer:
         if await asyncio.to_thread(_is_elsewhere, directory, entry, manifest):
             # It went straight to the shared tier: nothing here is a copy of anything, and no older one is worth less.
             await asyncio.to_thread(local_commit.remove_local, directory, manifest.attempt)
-            run, step = entry.location.parent, step_of(entry.location.name)
-            await asyncio.to_thread(local_only.settle, self.settings.local_root, self.journal, run, step or 0)
+            run, name = entry.location.parent, entry.location.name
+            await asyncio.to_thread(local_only.settle, self.settings.local_root, self.journal, run, name)
 
     async def adopt(self, store: Store, directory: Path, manifest: Manifest) -> None:
         """Record on this node a commit of the shared tier, its metadata checked."""

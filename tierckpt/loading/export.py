@@ -13,17 +13,16 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ..client import get_client
+from ..client import latest
 from ..config import GiB, Settings
 from ..dcp.reader import TierStorageReader
 from ..disk import read_lease
 from ..disk.durable import durable_write, fsync_dir, make_dirs, translated
 from ..disk.file_lock import try_lock
 from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError
-from ..format.layout import local_dir, parse_uri
+from ..format.layout import local_dir
 from ..format.uris import local_path
 from ..quantities import human_bytes
-from ..stores.schemes import check_location
 from ..telemetry import ignore_progress
 from ..types import Json, Progress, ProgressListener
 from .dtypes import name_of
@@ -102,7 +101,7 @@ def export_safetensors(
     settings = Settings.load(settings, **overrides)
     target = local_path(to, "to")
     _check_target(target)
-    reader = TierStorageReader(_newest(uri, settings), settings=settings)
+    reader = TierStorageReader(latest(uri, settings=settings) or uri, settings=settings)  # it says what is wrong
     metadata = reader.read_metadata()
     items = _select(metadata, only, _dtype(dtype), reader.path)
     _check_dtypes(items)
@@ -129,13 +128,6 @@ def export_safetensors(
 
 
 # --- what to export ---------------------------------------------------------------------------------------------
-
-
-def _newest(uri: str | os.PathLike[str], settings: Settings) -> str:
-    """Return the checkpoint at ``uri``, or the newest below it; the reader says what is wrong when there is none."""
-    location = check_location(parse_uri(uri))
-    found = get_client(settings).run(lambda engine: engine.latest(location))
-    return found.location.uri if found is not None else location.uri
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

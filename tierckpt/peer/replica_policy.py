@@ -20,7 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..format.layout import Location, local_dir, location_at, parse_uri, step_of
+from ..checkpoint.select import age_of
+from ..format.layout import Location, local_dir, location_at, parse_uri
 from ..format.manifest import is_token, is_unix_seconds
 from ..types import Json
 from .members import Member
@@ -47,9 +48,9 @@ class Fresh:
     """Of saves that are copied here, or on their way, the member that has made them. This is not told."""
 
     @property
-    def age(self) -> tuple[int, float]:
+    def age(self) -> tuple[tuple[bool, int], float]:
         """Larger is newer: by step, and by time where names tell none."""
-        return step_of(self.uri) or 0, self.created_unix_seconds
+        return age_of(self.uri), self.created_unix_seconds
 
     @property
     def location(self) -> Location:

@@ -13,10 +13,11 @@ from pathlib import Path
 from ..checkpoint import local_commit
 from ..checkpoint.catalog import file_size
 from ..checkpoint.retention import marked_directories
+from ..checkpoint.select import age_of
 from ..disk.durable import durable_write, matching, read_whole
 from ..errors import ManifestError, ObjectNotFoundError, StoreError
 from ..format import manifest as manifests
-from ..format.layout import MANIFEST, OWN_DIR, REPLICA, SHARD_SUFFIX, Location, location_at, step_of
+from ..format.layout import MANIFEST, OWN_DIR, REPLICA, SHARD_SUFFIX, Location, location_at
 from ..format.manifest import Manifest
 from ..peer.replica_policy import Fresh
 from ..telemetry import logger
@@ -148,6 +149,6 @@ def _is_flushed(directory: Path, token: str) -> bool:
     return bool(matching(directory, f"*-{token}{SHARD_SUFFIX}"))
 
 
-def _age(step: tuple[Path, Manifest]) -> tuple[int, float]:
+def _age(step: tuple[Path, Manifest]) -> tuple[tuple[bool, int], float]:
     """By step, and by time where names tell none."""
-    return step_of(step[0].name) or 0, step[1].created_unix_seconds
+    return age_of(step[0].name), step[1].created_unix_seconds

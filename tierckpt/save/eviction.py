@@ -22,6 +22,7 @@ from ..cache.pool import Pool
 from ..checkpoint import local_commit, marks
 from ..checkpoint.journal import READY, Journal
 from ..checkpoint.retention import CheckpointCopy, local_checkpoints, local_health, nearest_existing, protect
+from ..checkpoint.select import age_of
 from ..config import Settings
 from ..disk import read_lease
 from ..errors import CapacityError, TierckptError
@@ -192,10 +193,10 @@ def _oldest_first(here: list[tuple[Path, Manifest]]) -> list[tuple[Path, Manifes
     """By step within a run, between runs by time. A clock that went back makes no step older than the one before."""
     ages: dict[Path, float] = {}
     latest: dict[Path, float] = {}
-    for directory, manifest in sorted(here, key=lambda item: step_of(item[0].name) or 0):
+    for directory, manifest in sorted(here, key=lambda item: age_of(item[0].name)):
         latest[directory.parent] = max(latest.get(directory.parent, 0.0), manifest.created_unix_seconds)
         ages[directory] = latest[directory.parent]
-    return sorted(here, key=lambda item: (ages[item[0]], step_of(item[0].name) or 0))
+    return sorted(here, key=lambda item: (ages[item[0]], age_of(item[0].name)))
 
 
 def _newest_of_each_run(here: list[tuple[Path, Manifest]]) -> set[Path]:

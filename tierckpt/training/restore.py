@@ -61,37 +61,37 @@ def restore_newest(
     None when there is none. Raises what keeps the newest from being restored, when no older one can be either, and what
     ``agreed_latest`` raises: "none" is never said for a shared tier that nobody could ask.
     """
-    passed_over: list[tuple[str, BaseException]] = []
-    while True:
-        uri = location.child(step_name(step)).uri if step is not None else _newest_below(client, location, passed_over)
-        if uri is None:
-            if passed_over:
-                raise passed_over[0][1]
-            return None
-        try:
-            restore_into(TierStorageReader(uri, settings=client.settings), state, only)
-        except (IntegrityError, ObjectNotFoundError) as error:
-            if step is not None:
-                raise
-            passed_over.append((uri, error))
-            continue
-        if passed_over:
-            told = "; ".join(f"{passed} has no good copy left: {error}" for passed, error in passed_over)
-            log.warning("restored %s, because %s", uri, told)
+    if step is not None:
+        uri = location.child(step_name(step)).uri
+        restore_into(TierStorageReader(uri, settings=client.settings), state, only)
         return uri
-
-
-def _newest_below(client: Client, location: Location, passed_over: Sequence[tuple[str, BaseException]]) -> str | None:
-    steps = [step_of(uri) for uri, _ in passed_over]
-    below = min((found for found in steps if found is not None), default=None)
-    if passed_over and below is None:
-        return None  # it has no step: nothing is older than it
-    try:
-        return agreed_latest(client, location, below - 1 if below is not None else None)
-    except CheckpointNotFoundError:
-        if passed_over:
-            return None  # what is wrong with the newest says more
-        raise
+    lost: list[tuple[str, TierckptError]] = []
+    step_max: int | None = None
+    while True:
+        try:
+            newest = agreed_latest(client, location, step_max)
+        except CheckpointNotFoundError:
+            if not lost:
+                raise
+            newest = None
+        if newest is None:
+            break
+        try:
+            restore_into(TierStorageReader(newest, settings=client.settings), state, only)
+        except (IntegrityError, ObjectNotFoundError) as error:
+            lost.append((newest, error))
+            damaged = step_of(newest)
+            if damaged is None:
+                break  # nothing is older than what has no step
+            step_max = damaged - 1
+            continue
+        if lost:
+            told = "; ".join(f"{passed} has no good copy left: {error}" for passed, error in lost)
+            log.warning("restored %s, because %s", newest, told)
+        return newest
+    if lost:
+        raise lost[0][1]  # what is wrong with the newest says more
+    return None
 
 
 @dataclass(frozen=True, slots=True)
