@@ -46,9 +46,9 @@ from .format.layout import MANIFEST, Location, local_dir, parse_uri
 from .format.manifest import FileEntry, Manifest
 from .peer.catalog import Live, cluster_of
 from .peer.fetch.join import PeerJoiner
+from .read.sources import NearestSource
 from .restore import fetch_file
 from .restore.drill import DrillReport, choose, drill
-from .restore.fetch_file import FallbackSource
 from .restore.restore import RestoreResult, restore
 from .stores.base import Store
 from .telemetry import ignore_progress, logger
@@ -605,7 +605,7 @@ class Engine:
         if location.scheme == "file" and target.absolute() == Path(location.path):
             raise ConfigError(f"{target} is both source and target of the prefetch", hint="Give another --to")
         result = await prefetch(
-            FallbackSource(held.store, checkpoint.elsewhere) if checkpoint is not None else held.store,
+            NearestSource(held.store, checkpoint.elsewhere) if checkpoint is not None else held.store,
             held.frozen.files,
             target,
             chunk_size_bytes=held.frozen.chunk_size_bytes,

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..disk.durable import translated
-from ..disk.file_io import open_file, pread_all
 from ..errors import IntegrityError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import CLAIM, DRAINED, MANIFEST
 from ..format.manifest import FileEntry, Manifest
-from ..stores.base import Store
-from ..stores.common import settled
-from ..stores.verified_read import check
-from ..types import ByteRange, Json, Progress, ProgressListener, Tier
+from ..stores.base import RangeSource, Store
+from ..stores.verified_read import LocalFiles, check_file
+from ..types import Json, Progress, ProgressListener, Tier
 from . import local_commit, marks, shared_commit
 from .catalog import Checkpoint
-
-Told: TypeAlias = Callable[[int], None]
-"""Is told of bytes that were read and checked. None: only presence and sizes are looked at."""
 
 
 @dataclass
@@ -73,17 +67,18 @@ async def verify(
         listener(Progress(f"verify {checkpoint.location.uri}", done, total))
 
     told(0)
-    on_bytes = told if read_data else None
 
     async def one(tier: Tier, entry: FileEntry) -> None:
         async with gate:
             try:
+                source: RangeSource = LocalFiles(checkpoint.directory) if tier is Tier.LOCAL else checkpoint.store
                 if tier is Tier.LOCAL:
-                    await _verify_local(
-                        checkpoint.directory / entry.key, entry, chunk_size, told if read_data else None
-                    )
+                    size_bytes = await asyncio.to_thread(_size_of, checkpoint.directory / entry.key)
                 else:
-                    await _verify_shared(checkpoint.store, entry, chunk_size, on_bytes)
+                    size_bytes = (await checkpoint.store.head(entry.key)).size_bytes
+                _expect_size(size_bytes, entry, f"{source.uri}/{entry.key}")
+                if read_data:
+                    await check_file(source, entry, chunk_size, told)
             except TierckptError as error:
                 if error.retryable:
                     raise  # a store that is away says nothing about the files
@@ -139,36 +134,12 @@ async def _check_claim(store: Store, manifest: Manifest, *, committed: bool) -> 
         raise IntegrityError(f"{store.uri}/{CLAIM} names {claim or 'nobody'}; committed is {manifest.attempt}")
 
 
-async def _verify_local(path: Path, entry: FileEntry, chunk_size_bytes: int, told: Told | None) -> None:
-    _expect_size(await asyncio.to_thread(_size_of, path), entry, str(path))
-    if told is None:
-        return
-    file = await asyncio.to_thread(open_file, path)
-    try:
-        for byte_range, digest in entry.chunks(chunk_size_bytes):
-            data = await settled(asyncio.to_thread(pread_all, file, byte_range, path))
-            await check(data, digest, entry, byte_range, Tier.LOCAL, str(path))
-            told(byte_range.size_bytes)
-    finally:
-        os.close(file)
-
-
 def _size_of(path: Path) -> int:
     with translated(path):
         try:
             return path.stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return -1
-
-
-async def _verify_shared(store: Store, entry: FileEntry, chunk_size_bytes: int, told: Told | None) -> None:
-    _expect_size((await store.head(entry.key)).size_bytes, entry, f"{store.uri}/{entry.key}")
-    if told is None:
-        return
-    for byte_range, digest in entry.chunks(chunk_size_bytes):
-        data = await store.get_range(entry.key, ByteRange(byte_range.start, byte_range.stop))
-        await check(data, digest, entry, byte_range, Tier.SHARED, store.uri)
-        told(byte_range.size_bytes)
 
 
 def _expect_size(size_bytes: int, entry: FileEntry, where: str) -> None:

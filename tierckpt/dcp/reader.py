@@ -35,7 +35,7 @@ from ..peer.members import Member
 from ..read import block_digests as blocks
 from ..read.parallel_read import Piece, windows
 from ..read.replicated_file import Copy, LocalCopy, PeerCopy, ReplicatedFile, StoreCopy, VerifiedFile
-from ..restore.fetch_file import PEERS_TRIED_MAX
+from ..read.sources import PEERS_TRIED_MAX
 from ..telemetry import logger
 from ..tracebacks import short_traceback
 from ..types import ByteRange, Tier

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from ..cache.file_set import FileSet
 from ..cache.prefetch import from_manifest
 from ..config import Settings
-from ..errors import ConfigError, ObjectNotFoundError, PeerBusyError, PeerError, StoreUnavailableError, TierckptError
+from ..errors import ConfigError, ObjectNotFoundError, PeerBusyError, PeerError, TierckptError
 from ..format.layout import Location
 from ..format.manifest import FileEntry, Manifest, decode, digest_of, is_token
 from ..ipc.client import own_contact
 from ..telemetry import logger
-from ..types import Buffer, ByteRange, Json, Tier
+from ..types import Buffer, Json, Tier
 from .members import Member, member_of
 from .replica_policy import Fresh, fresh_of
 
@@ -288,39 +288,6 @@ class PeerReplicas:
         return await self.cluster.wire.chunk(
             member, self.frozen.version, self.frozen.chunk_size_bytes, ordinal, size_bytes, entry.digests[index]
         )
-
-
-class PeerRanges:
-    """Ranges of a checkpoint from peers, as ``drain.transfer.fetch`` asks a store for them: whole chunks.
-
-    Args:
-        spend: is awaited with the size of each chunk before it is asked for.
-    """
-
-    def __init__(
-        self, elsewhere: PeerReplicas, members: Sequence[Member], spend: Callable[[int], Awaitable[None]] | None = None
-    ) -> None:
-        self.tier = Tier.PEER
-        self.uri = f"peers {', '.join(member.name for member in members)}"
-        self._elsewhere, self._members, self._spend = elsewhere, members, spend
-        self._entries = {entry.key: entry for entry in elsewhere.manifest.entries}
-
-    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        entry, index = self._entries[key], byte_range.start // self._elsewhere.frozen.chunk_size_bytes
-        if self._spend is not None:
-            await self._spend(byte_range.size_bytes)
-        last: TierckptError = ObjectNotFoundError(f"no peer has {entry.path}", uri=self._elsewhere.location.uri)
-        for member in self._members:
-            try:
-                return await self._elsewhere.chunk(member, entry, index)
-            except (TierckptError, OSError, TimeoutError) as error:
-                last = error if isinstance(error, TierckptError) else StoreUnavailableError(f"{member.name}: {error}")
-        raise last
-
-    async def get(self, entry: FileEntry) -> bytes:
-        """The whole of a small file."""
-        ranges = [at for at, _ in entry.chunks(self._elsewhere.frozen.chunk_size_bytes)]
-        return b"".join([await self.get_range(entry.key, at) for at in ranges])
 
 
 def _is_name(name: Any) -> bool:

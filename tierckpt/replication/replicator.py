@@ -32,12 +32,13 @@ from ..config import Settings
 from ..disk import read_lease
 from ..drain.budget import Budget
 from ..drain.transfer import fetch
-from ..errors import CapacityError, IntegrityError, ManifestError, ObjectNotFoundError, TierckptError
+from ..errors import CapacityError, ManifestError, ObjectNotFoundError, TierckptError
 from ..format.layout import Location, local_dir, location_at
 from ..format.manifest import FileEntry, Manifest
-from ..peer.catalog import Live, PeerCatalog, PeerRanges, PeerReplicas
+from ..peer.catalog import Live, PeerCatalog, PeerReplicas
 from ..peer.members import Member
 from ..peer.replica_policy import FRESH_MAX, Fresh, holders, outdated, sources
+from ..read.sources import PeerSource
 from ..save import eviction
 from ..stores import verified_read
 from ..stores.base import Store
@@ -205,10 +206,10 @@ class Replicator:
 
     async def _adopt(self, elsewhere: PeerReplicas, directory: Path, members: Sequence[Member]) -> bool:
         """Note a commit of another node here. False when a different one stands here that it does not replace."""
-        manifest, taking = elsewhere.manifest, PeerRanges(elsewhere, members)
+        manifest, taking = elsewhere.manifest, PeerSource(elsewhere, members)
         metadata = {}
         for entry in manifest.metadata:
-            metadata[entry.path] = await taking.get(entry)
+            metadata[entry.path] = await taking.whole(entry.key)
             verified_read.check_bytes(metadata[entry.path], entry, manifest.chunk_size_bytes, taking.uri)
         await asyncio.to_thread(local_commit.record_commit, directory, manifest, metadata)
         standing = await asyncio.to_thread(local_commit.read_local_manifest, directory)
@@ -307,11 +308,7 @@ class Replicator:
             if is_new and not await self._adopt(elsewhere, directory, [member]):
                 raise ManifestError(f"another save stands at {directory}", hint="It is this node's own, and stays")
             await asyncio.to_thread(note, directory, manifest, dict.fromkeys(row.own, member.name))
-            try:
-                await self._fetch(elsewhere, member, directory, lacking, row.created_unix_seconds)
-            except IntegrityError:
-                elsewhere.report(member)
-                raise
+            await self._fetch(elsewhere, member, directory, lacking, row.created_unix_seconds)
         return sum(entry.size_bytes for entry in lacking)
 
     async def _manifest_of(self, member: Member, row: Fresh) -> Manifest:
@@ -325,7 +322,7 @@ class Replicator:
         self, elsewhere: PeerReplicas, member: Member, directory: Path, lacking: Sequence[FileEntry], created_at: float
     ) -> None:
         share = self._budget.share(created_at)
-        source = PeerRanges(elsewhere, [member], share.spend)
+        source = PeerSource(elsewhere, [member], share.spend)
         total, done = sum(entry.size_bytes for entry in lacking), 0
 
         def on_bytes(count: int) -> None:

@@ -8,18 +8,16 @@ as it lies on the disk. Nothing of the checkpoint is loaded, so nothing in it ca
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..disk.durable import make_dirs, translated
-from ..disk.file_io import open_file, pread_all
 from ..disk.file_lock import try_lock
 from ..drain.transfer import fetch
 from ..errors import CapacityError, IntegrityError, ObjectNotFoundError, TierckptError
@@ -28,9 +26,9 @@ from ..format.manifest import FileEntry, Manifest
 from ..quantities import human_bytes
 from ..stores import verified_read
 from ..stores.base import Store
-from ..stores.verified_read import check
+from ..stores.verified_read import LocalFiles, check_file
 from ..telemetry import logger
-from ..types import Json, Progress, ProgressListener, Tier
+from ..types import Json, Progress, ProgressListener
 
 log = logger("drill")
 
@@ -125,7 +123,7 @@ class _Job:
             try:
                 await self._expect_size(entry)
                 await fetch(self.store, entry, path, chunk_size, self._advance, self.concurrency)
-                await self._read_back(entry, path)
+                await check_file(LocalFiles(self.scratch), replace(entry, source=""), chunk_size)
             except (IntegrityError, ObjectNotFoundError) as error:
                 self._note(entry.path, error)
 
@@ -134,15 +132,6 @@ class _Job:
         found_bytes = (await self.store.head(entry.key)).size_bytes
         if found_bytes != entry.size_bytes:
             raise IntegrityError(f"it has {found_bytes} bytes, the manifest says {entry.size_bytes}")
-
-    async def _read_back(self, entry: FileEntry, path: Path) -> None:
-        file = await asyncio.to_thread(open_file, path)
-        try:
-            for byte_range, digest in entry.chunks(self.manifest.chunk_size_bytes):
-                chunk = await asyncio.to_thread(pread_all, file, byte_range, path)
-                await check(chunk, digest, entry, byte_range, Tier.LOCAL, str(path))
-        finally:
-            os.close(file)
 
     async def look_at_stock_copy(self, entry: FileEntry) -> None:
         """Stock PyTorch reads the metadata under its own name: that copy counts too (P1)."""

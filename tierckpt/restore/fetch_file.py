@@ -4,103 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
 from ..cache.entry import CacheEntry
 from ..cache.file_set import FileSet, wanted_of
 from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import Checkpoint
-from ..checkpoint.peers import PeerCopies
 from ..disk.durable import fsync_dir, make_dirs, translated
 from ..disk.file_lock import lock_async
 from ..drain.transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
-from ..errors import IntegrityError, ObjectNotFoundError, StoreError, TierckptError
+from ..errors import IntegrityError, StoreError, TierckptError
 from ..format.layout import BRINGING
 from ..format.manifest import FileEntry, Manifest
 from ..peer.fetch.join import SMALL_BYTES, PeerJoiner
-from ..peer.members import Member
+from ..read.sources import NearestSource
 from ..stores import verified_read
-from ..stores.base import RangeSource, Recoverable, Store
+from ..stores.base import RangeSource
 from ..stores.common import settled
-from ..stores.verified_read import again, available
 from ..telemetry import logger
-from ..types import Buffer, ByteRange, Progress, Tier
+from ..types import Progress, Tier
 
 log = logger("restore")
-
-T = TypeVar("T")
-
-PEERS_TRIED_MAX = 3
-"""Peers that are asked for a file, one after another, before it is read from the shared tier."""
-
-
-class FallbackSource:
-    """An ``RangeSource`` of one checkpoint's files: chunks of peers that have them, verified, else ranges of the store.
-
-    A peer that fails is not asked again; one that gives wrong bytes is reported.
-    """
-
-    def __init__(self, store: Store, elsewhere: PeerCopies | None) -> None:
-        self.uri = store.uri
-        self.peer_bytes = 0
-        self._store, self._elsewhere = store, elsewhere
-        self._given_up: set[str] = set()
-        self._entries = {entry.key: entry for entry in elsewhere.manifest.entries} if elsewhere is not None else {}
-
-    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        """Return one chunk, or any range that only the store has.
-
-        Raises:
-            ObjectNotFoundError, StoreError, IntegrityError: of the shared tier, when no peer gives it.
-        """
-        data = await self._from_peers(key, byte_range)
-        if data is not None:
-            self.peer_bytes += byte_range.size_bytes
-            return data
-        return await self._store.get_range(key, byte_range, if_match=if_match)
-
-    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
-        return await again(self._store, work)
-
-    async def reconnect(self, damage: TierckptError) -> None:
-        """Chunks of peers are verified when they come here: the damage is the store's."""
-        if not isinstance(self._store, Recoverable):
-            raise damage
-        await self._store.reconnect(damage)
-
-    async def available(self) -> bool:
-        return await available(self._store)
-
-    def hasten(self) -> None:
-        if isinstance(self._store, Recoverable):
-            self._store.hasten()
-
-    async def _from_peers(self, key: str, byte_range: ByteRange) -> Buffer | None:
-        elsewhere, entry = self._elsewhere, self._entries.get(key)
-        if elsewhere is None or entry is None or not entry.digests:
-            return None
-        index = byte_range.start // elsewhere.manifest.chunk_size_bytes
-        for member in self._asked(elsewhere, key):
-            try:
-                return await elsewhere.chunk(member, entry, index)
-            except IntegrityError as error:
-                elsewhere.report(member)
-                self._give_up(member, error)
-            except ObjectNotFoundError as error:
-                log.info("%s: %s", key, error)
-            except (TierckptError, OSError, TimeoutError) as error:
-                self._give_up(member, error)
-        return None
-
-    def _asked(self, elsewhere: PeerCopies, key: str) -> list[Member]:
-        holders = elsewhere.holders(self._entries[key])
-        return [member for member in holders if member.name not in self._given_up][:PEERS_TRIED_MAX]
-
-    def _give_up(self, member: Member, error: BaseException) -> None:
-        self._given_up.add(member.name)
-        log.warning("%s is given up for %s: %s", member.name, self.uri, error)
 
 
 async def bring(
@@ -115,7 +39,7 @@ async def bring(
         IntegrityError, StoreError, CapacityError: it cannot be had, or not kept.
     """
     chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest is not None else 0
-    path, nearest = checkpoint.directory / entry.key, FallbackSource(checkpoint.store, checkpoint.elsewhere)
+    path, nearest = checkpoint.directory / entry.key, NearestSource(checkpoint.store, checkpoint.elsewhere)
     if sharing is None or entry.size_bytes < SMALL_BYTES or not entry.digests:
         await fetch(nearest, entry, path, chunk, on_bytes, concurrency)
         return
@@ -182,7 +106,7 @@ async def metadata_of(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, b
     Raises:
         IntegrityError, StoreError: there is no good copy of one.
     """
-    nearest, chunk = FallbackSource(checkpoint.store, checkpoint.elsewhere), manifest.chunk_size_bytes
+    nearest, chunk = NearestSource(checkpoint.store, checkpoint.elsewhere), manifest.chunk_size_bytes
     found = {}
     for entry in manifest.metadata:
         for name in (entry.key, entry.path):  # a prefetch fills directories as stock PyTorch reads them

@@ -5,23 +5,20 @@ It is a prefetch (cache/prefetch.py: reserve, resume, publish at once) whose sou
 
 from __future__ import annotations
 
-import asyncio
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from ..cache.prefetch import from_listing, from_manifest, prefetch
 from ..checkpoint.catalog import Checkpoint
-from ..disk.file_io import open_file, pread_all
 from ..errors import ConfigError, IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.layout import Location
 from ..format.manifest import FileEntry, Manifest
+from ..read.sources import NearestSource
 from ..stores.base import Store
-from ..stores.verified_read import check, get_checked
+from ..stores.verified_read import LocalFiles, check, get_checked
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Json, Progress, ProgressListener, Tier
-from .fetch_file import FallbackSource
 
 log = logger("restore")
 
@@ -67,7 +64,7 @@ async def restore(
     if directory in (checkpoint.directory, Path(checkpoint.location.path)):
         raise ConfigError(f"{directory} is both source and target of the restore", hint="Give another --to")
     manifest = checkpoint.manifest
-    source = _Nearest(checkpoint, manifest) if manifest is not None else None
+    source = RestoreSource(checkpoint, manifest) if manifest is not None else None
     store = cast(Store, source) if source is not None else checkpoint.store  # prefetch asks its source for ranges only
     wanted = from_manifest(manifest) if manifest is not None else await from_listing(checkpoint.store)
     chunk = manifest.chunk_size_bytes if manifest is not None else chunk_size_bytes
@@ -90,20 +87,19 @@ async def restore(
     )
 
 
-class _Nearest:
-    """The copies of one checkpoint as one source: this node's where the digest is right, else peers', else the shared
-    tier's."""
+class RestoreSource:
+    """A ``RangeSource`` of one checkpoint: this node's chunks where the digest is right, else the nearest others'."""
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
         self.uri = checkpoint.location.uri
         self.local_bytes = 0
         self.lost: dict[str, str] = {}
         """Files without a good copy, and what is wrong with each copy."""
-        self._checkpoint = checkpoint
+        self._local = LocalFiles(checkpoint.directory)
         self._chunk_size_bytes = manifest.chunk_size_bytes
         self._entries = {entry.key: entry for entry in manifest.entries}
         self._bad: dict[str, str] = {}
-        self._others = FallbackSource(checkpoint.store, checkpoint.elsewhere)
+        self._others = NearestSource(checkpoint.store, checkpoint.elsewhere)
 
     @property
     def peer_bytes(self) -> int:
@@ -115,8 +111,8 @@ class _Nearest:
         digest = entry.digests[byte_range.start // self._chunk_size_bytes]
         if key not in self._bad:
             try:
-                chunk = await asyncio.to_thread(self._read_local, entry, byte_range)
-                await check(chunk, digest, entry, byte_range, Tier.LOCAL, str(self._checkpoint.directory))
+                chunk = await self._local.get_range(key, byte_range)
+                await check(chunk, digest, entry, byte_range, Tier.LOCAL, self._local.uri)
                 self.local_bytes += byte_range.size_bytes
                 return chunk
             except TierckptError as error:
@@ -131,14 +127,6 @@ class _Nearest:
         if not isinstance(error, ObjectNotFoundError) and entry.key not in self._bad:
             log.warning("the local copy is bad, trying other tiers: %s", error.message)
         self._bad[entry.key] = error.message
-
-    def _read_local(self, entry: FileEntry, byte_range: ByteRange) -> bytes:
-        path = self._checkpoint.directory / entry.key
-        file = open_file(path)
-        try:
-            return pread_all(file, byte_range, path)
-        finally:
-            os.close(file)
 
     def loss(self) -> IntegrityError:
         return IntegrityError(

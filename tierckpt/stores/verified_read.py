@@ -7,9 +7,12 @@ what a disk gives back does not get better by asking again.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar, cast
 
+from ..disk.file_io import open_file, pread_all
 from ..errors import IntegrityError
 from ..format.manifest import FileEntry, has_digest
 from ..telemetry import BYTES, logger
@@ -65,6 +68,37 @@ async def get_checked(store: RangeSource, entry: FileEntry, byte_range: ByteRang
         return chunk
 
     return await verified(cast(Store, store), read)
+
+
+class LocalFiles:
+    """The files of a directory of this node, as they lie there: a ``RangeSource``."""
+
+    tier = Tier.LOCAL
+
+    def __init__(self, directory: Path) -> None:
+        self.uri = str(directory)
+        self._directory = directory
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        """Return what is there of the range: less, where the file is too short."""
+        return await asyncio.to_thread(self._read, self._directory / key, byte_range)
+
+    def _read(self, path: Path, byte_range: ByteRange) -> bytes:
+        file = open_file(path)
+        try:
+            return pread_all(file, byte_range, path)
+        finally:
+            os.close(file)
+
+
+async def check_file(
+    source: RangeSource, entry: FileEntry, chunk_size_bytes: int, on_bytes: Callable[[int], None] = lambda _: None
+) -> None:
+    """Read all of ``entry`` and compare every digest. Raises IntegrityError at the first chunk that is damaged."""
+    for byte_range, digest in entry.chunks(chunk_size_bytes):
+        chunk = await source.get_range(entry.key, byte_range)
+        await check(chunk, digest, entry, byte_range, getattr(source, "tier", Tier.SHARED), source.uri)
+        on_bytes(byte_range.size_bytes)
 
 
 async def check(chunk: Buffer, digest: str, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
