@@ -61,7 +61,7 @@ def file_of(ahead: WriteAhead, image: Image) -> TempFile:
     return file
 
 
-def until(what: Callable[[], object], seconds: float = 10.0) -> None:
+def until(what: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline, "it never came to that"
@@ -267,7 +267,7 @@ class Failing:
 
     def _pwrite(self, fd: int, view: memoryview, offset: int) -> int:
         if threading.current_thread().name == "tierckpt-ahead":
-            assert self.may_fail.wait(10)
+            assert self.may_fail.wait(60)
             self.fired += 1
             if self._code:
                 raise OSError(self._code, os.strerror(self._code))

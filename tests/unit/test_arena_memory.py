@@ -64,7 +64,7 @@ def test_every_kind_is_here_to_be_tested(kind: Kind) -> None:
 
 def run_python(code: str, *arguments: str, before: tuple[str, ...] = (), fds: tuple[int, ...] = ()) -> str:
     command = [*before, sys.executable, "-c", textwrap.dedent(code), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, pass_fds=fds)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, pass_fds=fds)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -404,7 +404,7 @@ def test_nothing_is_left_of_a_killed_owner() -> None:
     assert meminfo("Shmem") - before > 192 * MiB  # other processes take and give some meanwhile
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    assert within(5, lambda: meminfo("Shmem") - before < 64 * MiB)
+    assert within(60, lambda: meminfo("Shmem") - before < 64 * MiB)
 
 
 IN_A_MOUNT_OF_OURS = (
@@ -492,7 +492,7 @@ def test_memory_that_goes_while_it_is_being_filled_is_given_back(monkeypatch: py
     with pytest.raises(CapacityError):
         Memory.allocate(512 * MiB, kind=Kind.SHM)
     assert descriptors() == open_before
-    assert within(5, lambda: meminfo("Shmem") - before < 64 * MiB)
+    assert within(60, lambda: meminfo("Shmem") - before < 64 * MiB)
     assert 4 <= len(calls) <= 5  # neither thread goes on after the error
 
 

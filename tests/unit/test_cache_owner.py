@@ -87,7 +87,7 @@ def test_a_process_that_waits_to_be_reaped_has_ended(folder: Path, beats: Path) 
     if pid == 0:
         child, _ = holder(folder, beats)
         os._exit(0 if child.take("chunk") else 1)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while mine.holder("chunk") is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -138,7 +138,7 @@ def test_a_heart_beats_until_it_lets_go(beats: Path, monkeypatch: pytest.MonkeyP
     presence.begin()
     path, past = beats / presence.name, time.time() - 100
     os.utime(path, (past, past))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while path.stat().st_mtime < past + 50:
         assert time.monotonic() < deadline
         time.sleep(0.005)

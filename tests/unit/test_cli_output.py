@@ -195,7 +195,7 @@ def test_help_without_arguments_and_for_each_verb(capsys: pytest.CaptureFixture[
 def test_without_the_cli_extra_it_says_how_to_get_it(package: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; from tierckpt.cli import main; main(sys.argv[1:])"
     for arguments in (["ls", "/x"], ["ls", "/x", "--json"]):
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
         assert done.returncode == 2
         assert "pip install 'tierckpt[cli]'" in done.stderr
         assert "Traceback" not in done.stderr

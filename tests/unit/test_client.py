@@ -41,11 +41,11 @@ def test_no_call_waits_for_a_loop_that_has_ended(local_root: Path) -> None:
         threads = [threading.Thread(target=asked, daemon=True) for _ in range(6)]
         for thread in threads:
             thread.start()
-        begun.wait(10)
+        begun.wait(60)
         client.close()
         client.close()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         assert len(ended) == len(threads), "somebody still waits"
         with pytest.raises(TierckptError, match="closed"):
             client.run(nothing)
@@ -63,6 +63,6 @@ def test_what_was_begun_ends_with_the_client(local_root: Path) -> None:
     client.settings = client.settings.model_copy(update={"exit_timeout_seconds": 0.0})
     client.close()
     with pytest.raises(concurrent.futures.CancelledError):
-        begun.result(10)
+        begun.result(60)
     with pytest.raises(TierckptError, match="closed"):
         client.start(nothing)

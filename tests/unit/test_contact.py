@@ -150,7 +150,7 @@ def agent_that(*answers: Callable[[_Recording], None], root: Path) -> Iterator[l
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield received
-        thread.join(5)
+        thread.join(60)
     (directory / SOCKET).unlink()
 
 
@@ -245,16 +245,17 @@ def test_an_answer_that_is_none_is_like_none(contact: AgentClient, local_root: P
 def test_an_answer_that_comes_too_late_is_not_taken_for_that_to_the_next_message(
     contact: AgentClient, local_root: Path
 ) -> None:
+    was_given_up = threading.Event()
+
     def late(connection: _Recording) -> None:
         connection.message()
-        time.sleep(0.3)
+        was_given_up.wait()
         connection.sendall(encode({"ok": "late"}))
 
     with agent_that(late, answers({"ok": "in time"}), root=local_root):
-        begun = time.monotonic()
         with pytest.raises(OperationTimeoutError, match="has not answered"):
             contact.ask({"op": "one"}, start=False, timeout_seconds=0.1)
-        assert time.monotonic() - begun < 0.3
+        was_given_up.set()
         assert contact.ask({"op": "two"}, start=False) == "in time"
 
 

@@ -57,11 +57,14 @@ def test_all_of_many_arrive_on_any_number_of_threads() -> None:
 def test_an_interrupt_leaves_no_thread_that_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory belongs to somebody else as soon as the call has ended."""
     moved: list[int] = []
+    was_interrupted = threading.Event()
 
     class Interrupted:
         def memmove(self, *piece: int) -> None:
             if threading.current_thread() is threading.main_thread():
+                was_interrupted.set()
                 raise KeyboardInterrupt
+            was_interrupted.wait()
             time.sleep(0.05)
             moved.append(piece[2])
 

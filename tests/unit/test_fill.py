@@ -71,7 +71,7 @@ async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_th
         claim=claim,
         fetch_claimed=fetch_claimed,
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await FetchJob(cached, filling, [0], lambda progress: None).run()  # type: ignore[arg-type]
     assert was_planned == [True, True]
     filling.close()

@@ -92,12 +92,12 @@ def test_ownership_dies_with_its_process(tmp_path: Path) -> None:  # J2
         with journal.own("aa") as while_alive:
             assert not while_alive
         os.kill(holder.pid, signal.SIGKILL)
-        holder.wait(timeout=10)
+        holder.wait(timeout=120)
         with journal.own("aa") as after_death:
             assert after_death
     finally:
         holder.kill()
-        holder.wait(timeout=10)
+        holder.wait(timeout=120)
 
 
 def test_no_lock_file_outlives_its_entry(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def run(code: str, directory: Path, *arguments: str, stdin: str = "") -> None:
     with (directory / LOG).open("ab") as output:
         command = [sys.executable, "-c", code, *arguments]
         subprocess.run(
-            command, input=stdin.encode(), stdout=output, stderr=output, cwd=REPOSITORY, timeout=60, check=True
+            command, input=stdin.encode(), stdout=output, stderr=output, cwd=REPOSITORY, timeout=120, check=True
         )
 
 
@@ -81,7 +81,7 @@ def test_what_is_not_the_agents_file_is_left_alone(tmp_path: Path) -> None:
             stdout=output,
             stderr=output,
             cwd=REPOSITORY,
-            timeout=60,
+            timeout=120,
             check=True,
         )
     assert elsewhere.stat().st_size > 800_000

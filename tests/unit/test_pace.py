@@ -100,7 +100,7 @@ def test_all_threads_of_a_flush_share_it(clock: Clock) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert steps._used_seconds == pytest.approx(0.04)
 
 

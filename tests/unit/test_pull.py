@@ -149,24 +149,27 @@ def test_as_many_threads_digest_at_a_time_as_there_are_processors_while_all_of_t
     tmp_path: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    now, reading, digesting, lock = Counter[str](), [0], [0], threading.Lock()
+    now, reading, digesting, met = Counter[str](), [0], [0], threading.Condition()
 
-    def doing(what: str, most: list[int], seconds: float) -> None:
-        with lock:
+    def doing(what: str, most: list[int], wanted: int) -> None:
+        """Nobody ends before as many as are wanted have met once; one too many would come within the wait after it."""
+        with met:
             now[what] += 1
             most[0] = max(most[0], now[what])
-        time.sleep(seconds)
-        with lock:
+            met.notify_all()
+            met.wait_for(lambda: most[0] >= wanted, timeout=60)
+        time.sleep(0.002)
+        with met:
             now[what] -= 1
 
     class Slow(LocalCopy):
         def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> memoryview | bytes:
-            doing("read", reading, 0.02)
+            doing("read", reading, buffers.count_max)
             return super().read(byte_range, into)  # type: ignore[return-value]
 
     class Watched(ReplicatedFile):
         def _is_good(self, *given: object) -> bool:
-            doing("digest", digesting, 0.002)
+            doing("digest", digesting, 1)
             return True
 
     data, path = content(), tmp_path / "shard"
@@ -192,7 +195,7 @@ def test_ranks_of_a_node_share_the_threads_that_its_disk_likes(
             with met:
                 seen.add(threading.get_ident())
                 met.notify_all()
-                met.wait_for(lambda: len(seen) >= threads, timeout=10)
+                met.wait_for(lambda: len(seen) >= threads, timeout=60)
             time.sleep(0.03)
             return super().read(byte_range, into)  # type: ignore[return-value]
 

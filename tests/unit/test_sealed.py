@@ -780,11 +780,12 @@ def seconds_to_read(data: bytes) -> float:
 def test_the_time_to_read_grows_with_the_size_and_no_faster(
     attack: Callable[[int, int], bytes], dimensions: int | None
 ) -> None:
-    """Four times the size takes four times as long, where it took sixteen."""
+    """Four times the size takes four times as long, where it took sixteen: in the best of several tries of both."""
     short, long = (attack(count, dimensions or count) for count in (3_000, 12_000))
-    least = min(seconds_to_read(short) for _ in range(2))
-    took = min(seconds_to_read(long) for _ in range(2))
-    assert took < 10 * least + 0.05, (least, took)
+    tries: list[float] = []
+    while not tries or (min(tries) >= 10 and len(tries) < 8):
+        tries.append(seconds_to_read(long) / (seconds_to_read(short) + 0.0002))
+    assert min(tries) < 10, tries
 
 
 def deflated(tensor: torch.Tensor) -> bytes:

@@ -161,11 +161,11 @@ def test_wait_takes_the_first_that_comes_free() -> None:
     arena = Arena(slots_max=1, timeout_seconds=20)
     first = leased(arena)
     first.begin_flush()
-    threading.Timer(0.1, lambda: first.end_flush(written=True)).start()
     begun = time.monotonic()
+    threading.Timer(0.1, lambda: first.end_flush(written=True)).start()
     second = leased(arena)
     assert second.memory is first.memory
-    assert time.monotonic() - begun > 0.05
+    assert time.monotonic() - begun >= 0.1
     arena.close()
 
 
@@ -314,7 +314,7 @@ def test_random_lives_keep_every_bound() -> None:
 
 def test_threads_that_stage_and_flush_never_share_a_slot() -> None:
     """Each writes its own number all over its lease, flushes, and must still find it there."""
-    arena = Arena(slots_max=3, timeout_seconds=30)
+    arena = Arena(slots_max=3, timeout_seconds=120)
     torn: list[str] = []
 
     def job(number: int) -> None:
@@ -359,7 +359,7 @@ def test_begin_flush_and_reclaim_race_to_one_winner() -> None:
         barrier.wait()
         if arena.try_reclaim(drop=True):
             outcome.append("reclaim")
-        thread.join(10)
+        thread.join(60)
         assert len(outcome) == 1
 
 
@@ -434,8 +434,8 @@ def test_who_waits_gets_the_buffer_that_comes_back() -> None:
         thread = threading.Thread(target=wait)
         thread.start()
         assert not got.wait(0.1)
-    assert got.wait(10)
-    thread.join(10)
+    assert got.wait(60)
+    thread.join(60)
 
 
 def test_an_error_gives_the_buffers_back(alive: list[int]) -> None:

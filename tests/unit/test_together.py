@@ -290,7 +290,7 @@ class Crew:
         for ours, _ in self.pipes:
             ours.send("end")
         for process in self.processes:
-            process.join(10)
+            process.join(60)
             process.kill()
         return [process.exitcode for process in self.processes]
 

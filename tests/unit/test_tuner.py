@@ -93,5 +93,5 @@ def test_threads_may_share_it() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert tuner.flushes == 800 and tuner.choose(1) == SHAPES[-1]

@@ -34,7 +34,7 @@ def test_fewer_bytes_than_expected_wake_nobody(ends: tuple[socket.socket, socket
     sender.sendall(bytes(999))
     assert not is_readable(receiver)
     sender.sendall(b"1")
-    assert is_readable(receiver, 5.0)
+    assert is_readable(receiver, 60.0)
     assert len(receiver.recv(4096)) == 1000
 
 
@@ -43,7 +43,7 @@ def test_the_end_wakes_at_once(ends: tuple[socket.socket, socket.socket]) -> Non
     Watermark(receiver).expect(1000)
     sender.sendall(b"1")
     sender.close()
-    assert is_readable(receiver, 5.0)
+    assert is_readable(receiver, 60.0)
     assert receiver.recv(4096) == b"1"
     assert receiver.recv(4096) == b""
 
@@ -55,7 +55,7 @@ def test_what_is_there_already_is_told_when_less_is_expected(ends: tuple[socket.
     sender.sendall(b"1")
     assert not is_readable(receiver)
     watermark.expect(1)
-    assert is_readable(receiver, 5.0)
+    assert is_readable(receiver, 60.0)
 
 
 @pytest.mark.parametrize(
