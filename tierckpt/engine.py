@@ -46,6 +46,7 @@ from .format.layout import MANIFEST, Location, local_dir, parse_uri
 from .format.manifest import FileEntry, Manifest
 from .peer.catalog import Live, cluster_of
 from .peer.fetch.join import PeerJoiner
+from .poll import LOCAL, SHARED, Poll
 from .read.sources import NearestSource
 from .restore import fetch_file
 from .restore.drill import DrillReport, choose, drill
@@ -64,8 +65,6 @@ for it once a minute, and not at each save."""
 OTHER_RANKS_SECONDS = 10.0
 ANSWER_SECONDS_MIN = 0.5
 """What a store may take at least to say what it has, when the time to wait for it is nearly up."""
-POLL_SECONDS_MIN = 0.02
-POLL_SECONDS_MAX = 1.0
 NOTED_MAX = 1024
 """How many of its latest drains an engine can still tell the end of."""
 
@@ -348,10 +347,10 @@ class Engine:
             TierckptError: the drain failed for a reason that waiting does not mend.
         """
         deadline = time.monotonic() + timeout_seconds
-        pause, idle_rounds = POLL_SECONDS_MIN, 0
+        idle_rounds = 0
         self._forget_passing(location)
         may_fail = True  # a try that had begun before this call; the outcome of the next one is what is raised
-        while True:
+        async for _ in Poll(timeout_seconds, LOCAL if tier is Tier.LOCAL else SHARED):
             entries = await asyncio.to_thread(self._unsettled, location)
             try:
                 local = await asyncio.to_thread(local_commit.read_local_manifest, self.directory(location))
@@ -377,16 +376,13 @@ class Engine:
                 for entry in entries:
                     if entry.state == READY:
                         self.submit(entry.token)  # left by a process that is gone; held elsewhere it is a no-op
-            if time.monotonic() > deadline:
-                raise OperationTimeoutError(
-                    f"{location.uri} is not committed on the {tier} tier after {round(timeout_seconds, 1):g} s",
-                    hint="`tierckpt status` shows what is in the journal and the last error",
-                    tier=tier,
-                    draining=len(entries),
-                    last_error=next((entry.error for entry in entries if entry.error), None),
-                )
-            await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic()) + 0.001))
-            pause = min(pause * 1.3, POLL_SECONDS_MAX)
+        raise OperationTimeoutError(
+            f"{location.uri} is not committed on the {tier} tier after {round(timeout_seconds, 1):g} s",
+            hint="`tierckpt status` shows what is in the journal and the last error",
+            tier=tier,
+            draining=len(entries),
+            last_error=next((entry.error for entry in entries if entry.error), None),
+        )
 
     def _unsettled(self, location: Location) -> builtins.list[Entry]:
         """Journal entries of ``location`` that somebody still works on, or has to."""

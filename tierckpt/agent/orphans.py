@@ -25,7 +25,6 @@ import json
 import os
 import subprocess
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from pathlib import Path
 
 from ..ipc.child_process import start_python
 from ..ipc.client import LOCK_NAME
+from ..poll import Poll
 from ..telemetry import logger
 from ..types import Json
 
@@ -41,7 +41,6 @@ log = logger("agent")
 EXECUTION_SECONDS_MAX = 1800.0
 STRAGGLER_SECONDS = 3.0
 """How long a save whose other ranks are gone is kept for a rank that may still hand in its will."""
-POLL_SECONDS = 0.05
 ENDED_MAX = 256
 """Saves whose end is remembered, for wills that come late."""
 
@@ -239,14 +238,14 @@ class OrphanedSaves:
         """
         process, life = _start_executor(save)
         self._executing[process.pid] = life
-        deadline = time.monotonic() + EXECUTION_SECONDS_MAX
         try:
-            while process.poll() is None:
-                if time.monotonic() > deadline:
-                    process.kill()
-                    await asyncio.to_thread(process.wait)
-                    raise RuntimeError(f"the process that executes it had not ended after {EXECUTION_SECONDS_MAX:g} s")
-                await asyncio.sleep(POLL_SECONDS)
+            async for _ in Poll(EXECUTION_SECONDS_MAX):
+                if process.poll() is not None:
+                    break
+            else:
+                process.kill()
+                await asyncio.to_thread(process.wait)
+                raise RuntimeError(f"the process that executes it had not ended after {EXECUTION_SECONDS_MAX:g} s")
         finally:
             os.close(self._executing.pop(process.pid))
         if process.returncode != 0:

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CapacityError, ConfigError, OperationTimeoutError
+from ..poll import BRIEF, Poll
 from .memory import HUGE_PAGE_BYTES, Memory
 
 MEMBERS_MAX = 256
@@ -126,14 +127,11 @@ class Window:
 
     @contextlib.contextmanager
     def _door(self) -> Iterator[None]:
-        deadline = time.monotonic() + DOOR_SECONDS
         with self._lock:  # the threads of one member share its locks
-            while not self._try_lock(_DOOR_AT):  # held for the time of two instructions
-                if time.monotonic() > deadline:
-                    raise OperationTimeoutError(
-                        "another rank of this node stands still between two instructions", waited_seconds=DOOR_SECONDS
-                    )
-                time.sleep(0.001)
+            if not any(self._try_lock(_DOOR_AT) for _ in Poll(DOOR_SECONDS, BRIEF)):  # held for two instructions
+                raise OperationTimeoutError(
+                    "another rank of this node stands still between two instructions", waited_seconds=DOOR_SECONDS
+                )
             try:
                 yield
             finally:

@@ -26,12 +26,12 @@ from typing import Any, Protocol
 from ..config import Settings
 from ..disk.write_tuner import WRITE_THREADS_MAX
 from ..errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
+from ..poll import BRIEF, Poll
 from ..telemetry import logger
 from .memory import HUGE_PAGE_BYTES, Memory
 
 log = logger("arena")
 
-POLL_SECONDS = 0.002
 COLLECT_SECONDS = 0.5
 MiB = 1 << 20
 
@@ -205,7 +205,7 @@ class Arena:
                 hint="Raise staging_bytes_max, or use dcp.save, which stages nothing",
             )
         begun, collected = time.monotonic(), False
-        while True:
+        for _ in Poll(self.timeout_seconds, BRIEF):
             with self._lock:
                 lease = self._take(size_bytes, drop=False)
                 if lease is None and self.policy is Policy.DROP_OLDEST_UNFLUSHED:
@@ -214,19 +214,16 @@ class Arena:
                 return lease
             if self.policy is Policy.SKIP:
                 return None
-            waited_seconds = time.monotonic() - begun
-            if waited_seconds > self.timeout_seconds:
-                raise OperationTimeoutError(
-                    f"staging is full ({self._bounds()}): {self._describe()}",
-                    hint="A save hangs, or staged copies are kept and not saved; or raise checkpoints_in_flight_max "
-                    "or staging_bytes_max",
-                    waited_seconds=self.timeout_seconds,
-                )
-            if not collected and waited_seconds > min(COLLECT_SECONDS, self.timeout_seconds / 2):
+            if not collected and time.monotonic() - begun > min(COLLECT_SECONDS, self.timeout_seconds / 2):
                 # The error of a failed save may keep its tensors in a cycle, and who waits makes no garbage.
                 collected = True
                 gc.collect()
-            time.sleep(POLL_SECONDS)
+        raise OperationTimeoutError(
+            f"staging is full ({self._bounds()}): {self._describe()}",
+            hint="A save hangs, or staged copies are kept and not saved; or raise checkpoints_in_flight_max "
+            "or staging_bytes_max",
+            waited_seconds=self.timeout_seconds,
+        )
 
     def leases(self) -> tuple[Lease, ...]:
         return tuple(self._leases)

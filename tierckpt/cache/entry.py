@@ -27,13 +27,14 @@ from ..errors import (
     StoreError,
 )
 from ..format.manifest import digest_of
+from ..poll import LOCAL, Poll
 from ..stores.base import RangeSource, ReadsInto, Store
 from ..stores.common import settled
 from ..stores.verified_read import verified
 from ..telemetry import BYTES, ignore_progress, logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
 from .direct_write import landing_memory
-from .fetch_job import POLL_SECONDS_MAX, POLL_SECONDS_MIN, FetchJob, FetchStats
+from .fetch_job import FetchJob, FetchStats
 from .file_set import FileSet, FileSpec, Receipt
 from .partial_entry import PartialEntry, read_file, read_receipt, same_digest, tidy, whole_receipt
 from .pool import Lease, Pool
@@ -351,17 +352,15 @@ class CacheEntry:
 
     async def wait(self, path: str, byte_range: ByteRange, timeout_seconds: float = STALL_SECONDS_MIN) -> None:
         """Return when the range has landed, whoever fetches it. Raises OperationTimeoutError."""
-        deadline, pause = time.monotonic() + timeout_seconds, POLL_SECONDS_MIN
-        while not self.landed(path, byte_range):
-            if time.monotonic() > deadline:
-                raise OperationTimeoutError(
-                    f"bytes {byte_range.start}-{byte_range.stop} of {path} have not landed in {timeout_seconds:g} s",
-                    hint="Nobody may be fetching them: read() fetches, wait() does not",
-                    uri=self.frozen.uri,
-                    tier=Tier.LOCAL,
-                )
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, POLL_SECONDS_MAX)
+        async for _ in Poll(timeout_seconds):
+            if self.landed(path, byte_range):
+                return
+        raise OperationTimeoutError(
+            f"bytes {byte_range.start}-{byte_range.stop} of {path} have not landed in {timeout_seconds:g} s",
+            hint="Nobody may be fetching them: read() fetches, wait() does not",
+            uri=self.frozen.uri,
+            tier=Tier.LOCAL,
+        )
 
     # --- bringing one chunk --------------------------------------------------------------------------------------
 
@@ -403,7 +402,7 @@ class CacheEntry:
                     return (await self.fetch_claimed(filling, index, chunk, keep=True))[1]
             found = await self._await_other(filling, index, chunk)
             if found == "free":
-                await asyncio.sleep(POLL_SECONDS_MIN)  # who keeps us from claiming what is free does not make us spin
+                await asyncio.sleep(LOCAL.first_seconds)  # who keeps us from a free claim does not make us spin
             if found == "stalled" or time.monotonic() > deadline:
                 log.warning("%s: waited too long for another process, fetching chunk %d too", filling.incoming, chunk)
                 async with self._read_gate:
@@ -433,15 +432,12 @@ class CacheEntry:
 
     async def _await_other(self, filling: PartialEntry, index: int, chunk: int) -> str:
         """Wait for whoever has claimed a chunk: ``landed``, ``free`` (it has let go or ended), or ``stalled``."""
-        deadline, pause = time.monotonic() + self.stall_seconds, POLL_SECONDS_MIN
-        while time.monotonic() < deadline:
+        async for _ in Poll(self.stall_seconds):
             filling.refresh()
             if filling.has(index, chunk):
                 return "landed"
             if not filling.claims.is_held(f"{index}-{chunk}"):
                 return "free"
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, POLL_SECONDS_MAX)
         return "stalled"
 
     async def fetch(self, filling: PartialEntry, index: int, chunk: int, *, keep: bool) -> Buffer | None:
@@ -558,19 +554,18 @@ class CacheEntry:
 
     async def _publish(self, filling: PartialEntry) -> bool:
         """True when the entry is whole; False when something has to be fetched again."""
-        deadline, pause = time.monotonic() + self.stall_seconds, POLL_SECONDS_MIN
-        while not await settled(asyncio.to_thread(filling.publish)):
+        async for _ in Poll(self.stall_seconds):
+            if await settled(asyncio.to_thread(filling.publish)):
+                break
             filling.refresh()
             if not filling.has_all():
                 return False
-            if time.monotonic() > deadline:
-                raise OperationTimeoutError(
-                    f"another process has been publishing {self._target} for {self.stall_seconds:g} s",
-                    hint="Look for a hung disk, or a hung tierckpt process on this node",
-                    tier=Tier.LOCAL,
-                )
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, POLL_SECONDS_MAX)
+        else:
+            raise OperationTimeoutError(
+                f"another process has been publishing {self._target} for {self.stall_seconds:g} s",
+                hint="Look for a hung disk, or a hung tierckpt process on this node",
+                tier=Tier.LOCAL,
+            )
         self._is_whole = True
         if self.pool is not None:
             await asyncio.to_thread(self.pool.note, self.frozen.name)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import CapacityError, IntegrityError, PartialTransferError, TierckptError
+from ..poll import Poll
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener
 from .file_set import FileSet
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from .peers import PeerFill
 
 log = logger("prefetch")
-
-POLL_SECONDS_MIN = 0.005
-POLL_SECONDS_MAX = 0.1
 
 
 class Entry(Protocol):
@@ -88,7 +86,7 @@ class FetchJob:
         self.failures: dict[int, TierckptError] = {}
         self.wanted = wanted
         self.fatal = False
-        self.pause = POLL_SECONDS_MIN
+        self.poll = Poll()
         self.moved_at = time.monotonic()
 
     async def run(self) -> None:
@@ -148,11 +146,10 @@ class FetchJob:
         async with self.cached.idle:
             self.filling.refresh()
             if self.filling.landed_bytes == before:
-                await asyncio.sleep(self.pause)
-                self.pause = min(self.pause * 1.5, POLL_SECONDS_MAX)
+                await self.poll.pause_async()
                 self.filling.refresh()
         if self.filling.landed_bytes != before:
-            self.pause, self.moved_at = POLL_SECONDS_MIN, time.monotonic()
+            self.poll, self.moved_at = Poll(), time.monotonic()
 
     def _advance(self, index: int, chunk: int, *, others: bool) -> None:
         size_bytes = self.frozen.chunk_range(index, chunk).size_bytes

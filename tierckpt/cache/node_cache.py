@@ -28,6 +28,7 @@ from ..errors import (
 )
 from ..format.layout import METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, parse_uri
 from ..format.manifest import Manifest, has_digest
+from ..poll import SHARED, Poll
 from ..stores.base import Store
 from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
@@ -43,7 +44,6 @@ log = logger("prefetch")
 T = TypeVar("T")
 Kind: TypeAlias = Literal["auto", "object", "directory"]
 ANCESTORS_MAX = 16
-PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 0.1, 5.0
 DIGESTS_AT_A_TIME = 4
 
 _kept: dict[str, Lease] = {}
@@ -366,7 +366,7 @@ async def retry_until_available(work: Callable[[], Awaitable[T]], timeout_second
     Raises:
         OperationTimeoutError: not within ``timeout_seconds``; says what it waited for.
     """
-    pause, last = PAUSE_SECONDS_MIN, "nothing went wrong"
+    poll, last = Poll(pauses=SHARED), "nothing went wrong"
     try:
         async with asyncio.timeout(timeout_seconds):
             while True:
@@ -377,8 +377,7 @@ async def retry_until_available(work: Callable[[], Awaitable[T]], timeout_second
                 except (UncommittedCheckpointError, ObjectNotFoundError, StoreUnavailableError) as error:
                     last = error.message
                     log.info("waiting for %s: %s", what, last)
-                await asyncio.sleep(pause)
-                pause = min(pause * 1.5, PAUSE_SECONDS_MAX)
+                await poll.pause_async()
     except TimeoutError as error:
         if isinstance(error, TierckptError):
             raise

@@ -33,6 +33,7 @@ from ..disk.claims import Claims, Heartbeat, is_live
 from ..disk.durable import make_dirs, matching, read_whole, replace_file, translated
 from ..errors import CapacityError, OperationTimeoutError, TierckptError
 from ..format.layout import PRIVATE_DIR
+from ..poll import BRIEF, Poll
 from ..quantities import human_bytes
 from ..telemetry import logger
 from ..types import Tier
@@ -50,7 +51,6 @@ MARGIN_BYTES_MAX = 64 << 20
 """Room left on the disk for everybody else's small files."""
 ADMISSION_SECONDS = 120.0
 EVICTION_SECONDS = 60.0
-POLL_SECONDS = 0.005
 RESERVED_BYTES_MAX = 64
 
 _INCOMING = re.compile(rf"^\.(?P<name>.+)\.[0-9a-f]{{8}}{re.escape(SUFFIX)}$")
@@ -240,9 +240,9 @@ class Pool:
         return [owner for owner in names if is_live(owner, folder, silence_counts=False)]
 
     def wait_for_eviction(self, name: str) -> None:
-        deadline = time.monotonic() + EVICTION_SECONDS
-        while self._is_evicting(name) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+        for _ in Poll(EVICTION_SECONDS, BRIEF):
+            if not self._is_evicting(name):
+                return
 
     def _is_evicting(self, name: str) -> bool:
         try:
@@ -424,18 +424,18 @@ class Pool:
     @contextlib.contextmanager
     def _admission(self) -> Iterator[Heartbeat]:
         """One process of the node admits at a time. Raises OperationTimeoutError."""
-        deadline = time.monotonic() + ADMISSION_SECONDS
         with self._presence() as presence:
             make_dirs(self.root / ".claims")
             claims = Claims(self.root / ".claims", self.root / ".owners", presence.name)
-            while not claims.take("admission"):
-                if time.monotonic() > deadline:
-                    raise OperationTimeoutError(
-                        f"another process has been admitting to {self.root} for {ADMISSION_SECONDS:g} s",
-                        hint="Look for a hung tierckpt process on this node",
-                        tier=Tier.LOCAL,
-                    )
-                time.sleep(POLL_SECONDS)
+            for _ in Poll(ADMISSION_SECONDS, BRIEF):
+                if claims.take("admission"):
+                    break
+            else:
+                raise OperationTimeoutError(
+                    f"another process has been admitting to {self.root} for {ADMISSION_SECONDS:g} s",
+                    hint="Look for a hung tierckpt process on this node",
+                    tier=Tier.LOCAL,
+                )
             try:
                 yield presence
             finally:

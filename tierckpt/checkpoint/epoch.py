@@ -27,17 +27,16 @@ import secrets
 import signal
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..disk.durable import make_dirs
-from ..disk.file_lock import POLL_SECONDS
 from ..disk.quarantine import open_regular
 from ..errors import CommitAbandonedError, TierckptError
 from ..format.layout import Location, agent_dir, epoch_file
 from ..ipc.circuit_breaker import PATIENCE_SECONDS
+from ..poll import BRIEF, Poll
 from ..telemetry import logger
 
 log = logger("commit")
@@ -156,10 +155,7 @@ def _unlock(file: int, byte: int) -> None:
 
 
 def _wait_for(file: int, byte: int, how: int, timeout_seconds: float) -> bool:
-    deadline = time.monotonic() + timeout_seconds
-    while not (is_held := _try_lock(file, byte, how)) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    return is_held
+    return any(_try_lock(file, byte, how) for _ in Poll(timeout_seconds, BRIEF))
 
 
 def _holder(file: int) -> int:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, OperationTimeoutError
+from ..poll import BRIEF, Poll
 
 ORPHAN_SECONDS = 10.0
 """What was staged is taken up by a save within moments, or is for a writer that is not ours."""
 FAILURES_MAX = 64
-POLL_SECONDS = 0.005
 
 
 class Begun:
@@ -118,16 +118,17 @@ def wait(local_root: Path, uri: str, timeout_seconds: float) -> None:
 
     Raises what the newest of them failed with, if another thread made it; OperationTimeoutError.
     """
-    deadline = time.monotonic() + timeout_seconds
-    while under_way := [one for one in tuple(_open) if one.local_root == local_root and one.uri in (None, uri)]:
+    for _ in Poll(timeout_seconds, BRIEF):
+        under_way = [one for one in tuple(_open) if one.local_root == local_root and one.uri in (None, uri)]
+        if not under_way:
+            break
         for one in under_way:
             one.check()
-        if time.monotonic() > deadline:
-            raise OperationTimeoutError(
-                f"a save to {uri} that this process began has not ended after {timeout_seconds:g} s",
-                hint="Its future tells how it ends",
-            )
-        time.sleep(POLL_SECONDS)
+    else:
+        raise OperationTimeoutError(
+            f"a save to {uri} that this process began has not ended after {timeout_seconds:g} s",
+            hint="Its future tells how it ends",
+        )
     failed = _failed.get((local_root, uri))
     if failed is not None and failed.error is not None and not failed.is_of_this_thread():
         raise failed.error

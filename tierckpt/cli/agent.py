@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from typing import Annotated
 
 import typer
@@ -14,13 +13,13 @@ from ..agent.server import run
 from ..config import Settings
 from ..errors import OperationTimeoutError
 from ..ipc.client import AgentClient, AgentUnavailableError
+from ..poll import LOCAL, Poll
 from ..telemetry import log_to
 from ..types import Json
 from .ui.output import Report
 from .ui.session import JsonOption, LocalRootOption, load_settings
 
 STOP_SECONDS_EXTRA = 10.0
-POLL_SECONDS = 0.1
 
 WhenIdle = Annotated[
     bool,
@@ -59,11 +58,8 @@ def _stop(settings: Settings) -> Report:
         return Report({"stopped": False}, ["No agent runs for this local root."])
     finally:
         contact.close()
-    deadline = time.monotonic() + settings.grace_seconds + STOP_SECONDS_EXTRA
-    while _is_alive(pid):
-        if time.monotonic() > deadline:
-            raise OperationTimeoutError(f"the agent (process {pid}) has not ended", hint="Its log may say why")
-        time.sleep(POLL_SECONDS)
+    if all(_is_alive(pid) for _ in Poll(settings.grace_seconds + STOP_SECONDS_EXTRA, LOCAL)):
+        raise OperationTimeoutError(f"the agent (process {pid}) has not ended", hint="Its log may say why")
     return Report({"stopped": True, "pid": pid}, [f"The agent (process {pid}) has ended."])
 
 

@@ -15,21 +15,17 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import OperationTimeoutError
+from ..poll import BRIEF, Poll
 from ..types import Tier
 from .quarantine import open_regular
-
-POLL_SECONDS = 0.02
-
 
 _files: set[int] = set()
 """Descriptors of this process that may hold a lock, but for those that it was handed."""
@@ -77,36 +73,31 @@ def try_lock(path: Path, *, remove: bool = False, inherited: int | None = None) 
 @contextmanager
 def lock(path: Path, timeout_seconds: float, what: str) -> Iterator[None]:
     """Hold ``path``, waiting for it at most ``timeout_seconds``. Raises OperationTimeoutError."""
-    deadline = time.monotonic() + timeout_seconds
-    while True:
+    for _ in Poll(timeout_seconds, BRIEF):
         with try_lock(path) as held:
             if held:
                 yield
                 return
-        _check_deadline(deadline, timeout_seconds, what)
-        time.sleep(POLL_SECONDS)
+    raise _late(timeout_seconds, what)
 
 
 @asynccontextmanager
 async def lock_async(path: Path, timeout_seconds: float, what: str) -> AsyncIterator[None]:
     """``lock`` for coroutines; the file is removed with the lock."""
-    deadline = time.monotonic() + timeout_seconds
-    while True:
+    async for _ in Poll(timeout_seconds, BRIEF):
         with try_lock(path, remove=True) as held:
             if held:
                 yield
                 return
-        _check_deadline(deadline, timeout_seconds, what)
-        await asyncio.sleep(POLL_SECONDS)
+    raise _late(timeout_seconds, what)
 
 
-def _check_deadline(deadline: float, timeout_seconds: float, what: str) -> None:
-    if time.monotonic() > deadline:
-        raise OperationTimeoutError(
-            f"another process of this node has held {what} for {timeout_seconds:g} s",
-            hint="Look for a hung tierckpt process on this node",
-            tier=Tier.LOCAL,
-        )
+def _late(timeout_seconds: float, what: str) -> OperationTimeoutError:
+    return OperationTimeoutError(
+        f"another process of this node has held {what} for {timeout_seconds:g} s",
+        hint="Look for a hung tierckpt process on this node",
+        tier=Tier.LOCAL,
+    )
 
 
 def open_lock(path: Path) -> int:

@@ -11,20 +11,19 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import os
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from ..errors import TierckptError
 from ..format.manifest import digest_of
+from ..poll import BRIEF, Poll
 from ..telemetry import logger
 from .durable import make_dirs, matching
-from .file_lock import POLL_SECONDS, _is_file, close_lock, open_lock, try_lock
+from .file_lock import _is_file, close_lock, open_lock, try_lock
 
 log = logger("leases")
 
@@ -38,9 +37,10 @@ def reading(local_root: Path, directory: Path) -> Iterator[None]:
 
     Look again, once inside, whether the checkpoint still stands: it may have gone before the lease was held.
     """
-    deadline, pid = time.monotonic() + REMOVAL_SECONDS_MAX, os.getpid()
-    while (lease := _try_lease(local_root, directory)) == _HELD and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+    pid = os.getpid()
+    for _ in Poll(REMOVAL_SECONDS_MAX, BRIEF):
+        if (lease := _try_lease(local_root, directory)) != _HELD:
+            break
     try:
         yield
     finally:
@@ -50,11 +50,10 @@ def reading(local_root: Path, directory: Path) -> Iterator[None]:
 @asynccontextmanager
 async def reading_async(local_root: Path, directory: Path) -> AsyncIterator[None]:
     """``reading`` for coroutines."""
-    deadline, pid = time.monotonic() + REMOVAL_SECONDS_MAX, os.getpid()
-    lease = _try_lease(local_root, directory)
-    while lease == _HELD and time.monotonic() < deadline:
-        await asyncio.sleep(POLL_SECONDS)  # another process holds it: it sets no event of ours
-        lease = _try_lease(local_root, directory)
+    pid = os.getpid()
+    async for _ in Poll(REMOVAL_SECONDS_MAX, BRIEF):  # another process holds it: it sets no event of ours
+        if (lease := _try_lease(local_root, directory)) != _HELD:
+            break
     try:
         yield
     finally:

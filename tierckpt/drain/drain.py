@@ -34,6 +34,7 @@ from ..errors import (
 from ..format import manifest as manifests
 from ..format.layout import PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, local_dir, part, pending
 from ..format.manifest import Manifest
+from ..poll import SHARED, Poll
 from ..quantities import human_bytes
 from ..redaction import redact
 from ..stores import open_store, verified_read
@@ -47,8 +48,6 @@ from .transfer import cause_of, send
 
 log = logger("drain")
 
-POLL_SECONDS_MIN = 0.05
-POLL_SECONDS_MAX = 2.0
 PAUSE_SECONDS_MIN = 0.5
 PASSING_SECONDS = 7 * 86400.0
 """How long a drain is tried whose store is away, full, or refuses us: over a long weekend and the week after it."""
@@ -227,8 +226,7 @@ class Drainer:
                 await self.send_files(entry)
                 self.awaiting.add(entry.token)
                 # From here on others are waited for. A budget, or a pause, may have made our own sending take long.
-                deadline = time.monotonic() + (self.settings.commit_timeout_seconds if patient else 0.0)
-                return await self._await_commit(entry, deadline, patient)
+                return await self._await_commit(entry, self.settings.commit_timeout_seconds if patient else 0.0)
             except TierckptError as error:
                 # A save that replaces this one may pull its files away at any of these steps: then that is the answer.
                 if error.retryable or not await asyncio.to_thread(self._is_replaced, entry):
@@ -237,22 +235,18 @@ class Drainer:
             finally:
                 self.awaiting.discard(entry.token)
 
-    async def _await_commit(self, entry: Entry, deadline: float, patient: bool) -> str:
-        pause = POLL_SECONDS_MIN
-        while True:
+    async def _await_commit(self, entry: Entry, timeout_seconds: float) -> str:
+        async for _ in Poll(timeout_seconds, SHARED):
             outcome = await self.try_commit(entry)
             if outcome is not None:
                 return outcome
-            if time.monotonic() >= deadline:
-                raise CommitAbandonedError(
-                    f"{entry.uri}: this rank's files are on the shared tier, but other ranks' parts are not",
-                    hint="A rank failed while saving, or its node has not drained yet; `tierckpt drain --wait` on each "
-                    "node tries again, and the checkpoint stays uncommitted until then",
-                    rank=entry.rank,
-                    waited_seconds=self.settings.commit_timeout_seconds if patient else None,
-                )
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, POLL_SECONDS_MAX)
+        raise CommitAbandonedError(
+            f"{entry.uri}: this rank's files are on the shared tier, but other ranks' parts are not",
+            hint="A rank failed while saving, or its node has not drained yet; `tierckpt drain --wait` on each "
+            "node tries again, and the checkpoint stays uncommitted until then",
+            rank=entry.rank,
+            waited_seconds=timeout_seconds or None,
+        )
 
     def _is_replaced(self, entry: Entry) -> bool:
         """True when no commit of this node can name this entry's files any more, so that draining them serves nobody.

@@ -25,6 +25,7 @@ from typing import Protocol
 from ..disk.durable import read_whole
 from ..errors import TierckptError
 from ..format.layout import agent_dir
+from ..poll import Pauses, Poll
 from ..telemetry import logger
 
 log = logger("agent")
@@ -38,8 +39,7 @@ STARVED_SHARE = 0.5
 """Of the time that one of its threads was not asleep, how much of it waited for a processor in a starved process."""
 HUNG_SECONDS = 20.0
 STOPPED_SECONDS = 3.0
-PAUSE_SECONDS_MIN = 0.5
-PAUSE_SECONDS_MAX = 60.0
+PROBE_PAUSES = Pauses(0.5, 60.0)
 
 
 class Answer(Enum):
@@ -75,16 +75,15 @@ class CircuitBreaker:
         threading.Thread(target=self._await, args=(probe, start), name="tierckpt-breaker", daemon=True).start()
 
     def _await(self, probe: Probe, start: bool) -> None:
-        pause, begun = PAUSE_SECONDS_MIN, time.monotonic()
-        silent_since = begun
+        poll = Poll(pauses=PROBE_PAUSES)
+        begun = silent_since = time.monotonic()
         while (answer := probe(STOPPED_SECONDS, start=start)) is not Answer.YES:
             if answer is not Answer.SILENT:
                 silent_since = time.monotonic()
             elif self._end_hung(time.monotonic() - silent_since):
                 start = True  # it had something to do
                 continue
-            time.sleep(pause)
-            pause = min(pause * 2, PAUSE_SECONDS_MAX)
+            poll.pause()
         self.is_open = False
         log.info("the agent of %s answers after %.1f s", self._local_root, time.monotonic() - begun)
 

@@ -31,6 +31,7 @@ from ..disk.local_root import use_local_root
 from ..disk.quarantine import open_regular
 from ..errors import OperationTimeoutError, PermissionDeniedError, TierckptError
 from ..format.layout import agent_dir
+from ..poll import BRIEF, Poll
 from ..telemetry import logger
 from ..types import Json, Tier
 from .child_process import start_python
@@ -53,7 +54,6 @@ BUSY_SECONDS = 0.1
 START_SECONDS = 20.0
 STARTS_MAX = 4
 """Agents started one after the other that all found another one at work, which cannot be reached."""
-POLL_SECONDS = 0.02
 
 _LENGTH = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7), SO_PEERCRED
@@ -325,7 +325,9 @@ class AgentClient:
     def _connect(self, start: bool) -> socket.socket:
         directory = private_directory(self.settings.local_root)
         deadline = time.monotonic() + START_SECONDS
-        while (connection := self._reach(directory)) is None:
+        for _ in Poll(START_SECONDS, BRIEF):
+            if (connection := self._reach(directory)) is not None:
+                return connection
             if not start:
                 raise NoneRunsError(f"no agent runs for {self.settings.local_root}")
             # A start costs half a second of a core: one rank of a node does it, the others wait for it, or for its end.
@@ -340,31 +342,29 @@ class AgentClient:
                     f"the agent of {self.settings.local_root} could not be started: {error}",
                     hint=f"{directory} must be writable, and have room for a log",
                 ) from error
-            if time.monotonic() > deadline:
-                raise AgentUnavailableError(
-                    f"nobody has started the agent of {self.settings.local_root} in {START_SECONDS} s",
-                    hint=f"Its log is {directory / LOG}",
-                )
-            time.sleep(POLL_SECONDS)
-        return connection
+        raise AgentUnavailableError(
+            f"nobody has started the agent of {self.settings.local_root} in {START_SECONDS} s",
+            hint=f"Its log is {directory / LOG}",
+        )
 
     def _started(self, directory: Path, deadline: float) -> socket.socket:
         process: subprocess.Popen[bytes] | None = None
-        starts = 0
-        while (connection := self._reach(directory)) is None:
+        starts, ended = 0, None
+        for _ in Poll(deadline - time.monotonic(), BRIEF):
+            if (connection := self._reach(directory)) is not None:
+                return connection
             # One that ended well has found another at work; should that be on its way out, the next finds none.
             if starts < STARTS_MAX and (process is None or process.poll() == 0):
                 process, starts = _start(directory, self.settings), starts + 1
             ended = process.poll() if process is not None else None
             if ended == 0 and starts == STARTS_MAX:
                 raise _DeafError(f"the agent of {self.settings.local_root} runs, and nobody listens at its socket")
-            if ended or time.monotonic() > deadline:
-                raise AgentUnavailableError(
-                    f"the agent of {self.settings.local_root} could not be started (exit code {ended})",
-                    hint=f"Its log is {directory / LOG}",
-                )
-            time.sleep(POLL_SECONDS)
-        return connection
+            if ended:
+                break
+        raise AgentUnavailableError(
+            f"the agent of {self.settings.local_root} could not be started (exit code {ended})",
+            hint=f"Its log is {directory / LOG}",
+        )
 
     def _reach(self, directory: Path) -> socket.socket | None:
         """A connection to the agent; None when there is none. Raises PermissionDeniedError and NoAgentError."""
@@ -389,8 +389,9 @@ class AgentClient:
     def close(self) -> None:
         """Hang up, once the agent has what it was told; one that does not answer is not waited for."""
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while self._untold and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS / 10)
+        for _ in Poll(PATIENCE_SECONDS, BRIEF):
+            if not self._untold:
+                break
         if self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             self._drop()
             self._lock.release()

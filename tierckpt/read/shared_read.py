@@ -26,6 +26,7 @@ from ..arena.memory import Memory
 from ..arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, Window
 from ..arena.slots import BounceBufferPool
 from ..errors import CapacityError, OperationTimeoutError, TierckptError
+from ..poll import Pauses, Poll
 from ..telemetry import READS_ALONE, logger
 from ..types import ByteRange
 from .parallel_read import REQUESTS_MAX, OnError, Piece, pull
@@ -42,7 +43,7 @@ JOIN_SECONDS = 10.0
 """How long the others wait, when they could go on, for a rank that has not begun to read."""
 THREADS = 4
 """Of one rank: they read, digest and copy; others wait for the answers of stores."""
-POLL_SECONDS_MIN, POLL_SECONDS_MAX = 0.0003, 0.005
+UNIT_PAUSES = Pauses(0.0003, 0.005)
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
 
@@ -354,7 +355,7 @@ class _Patience:
         self.begin()
 
     def begin(self) -> None:
-        self._last, self._pause = time.monotonic(), POLL_SECONDS_MIN
+        self._last, self._poll = time.monotonic(), Poll(self._seconds, UNIT_PAUSES)
 
     @property
     def waited_seconds(self) -> float:
@@ -362,11 +363,7 @@ class _Patience:
 
     def go_on(self) -> bool:
         """Sleep a little. False when the time is up."""
-        if self.waited_seconds > self._seconds:
-            return False
-        time.sleep(self._pause)
-        self._pause = min(self._pause * 1.5, POLL_SECONDS_MAX)
-        return True
+        return self._poll.pause()
 
 
 class _Crew(ReadThreads):

@@ -28,6 +28,7 @@ from ..disk import read_lease
 from ..errors import CapacityError, TierckptError
 from ..format.layout import PRIVATE_DIR, local_dir, step_of
 from ..format.manifest import Manifest
+from ..poll import SHARED, Poll
 from ..quantities import human_bytes
 from ..telemetry import logger
 from ..types import Tier
@@ -38,8 +39,6 @@ FREE_FRACTION_MARGIN = 0.01
 FREE_BYTES_MARGIN_MAX = 64 << 20
 """Room left beside a save for manifests, the journal and everybody else's small files."""
 
-POLL_SECONDS_MIN = 0.02
-POLL_SECONDS_MAX = 1.0
 SETTLED_SECONDS = 2.0
 
 
@@ -58,8 +57,8 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserve
     lack = _lack(settings, needed_bytes, directory, reserved_bytes)
     if lack.is_none:
         return
-    begun, pause, said = time.monotonic(), POLL_SECONDS_MIN, False
-    while True:
+    begun, said = time.monotonic(), False
+    for _ in Poll(settings.local_full_timeout_seconds, SHARED):
         lack, waits = _evict(settings, needed_bytes, directory, reserved_bytes)
         if not lack.is_none and _cache_gives_way(settings, needed_bytes, directory, reserved_bytes):
             lack = _lack(settings, needed_bytes, directory, reserved_bytes, exact=True)
@@ -70,14 +69,12 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserve
                 raise _full(settings, needed_bytes, lack, waits, time.monotonic() - begun)
             log.warning("%s is above its high-water mark, and nothing of ours can go: saving all the same", directory)
             return
-        waited = time.monotonic() - begun
-        if settings.local_full_policy == "error" or waited > settings.local_full_timeout_seconds:
-            raise _full(settings, needed_bytes, lack, waits, waited)
+        if settings.local_full_policy == "error":
+            break
         if not said:
             log.warning("the local tier is full: a save of %s waits for %s", human_bytes(needed_bytes), waits)
             said = True
-        time.sleep(pause)
-        pause = min(pause * 1.5, POLL_SECONDS_MAX)
+    raise _full(settings, needed_bytes, lack, waits, time.monotonic() - begun)
 
 
 def has_room(settings: Settings, needed_bytes: int, directory: Path) -> bool:

@@ -10,7 +10,6 @@ import fcntl
 import os
 import shutil
 import stat
-import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -29,30 +28,28 @@ from ..disk.durable import (
 )
 from ..disk.temporary_names import is_temporary
 from ..errors import ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
+from ..poll import BRIEF, Poll
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, settled, short_answer
 
 # What flock() answers on a mount without locks.
 _CANNOT_LOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 LOCK_SECONDS = 10.0
-LOCK_POLL_SECONDS = 0.005
 
 
 def _lock(file: int, path: Path) -> None:
     """Lock an open file that others change in milliseconds. Raises StoreUnavailableError when one of them hangs."""
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
+    for _ in Poll(LOCK_SECONDS, BRIEF):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise StoreUnavailableError(f"{path} is locked by another process", path=path) from None
-            time.sleep(LOCK_POLL_SECONDS)
+            continue
         except OSError as error:
             if error.errno in _CANNOT_LOCK:
                 return
             raise
+    raise StoreUnavailableError(f"{path} is locked by another process", path=path)
 
 
 def _etag(status: os.stat_result) -> str:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..config import Settings
 from ..errors import StoreUnavailableError, TierckptError
+from ..poll import Poll
 from ..telemetry import RETRIES, logger
 from ..types import Tier
 from .congestion import Congestion
@@ -81,12 +82,10 @@ class Budget:
 
     async def wait(self, timeout_seconds: float) -> bool:
         """Pay for one retry as soon as there is something to pay with; False when there is not in time."""
-        deadline = time.monotonic() + timeout_seconds
-        while not self.take():
-            if time.monotonic() >= deadline:
-                return False
-            await asyncio.sleep(0.1)
-        return True
+        async for _ in Poll(timeout_seconds):
+            if self.take():
+                return True
+        return False
 
 
 class Breaker:

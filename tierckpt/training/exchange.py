@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from ..errors import CheckpointSkippedError, CommitAbandonedError, ConfigError, OperationTimeoutError, TierckptError
+from ..poll import LOCAL, Poll
 
 T = TypeVar("T")
 
@@ -81,16 +82,13 @@ class Exchange:
             return "error", portable(error)
 
     def _get(self, store: Any, key: str, what: str, deadline: float) -> Any:
-        pause = 0.002
-        while not store.check([key]):
-            if time.monotonic() > deadline:
-                raise OperationTimeoutError(
-                    f"waited {self.timeout_seconds:g} s for {what}",
-                    hint="That rank has died or hangs; the previous checkpoint is whole",
-                )
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.1)
-        return pickle.loads(store.get(key))
+        for _ in Poll(deadline - time.monotonic(), LOCAL):
+            if store.check([key]):
+                return pickle.loads(store.get(key))
+        raise OperationTimeoutError(
+            f"waited {self.timeout_seconds:g} s for {what}",
+            hint="That rank has died or hangs; the previous checkpoint is whole",
+        )
 
 
 def _raise_if_failed(outcomes: list[Any]) -> None:

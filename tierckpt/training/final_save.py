@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..poll import BRIEF, Poll
 from ..quantities import human_bytes
 from ..telemetry import logger
 from .exchange import is_distributed, own_store
@@ -27,7 +28,6 @@ from .job import SaveRecord
 log = logger("checkpointer")
 
 LOOK_SECONDS = 0.25
-POLL_SECONDS = 0.01
 PATIENCE_SECONDS, PATIENCE_STEPS = 3.0, 10
 """How long a process that is told to go waits for its loop to come to the end of a step."""
 SAVES_JUDGED = 5
@@ -164,11 +164,15 @@ class FinalSave:
         store.set(f"{here}/note", json.dumps({"seconds": seconds, "reason": self._reason}))
         told = [promise, seconds, cost.size_bytes, cost.local_seconds, cost.shared_seconds]
         store.set(f"{here}/at/{rank}", json.dumps(told))
-        while not store.check([f"{here}/decision"]):
-            if time.monotonic() > self._deadline or self._closed.is_set():
-                return  # the loop says so, when it comes to the step that was promised
-            if rank != 0 or not _decide(store, here):
-                time.sleep(POLL_SECONDS)
+        for _ in Poll(self._deadline - time.monotonic(), BRIEF):
+            if self._closed.is_set():
+                return
+            if rank == 0:
+                _decide(store, here)
+            if store.check([f"{here}/decision"]):
+                break
+        else:
+            return  # the loop says so, when it comes to the step that was promised
         decision = json.loads(store.get(f"{here}/decision"))
         with self._lock:
             if self._round == current:
@@ -176,17 +180,16 @@ class FinalSave:
                 self._decided.set()
 
 
-def _decide(store: Any, here: str) -> bool:
-    """On rank 0: decide when all ranks have told. False while they have not."""
+def _decide(store: Any, here: str) -> None:
+    """On rank 0: decide when all ranks have told."""
     keys = [f"{here}/at/{rank}" for rank in range(dist.get_world_size())]
     if not store.check(keys):
-        return False
+        return
     told = [json.loads(store.get(key)) for key in keys]
     step = max(one[0] for one in told)
     cost = Cost(max(one[2] for one in told), _largest([one[3] for one in told]), _largest([one[4] for one in told]))
     fits, why = judge(step, cost, min(one[1] for one in told))
     store.set(f"{here}/decision", json.dumps({"step": step, "fits": fits, "why": why}))
-    return True
 
 
 def judge(step: int, cost: Cost, seconds: float) -> tuple[bool, str]:

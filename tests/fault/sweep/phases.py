@@ -19,13 +19,14 @@ from tierckpt.disk.durable import translated
 from tierckpt.disk.local_root import check_local_root
 from tierckpt.drain import drain, transfer
 from tierckpt.format.layout import Location, local_dir, parse_uri
+from tierckpt.poll import Pauses
 from tierckpt.stores.local import LocalStore
 
 WAIT_SECONDS = 1.5
 """For ranks that may never come."""
 PATIENT_WAIT_SECONDS = 30.0
 """For ranks that do come, on a machine that has much to do."""
-drain.POLL_SECONDS_MIN = 0.1
+drain.SHARED = Pauses(0.1, 2.0)
 """Long enough for the other ranks to be done: how often a mover looks must not depend on how fast this machine is."""
 
 LOCAL, SHARED, TARGET = "local", "shared", "target"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from ...client import Client
 from ...errors import ManifestError, ObjectNotFoundError, OperationTimeoutError, TierckptError
 from ...format import manifest as manifests
 from ...format.layout import WILLS_DIR, Location
+from ...poll import SHARED, Poll
 from ...telemetry import logger
 from .. import split
 from ..writer import told
@@ -36,7 +36,6 @@ log = logger("agent")
 
 WAIT_SECONDS = 30.0
 """For the other nodes: all of them act when the job's ranks have ended, which happens within seconds or not at all."""
-POLL_SECONDS = 0.5
 RECORD_BYTES_MAX = 256 << 20
 
 _FIELDS = frozenset({"save", "rank", "chunk_size_bytes", "results", "files", "parts"})
@@ -70,30 +69,22 @@ class ResultExchange:
             ManifestError: a record is damaged.
         """
         heard: dict[int, list[WriteResult]] = {}
-        deadline = time.monotonic() + self.wait_seconds
-        while missing := sorted(set(ranks) - heard.keys()):
-            for rank in missing:
+        for _ in Poll(self.wait_seconds, SHARED):
+            for rank in set(ranks) - heard.keys():
                 with contextlib.suppress(ObjectNotFoundError):
                     heard[rank] = self._decode(rank, self._get(self._key(rank)))
             if len(heard) == len(ranks):
-                break
-            if time.monotonic() > deadline:
-                raise OperationTimeoutError(
-                    f"{self.location.uri}: nobody says what ranks {missing} had written of it when the job ended",
-                    hint="They live on, or had not staged it; the checkpoint before it stands",
-                    waited_seconds=self.wait_seconds,
-                )
-            time.sleep(POLL_SECONDS)
-        return heard
+                return heard
+        raise OperationTimeoutError(
+            f"{self.location.uri}: nobody says what ranks {sorted(set(ranks) - heard.keys())} had written of it when "
+            "the job ended",
+            hint="They live on, or had not staged it; the checkpoint before it stands",
+            waited_seconds=self.wait_seconds,
+        )
 
     def await_commit(self, entry: Entry) -> bool:
         """Return whether a manifest on the shared tier, committed or to be, names the files of ``entry`` by then."""
-        deadline = time.monotonic() + self.wait_seconds
-        while not self.client.run(lambda engine: engine.is_named(entry)):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_SECONDS)
-        return True
+        return any(self.client.run(lambda engine: engine.is_named(entry)) for _ in Poll(self.wait_seconds, SHARED))
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Remove their records: whoever had to read them has, or never will. Never fails: they harm nobody."""

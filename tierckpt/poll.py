@@ -1,0 +1,78 @@
+"""Look again and again at what somebody else does, until a deadline: the one poll loop of the package."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import NamedTuple
+
+GROWTH = 1.5
+"""What takes long may take longer: a wait ends at most half its length late, and costs few looks."""
+
+
+class Pauses(NamedTuple):
+    """The pause before the second look, and the longest one."""
+
+    first_seconds: float
+    longest_seconds: float
+
+
+BRIEF = Pauses(0.001, 0.02)
+"""For what is held for a few system calls, and for what a person or a training step waits for."""
+LOCAL = Pauses(0.005, 0.1)
+"""For the work of another process of this node. A look costs a few system calls."""
+SHARED = Pauses(0.05, 2.0)
+"""For the work of other nodes. A look costs a request."""
+
+
+class Poll:
+    """Iterate to look at once, then after pauses that grow, for the last time at the deadline.
+
+    ``for`` sleeps, ``async for`` lets the event loop run::
+
+        for _ in Poll(timeout_seconds, LOCAL):
+            if is_done():
+                break
+        else:
+            raise OperationTimeoutError(...)
+    """
+
+    def __init__(self, timeout_seconds: float = math.inf, pauses: Pauses = LOCAL) -> None:
+        self._deadline = time.monotonic() + timeout_seconds
+        self._pause, self._longest = pauses
+        self._has_looked = False
+
+    def __iter__(self) -> Poll:
+        return self
+
+    def __next__(self) -> None:
+        if self._has_looked and not self.pause():
+            raise StopIteration
+        self._has_looked = True
+
+    def __aiter__(self) -> Poll:
+        return self
+
+    async def __anext__(self) -> None:
+        if self._has_looked and not await self.pause_async():
+            raise StopAsyncIteration
+        self._has_looked = True
+
+    def pause(self) -> bool:
+        """Sleep until the next look. False, at once, when the deadline has passed."""
+        seconds = self._next_pause()
+        if seconds > 0:
+            time.sleep(seconds)
+        return seconds > 0
+
+    async def pause_async(self) -> bool:
+        """``pause`` for coroutines."""
+        seconds = self._next_pause()
+        if seconds > 0:
+            await asyncio.sleep(seconds)
+        return seconds > 0
+
+    def _next_pause(self) -> float:
+        pause, self._pause = self._pause, min(self._pause * GROWTH, self._longest)
+        return min(pause, self._deadline - time.monotonic())
