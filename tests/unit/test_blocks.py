@@ -22,8 +22,8 @@ from tierckpt.read import block_digests
 from tierckpt.read import parallel_read as pulling
 from tierckpt.read.block_digests import BlockDigests
 from tierckpt.read.parallel_read import NEAR_BYTES, Piece, pull
-from tierckpt.read.replicated_file import Copy, LocalCopy, PeerCopy, ReplicatedFile, StoreCopy
-from tierckpt.types import ByteRange
+from tierckpt.read.replicated_file import Copy, LocalCopy, RemoteCopy, ReplicatedFile
+from tierckpt.types import ByteRange, Tier
 
 CHUNK = 4 * BLOCK_BYTES
 SIZE = 3 * CHUNK + BLOCK_BYTES + 777
@@ -219,7 +219,7 @@ def test_for_a_whole_chunk_nobody_goes_farther_to_find_the_digests_of_its_blocks
         asked.append(byte_range)
         return kept[byte_range.start : byte_range.stop]
 
-    elsewhere = [StoreCopy("s3://b/x", get)]
+    elsewhere = [RemoteCopy("s3://b/x", get)]
     assert place.pulled(place.copies(known=list(elsewhere)), buffers, (0, 2 * CHUNK))
     assert (sorted(place.copy.asked), asked) == ([(0, CHUNK), (CHUNK, 2 * CHUNK)], [])
     place.copy = Counted(place.path)
@@ -227,7 +227,7 @@ def test_for_a_whole_chunk_nobody_goes_farther_to_find_the_digests_of_its_blocks
     assert (place.copy.asked, len(asked)) == ([(0, BLOCK_BYTES)], 1)
     assert place.pulled(place.copies(known=list(elsewhere)), buffers, (7, 9), peeks=(0,))
     assert len(asked) == 1, "what is only peeked at is not verified"
-    place.copy = StoreCopy("s3://b/shard", lambda asked: place.data[asked.start : asked.stop])  # type: ignore[assignment]
+    place.copy = RemoteCopy("s3://b/shard", lambda asked: place.data[asked.start : asked.stop])  # type: ignore[assignment]
     assert place.pulled(place.copies(known=list(elsewhere)), buffers, (0, 2 * CHUNK))
     assert len(asked) == 1
 
@@ -240,7 +240,7 @@ def test_when_a_part_is_bad_the_rest_of_the_chunk_comes_from_the_next_copy_too(
     damaged[BLOCK_BYTES] ^= 1
     place.path.write_bytes(damaged)
     place.copy = Counted(place.path)
-    whole = PeerCopy("node-2", CHUNK, lambda index: place.data[index * CHUNK : (index + 1) * CHUNK], lambda: None)
+    whole = RemoteCopy("node-2", lambda at: place.data[at.start : at.stop], Tier.PEER, chunk_size_bytes=CHUNK)
     assert place.pulled(place.copies(whole), buffers, (0, SIZE))
     assert place.path.with_name("shard.bad").exists()
 
@@ -294,7 +294,7 @@ def test_without_good_block_digests_the_whole_chunk_is_read(
 def test_good_block_digests_of_another_copy_are_found(place: Place, buffers: BounceBufferPool) -> None:
     good = place.kept_path.read_bytes()
     wrong_in_the_first_chunk(place)
-    elsewhere = StoreCopy("s3://b/x", lambda asked: good[asked.start : asked.stop])
+    elsewhere = RemoteCopy("s3://b/x", lambda asked: good[asked.start : asked.stop])
     copies = place.copies(known=[LocalCopy(place.kept_path), elsewhere])
     assert place.pulled(copies, buffers, (BLOCK_BYTES + 5, BLOCK_BYTES + 6))
     assert place.copy.asked == [(BLOCK_BYTES, 2 * BLOCK_BYTES)]
@@ -327,7 +327,7 @@ def test_a_peek_at_what_cannot_be_read_shows_nothing(place: Place, buffers: Boun
     def missing(_: ByteRange) -> bytes:
         raise ObjectNotFoundError("it is gone")
 
-    copies = ReplicatedFile(place.entry, CHUNK, [StoreCopy("s3://b/x", missing)])
+    copies = ReplicatedFile(place.entry, CHUNK, [RemoteCopy("s3://b/x", missing)])
     assert not place.pulled(copies, buffers, (5, 90), peeks=(0,))
 
 
@@ -347,11 +347,11 @@ def test_ranges_of_a_remote_file_that_are_near_are_one_request(tmp_path: Path, b
         return memoryview(data)[byte_range.start : byte_range.stop]
 
     known = BlockDigests(
-        entry_of(shard), chunk, 0, [StoreCopy("s3://b/k", lambda asked: kept[asked.start : asked.stop])]
+        entry_of(shard), chunk, 0, [RemoteCopy("s3://b/k", lambda asked: kept[asked.start : asked.stop])]
     )
     place = Place(tmp_path, data[:CHUNK])
     place.data = data
-    copies = ReplicatedFile(entry_of(shard), chunk, [StoreCopy("s3://b/a", get)], known)
+    copies = ReplicatedFile(entry_of(shard), chunk, [RemoteCopy("s3://b/a", get)], known)
     near, far = BLOCK_BYTES + NEAR_BYTES, 2 * BLOCK_BYTES + NEAR_BYTES
     wanted = [(0, 1), (near, near + 1), (chunk, chunk + 1), (chunk + far, chunk + far + 1), (2 * chunk, 3 * chunk)]
     assert place.pulled(copies, buffers, *wanted)

@@ -17,7 +17,7 @@ from tierckpt.disk.page_cache import Resident
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, TierckptError
 from tierckpt.format.manifest import FileEntry, digest_of
 from tierckpt.read.parallel_read import Piece, pull
-from tierckpt.read.replicated_file import LocalCopy, ReplicatedFile, StoreCopy
+from tierckpt.read.replicated_file import LocalCopy, RemoteCopy, ReplicatedFile
 from tierckpt.types import ByteRange, Tier
 
 CHUNK = 16 * 1024
@@ -97,7 +97,7 @@ def test_a_bad_chunk_comes_from_the_next_copy_and_the_bad_one_is_set_aside(
 ) -> None:
     data, path = content(), tmp_path / "shard"
     path.write_bytes(data[: 5 * CHUNK] + b"\0" * 8 + data[5 * CHUNK + 8 :])
-    store = StoreCopy("s3://bucket/shard", lambda byte_range: data[byte_range.start : byte_range.stop])
+    store = RemoteCopy("s3://bucket/shard", lambda byte_range: data[byte_range.start : byte_range.stop])
     assert is_right(pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path), store]), SPANS, buffers), data)
     assert [found.name for found in tmp_path.iterdir()] == ["shard.bad"]
 
@@ -117,7 +117,7 @@ def test_a_copy_that_cannot_be_read_is_passed_over_and_stays(tmp_path: Path, buf
     def missing(_: ByteRange) -> bytes:
         raise ObjectNotFoundError("it is gone")
 
-    copies = ReplicatedFile(entry_of(data), CHUNK, [StoreCopy("s3://bucket/shard", missing), LocalCopy(path)])
+    copies = ReplicatedFile(entry_of(data), CHUNK, [RemoteCopy("s3://bucket/shard", missing), LocalCopy(path)])
     assert is_right(pulled(copies, SPANS, buffers), data)
     assert path.exists()
 

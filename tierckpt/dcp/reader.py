@@ -34,7 +34,7 @@ from ..format.manifest import FileEntry, Manifest
 from ..peer.members import Member
 from ..read import block_digests as blocks
 from ..read.parallel_read import Piece, windows
-from ..read.replicated_file import Copy, LocalCopy, PeerCopy, ReplicatedFile, StoreCopy, VerifiedFile
+from ..read.replicated_file import Copy, LocalCopy, RemoteCopy, ReplicatedFile, VerifiedFile
 from ..read.sources import PEERS_TRIED_MAX
 from ..telemetry import logger
 from ..tracebacks import short_traceback
@@ -496,7 +496,7 @@ class TierStorageReader(Mount, StorageReader):
             copies.append(LocalCopy(Path(self.location.path, entry.key), Tier.SHARED, tuner))
         else:
             copies.append(
-                StoreCopy(f"{self.path}/{entry.key}", lambda byte_range: self._get_range(entry.key, byte_range))
+                RemoteCopy(f"{self.path}/{entry.key}", lambda byte_range: self._get_range(entry.key, byte_range))
             )
         return copies
 
@@ -505,12 +505,15 @@ class TierStorageReader(Mount, StorageReader):
         if elsewhere is None:
             return []
 
+        chunk = elsewhere.manifest.chunk_size_bytes
+
         def place(member: Member) -> Copy:
-            return PeerCopy(
+            return RemoteCopy(
                 f"{member.name} ({member.address})",
-                elsewhere.manifest.chunk_size_bytes,
-                lambda index: self._client.run(lambda _: elsewhere.chunk(member, entry, index)),
-                lambda: elsewhere.report(member),
+                lambda at: self._client.run(lambda _: elsewhere.chunk(member, entry, at.start // chunk)),
+                Tier.PEER,
+                chunk_size_bytes=chunk,
+                report=lambda: elsewhere.report(member),
             )
 
         return [place(member) for member in elsewhere.holders(entry)[:PEERS_TRIED_MAX]]

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..checkpoint.catalog import Checkpoint
 from ..checkpoint.namespace import Thing, root_of
@@ -19,7 +19,7 @@ from ..config import Settings
 from ..disk import read_lease
 from ..errors import PreconditionFailedError
 from ..format.manifest import FileEntry
-from ..read.replicated_file import Copy, LocalCopy, ReplicatedFile, StoreCopy, VerifiedFile
+from ..read.replicated_file import Copy, LocalCopy, RangeFile, RemoteCopy, ReplicatedFile, VerifiedFile
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo
 
@@ -32,26 +32,11 @@ SPOOL_BYTES = 16 << 20
 PIECE_BYTES = 8 << 20
 
 
-class Source(Protocol):
-    """The bytes of one version of one file. Any thread may ask."""
-
-    def read_into(self, start: int, into: memoryview) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Nothing:
-    """An empty file: there is nothing to fetch, nor to keep."""
-
-    def read_into(self, start: int, into: memoryview) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class CachedSource:
-    """A file through the node cache. A forked child opens it anew, in the same version."""
+class _CachedFile(RangeFile):
+    """A file through the node cache. A forked child opens it anew, in the same version. Any thread may read into."""
 
     def __init__(self, thing: Thing, settings: Settings) -> None:
+        super().__init__(thing.size_bytes)
         self._thing, self._settings = thing, settings
         self._path = thing.location.name if thing.entry is None else thing.entry.path
         self._pid = 0
@@ -78,11 +63,12 @@ class CachedSource:
         view.read_into(self._path, start, into)
 
     def close(self) -> None:
-        if self._pid == os.getpid():
+        if not self.closed and self._pid == os.getpid():
             self._view.close()
+        super().close()
 
 
-class LocalSource:
+class _LocalFile(VerifiedFile):
     """A file of a checkpoint on the local tier, every chunk verified; damaged, it is read from farther away.
 
     The checkpoint stays while this is open.
@@ -93,72 +79,33 @@ class LocalSource:
         self._holding.enter_context(read_lease.reading(settings.local_root, checkpoint.directory))
         chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest else int(settings.chunk_size_bytes)
         self._settings, self._thing = settings, thing
-        self._farther: CachedSource | None = None
-        copies: list[Copy] = [LocalCopy(local), StoreCopy(thing.location.uri, self._read_farther)]
-        self._file = self._holding.enter_context(VerifiedFile(ReplicatedFile(entry, chunk, copies)))
-        self._lock = threading.Lock()
+        self._farther: _CachedFile | None = None
+        copies: list[Copy] = [LocalCopy(local), RemoteCopy(thing.location.uri, self._read_farther)]
+        super().__init__(ReplicatedFile(entry, chunk, copies))
 
     def _read_farther(self, byte_range: ByteRange) -> Buffer:
         """What the local tier has is damaged: read the shared tier's, through the node cache."""
         if self._farther is None:
-            self._farther = CachedSource(self._thing, self._settings)
+            self._farther = _CachedFile(self._thing, self._settings)
             self._holding.callback(self._farther.close)
         data = bytearray(byte_range.size_bytes)
         self._farther.read_into(byte_range.start, memoryview(data))
         return data
 
-    def read_into(self, start: int, into: memoryview) -> None:
-        with self._lock:
-            self._file.seek(start)
-            self._file.readinto(into)
-
     def close(self) -> None:
+        super().close()
         self._holding.close()
 
 
-def open_source(thing: Thing, settings: Settings) -> Source:
+def open_raw(thing: Thing, settings: Settings) -> RangeFile:
     """The bytes of ``thing``: of the local tier where it has them, else through the node cache."""
     if not thing.size_bytes:
-        return Nothing()
+        return RangeFile(0)  # there is nothing to fetch, nor to keep
     if thing.checkpoint is not None and thing.entry is not None:
         local = thing.checkpoint.local_path(thing.entry)
         if local is not None:
-            return LocalSource(thing, thing.checkpoint, thing.entry, local, settings)
-    return CachedSource(thing, settings)
-
-
-class _Raw(io.RawIOBase):
-    def __init__(self, source: Source, size_bytes: int) -> None:
-        self._source, self._size_bytes, self._position = source, size_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
-        if base + offset < 0:
-            raise ValueError(f"seek to {base + offset}, before the beginning")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, target: Any) -> int:
-        view = memoryview(target).cast("B")
-        count = max(0, min(len(view), self._size_bytes - self._position))
-        if count:
-            self._source.read_into(self._position, view[:count])
-        self._position += count
-        return count
-
-    def close(self) -> None:
-        if not self.closed:
-            self._source.close()
-        super().close()
+            return _LocalFile(thing, thing.checkpoint, thing.entry, local, settings)
+    return _CachedFile(thing, settings)
 
 
 class Reader(io.BufferedReader):
@@ -169,7 +116,7 @@ class Reader(io.BufferedReader):
     """
 
     def __init__(self, fs: Any, path: str, thing: Thing, details: dict[str, Any], settings: Settings) -> None:
-        super().__init__(_Raw(open_source(thing, settings), thing.size_bytes), BUFFER_BYTES)
+        super().__init__(open_raw(thing, settings), BUFFER_BYTES)
         self.fs, self.path, self.size, self.details = fs, path, thing.size_bytes, details
         self.blocksize = BUFFER_BYTES
 

@@ -23,7 +23,7 @@ from ..errors import ConfigError, ObjectNotFoundError
 from ..format.layout import TIER_FORMS, Location, parse_uri
 from ..stores.schemes import check_location
 from ..tracebacks import short_traceback
-from .files import Reader, Writer, open_source, put
+from .files import Reader, Writer, open_raw, put
 
 
 class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
@@ -213,17 +213,14 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _cat(self, path: str, ranges: Sequence[tuple[int | None, int | None]]) -> list[bytes]:
         thing = self._file(self._strip_protocol(path))
-        source = open_source(thing, self.settings)
         found = []
-        try:
+        with open_raw(thing, self.settings) as file:
             for bounds in ranges:
                 start, stop, _ = slice(*bounds).indices(thing.size_bytes)
                 data = bytearray(max(0, stop - start))
                 if data:
-                    source.read_into(start, memoryview(data))
+                    file.read_into(start, memoryview(data))
                 found.append(bytes(data))
-        finally:
-            source.close()
         return found
 
     # --- writing ------------------------------------------------------------------------------------------------

@@ -187,58 +187,41 @@ def _address(memory: memoryview) -> int:
     return addressof(c_char.from_buffer(memory))
 
 
-class StoreCopy:
-    """A copy behind a store, read by ranges through ``get_range`` (blocking), into memory of the store's own."""
+class RemoteCopy:
+    """A copy behind a network, each read of which is a request (``get_range``, blocking), into memory of its own.
 
-    def __init__(self, where: str, get_range: Callable[[ByteRange], Buffer]) -> None:
-        self.tier = Tier.SHARED
-        self.where = where
+    Args:
+        chunk_size_bytes: of a peer, which gives whole chunks only; 0: any range can be asked for.
+        report: is told when what came was not what was saved. The shared tier is not ours to rename in:
+            ``tierckpt verify`` reports it.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        get_range: Callable[[ByteRange], Buffer],
+        tier: Tier = Tier.SHARED,
+        *,
+        chunk_size_bytes: int = 0,
+        report: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.where, self.tier, self.chunk_size_bytes, self.quarantine = where, tier, chunk_size_bytes, report
         self._get_range = get_range
 
     def read(
         self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
     ) -> Buffer:
-        return self._get_range(byte_range)
-
-    def is_in_memory(self, byte_range: ByteRange, /) -> bool:
-        return False
-
-    def quarantine(self) -> None:
-        """The shared tier is not ours to rename in: `tierckpt verify` reports it."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class PeerCopy:
-    """A copy on another node, read by whole chunks through ``get_chunk`` (blocking): less than one cannot be asked for.
-
-    Args:
-        report: is told when what it gave was not what was saved.
-    """
-
-    def __init__(
-        self, where: str, chunk_size_bytes: int, get_chunk: Callable[[int], Buffer], report: Callable[[], None]
-    ) -> None:
-        self.tier = Tier.PEER
-        self.where = where
-        self._chunk_size_bytes, self._get_chunk, self._report = chunk_size_bytes, get_chunk, report
-
-    def read(
-        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
-    ) -> Buffer:
-        size = self._chunk_size_bytes
-        indices = range(byte_range.start // size, max(byte_range.start // size + 1, -(-byte_range.stop // size)))
-        chunks = [self._get_chunk(index) for index in indices]
+        if not self.chunk_size_bytes:
+            return self._get_range(byte_range)
+        size = self.chunk_size_bytes
+        first = byte_range.start // size * size
+        starts = range(first, max(byte_range.stop, first + 1), size)
+        chunks = [self._get_range(ByteRange(start, start + size)) for start in starts]
         data = b"".join(chunks) if len(chunks) > 1 else chunks[0]
-        start = byte_range.start - indices[0] * size
-        return memoryview(data)[start : start + byte_range.size_bytes]
+        return memoryview(data)[byte_range.start - first : byte_range.stop - first]
 
     def is_in_memory(self, byte_range: ByteRange, /) -> bool:
         return False
-
-    def quarantine(self) -> None:
-        self._report()
 
     def close(self) -> None:
         """Nothing is held."""
@@ -298,12 +281,13 @@ class ReplicatedFile:
     @property
     def is_remote(self) -> bool:
         """True when the copy that is read now lies behind a network: each read of it is a request."""
-        return isinstance(next(iter(self._copies), None), StoreCopy | PeerCopy)
+        return isinstance(next(iter(self._copies), None), RemoteCopy)
 
     @property
     def _is_by_chunk(self) -> bool:
         """True when less than a chunk of the copy that is read now costs as much as the whole."""
-        return isinstance(next(iter(self._copies), None), PeerCopy)
+        first = next(iter(self._copies), None)
+        return isinstance(first, RemoteCopy) and first.chunk_size_bytes > 0
 
     @property
     def verify_block_bytes(self) -> int:
@@ -423,18 +407,15 @@ class ReplicatedFile:
         )
 
 
-class VerifiedFile(io.RawIOBase):
-    """A read-only, seekable file over ``copies``, which it closes. One chunk of memory; each is read once in order."""
+class RangeFile(io.RawIOBase):
+    """A read-only, seekable file of ``size_bytes``, any part of which ``read_into`` gives."""
 
-    def __init__(self, copies: ReplicatedFile) -> None:
-        self.copies = copies
-        self._position = 0
-        self._index = -1
-        self._chunk: memoryview = memoryview(b"")
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes, self._position = size_bytes, 0
 
-    def close(self) -> None:
-        self.copies.close()
-        super().close()
+    def read_into(self, start: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``start`` on, all of which are there."""
+        raise NotImplementedError
 
     def readable(self) -> bool:
         return True
@@ -446,20 +427,40 @@ class VerifiedFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        size_bytes = self.copies.entry.size_bytes
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: size_bytes}[whence]
-        self._position = max(0, base + offset)
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset}, before the beginning")
+        self._position = base + offset
         return self._position
 
     def readinto(self, target: Buffer) -> int:  # type: ignore[override]
         view = memoryview(target).cast("B")
+        count = max(0, min(len(view), self._size_bytes - self._position))
+        if count:
+            self.read_into(self._position, view[:count])
+        self._position += count
+        return count
+
+
+class VerifiedFile(RangeFile):
+    """A file over ``copies``, which it closes. One chunk of memory; each is read once in order."""
+
+    def __init__(self, copies: ReplicatedFile) -> None:
+        super().__init__(copies.entry.size_bytes)
+        self.copies = copies
+        self._index = -1
+        self._chunk: memoryview = memoryview(b"")
+
+    def close(self) -> None:
+        self.copies.close()
+        super().close()
+
+    def read_into(self, start: int, into: memoryview) -> None:
         done = 0
-        while done < len(view) and self._position < self.copies.entry.size_bytes:
-            index, offset = divmod(self._position, self.copies.chunk_size_bytes)
+        while done < len(into):
+            index, offset = divmod(start + done, self.copies.chunk_size_bytes)
             if index != self._index:
                 self._chunk, self._index = memoryview(self.copies.chunk(index)).cast("B"), index
-            count = min(len(view) - done, len(self._chunk) - offset)
-            view[done : done + count] = self._chunk[offset : offset + count]
+            count = min(len(into) - done, len(self._chunk) - offset)
+            into[done : done + count] = self._chunk[offset : offset + count]
             done += count
-            self._position += count
-        return done
