@@ -16,8 +16,8 @@ from ..read.parallel_read import REQUESTS_MAX
 from ..read.replicated_file import Copy, LocalCopy
 from ..stores.schemes import check_location
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
-from .model import SUFFIX, Directory, Model, Place, open_model
-from .prefetched import PrefetchedDirectory, find_prefetched
+from .model import SUFFIX, Model, Place, open_model
+from .prefetched import open_directory
 
 
 def find_model(uri_or_dir: str | os.PathLike[str], settings: Settings) -> Model:
@@ -42,13 +42,12 @@ def _place_of(uri_or_dir: str | os.PathLike[str], settings: Settings) -> tuple[P
         is_file = location.name.endswith(SUFFIX)
         view = open_cached(location.uri, kind="object" if is_file else "directory", settings=settings)
         return CachedPlace(location.uri, view, settings), view.only.path if view.only is not None else ""
-    path, tuner = Path(parse_uri(uri_or_dir).path), read_tuner_for(settings, MODEL_WAYS)
+    path = Path(parse_uri(uri_or_dir).path)
     if not (path.is_dir() or path.is_file()):
         raise CheckpointNotFoundError(f"{path} does not exist", hint="Give a directory, a .safetensors file or a URI")
-    directory = path if path.is_dir() else path.parent
-    prefetched = find_prefetched(directory, settings)
-    place = Directory(directory, tuner) if prefetched is None else PrefetchedDirectory(directory, tuner, prefetched)
-    return place, "" if path.is_dir() else path.name
+    if path.is_dir():
+        return open_directory(path, settings), ""
+    return open_directory(path.parent, settings), path.name
 
 
 class CachedPlace:
