@@ -63,14 +63,22 @@ REMOVED = {
     "allow_tmpfs": "It only silenced a warning about local_root on tmpfs; leave it out",
     "cache_high_water": "Set local_high_water, which bounds checkpoints and the node cache",
     "cache_low_water": "Eviction goes to 10 points below local_high_water; set that",
+    "drain_policy": "Set exposure_seconds_max (inf for no bound): then each save is decided on",
+    "drain_retry_seconds_max": "A drain asks a store that is down at least every 30 seconds; leave it out",
     "flush_cpu_share": "A background flush takes 4 % of a processor while the node is busy; leave it out",
     "flush_nice": "The flush always runs at nice 10, or lower where the process does already; leave it out",
     "flush_threads_max": "The number of threads is chosen by measurement, at most 8; leave it out",
+    "preempt_endpoint": "preempt_notices names the cloud, whose metadata address is known; leave it out",
+    "preempt_poll_seconds": "Notices are looked for every 5 seconds; leave it out",
+    "retry_attempts_max": "A request is retried up to 5 times within store_timeout_seconds; set that",
+    "retry_share_max": "Retries are at most 15 % of the requests that went well; leave it out",
     "share_reads": "Ranks of a node always share what they read; leave it out",
     "share_reads_bytes_max": "Shared reads take 64 MiB a node; leave it out",
     "share_reads_over_group": "Ranks of one node share what they read (share_reads), nodes do with peers; leave it out",
     "share_reads_timeout_seconds": "A rank reads alone after 30 seconds without news from the others; leave it out",
     "split_replicated": "Ranks that hold the same bytes always write a part of them each; leave it out",
+    "throughput_min_bytes_per_second": "A request slower than 16 KiB/s is retried; leave it out",
+    "throughput_window_seconds": "A request is judged over windows of 15 seconds; leave it out",
 }
 """Settings of earlier versions, and what replaces each."""
 
@@ -148,31 +156,14 @@ class Settings(BaseSettings):
     preempt_notices: Literal["none", "aws", "gcp", "azure"] = "none"
     """Whose notices of preemption to look for, at the metadata address of the cloud: then the next ``step`` saves."""
 
-    preempt_endpoint: str | None = None
-    """Where to look, like ``http://169.254.169.254``, when it is not where that cloud has it."""
-
-    preempt_poll_seconds: float = Field(default=5.0, gt=0)
-    """Time between two looks."""
-
-    drain_policy: Literal["every", "adaptive"] = "every"
-    """Which checkpoints go to shared storage. ``every``: all, or every n-th where ``interval="auto"`` says so.
-    ``adaptive``: decided at each save, from measured throughputs (``planning/policy.py``); what is left out stays on
-    the SSD until newer ones stand there, and what the SSD has no room for goes straight to shared storage."""
-
     exposure_seconds_max: float | None = Field(default=None, gt=0)
-    """With ``adaptive``: the oldest that the newest state on shared storage may become."""
+    """The oldest that the newest state on shared storage may become; ``inf`` for no bound. If set, each save is
+    decided on by measured throughputs (``planning/policy.py``): what is not drained stays on the SSD until newer ones
+    stand there, and what the SSD has no room for goes straight to shared storage. None: all checkpoints are drained, or
+    every n-th where ``interval="auto"`` says so."""
 
     drain_bytes_per_second: ByteSize | None = Field(default=None, gt=0)
     """Most bytes per second that all drains of one mover together send. None: what the store takes."""
-
-    throughput_min_bytes_per_second: ByteSize = Field(default=ByteSize(16 * KiB), ge=0)
-    """A request that moves less than this over ``throughput_window_seconds`` is broken off and repeated. 0: never."""
-
-    throughput_window_seconds: float = Field(default=15.0, gt=0)
-    """The window over which the throughput of a request is judged."""
-
-    retry_share_max: float = Field(default=0.15, gt=0, le=1)
-    """Retries a mover may make, as a share of its requests that went well: an outage is not answered with a flood."""
 
     local_bytes_max: ByteSize | None = Field(default=None, gt=0)
     """Most bytes of checkpoints on the local tier. None: what the disk has, up to ``local_high_water``."""
@@ -244,12 +235,6 @@ class Settings(BaseSettings):
     store_wait_seconds: float = Field(default=60.0, ge=0)
     """How long a restore, or a look for the newest checkpoint, waits for a store that does not answer. Then it raises
     ``StoreUnavailableError``: it never takes a store that it could not ask for an empty one."""
-
-    retry_attempts_max: int = Field(default=5, ge=0)
-    """Retries of one request inside the store client, with jittered backoff."""
-
-    drain_retry_seconds_max: float = Field(default=30.0, gt=0)
-    """Longest pause between two tries of a drain whose store is unavailable."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port on which the agent serves Prometheus metrics, on the loopback address only. 0: any free one. None: none."""

@@ -11,7 +11,7 @@ import pytest
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError, MissingExtraError, PermissionDeniedError, StoreUnavailableError
 from tierckpt.format.layout import parse_uri
-from tierckpt.stores import open_store
+from tierckpt.stores import open_store, retry
 from tierckpt.stores.base import Store
 from tierckpt.stores.credentials import azure_access, parse_connection_string
 
@@ -111,7 +111,8 @@ async def test_the_emulator_address_is_used(monkeypatch: pytest.MonkeyPatch) -> 
     """UseDevelopmentStorage reaches a local address over plain HTTP: refused here, not denied, not https."""
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "UseDevelopmentStorage=true")
     monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", "http://127.0.0.1:1")
-    store = open_store(parse_uri("az://container/run"), Settings.load(retry_attempts_max=0))
+    monkeypatch.setattr(retry, "RETRIES_MAX", 0)
+    store = open_store(parse_uri("az://container/run"), Settings.load())
     with pytest.raises(StoreUnavailableError):
         await store.head("key")
 
@@ -122,6 +123,7 @@ async def test_public_buckets_need_no_credentials(monkeypatch: pytest.MonkeyPatc
         await store.head("key")
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    store = open_store(parse_uri("s3://bucket/run"), Settings.load(retry_attempts_max=0))
+    monkeypatch.setattr(retry, "RETRIES_MAX", 0)
+    store = open_store(parse_uri("s3://bucket/run"), Settings.load())
     with pytest.raises(StoreUnavailableError):
         await store.head("key")

@@ -24,6 +24,7 @@ from tierckpt.config import Settings
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
 from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import digest_of
+from tierckpt.stores import congestion, retry
 from tierckpt.stores.http_range import IDLE_SECONDS_MAX, MISSES_MAX, Connections, Get
 from tierckpt.stores.remote import DIRECT_BYTES_MIN, RemoteStore
 from tierckpt.types import ByteRange
@@ -121,9 +122,11 @@ def served(made: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 @pytest.fixture
-async def store(server: Server) -> AsyncIterator[RemoteStore]:
-    settings = Settings.load(throughput_window_seconds=0.5, throughput_min_bytes_per_second=4096, retry_attempts_max=2)
-    made = RemoteStore(parse_uri("s3://bucket/run"), settings)
+async def store(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RemoteStore]:
+    monkeypatch.setattr(congestion, "WINDOW_SECONDS", 0.5)
+    monkeypatch.setattr(congestion, "BYTES_PER_SECOND_MIN", 4096)
+    monkeypatch.setattr(retry, "RETRIES_MAX", 2)
+    made = RemoteStore(parse_uri("s3://bucket/run"), Settings.load())
     yield made
     await made.close()
 
@@ -308,7 +311,8 @@ async def test_a_server_that_cannot_be_believed_is_asked_nothing(
 ) -> None:
     if trusts:
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
-    store = RemoteStore(parse_uri("s3://bucket/run"), Settings.load(retry_attempts_max=0, store_timeout_seconds=5))
+    monkeypatch.setattr(retry, "RETRIES_MAX", 0)
+    store = RemoteStore(parse_uri("s3://bucket/run"), Settings.load(store_timeout_seconds=5))
     with pytest.raises(StoreUnavailableError):
         await read(store)
     assert (tls_server.signed, tls_server.other) == (0, 0)

@@ -14,7 +14,7 @@ from tests.services import S3Server
 from tierckpt.config import Settings
 from tierckpt.errors import TierckptError
 from tierckpt.format.layout import parse_uri
-from tierckpt.stores import bucket, redirects
+from tierckpt.stores import bucket, redirects, retry
 from tierckpt.stores.remote import RemoteStore
 from tierckpt.types import ByteRange
 
@@ -63,8 +63,9 @@ class Server(ThreadingHTTPServer):
 
 
 @pytest.fixture
-def settings(tmp_path: Any) -> Settings:
-    return Settings.load(None, local_root=tmp_path / "local", retry_attempts_max=0, store_timeout_seconds=2)
+def settings(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setattr(retry, "RETRIES_MAX", 0)
+    return Settings.load(None, local_root=tmp_path / "local", store_timeout_seconds=2)
 
 
 @pytest.fixture(params=[302, 307])

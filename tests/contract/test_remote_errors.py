@@ -25,7 +25,7 @@ from tierckpt.errors import (
     StoreUnavailableError,
 )
 from tierckpt.format.layout import parse_uri
-from tierckpt.stores import credentials, open_store
+from tierckpt.stores import credentials, open_store, retry
 from tierckpt.stores.base import Store
 from tierckpt.testing.store_contract import MiB, Pieces, keys_of
 from tierckpt.types import ByteRange
@@ -188,8 +188,9 @@ async def test_an_account_key_that_is_no_base64_is_not_repeated(monkeypatch: pyt
 @every_verb
 async def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     _point_s3_at(f"http://127.0.0.1:{free_port()}", monkeypatch)
+    monkeypatch.setattr(retry, "RETRIES_MAX", 1)
     with pytest.raises(StoreUnavailableError) as caught:
-        await VERBS[verb](open_uri("s3://bucket/run", retry_attempts_max=1))
+        await VERBS[verb](open_uri("s3://bucket/run"))
     assert caught.value.retryable
 
 
@@ -261,21 +262,23 @@ async def test_a_busy_server_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_retries_end(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = StubServer([BUSY])
+    monkeypatch.setattr(retry, "RETRIES_MAX", 2)
     with stub.running() as endpoint:
         _point_s3_at(endpoint, monkeypatch)
         with pytest.raises(StoreUnavailableError, match="HTTP 503"):
-            await open_uri("s3://bucket/run", retry_attempts_max=2).put("key", b"data")
+            await open_uri("s3://bucket/run").put("key", b"data")
     assert stub.requests == ["PUT"] * 3
 
 
 @pytest.mark.slow
 async def test_no_retries_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = StubServer([BUSY])
+    monkeypatch.setattr(retry, "RETRIES_MAX", 1000)
     with stub.running() as endpoint:
         _point_s3_at(endpoint, monkeypatch)
         started = time.monotonic()
         with pytest.raises(StoreUnavailableError):
-            await open_uri("s3://bucket/run", retry_attempts_max=1000, store_timeout_seconds=1.0).get("key")
+            await open_uri("s3://bucket/run", store_timeout_seconds=1.0).get("key")
     assert time.monotonic() - started < SOON_SECONDS
 
 
@@ -309,9 +312,7 @@ async def test_an_answer_that_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> Non
     with StubServer([(206, headers, b"only this")]).running() as endpoint:
         _point_s3_at(endpoint, monkeypatch)
         with pytest.raises(StoreUnavailableError):
-            await open_uri("s3://bucket/run", retry_attempts_max=1, store_timeout_seconds=2.0).get_range(
-                "key", ByteRange(0, 1000)
-            )
+            await open_uri("s3://bucket/run", store_timeout_seconds=2.0).get_range("key", ByteRange(0, 1000))
 
 
 async def test_a_failed_part_is_aborted_and_the_source_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import errno
+import math
 import os
 import signal
 import time
@@ -235,7 +236,7 @@ def all_die(
     _be_on_one_of(nodes, points)
     if is_straight:
         DrainDecider.decide = lambda *_, **__: SaveDirective(is_straight=True)  # type: ignore[method-assign]
-        settings["drain_policy"] = "adaptive"
+        settings["exposure_seconds_max"] = math.inf
     job = _job(way, uri, **settings)
     job.save(1, state_of(points.rank, 1, points.world_size))
     job.wait("local")
@@ -278,7 +279,7 @@ def keeps_and_dies(uri: str, folder: str, **settings: Any) -> None:
     """Of four steps only the first goes to the shared tier. Then the kill."""
     points = Points(folder)
     DrainDecider.decide = lambda _, step, *__, **___: SaveDirective(step == 1)  # type: ignore[method-assign]
-    checkpointer = _checkpointer(uri, drain_policy="adaptive", **settings)
+    checkpointer = _checkpointer(uri, exposure_seconds_max=math.inf, **settings)
     for step in range(1, 5):
         checkpointer.save(step, state_of(0, step))
         checkpointer.wait("local")

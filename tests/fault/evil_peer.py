@@ -372,7 +372,7 @@ async def run(folder: Path, *, known: bool, wiles: Sequence[Wile] = WILES, round
     """
     data = {"model.bin": os.urandom(3 * CHUNK)}
     frozen, report = freeze(data, known=known), Report()
-    settings = settings_of(folder, throughput_window_seconds=SLOW_SECONDS, throughput_min_bytes_per_second=CHUNK)
+    settings = settings_of(folder)
     filling = begin(folder, frozen)
     before = _outside(folder)
     async with Elsewhere() as elsewhere, EvilPeer(frozen, data, elsewhere.address, report.fired) as peer:
@@ -426,7 +426,7 @@ async def run_lists(folder: Path) -> Report:
     """Ask an evil peer what it holds, wile after wile."""
     data = {"model.bin": os.urandom(3 * CHUNK)}
     frozen, report = freeze(data), Report()
-    settings = settings_of(folder, throughput_window_seconds=SLOW_SECONDS, throughput_min_bytes_per_second=CHUNK)
+    settings = settings_of(folder)
     async with Elsewhere() as elsewhere, EvilPeer(frozen, data, elsewhere.address, report.fired) as peer:
         client = PeerClient(settings, "good")
         for wile in LISTS:

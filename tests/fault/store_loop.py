@@ -51,9 +51,6 @@ def settings_for(root: Path, **more: object) -> Settings:
         chunk_size_bytes=CHUNK_BYTES,
         concurrency=2,
         store_timeout_seconds=6.0,
-        throughput_window_seconds=2.0,
-        throughput_min_bytes_per_second=MiB,
-        drain_retry_seconds_max=2.0,
         **more,
     )
 

@@ -45,6 +45,7 @@ from tierckpt.format.layout import MANIFEST, METADATA, local_dir, parse_uri
 from tierckpt.format.manifest import Manifest
 from tierckpt.read import block_digests, replicated_file
 from tierckpt.save import flush, write_ahead
+from tierckpt.stores import retry
 from tierckpt.stores.local import LocalStore
 from tierckpt.types import Tier
 
@@ -277,6 +278,7 @@ def no_durable_manifest() -> Iterator[None]:
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_saver, "SHARD_BYTES", (5_000, 700))
     monkeypatch.setattr(sweep_saver, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(retry, "PAUSE_SECONDS_MAX", 0.05)
     for module in (manifests, replicated_file):  # so that there are block digests beside the shards
         monkeypatch.setattr(module, "BLOCK_BYTES", 1024)
 
@@ -516,7 +518,7 @@ def recover_and_go_on(world: World, state: CrashState, steps: Sequence[int]) -> 
     materialise(state.tree, world.root)
     for tier in (LOCAL, SHARED):
         (world.root / tier).mkdir(exist_ok=True)
-    options = {**world.options, "commit_timeout_seconds": 0.05, "drain_retry_seconds_max": 0.05}
+    options = {**world.options, "commit_timeout_seconds": 0.05}
     client = get_client(Settings.load(None, **options))
     try:
         client.recover()

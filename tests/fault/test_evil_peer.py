@@ -20,6 +20,7 @@ from tierckpt.errors import IntegrityError, PeerError, PermissionDeniedError
 from tierckpt.peer import chunk_files, client, inventory, server
 from tierckpt.peer.auth import Signer, Verifier
 from tierckpt.peer.messages import chunk_target
+from tierckpt.stores import congestion
 
 WILES = {wile.__name__ for wile in evil_peer.WILES}
 
@@ -27,6 +28,8 @@ WILES = {wile.__name__ for wile in evil_peer.WILES}
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "FIRST_BYTE_SECONDS", 0.5)
+    monkeypatch.setattr(congestion, "WINDOW_SECONDS", evil_peer.SLOW_SECONDS)
+    monkeypatch.setattr(congestion, "BYTES_PER_SECOND_MIN", CHUNK)
 
 
 # --- a peer that lies ----------------------------------------------------------------------------------------------
@@ -142,11 +145,14 @@ async def test_connections_that_dribble_are_closed_in_time_and_hold_up_nobody(
         assert node.server.counts["chunks"] == 1
 
 
-async def test_who_does_not_read_what_it_asked_for_is_hung_up_on(tmp_path: Path) -> None:
+async def test_who_does_not_read_what_it_asked_for_is_hung_up_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     big = {"big": os.urandom(128 * CHUNK)}
     frozen = publish(tmp_path, big, chunk_size_bytes=128 * CHUNK)
-    slow = {"throughput_window_seconds": 0.2, "throughput_min_bytes_per_second": 1 << 30}
-    async with serving(tmp_path, **slow) as node:
+    monkeypatch.setattr(congestion, "WINDOW_SECONDS", 0.2)
+    monkeypatch.setattr(congestion, "BYTES_PER_SECOND_MIN", 1 << 30)
+    async with serving(tmp_path) as node:
         target = chunk_target(frozen.version, 128 * CHUNK, 0, 0, 0.0)
         host, port = node.server.address.split(":")
         _, writer = await asyncio.open_connection(host, int(port), limit=1024)

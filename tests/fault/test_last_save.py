@@ -25,6 +25,7 @@ from tests.services import REPOSITORY
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.training import preemption_notices
 from tierckpt.training.final_save import Cost, judge
 from tierckpt.training.preemption_notices import Notices
 
@@ -196,6 +197,12 @@ def metadata_server() -> Iterator[Metadata]:
         server.server_close()
 
 
+def look_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cloud's metadata is at ``url``, and is looked at often."""
+    monkeypatch.setattr(preemption_notices, "ADDRESSES", dict.fromkeys(preemption_notices.ADDRESSES, url))
+    monkeypatch.setattr(preemption_notices, "POLL_SECONDS", 0.02)
+
+
 AWS = "GET /latest/meta-data/spot/instance-action"
 GCP = "GET /computeMetadata/v1/instance/preempted"
 AZURE = "GET /metadata/scheduledevents?api-version=2020-07-01"
@@ -230,12 +237,14 @@ def test_each_clouds_notice_is_heard_and_its_quiet_is_not(
     notice: bytes,
     seconds: tuple[float, float],
     header: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     heard: list[float] = []
     event = threading.Event()
     with metadata_server() as server:
         server.answers = {"PUT /latest/api/token": (200, b"a token"), path: quiet}
-        settings = Settings.load(preempt_notices=cloud, preempt_endpoint=server.url, preempt_poll_seconds=0.02)
+        look_at(server.url, monkeypatch)
+        settings = Settings.load(preempt_notices=cloud)
         notices = Notices(settings, lambda left, why: (heard.append(left), event.set()))  # type: ignore[func-returns-value]
         deadline = time.monotonic() + 20
         while sum(f"{method} {asked}" == path for method, asked, _ in server.asked) < 3:
@@ -251,13 +260,14 @@ def test_each_clouds_notice_is_heard_and_its_quiet_is_not(
 
 
 def test_nobody_is_asked_unless_it_is_wanted_and_a_broken_answer_harms_nothing(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[float] = []
     with metadata_server() as server:
-        off = Notices(Settings.load(preempt_endpoint=server.url), lambda left, why: heard.append(left))
+        look_at(server.url, monkeypatch)
+        off = Notices(Settings.load(), lambda left, why: heard.append(left))
         server.answers = {"PUT /latest/api/token": (200, b"t"), AWS: (200, b"<html>")}
-        settings = Settings.load(preempt_notices="aws", preempt_endpoint=server.url, preempt_poll_seconds=0.02)
+        settings = Settings.load(preempt_notices="aws")
         broken = Notices(settings, lambda left, why: heard.append(left))
         deadline = time.monotonic() + 20
         while sum(path.endswith("instance-action") for _, path, _ in server.asked) < 3 and time.monotonic() < deadline:
@@ -273,7 +283,7 @@ def test_nobody_is_asked_unless_it_is_wanted_and_a_broken_answer_harms_nothing(
 def test_a_notice_saves_and_training_goes_on(nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str) -> None:
     with metadata_server() as server:
         server.answers = {GCP: (200, b"FALSE")}
-        options = {"preempt_notices": "gcp", "preempt_endpoint": server.url, "preempt_poll_seconds": 0.05}
+        options = {"preempt_notices": "gcp", "metadata": server.url}
         job = nursery.start("train", tmp_path, 2, uri=file_uri, step_seconds=0.02, interval=1000, **options)
         until_step(job, tmp_path, 5, 2)
         server.answers = {GCP: (200, b"TRUE")}

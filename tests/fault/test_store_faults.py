@@ -29,7 +29,7 @@ from tierckpt.checkpoint import shared_commit
 from tierckpt.config import KiB, MiB
 from tierckpt.errors import PermissionDeniedError, PreconditionFailedError
 from tierckpt.format.layout import METADATA, PRIVATE_DIR, parse_uri
-from tierckpt.stores import retry, verified_read
+from tierckpt.stores import congestion, retry, verified_read
 from tierckpt.stores.remote import RemoteStore
 from tierckpt.types import Tier
 
@@ -43,6 +43,13 @@ SHARES = (0.01, 0.05, 0.2, 0.5)
 def faults_min(share: float, seconds: float) -> int:
     """Faults that a phase must have seen at least: one round makes about forty requests."""
     return max(1, int(30 * share)) * max(1, int(seconds / 30))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(congestion, "WINDOW_SECONDS", 2.0)
+    monkeypatch.setattr(congestion, "BYTES_PER_SECOND_MIN", MiB)
+    monkeypatch.setattr(retry, "PAUSE_SECONDS_MAX", 2.0)
 
 
 @pytest.fixture(scope="module")

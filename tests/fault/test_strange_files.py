@@ -55,7 +55,6 @@ class Node:
             "mover": "inline",
             "agent_idle_seconds": 0.05,
             "exit_timeout_seconds": 5,
-            "drain_retry_seconds_max": 0.2,
         }
 
     @property

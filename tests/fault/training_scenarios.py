@@ -29,12 +29,15 @@ def train(
     start: int = 0,
     elements: int = 1000,
     line_seconds: float = 1.0,
+    metadata: str = "",
     **options: Any,
 ) -> None:
     """Train until the data or ``steps`` end. Each rank writes what it saw, step by step, before it says so."""
-    from tierckpt.training import run_log
+    from tierckpt.training import preemption_notices, run_log
 
     run_log.LINE_SECONDS = line_seconds
+    if metadata:
+        preemption_notices.ADDRESSES["gcp"], preemption_notices.POLL_SECONDS = metadata, 0.05
     rank = dist.get_rank() if dist.is_initialized() else 0
     order = tierckpt.DataOrder(
         samples or 10**9, batch_size=batch_size, epochs=epochs if samples else None, shuffle=bool(samples)

@@ -29,7 +29,7 @@ from tierckpt.config import Settings
 from tierckpt.drain.drain import Drainer
 from tierckpt.errors import AlreadyCommittedError, TierckptError
 from tierckpt.format.layout import CLAIM, MANIFEST, Location, parse_uri, step_name
-from tierckpt.stores import open_store, verified_read
+from tierckpt.stores import open_store, retry, verified_read
 from tierckpt.stores.base import Store
 from tierckpt.stores.fsspec_store import UniversalStore
 from tierckpt.stores.retry import Retries
@@ -50,7 +50,6 @@ def settings_of(root: Path) -> Settings:
         local_root=root,
         mover="inline",
         chunk_size_bytes=CHUNK_BYTES,
-        drain_retry_seconds_max=0.05,
         commit_timeout_seconds=5.0,
     )
 
@@ -218,6 +217,7 @@ def main() -> None:
     uri, root, name, steps, keep, kind, bug = sys.argv[1:8]
     root_path = Path(root)
     root_path.mkdir(parents=True, exist_ok=True)
+    retry.PAUSE_SECONDS_MAX = 0.05
     BUGS[bug]()
     if kind == "plain":
         Drainer.store = lambda self, location: plain_store(location)  # type: ignore[method-assign]

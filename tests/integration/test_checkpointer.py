@@ -16,6 +16,7 @@ import tierckpt
 from tierckpt import Checkpointer, PerRank, RngState
 from tierckpt.errors import CapacityError, CheckpointError, ConfigError, StateMismatchError
 from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.stores import retry
 
 
 class Loader:
@@ -216,7 +217,8 @@ def test_retention_that_would_keep_nothing_is_refused(keep: Any, file_uri: str) 
 @pytest.mark.slow
 def test_training_goes_on_while_the_store_is_away(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens there
-    checkpointer = Checkpointer(s3_uri, retry_attempts_max=0, store_timeout_seconds=2, exit_timeout_seconds=0)
+    monkeypatch.setattr(retry, "RETRIES_MAX", 0)
+    checkpointer = Checkpointer(s3_uri, store_timeout_seconds=2, exit_timeout_seconds=0)
     begun = time.monotonic()
     for step in (1, 2):
         checkpointer.save(step, {"value": step}).result(timeout=60)

@@ -32,6 +32,7 @@ from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.client import close_all
 from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.stores import retry
 
 KIB = 1024
 SMALL_SHARDS = {"shard_size_bytes_max": "64KiB", "chunk_size_bytes": "16KiB"}
@@ -311,7 +312,9 @@ def test_a_missing_bucket_is_exit_4_and_named(s3_uri: str) -> None:
 
 
 def test_storage_that_does_not_answer_is_exit_7(s3_uri: str) -> None:
-    done = tierckpt_("ls", s3_uri, AWS_ENDPOINT_URL=f"http://127.0.0.1:{free_port()}", TIERCKPT_RETRY_ATTEMPTS_MAX="0")
+    done = tierckpt_(
+        "ls", s3_uri, AWS_ENDPOINT_URL=f"http://127.0.0.1:{free_port()}", TIERCKPT_STORE_TIMEOUT_SECONDS="2"
+    )
     assert (done.code, done.error["error"]) == (7, "StoreUnavailableError")
 
 
@@ -482,7 +485,7 @@ def test_restore_onto_its_own_source_is_refused(file_uri: str) -> None:
 def dead_endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """While this is in force S3 does not answer; ``undo()`` ends it."""
     with monkeypatch.context() as patch:
-        patch.setenv("TIERCKPT_RETRY_ATTEMPTS_MAX", "0")
+        patch.setattr(retry, "RETRIES_MAX", 0)
         patch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "0")
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
         yield patch

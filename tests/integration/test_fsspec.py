@@ -280,7 +280,7 @@ def test_a_store_that_does_not_answer_is_no_empty_directory(monkeypatch: pytest.
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
-    fs = fsspec.filesystem("tierckpt", retry_attempts_max=0, store_timeout_seconds=1, skip_instance_cache=True)
+    fs = fsspec.filesystem("tierckpt", store_timeout_seconds=1, skip_instance_cache=True)
     for verb in (fs.exists, fs.ls, fs.find):
         with pytest.raises(TierckptError) as caught:
             verb("s3/bucket/run")

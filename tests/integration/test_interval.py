@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import sys
 import time
@@ -137,7 +138,7 @@ def test_what_was_passed_over_may_be_evicted_and_can_be_restored_until_then(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_storage(monkeypatch, 30.0)  # the first one is on its way throughout
-    checkpointer = Checkpointer(file_uri, interval=1, drain_policy="adaptive", exit_timeout_seconds=0)
+    checkpointer = Checkpointer(file_uri, interval=1, exposure_seconds_max=math.inf, exit_timeout_seconds=0)
     train(checkpointer, 6)
     checkpointer.wait("local")
     assert [record.is_sent for record in checkpointer.stats] == [True] + [False] * 5
@@ -158,7 +159,7 @@ def test_tierckpt_drain_sends_the_newest_that_a_dead_job_has_kept(
 ) -> None:
     with monkeypatch.context() as slow:
         slow_storage(slow, 60.0)
-        checkpointer = Checkpointer(file_uri, interval=1, drain_policy="adaptive", exit_timeout_seconds=0)
+        checkpointer = Checkpointer(file_uri, interval=1, exposure_seconds_max=math.inf, exit_timeout_seconds=0)
         train(checkpointer, 4)
         checkpointer.wait("local")
         tierckpt.client.close_all()  # the process ends
@@ -240,7 +241,7 @@ def keep_on_two_nodes(uri: str, roots: str) -> dict[str, Any]:
     rank = dist.get_rank()
     root = Path(roots, f"node-{rank}")
     name = f"own-{rank}"
-    with Checkpointer(uri, interval=1, local_root=root, drain_policy="adaptive") as checkpointer:
+    with Checkpointer(uri, interval=1, local_root=root, exposure_seconds_max=math.inf) as checkpointer:
         for step in range(1, 7):
             checkpointer.step(step, {name: torch.full((5000,), float(step)), "both": torch.zeros(10)})
         checkpointer.wait("local")

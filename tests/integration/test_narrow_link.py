@@ -15,6 +15,7 @@ from tests.services import HttpServer
 from tierckpt.config import Settings
 from tierckpt.errors import StoreUnavailableError
 from tierckpt.format.layout import parse_uri
+from tierckpt.stores import congestion, retry
 from tierckpt.stores.congestion import Congestion
 from tierckpt.stores.remote import RemoteStore
 from tierckpt.types import ByteRange
@@ -76,15 +77,15 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Narrow]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setattr(congestion, "WINDOW_SECONDS", 2.0)
+    monkeypatch.setattr(congestion, "BYTES_PER_SECOND_MIN", LEAST)
+    monkeypatch.setattr(retry, "RETRIES_MAX", 1)
     yield made
     made.close()
 
 
-async def get_all(*, into: bool, retries: int) -> list[BaseException | None]:
-    settings = Settings.load(
-        throughput_window_seconds=2.0, throughput_min_bytes_per_second=LEAST, retry_attempts_max=retries
-    )
-    store = RemoteStore(parse_uri("s3://bucket/run"), settings)
+async def get_all(*, into: bool) -> list[BaseException | None]:
+    store = RemoteStore(parse_uri("s3://bucket/run"), Settings.load())
 
     async def get() -> None:
         if into:
@@ -103,19 +104,20 @@ async def get_all(*, into: bool, retries: int) -> list[BaseException | None]:
 
 @pytest.mark.slow
 async def test_gets_become_fewer_and_all_arrive(server: Narrow) -> None:
-    assert await get_all(into=True, retries=1) == [None] * GETS
+    assert await get_all(into=True) == [None] * GETS
     assert server.most >= GETS  # they had begun together
 
 
 @pytest.mark.slow
-async def test_gets_by_the_library_too(server: Narrow) -> None:
+async def test_gets_by_the_library_too(server: Narrow, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first time that one of those does not end in time, nobody knows whether it crept: that takes a retry more."""
-    assert await get_all(into=False, retries=2) == [None] * GETS
+    monkeypatch.setattr(retry, "RETRIES_MAX", 2)
+    assert await get_all(into=False) == [None] * GETS
 
 
 @pytest.mark.slow
 async def test_otherwise_they_would_be_broken_off_again(server: Narrow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Congestion, "_reduce", lambda *_: None)
-    failed = [error for error in await get_all(into=True, retries=1) if error is not None]
+    failed = [error for error in await get_all(into=True) if error is not None]
     assert failed
     assert all(isinstance(error, StoreUnavailableError) for error in failed)

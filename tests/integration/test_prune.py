@@ -33,6 +33,7 @@ from tierckpt.config import Settings
 from tierckpt.disk import read_lease
 from tierckpt.engine import Engine
 from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.stores import retry
 
 RUNS = ["file", pytest.param("s3", marks=pytest.mark.server)]
 
@@ -199,7 +200,7 @@ def test_a_checkpoint_is_not_a_run(file_uri: str) -> None:
 
 def test_storage_that_does_not_answer_is_exit_7_and_nothing_goes(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save_steps(s3_uri, 1, 2)
-    monkeypatch.setenv("TIERCKPT_RETRY_ATTEMPTS_MAX", "0")
+    monkeypatch.setattr(retry, "RETRIES_MAX", 0)
     monkeypatch.setenv("TIERCKPT_STORE_TIMEOUT_SECONDS", "2")
     with monkeypatch.context() as away:
         away.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")

@@ -6,6 +6,7 @@ Closing while the store is away ends when ``exit_timeout_seconds`` says; ranks w
 from __future__ import annotations
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from tierckpt import Checkpointer, TierStorageWriter
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all
 from tierckpt.errors import ConfigError, OperationTimeoutError, StoreError
+from tierckpt.stores import retry
 from tierckpt.training.drain_decider import SaveDirective
 from tierckpt.training.interval import IntervalController
 
@@ -45,7 +47,7 @@ def proxy(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProx
     with proxy.running() as endpoint:
         for name, value in {**moto.environment(), "AWS_ENDPOINT_URL": endpoint}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv("TIERCKPT_RETRY_ATTEMPTS_MAX", "1")
+        monkeypatch.setattr(retry, "RETRIES_MAX", 1)
         monkeypatch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "20")
         yield proxy
         proxy.answer = None
@@ -133,7 +135,7 @@ def test_one_passing_refusal_at_the_start_of_a_save(how: str, run: str, proxy: F
 def test_adaptive_saves_that_were_to_go_straight_stay_here(
     run: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpointer = Checkpointer(run, interval=1, drain_policy="adaptive", exit_timeout_seconds=0)
+    checkpointer = Checkpointer(run, interval=1, exposure_seconds_max=math.inf, exit_timeout_seconds=0)
     checkpointer.save(1, {"value": 1}).result(timeout=60)
     checkpointer.wait()
     straight = SaveDirective(is_sent=True, is_straight=True)

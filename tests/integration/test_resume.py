@@ -38,6 +38,7 @@ from tierckpt.errors import (
 )
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.loading.export import export_safetensors
+from tierckpt.stores import retry
 
 pytestmark = pytest.mark.server
 
@@ -51,7 +52,7 @@ def proxy(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProx
     with proxy.running() as endpoint:
         for name, value in {**moto.environment(), "AWS_ENDPOINT_URL": endpoint}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv("TIERCKPT_RETRY_ATTEMPTS_MAX", "1")
+        monkeypatch.setattr(retry, "RETRIES_MAX", 1)
         monkeypatch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "10")
         monkeypatch.setenv("TIERCKPT_STORE_WAIT_SECONDS", "1")
         monkeypatch.setattr(select, "DENIED_SECONDS", 0.5)
@@ -416,7 +417,7 @@ def resume(uri: str, roots: list[str], endpoints: list[str]) -> dict[str, Any]:
 
 
 def _resumed(uri: str, roots: list[Path], endpoints: list[str], **settings: str) -> list[dict[str, Any]]:
-    env = {"TIERCKPT_STORE_WAIT_SECONDS": "1", "TIERCKPT_RETRY_ATTEMPTS_MAX": "0", **settings}
+    env = {"TIERCKPT_STORE_WAIT_SECONDS": "1", "TIERCKPT_STORE_TIMEOUT_SECONDS": "2", **settings}
     scenario = "tests.integration.test_resume:resume"
     done = launch(scenario, len(roots), env=env, uri=uri, roots=[str(root) for root in roots], endpoints=endpoints)
     ranks: list[dict[str, Any]] = done["ranks"]

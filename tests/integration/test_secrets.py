@@ -176,7 +176,6 @@ def settings(tmp_path: Path) -> dict[str, str]:
         "TIERCKPT_MOVER": "inline",
         "TIERCKPT_EXIT_TIMEOUT_SECONDS": "1",
         "TIERCKPT_STORE_TIMEOUT_SECONDS": "3",
-        "TIERCKPT_RETRY_ATTEMPTS_MAX": "1",
         "AWS_REGION": "us-east-1",
     }
 

@@ -26,6 +26,7 @@ from tierckpt.errors import CommitAbandonedError, PermissionDeniedError, StoreUn
 from tierckpt.format.layout import CLAIM, local_dir, parse_uri
 from tierckpt.format.manifest import seal
 from tierckpt.save import eviction
+from tierckpt.stores import retry
 
 AGENT = (
     "import sys\n"
@@ -186,7 +187,8 @@ def test_what_may_pass_gets_a_week(
 
     monkeypatch.setattr(Drainer, "send_files", fails)
     monkeypatch.setattr(drain, "NOTE_SECONDS", 0.0)
-    settings = {"commit_timeout_seconds": 0.01, "drain_retry_seconds_max": 0.01}
+    monkeypatch.setattr(retry, "PAUSE_SECONDS_MAX", 0.01)
+    settings = {"commit_timeout_seconds": 0.01}
     with pytest.raises(asyncio.CancelledError) if error is StoreUnavailableError else _nothing():
         drained_by(local_root, **settings)
     entry = only_entry(local_root)

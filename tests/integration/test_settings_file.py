@@ -19,7 +19,6 @@ peers = "10.6.6.6:7117"
 peer_secret = "known-to-its-author-alone"
 peer_listen = "0.0.0.0:6666"
 local_root = "/tmp/planted"
-preempt_endpoint = "http://10.6.6.6"
 concurrency = 7
 """
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be several users")

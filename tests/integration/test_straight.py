@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import shutil
 import signal
@@ -37,7 +38,7 @@ from tierckpt.training.drain_decider import DrainDecider, RankView, SaveDirectiv
 
 HERE = "tests.integration.test_straight"
 KiB, MiB = 1 << 10, 1 << 20
-FULL = {"drain_policy": "adaptive", "local_bytes_max": 64 * KiB, "local_full_policy": "error"}
+FULL = {"exposure_seconds_max": math.inf, "local_bytes_max": 64 * KiB, "local_full_policy": "error"}
 
 
 def state_of(seed: int, mib: int = 1) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def test_it_comes_back_bit_for_bit_from_every_kind_of_storage(
     shared_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     always(monkeypatch)
-    with Checkpointer(shared_uri, drain_policy="adaptive", chunk_size_bytes=chunk) as checkpointer:
+    with Checkpointer(shared_uri, exposure_seconds_max=math.inf, chunk_size_bytes=chunk) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state_of(step, 3)).result(60)
             assert tierckpt.latest(shared_uri) == f"{shared_uri}/step-{step}", "done means that it can be restored"
@@ -82,7 +83,7 @@ def test_it_comes_back_bit_for_bit_from_every_kind_of_storage(
 
 def test_plain_pytorch_reads_it(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     always(monkeypatch)
-    with Checkpointer(file_uri, drain_policy="adaptive") as checkpointer:
+    with Checkpointer(file_uri, exposure_seconds_max=math.inf) as checkpointer:
         checkpointer.save(1, state_of(1))
     target = zeros_like(state_of(1))
     dcp.load(target, storage_reader=FileSystemReader(f"{file_uri}/step-1"), no_dist=True)
@@ -93,7 +94,7 @@ def test_plain_pytorch_reads_it(file_uri: str, monkeypatch: pytest.MonkeyPatch) 
 def test_many_small_tensors_and_one_that_spans_chunks(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     always(monkeypatch)
     state = {f"t{n}": torch.full((n % 37,), float(n)) for n in range(3000)} | {"wide": torch.arange(300_000)}
-    with Checkpointer(file_uri, drain_policy="adaptive", chunk_size_bytes=64 * KiB) as checkpointer:
+    with Checkpointer(file_uri, exposure_seconds_max=math.inf, chunk_size_bytes=64 * KiB) as checkpointer:
         checkpointer.save(1, state)
     target = zeros_like(state)
     assert Checkpointer(file_uri).restore(target) == 1
@@ -116,7 +117,7 @@ def test_a_request_that_fails_once_is_made_again_with_the_same_bytes(
             yield piece
 
     monkeypatch.setattr(straight.Stream, "pieces", fails_first)
-    with Checkpointer(s3_uri, drain_policy="adaptive", chunk_size_bytes=256 * KiB) as checkpointer:
+    with Checkpointer(s3_uri, exposure_seconds_max=math.inf, chunk_size_bytes=256 * KiB) as checkpointer:
         checkpointer.save(1, state_of(1, 4)).result(60)
         assert checkpointer.stats[0].is_straight
     assert tries == 2
@@ -131,7 +132,7 @@ def test_a_step_that_stands_on_the_ssd_is_replaced(
         checkpointer.save(1, state_of(1))
     assert local_shards(local_root, file_uri)
     always(monkeypatch)
-    with Checkpointer(file_uri, drain_policy="adaptive") as checkpointer:
+    with Checkpointer(file_uri, exposure_seconds_max=math.inf) as checkpointer:
         checkpointer.save(1, state_of(7))
     assert local_shards(local_root, file_uri) == []
     state = zeros_like(state_of(7))
@@ -163,7 +164,7 @@ def test_it_makes_nothing_on_the_ssd_superfluous_before_shared_storage_has_it(
         await real(self, entry)
 
     monkeypatch.setattr(Drainer, "send_files", looks)
-    with Checkpointer(file_uri, drain_policy="adaptive") as checkpointer:
+    with Checkpointer(file_uri, exposure_seconds_max=math.inf) as checkpointer:
         for step in orders:
             checkpointer.save(step, state_of(step)).result(60)
     look()
@@ -251,7 +252,7 @@ def test_storage_that_does_not_answer_leaves_it_to_the_ssd(
         raise StoreUnavailableError("nobody answers", hint="")
 
     monkeypatch.setattr(straight, "send", down)
-    with Checkpointer(file_uri, drain_policy="adaptive") as checkpointer:
+    with Checkpointer(file_uri, exposure_seconds_max=math.inf) as checkpointer:
         checkpointer.save(1, state_of(1)).result(60)
         assert not checkpointer.stats[0].is_straight
     assert "cannot go straight to the shared tier, it goes to the SSD: nobody answers" in caplog.text
@@ -295,7 +296,7 @@ def test_an_error_after_the_last_shard_leaves_it_to_the_ssd(
 ) -> None:
     always(monkeypatch)
     digests_fail_once(monkeypatch, InterruptedError(errno.EINTR, os.strerror(errno.EINTR)))
-    with Checkpointer(file_uri, drain_policy="adaptive") as checkpointer:
+    with Checkpointer(file_uri, exposure_seconds_max=math.inf) as checkpointer:
         checkpointer.save(1, state_of(1)).result(60)
         assert not checkpointer.stats[0].is_straight
     assert "cannot go straight to the shared tier, it goes to the SSD" in caplog.text
@@ -313,7 +314,7 @@ def test_an_interrupt_after_the_last_shard_leaves_nothing_there(
 ) -> None:
     always(monkeypatch)
     digests_fail_once(monkeypatch, Interrupted())
-    checkpointer = Checkpointer(file_uri, drain_policy="adaptive")
+    checkpointer = Checkpointer(file_uri, exposure_seconds_max=math.inf)
     with pytest.raises(Interrupted):
         checkpointer.save(1, state_of(1)).result(60)
     assert shared_shards(f"{file_uri}/step-1") == [] and local_shards(local_root, file_uri) == []
@@ -327,7 +328,7 @@ from tierckpt.save import direct_put as straight
 from tierckpt.training.drain_decider import DrainDecider, SaveDirective
 uri, when = sys.argv[1:]
 DrainDecider.decide = lambda *_, **__: SaveDirective(is_straight=True)
-checkpointer = Checkpointer(uri, drain_policy="adaptive", shard_size_bytes_max=1 << 20)
+checkpointer = Checkpointer(uri, exposure_seconds_max=float('inf'), shard_size_bytes_max=1 << 20)
 checkpointer.save(1, {"w": torch.ones(1000)}).result(60)
 real, sent = straight._send, 0
 async def send(*arguments):
@@ -360,7 +361,7 @@ def test_killed_on_the_way(when: str, file_uri: str, local_root: Path) -> None:
     state = (
         {f"t{n}": torch.zeros(100_000) for n in range(8)} if when == "before the drain" else {"w": torch.zeros(1000)}
     )
-    step = Checkpointer(file_uri, drain_policy="adaptive").restore(state)
+    step = Checkpointer(file_uri, exposure_seconds_max=math.inf).restore(state)
     tierckpt.wait(f"{file_uri}/step-{step}")
     assert step == (2 if when == "before the drain" else 1)
     assert all(value.unique().tolist() == [float(key[1:] or 1)] for key, value in state.items())
@@ -378,7 +379,7 @@ def one_full_node(uri: str, roots: str) -> dict[str, Any]:
     root = Path(roots, f"node-{rank}")
     full = {"local_bytes_max": 64 * KiB, "local_full_policy": "error"} if rank == 1 else {}
     name, state = f"own-{rank}", {}
-    with Checkpointer(uri, local_root=root, drain_policy="adaptive", **full) as checkpointer:
+    with Checkpointer(uri, local_root=root, exposure_seconds_max=math.inf, **full) as checkpointer:
         state = {name: torch.full((200_000,), rank + 1.0), "both": torch.ones(10)}
         checkpointer.save(1, state).result(60)
         first = tierckpt.latest(uri, local_root=root)

@@ -29,6 +29,12 @@ def retries(**settings: object) -> Retries:
     return Retries(Settings.load(**settings))
 
 
+@pytest.fixture
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries of one request: as many as the test's parameter says."""
+    monkeypatch.setattr(retry, "RETRIES_MAX", request.param)
+
+
 def failure(**context: object) -> StoreUnavailableError:
     return StoreUnavailableError("busy", **context)
 
@@ -77,9 +83,12 @@ def test_what_went_well_pays_for_retries_up_to_a_limit(monkeypatch: pytest.Monke
     assert sum(budget.take() for _ in range(1000)) == retry.BUDGET_RETRIES_MAX
 
 
-async def test_a_store_that_fails_half_of_the_time_is_not_asked_twice_as_much(clock: VirtualTime) -> None:
+async def test_a_store_that_fails_half_of_the_time_is_not_asked_twice_as_much(
+    clock: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The promise R1, over many requests side by side. Without a budget the share below would be 1."""
-    policy, noise = retries(retry_share_max=0.1, store_timeout_seconds=0.5), random.Random(1)
+    monkeypatch.setattr(retry, "RETRY_SHARE_MAX", 0.1)
+    policy, noise = retries(store_timeout_seconds=0.5), random.Random(1)
     breaker, asked, good = policy.breaker("s3://b"), 0, 0
 
     async def request() -> None:
@@ -132,8 +141,10 @@ async def test_what_may_pass_is_tried_again() -> None:
     assert policy.counts["retries"] == 3
 
 
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("few", [2], indirect=True)
 async def test_the_last_failure_says_how_often_it_was_tried() -> None:
-    policy = retries(retry_attempts_max=2)
+    policy = retries()
     request, calls = failing(99)
     with pytest.raises(StoreUnavailableError) as caught:
         await policy.run(policy.breaker("s3://b"), unreachable, request)
@@ -168,9 +179,11 @@ async def test_what_does_not_pass_is_not_tried_again(error: Exception) -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("few", [2], indirect=True)
 async def test_retries_do_not_multiply() -> None:
     """Work that is tried again as a whole is not, when a request in it has used up its own attempts."""
-    policy = retries(retry_attempts_max=2)
+    policy = retries()
     breaker = policy.breaker("s3://b")
     request, calls = failing(99)
     with pytest.raises(StoreUnavailableError):
@@ -178,12 +191,14 @@ async def test_retries_do_not_multiply() -> None:
     assert len(calls) == 3
 
 
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("few", [3], indirect=True)
 async def test_a_budget_that_refuses_each_retry_ends_work_without_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(self: Budget, timeout_seconds: float) -> bool:
         return False
 
     monkeypatch.setattr(Budget, "wait", refuse)
-    policy = retries(retry_attempts_max=3)
+    policy = retries()
     request, calls = failing(99)
     with pytest.raises(StoreUnavailableError):
         await policy.again(lambda: policy.once(policy.breaker("s3://b"), unreachable, request))
@@ -290,10 +305,12 @@ async def test_after_a_good_probe_one_failure_opens_it_again_with_longer_pauses(
     assert not breaker.is_open
 
 
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("few", [0], indirect=True)
 @pytest.mark.parametrize("status", [409, 403, 404])
 async def test_a_refusal_is_an_answer(status: int) -> None:
     """Conflicts and expired credentials are tried again, and say nothing against the server."""
-    policy = retries(retry_attempts_max=0)
+    policy = retries()
     breaker = policy.breaker("s3://b")
     for _ in range(2 * FAILURES_TO_OPEN):
         with pytest.raises(StoreUnavailableError):
@@ -302,7 +319,7 @@ async def test_a_refusal_is_an_answer(status: int) -> None:
 
 
 async def test_while_it_is_down_no_request_is_made(clock: VirtualTime) -> None:
-    policy = retries(store_timeout_seconds=0.3, drain_retry_seconds_max=60)
+    policy = retries(store_timeout_seconds=0.3)
     breaker = policy.breaker("s3://b")
     request, calls = failing(10**9)
     for _ in range(20):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 from pathlib import Path
@@ -38,9 +39,6 @@ OTHER: dict[str, Any] = {
     "staging_memory": "shared",
     "preempt_signals": ("SIGUSR1", "SIGTERM"),
     "preempt_notices": "aws",
-    "preempt_endpoint": "http://127.0.0.1:1",
-    "preempt_poll_seconds": 1.0,
-    "drain_policy": "adaptive",
     "exposure_seconds_max": 60.0,
     "drain_bytes_per_second": "3MiB",
     "local_full_policy": "error",
@@ -97,6 +95,13 @@ def test_settings_come_out_of_a_pipe_and_of_a_pickle_as_they_went_in(names: set[
         assert came.to_private_json() == settings.to_private_json()
     if "peer_secret" in names:
         assert SECRET not in f"{settings!r}{settings}{settings.model_dump_json()}"
+
+
+def test_no_bound_comes_out_as_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCKPT_EXPOSURE_SECONDS_MAX", "inf")
+    settings = Settings.load()
+    assert settings.exposure_seconds_max == math.inf
+    assert Settings.model_validate_json(settings.to_private_json()) == settings
 
 
 def test_each_field_is_among_them() -> None:

@@ -223,7 +223,7 @@ def test_without_an_interval_steps_save_nothing() -> None:
 
 def test_the_policy_skips_while_a_drain_is_under_way_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tierckpt.policy")
-    adaptive = sending(drain_policy="adaptive")
+    adaptive = sending(exposure_seconds_max=math.inf)
     records: list[SaveRecord] = []
     sent = []
     for number in range(1, 8):
@@ -238,8 +238,8 @@ def test_the_policy_skips_while_a_drain_is_under_way_and_says_why(caplog: pytest
 
 
 def test_the_exposure_bound_sends_sooner() -> None:
-    def sent(bound: float | None) -> int:
-        adaptive = sending(drain_policy="adaptive", exposure_seconds_max=bound)
+    def sent(bound: float) -> int:
+        adaptive = sending(exposure_seconds_max=bound)
         records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 2.0)]
         count = 0
         for number in range(2, 10):
@@ -252,7 +252,7 @@ def test_the_exposure_bound_sends_sooner() -> None:
             records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, None, is_sent=is_sent))
         return count
 
-    assert sent(None) == 1
+    assert sent(math.inf) == 1
     assert sent(25.0) == 4
 
 
@@ -277,19 +277,21 @@ def saves(
 
 
 def test_storage_that_is_as_fast_as_the_ssd_gets_saves_straight() -> None:
-    orders = saves(sending(drain_policy="adaptive"), 8, local=4.0, shared=2.0)
+    orders = saves(sending(exposure_seconds_max=math.inf), 8, local=4.0, shared=2.0)
     assert not orders[0].is_straight, "nothing is known yet"
     assert all(order.is_straight and order.is_sent for order in orders[1:])
 
 
 def test_storage_that_is_slower_never_does() -> None:
     """The control."""
-    assert not any(order.is_straight for order in saves(sending(drain_policy="adaptive"), 20, local=1.0, shared=5.0))
+    assert not any(
+        order.is_straight for order in saves(sending(exposure_seconds_max=math.inf), 20, local=1.0, shared=5.0)
+    )
 
 
 def test_a_save_that_is_under_way_has_the_size_of_the_one_before() -> None:
     """Nobody knows its own yet, and nothing is not what it takes."""
-    adaptive = sending(drain_policy="adaptive")
+    adaptive = sending(exposure_seconds_max=math.inf)
     records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 6.0), SaveRecord(2, "", 0, 0.1)]
     assert not adaptive.decide(3, records, 1, 10.0, sight=RankView(2.5)).is_straight
     assert adaptive.decide(4, records, 1, 10.0, sight=RankView(0.5)).is_straight
@@ -297,7 +299,7 @@ def test_a_save_that_is_under_way_has_the_size_of_the_one_before() -> None:
 
 def test_little_room_is_no_reason_and_none_is() -> None:
     def straight(room: float) -> list[bool]:
-        adaptive = sending(drain_policy="adaptive")
+        adaptive = sending(exposure_seconds_max=math.inf)
         return [order.is_straight for order in saves(adaptive, 6, local=1.0, shared=5.0, sight=RankView(room))]
 
     assert not any(straight(1.0))
@@ -310,7 +312,7 @@ def test_a_drain_that_slows_training_down_is_throttled_until_it_costs_what_it_ma
 ) -> None:
     """D7: a model of training that a free drain at 200 MB/s slows down by 24 %, in proportion to its rate."""
     caplog.set_level(logging.INFO, "tierckpt.policy")
-    adaptive = sending(drain_policy="adaptive")
+    adaptive = sending(exposure_seconds_max=math.inf)
     records: list[SaveRecord] = []
     rates, slowdowns, rate = [], [], 200e6
     for number in range(1, 25):
@@ -329,7 +331,7 @@ def test_a_drain_that_slows_training_down_is_throttled_until_it_costs_what_it_ma
 
 
 def test_a_throttle_is_lifted_when_drains_cost_nothing_any_more() -> None:
-    adaptive = sending(drain_policy="adaptive")
+    adaptive = sending(exposure_seconds_max=math.inf)
     records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 6.0)]
     for number in range(2, 12):
         throttled = adaptive.decide(number, records, 1, 100.0, sight=RankView(drain_slowdown=0.3))
@@ -342,7 +344,7 @@ def test_a_throttle_is_lifted_when_drains_cost_nothing_any_more() -> None:
 
 
 def test_the_exposure_bound_is_before_the_throttle() -> None:
-    adaptive = sending(drain_policy="adaptive", exposure_seconds_max=20.0)
+    adaptive = sending(exposure_seconds_max=20.0)
     records: list[SaveRecord] = []
     for number in range(1, 8):
         for record in records:

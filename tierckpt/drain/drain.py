@@ -37,7 +37,7 @@ from ..format.manifest import Manifest
 from ..poll import SHARED, Poll
 from ..quantities import human_bytes
 from ..redaction import redact
-from ..stores import open_store, verified_read
+from ..stores import open_store, retry, verified_read
 from ..stores.base import Store
 from ..stores.retry import Retries, jitter_seconds
 from ..stores.verified_read import available, verified
@@ -212,8 +212,7 @@ class Drainer:
             with contextlib.suppress(TimeoutError):  # then it is tried all the same, and noted
                 async with asyncio.timeout(NOTE_SECONDS):
                     if not await available(self.store(entry.location)):
-                        longest = self.settings.drain_retry_seconds_max
-                        await asyncio.sleep(jitter_seconds(tries, PAUSE_SECONDS_MIN, longest))
+                        await asyncio.sleep(jitter_seconds(tries, PAUSE_SECONDS_MIN, retry.PAUSE_SECONDS_MAX))
 
     async def _drain(self, entry: Entry, patient: bool) -> str:
         # What the system refuses is an error of ours, so that it is kept in the journal, and told to whoever waits.

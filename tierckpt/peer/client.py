@@ -19,6 +19,7 @@ from ..cache.partial_entry import same_digest
 from ..config import Settings
 from ..errors import IntegrityError, ObjectNotFoundError, PeerBusyError, PeerError, TierckptError
 from ..format.manifest import digest_of
+from ..stores import congestion
 from ..types import Json, Tier
 from .auth import Signer, client_tls, denied, read_secret
 from .connection import Link, Stale
@@ -323,9 +324,8 @@ class _Exchange:
 
     async def _wait(self, link: Link) -> None:
         """Wait for the answer: its first byte, then no window of time in which too little comes."""
-        settings = self._client._settings
-        window = settings.throughput_window_seconds
-        enough = max(1, int(window * settings.throughput_min_bytes_per_second))
+        window = congestion.WINDOW_SECONDS
+        enough = max(1, int(window * congestion.BYTES_PER_SECOND_MIN))
         patience, had = self._patience_seconds, -1
         while not link.is_done():
             await link.changed(patience)

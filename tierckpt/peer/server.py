@@ -31,6 +31,7 @@ from typing import Protocol, TypeVar
 
 from ..config import Settings
 from ..errors import ConfigError
+from ..stores import congestion
 from ..telemetry import BYTES, Repeats, logger
 from ..types import Json, Tier
 from .auth import Crowded, OtherTime, Refused, Verifier, check_listen, read_secret, server_tls
@@ -524,10 +525,9 @@ class _Reply:
     def _seconds(self, size_bytes: int) -> float:
         """What sending may take, before who receives it counts as hung."""
         settings = self._server.settings
-        least = max(1, int(settings.throughput_min_bytes_per_second))
         bound = settings.peer_serve_bytes_per_second
         paced = settings.peer_serves_max * size_bytes / bound if bound else 0.0
-        return settings.throughput_window_seconds + size_bytes / least + paced
+        return congestion.WINDOW_SECONDS + size_bytes / congestion.BYTES_PER_SECOND_MIN + paced
 
 
 def _connections_max() -> int:

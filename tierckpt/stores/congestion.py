@@ -23,6 +23,11 @@ from ..types import Buffer
 
 log = logger("stores.congestion")
 
+BYTES_PER_SECOND_MIN = 16 << 10
+"""A request slower than this over a window is taken for a connection that hangs: it is aborted and retried. Sixteen
+nodes on a narrow link got all their files with this floor (bench/README.md, fan-out)."""
+WINDOW_SECONDS = 15.0
+
 GETS_MAX = 1 << 20
 """More than anybody asks for."""
 

@@ -36,6 +36,7 @@ from ..format.layout import CLAIM, Location
 from ..redaction import printable
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
+from . import congestion
 from .bucket import Client
 from .common import (
     PART_SIZE_BYTES_MIN,
@@ -149,10 +150,8 @@ class RemoteStore:
 
     def _limit_seconds(self, size_bytes: int) -> float:
         """Longest that a request of ``size_bytes`` may take, from the least throughput that counts as moving."""
-        settings = self.settings
-        least = int(settings.throughput_min_bytes_per_second)
-        moving = settings.throughput_window_seconds + size_bytes / least if least else settings.store_timeout_seconds
-        return min(moving, settings.store_timeout_seconds)
+        moving = congestion.WINDOW_SECONDS + size_bytes / congestion.BYTES_PER_SECOND_MIN
+        return min(moving, self.settings.store_timeout_seconds)
 
     async def again(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do ``work``, made of verbs of this store, again while it fails in a way that may pass (within the budget)."""
@@ -239,7 +238,7 @@ class RemoteStore:
         if is_behind_proxy(url):
             raise NotThisWay("there is a proxy", for_good=True)
         window = self._limit_seconds(0)
-        enough = max(1, int(self.settings.throughput_min_bytes_per_second * window))
+        enough = max(1, int(congestion.BYTES_PER_SECOND_MIN * window))
 
         async def get() -> Buffer:
             await self._bucket.ranges.read(Get(f"{self.uri}/{key}", url, byte_range, into, if_match, window, enough))
@@ -259,7 +258,7 @@ class RemoteStore:
         quick again.
         """
         window, begun = self._limit_seconds(0), time.monotonic()
-        enough = max(1, int(self.settings.throughput_min_bytes_per_second * window))
+        enough = max(1, int(congestion.BYTES_PER_SECOND_MIN * window))
         moved = counted = 0
         try:
             async with asyncio.timeout(window) as limit:
@@ -283,11 +282,10 @@ class RemoteStore:
         return b"".join(pieces)
 
     def _too_slow(self, key: str, seconds: float) -> StoreUnavailableError:
-        least = int(self.settings.throughput_min_bytes_per_second)
         return StoreUnavailableError(
             f"{self.uri}/{key} cannot be reached: too little moved in {seconds:g} s",
-            hint=f"The request was broken off. Less than {least} bytes per second (throughput_min_bytes_per_second) "
-            "is taken for a connection that hangs",
+            hint=f"The request was aborted: less than {congestion.BYTES_PER_SECOND_MIN} bytes per second is taken "
+            "for a connection that hangs",
             uri=self.uri,
             endpoint=self._bucket.endpoint or None,
             tier=Tier.SHARED,
@@ -415,7 +413,7 @@ class RemoteStore:
                 raise
 
     async def _put_parts(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
-        client = await self._client(min(PART_RETRIES_MAX, self.settings.retry_attempts_max))
+        client = await self._client(PART_RETRIES_MAX)
         writer = obstore.open_writer_async(
             client,
             self._prefix + key,

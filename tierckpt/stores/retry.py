@@ -28,6 +28,7 @@ from ..errors import StoreUnavailableError, TierckptError
 from ..poll import Poll
 from ..telemetry import RETRIES, logger
 from ..types import Tier
+from . import congestion
 from .congestion import Congestion
 
 if TYPE_CHECKING:
@@ -45,12 +46,19 @@ FLOOR_RETRIES_PER_SECOND = 1.0
 BUDGET_RETRIES_MAX = 100.0
 """What a long good time can save up for a bad one."""
 
+RETRY_SHARE_MAX = 0.15
+"""Of the requests that went well: what a mover may retry. An outage is not answered with a flood (R1)."""
+
+RETRIES_MAX = 5
+"""Retries of one request."""
 BACKOFF_SECONDS_MIN = 0.2
 BACKOFF_SECONDS_MAX = 10.0
 
 FAILURES_TO_OPEN = 5
 """Failures in a row, of any requests to one store, after which it counts as down."""
 PROBE_PAUSE_SECONDS_MIN = 0.5
+PAUSE_SECONDS_MAX = 30.0
+"""Longest pause between two probes of a store that is down, and between two tries of a drain to it."""
 PROBE_SECONDS_MAX = 10.0
 PATIENCE_SECONDS = 5.0
 """How long after a store went down its callers still wait for it. Later ones are told at once: a save must not wait
@@ -184,7 +192,7 @@ class Retries:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.budget = Budget(settings.retry_share_max)
+        self.budget = Budget(RETRY_SHARE_MAX)
         self.counts: Counter[str] = Counter()
         self._breakers: dict[str, Breaker] = {}
         self._congestion: dict[str, Congestion] = {}
@@ -194,12 +202,12 @@ class Retries:
         """The breaker of the store ``name`` (a bucket): one for all checkpoints in it."""
         if name not in self._breakers:
             patience = min(PATIENCE_SECONDS, self.settings.store_timeout_seconds)
-            self._breakers[name] = Breaker(name, self.settings.drain_retry_seconds_max, patience)
+            self._breakers[name] = Breaker(name, PAUSE_SECONDS_MAX, patience)
         return self._breakers[name]
 
     def congestion(self, name: str) -> Congestion:
         """How many GETs the store ``name`` is asked at a time: one number for all checkpoints in it."""
-        return self._congestion.setdefault(name, Congestion(name, int(self.settings.throughput_min_bytes_per_second)))
+        return self._congestion.setdefault(name, Congestion(name, congestion.BYTES_PER_SECOND_MIN))
 
     def bucket(self, scheme: str, authority: str) -> Bucket:
         """What a bucket or container is reached through: one for all checkpoints in it."""
@@ -219,7 +227,7 @@ class Retries:
 
         Raises:
             StoreUnavailableError: attempts, time (``store_timeout_seconds``) or budget are spent, or the store is down.
-        Cost: at most ``1 + retry_attempts_max`` requests, each made up to ``1 + CROWDED_MAX`` times when it is a GET in
+        Cost: at most ``1 + RETRIES_MAX`` requests, each made up to ``1 + CROWDED_MAX`` times when it is a GET in
             a crowd; none while the store is known to be down.
         """
         return await self.again(
@@ -263,7 +271,7 @@ class Retries:
                 return await work()
             except StoreUnavailableError as error:
                 deadline += error.context.get("crowded_seconds", 0.0)
-                while _may_pass(error) and tries <= self.settings.retry_attempts_max and time.monotonic() < deadline:
+                while _may_pass(error) and tries <= RETRIES_MAX and time.monotonic() < deadline:
                     await asyncio.sleep(jitter_seconds(tries, BACKOFF_SECONDS_MIN, BACKOFF_SECONDS_MAX))
                     if await self.pay(deadline):
                         break

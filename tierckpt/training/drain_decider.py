@@ -3,7 +3,7 @@
 A checkpoint is on shared storage only when every rank's part is, so the movers of the nodes cannot each decide for
 themselves. Rank 0 decides at the save, from what all ranks measured, and the other ranks hear of it. The journal
 carries it to each node's mover: an entry is ``ready`` to be drained, or ``kept`` on its SSD until newer checkpoints
-stand there (``checkpoint/local_only.py``). With ``drain_policy="adaptive"`` the policy is asked
+stand there (``checkpoint/local_only.py``). With ``exposure_seconds_max`` the policy is asked
 (``planning/policy.py``, D1 to D7) and what it says is carried out: ``dcp/shard_delivery.py`` goes straight to shared
 storage, ``drain/budget.py`` throttles.
 """
@@ -71,7 +71,7 @@ class DrainDecider:
 
     def __init__(self, settings: Settings) -> None:
         self.drains = settings.drain
-        self.is_adaptive = settings.drain and settings.drain_policy == "adaptive"
+        self.is_adaptive = settings.drain and settings.exposure_seconds_max is not None
         self._settings = settings
         self._since_sent = math.inf
         self._state = policy.State()

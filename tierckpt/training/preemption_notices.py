@@ -34,6 +34,8 @@ ADDRESSES = {
     "gcp": "http://metadata.google.internal",
     "azure": "http://169.254.169.254",
 }
+POLL_SECONDS = 5.0
+"""Time between two looks: AWS asks for this, and its notice comes 120 s ahead."""
 ENDING = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 """Azure's events that take the memory of the machine with them; a freeze does not."""
 
@@ -45,8 +47,7 @@ class Notices:
 
     def __init__(self, settings: Settings, told: Told) -> None:
         self._cloud = settings.preempt_notices
-        self._address = (settings.preempt_endpoint or ADDRESSES.get(self._cloud, "")).rstrip("/")
-        self._pause_seconds = settings.preempt_poll_seconds
+        self._address = ADDRESSES.get(self._cloud, "")
         self._told = told
         self._closed = threading.Event()
         self._has_failed = False
@@ -69,7 +70,7 @@ class Notices:
             if seconds is not None:
                 self._told(seconds, f"a notice of {self._cloud}, {seconds:.0f} s ahead")
                 return
-            self._closed.wait(self._pause_seconds)
+            self._closed.wait(POLL_SECONDS)
 
     def _say_once(self, error: Exception) -> None:
         if not self._has_failed:

@@ -20,6 +20,7 @@ from tierckpt.disk.local_root import check_local_root
 from tierckpt.drain import drain, transfer
 from tierckpt.format.layout import Location, local_dir, parse_uri
 from tierckpt.poll import Pauses
+from tierckpt.stores import retry
 from tierckpt.stores.local import LocalStore
 
 WAIT_SECONDS = 1.5
@@ -68,13 +69,13 @@ class Job:
 
     def __init__(self, world: World, *, drain: bool = True, **overrides: Any) -> None:
         self.world = world
+        retry.PAUSE_SECONDS_MAX = 0.01  # of this child
         settings = Settings.load(
             local_root=world.local_root,
             drain=drain,
             chunk_size_bytes=CHUNK_BYTES,
             concurrency=1,
             commit_timeout_seconds=Job.wait_seconds,
-            drain_retry_seconds_max=0.01,
             **overrides,
         )
         self._runner = asyncio.Runner()
