@@ -25,12 +25,12 @@ from pydantic_settings import (
 
 from .errors import ConfigError
 from .format.uris import local_path
+from .quantities import DISK_BLOCK_BYTES, round_up
 from .settings_file import NAME, read_settings_file
 
 KiB = 1 << 10
 MiB = 1 << 20
 GiB = 1 << 30
-BLOCK_BYTES = 4096
 PEER_SECRET_BYTES_MIN = 16
 
 _LISTEN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
@@ -253,10 +253,11 @@ class Settings(BaseSettings):
     @field_validator("chunk_size_bytes")
     @classmethod
     def _whole_blocks(cls, value: ByteSize) -> ByteSize:
-        valid = max(1, -(-value // BLOCK_BYTES)) * BLOCK_BYTES
+        valid = max(round_up(value), DISK_BLOCK_BYTES)
         if value != valid:
             raise ValueError(
-                f"{int(value)} is not a positive multiple of {BLOCK_BYTES} (the block of O_DIRECT); the next is {valid}"
+                f"{int(value)} is not a positive multiple of {DISK_BLOCK_BYTES} (the block of O_DIRECT); "
+                f"the next is {valid}"
             )
         return value
 

@@ -1,6 +1,14 @@
-"""Sizes and durations as people read them."""
+"""Sizes and durations as people read them, and the block of a disk."""
 
 from __future__ import annotations
+
+DISK_BLOCK_BYTES = 4096
+"""What O_DIRECT reads and writes in. Blocks that are digested are larger: ``format.manifest.DIGEST_BLOCK_BYTES``."""
+
+
+def round_up(size_bytes: int, to: int = DISK_BLOCK_BYTES) -> int:
+    """Return the next multiple of ``to``."""
+    return -(-size_bytes // to) * to
 
 
 def human_bytes(size_bytes: float) -> str:

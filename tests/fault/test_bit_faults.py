@@ -164,7 +164,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalStore, "link", link)
         for module in (manifests, replicated_file):
-            patch.setattr(module, "BLOCK_BYTES", 1024)
+            patch.setattr(module, "DIGEST_BLOCK_BYTES", 1024)
         node = Node(tmp_path_factory.mktemp("node"))
         patch.setattr(asyncio, "to_thread", inline)
         yield node

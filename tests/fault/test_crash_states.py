@@ -280,7 +280,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_saver, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(retry, "PAUSE_SECONDS_MAX", 0.05)
     for module in (manifests, replicated_file):  # so that there are block digests beside the shards
-        monkeypatch.setattr(module, "BLOCK_BYTES", 1024)
+        monkeypatch.setattr(module, "DIGEST_BLOCK_BYTES", 1024)
 
 
 def record(run: Callable[[World], None], root: Path) -> World:

@@ -21,7 +21,7 @@ from tierckpt.client import close_all
 from tierckpt.errors import IntegrityError
 from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import MANIFEST, blocks_file, local_dir, parse_uri
-from tierckpt.format.manifest import BLOCK_BYTES
+from tierckpt.format.manifest import DIGEST_BLOCK_BYTES
 
 MiB = 1 << 20
 ROWS, ROW_BYTES = 24, MiB
@@ -202,5 +202,5 @@ def test_the_block_digests_are_a_file_of_the_checkpoint_on_every_tier(
     blocks = sum(
         manifests.block_count(file.size_bytes, found.chunk_size_bytes) for file in found.files if file != entry
     )
-    assert entry.size_bytes == 16 * blocks == 16 * -(-(found.size_bytes - entry.size_bytes) // BLOCK_BYTES)
+    assert entry.size_bytes == 16 * blocks == 16 * -(-(found.size_bytes - entry.size_bytes) // DIGEST_BLOCK_BYTES)
     assert (Path(uri) / entry.path).read_bytes() == (local(uri) / entry.path).read_bytes()

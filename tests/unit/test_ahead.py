@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from tests.unit.test_flush import Item, KiB, MiB, check, items_of, reference, staged_in
 from tierckpt.arena.memory import Memory
-from tierckpt.disk.blocks import round_up
 from tierckpt.disk.write_tuner import IoShape
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError, TierckptError
 from tierckpt.format.shard import Flushed
+from tierckpt.quantities import round_up
 from tierckpt.save import write_ahead as ahead_module
 from tierckpt.save.flush import flush
 from tierckpt.save.shard_plan import Image, Record, Shard

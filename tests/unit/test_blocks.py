@@ -16,7 +16,8 @@ from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.errors import IntegrityError, ManifestError, ObjectNotFoundError
 from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import blocks_file
-from tierckpt.format.manifest import BLOCK_BYTES, FileEntry, Manifest, digest_of
+from tierckpt.format.manifest import DIGEST_BLOCK_BYTES as BLOCK
+from tierckpt.format.manifest import FileEntry, Manifest, digest_of
 from tierckpt.format.shard import Flushed
 from tierckpt.read import block_digests
 from tierckpt.read import parallel_read as pulling
@@ -25,8 +26,8 @@ from tierckpt.read.parallel_read import NEAR_BYTES, Piece, pull
 from tierckpt.read.replicated_file import Copy, LocalCopy, RemoteCopy, ReplicatedFile
 from tierckpt.types import ByteRange, Tier
 
-CHUNK = 4 * BLOCK_BYTES
-SIZE = 3 * CHUNK + BLOCK_BYTES + 777
+CHUNK = 4 * BLOCK
+SIZE = 3 * CHUNK + BLOCK + 777
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +55,14 @@ def entry_of(shard: Flushed, token: str = "aa") -> FileEntry:
 # --- the digest ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES])
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK])
 def test_a_chunk_of_one_block_has_the_digest_it_always_had(size: int, data: bytes) -> None:
     assert digest_of(data[:size]) == xxh3_128(data[:size]).hexdigest()
 
 
-@pytest.mark.parametrize("size", [BLOCK_BYTES + 1, 2 * BLOCK_BYTES, CHUNK - 1, CHUNK])
+@pytest.mark.parametrize("size", [BLOCK + 1, 2 * BLOCK, CHUNK - 1, CHUNK])
 def test_a_larger_chunk_has_the_digest_of_the_digests_of_its_blocks(size: int, data: bytes) -> None:
-    parts = [data[at : min(at + BLOCK_BYTES, size)] for at in range(0, size, BLOCK_BYTES)]
+    parts = [data[at : min(at + BLOCK, size)] for at in range(0, size, BLOCK)]
     expected = xxh3_128(b"".join(xxh3_128(part).digest() for part in parts)).hexdigest()
     assert digest_of(data[:size]) == f"t{expected}"
     assert manifests.has_digest(data[:size], f"t{expected}")
@@ -115,14 +116,14 @@ def test_the_digests_of_a_ranks_blocks_are_one_file_that_the_manifest_names(tmp_
     assert len(kept) == 16 * sum(counts.values())
     places = block_digests.places(manifest_of(*map(entry_of, shards), entry))
     assert {name: start for name, (_, start) in places.items()} == {"a": 0, "b": 16 * 14, "c": 16 * 19}
-    first = [xxh3_128(data[at : at + BLOCK_BYTES]).digest() for at in range(0, CHUNK, BLOCK_BYTES)]
+    first = [xxh3_128(data[at : at + BLOCK]).digest() for at in range(0, CHUNK, BLOCK)]
     assert kept[:64] == b"".join(first)
 
 
 def test_nothing_is_kept_where_each_chunk_is_a_block(tmp_path: Path, data: bytes) -> None:
-    shards = [flushed(tmp_path / "a", data[:BLOCK_BYTES]), flushed(tmp_path / "b", data, BLOCK_BYTES)]
+    shards = [flushed(tmp_path / "a", data[:BLOCK]), flushed(tmp_path / "b", data, BLOCK)]
     assert block_digests.keep(tmp_path, shards[:1], 0, "aa", CHUNK) == []
-    assert block_digests.keep(tmp_path, shards[1:], 0, "aa", BLOCK_BYTES) == []
+    assert block_digests.keep(tmp_path, shards[1:], 0, "aa", BLOCK) == []
     assert block_digests.places(manifest_of(entry_of(shards[0]))) == {}
 
 
@@ -187,20 +188,25 @@ def place(tmp_path: Path, data: bytes) -> Place:
 
 
 def test_only_the_blocks_that_are_touched_are_read(place: Place, buffers: BounceBufferPool) -> None:
-    wanted = [(BLOCK_BYTES + 5, 2 * BLOCK_BYTES + 5), (CHUNK + 1, CHUNK + 2), (2 * CHUNK, 3 * CHUNK), (SIZE - 1, SIZE)]
+    wanted = [
+        (BLOCK + 5, 2 * BLOCK + 5),
+        (CHUNK + 1, CHUNK + 2),
+        (2 * CHUNK, 3 * CHUNK),
+        (SIZE - 1, SIZE),
+    ]
     assert place.pulled(place.copies(), buffers, *wanted)
     assert sorted(place.copy.asked) == [
-        (BLOCK_BYTES, 3 * BLOCK_BYTES),
-        (CHUNK, CHUNK + BLOCK_BYTES),
+        (BLOCK, 3 * BLOCK),
+        (CHUNK, CHUNK + BLOCK),
         (2 * CHUNK, 3 * CHUNK),
-        (3 * CHUNK + BLOCK_BYTES, SIZE),
+        (3 * CHUNK + BLOCK, SIZE),
     ]
 
 
 def test_a_chunk_is_read_in_parts_that_fit_the_caches_and_whole_where_its_blocks_are_not_known(
     place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = 2 * BLOCK_BYTES
+    part = 2 * BLOCK
     monkeypatch.setattr(pulling, "READ_BYTES", part)
     assert place.pulled(place.copies(), buffers, (1, part + 1), (CHUNK - 1, SIZE))
     assert sorted(place.copy.asked) == [(at, min(at + part, SIZE)) for at in range(0, SIZE, part)]
@@ -212,7 +218,7 @@ def test_a_chunk_is_read_in_parts_that_fit_the_caches_and_whole_where_its_blocks
 def test_for_a_whole_chunk_nobody_goes_farther_to_find_the_digests_of_its_blocks(
     place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulling, "READ_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(pulling, "READ_BYTES", BLOCK)
     kept, asked = place.kept_path.read_bytes(), list[ByteRange]()
 
     def get(byte_range: ByteRange) -> bytes:
@@ -224,7 +230,7 @@ def test_for_a_whole_chunk_nobody_goes_farther_to_find_the_digests_of_its_blocks
     assert (sorted(place.copy.asked), asked) == ([(0, CHUNK), (CHUNK, 2 * CHUNK)], [])
     place.copy = Counted(place.path)
     assert place.pulled(place.copies(known=list(elsewhere)), buffers, (5, 6))
-    assert (place.copy.asked, len(asked)) == ([(0, BLOCK_BYTES)], 1)
+    assert (place.copy.asked, len(asked)) == ([(0, BLOCK)], 1)
     assert place.pulled(place.copies(known=list(elsewhere)), buffers, (7, 9), peeks=(0,))
     assert len(asked) == 1, "what is only peeked at is not verified"
     place.copy = RemoteCopy("s3://b/shard", lambda asked: place.data[asked.start : asked.stop])  # type: ignore[assignment]
@@ -235,9 +241,9 @@ def test_for_a_whole_chunk_nobody_goes_farther_to_find_the_digests_of_its_blocks
 def test_when_a_part_is_bad_the_rest_of_the_chunk_comes_from_the_next_copy_too(
     place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulling, "READ_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(pulling, "READ_BYTES", BLOCK)
     damaged = bytearray(place.data)
-    damaged[BLOCK_BYTES] ^= 1
+    damaged[BLOCK] ^= 1
     place.path.write_bytes(damaged)
     place.copy = Counted(place.path)
     whole = RemoteCopy("node-2", lambda at: place.data[at.start : at.stop], Tier.PEER, chunk_size_bytes=CHUNK)
@@ -248,16 +254,20 @@ def test_when_a_part_is_bad_the_rest_of_the_chunk_comes_from_the_next_copy_too(
 def test_damage_elsewhere_in_the_chunk_does_not_matter_and_damage_in_the_blocks_does(
     place: Place, buffers: BounceBufferPool
 ) -> None:
-    for at, is_read in ((3 * BLOCK_BYTES, True), (BLOCK_BYTES, False), (2 * BLOCK_BYTES - 1, False)):
+    for at, is_read in (
+        (3 * BLOCK, True),
+        (BLOCK, False),
+        (2 * BLOCK - 1, False),
+    ):
         damaged = bytearray(place.data)
         damaged[at] ^= 1
         place.path.write_bytes(damaged)
         place.copy = Counted(place.path)
         if is_read:
-            assert place.pulled(place.copies(), buffers, (BLOCK_BYTES + 5, BLOCK_BYTES + 6))
+            assert place.pulled(place.copies(), buffers, (BLOCK + 5, BLOCK + 6))
             continue
         with pytest.raises(IntegrityError, match="no good copy of shard"):
-            place.pulled(place.copies(), buffers, (BLOCK_BYTES + 5, BLOCK_BYTES + 6))
+            place.pulled(place.copies(), buffers, (BLOCK + 5, BLOCK + 6))
         assert place.path.with_name("shard.bad").exists()
 
 
@@ -286,7 +296,7 @@ def test_without_good_block_digests_the_whole_chunk_is_read(
     damage: Callable[[Place], None], place: Place, buffers: BounceBufferPool
 ) -> None:
     damage(place)
-    assert place.pulled(place.copies(), buffers, (BLOCK_BYTES + 5, BLOCK_BYTES + 6))
+    assert place.pulled(place.copies(), buffers, (BLOCK + 5, BLOCK + 6))
     assert place.copy.asked == [(0, CHUNK)]
     assert not place.path.with_name("shard.bad").exists()
 
@@ -296,30 +306,30 @@ def test_good_block_digests_of_another_copy_are_found(place: Place, buffers: Bou
     wrong_in_the_first_chunk(place)
     elsewhere = RemoteCopy("s3://b/x", lambda asked: good[asked.start : asked.stop])
     copies = place.copies(known=[LocalCopy(place.kept_path), elsewhere])
-    assert place.pulled(copies, buffers, (BLOCK_BYTES + 5, BLOCK_BYTES + 6))
-    assert place.copy.asked == [(BLOCK_BYTES, 2 * BLOCK_BYTES)]
+    assert place.pulled(copies, buffers, (BLOCK + 5, BLOCK + 6))
+    assert place.copy.asked == [(BLOCK, 2 * BLOCK)]
 
 
 def test_damaged_block_digests_never_pass_damaged_blocks(place: Place, buffers: BounceBufferPool) -> None:
     """Both are wrong, and agree with each other."""
     damaged = bytearray(place.data)
-    damaged[BLOCK_BYTES] ^= 1
+    damaged[BLOCK] ^= 1
     place.path.write_bytes(damaged)
     kept = bytearray(place.kept_path.read_bytes())
-    kept[16:32] = xxh3_128(damaged[BLOCK_BYTES : 2 * BLOCK_BYTES]).digest()
+    kept[16:32] = xxh3_128(damaged[BLOCK : 2 * BLOCK]).digest()
     place.kept_path.write_bytes(kept)
     with pytest.raises(IntegrityError, match="no good copy of shard"):
-        place.pulled(place.copies(), buffers, (BLOCK_BYTES + 5, BLOCK_BYTES + 6))
+        place.pulled(place.copies(), buffers, (BLOCK + 5, BLOCK + 6))
 
 
 def test_a_peek_reads_a_page_and_is_not_verified(place: Place, buffers: BounceBufferPool) -> None:
-    assert place.pulled(place.copies(), buffers, (5, 90), (3 * BLOCK_BYTES, CHUNK), peeks=(0,))
-    assert sorted(place.copy.asked) == [(0, 4096), (3 * BLOCK_BYTES, CHUNK)]
+    assert place.pulled(place.copies(), buffers, (5, 90), (3 * BLOCK, CHUNK), peeks=(0,))
+    assert sorted(place.copy.asked) == [(0, 4096), (3 * BLOCK, CHUNK)]
     assert place.pulled(place.copies(), buffers, (4090, 4099), (5000, CHUNK), peeks=(0,))  # in what is read anyway
     damaged = bytearray(place.data)
     damaged[6] ^= 1
     place.path.write_bytes(damaged)
-    assert not place.pulled(place.copies(), buffers, (5, 90), (3 * BLOCK_BYTES, CHUNK), peeks=(0,))
+    assert not place.pulled(place.copies(), buffers, (5, 90), (3 * BLOCK, CHUNK), peeks=(0,))
     assert not place.path.with_name("shard.bad").exists()
 
 
@@ -335,7 +345,7 @@ def test_a_peek_at_what_cannot_be_read_shows_nothing(place: Place, buffers: Boun
 
 
 def test_ranges_of_a_remote_file_that_are_near_are_one_request(tmp_path: Path, buffers: BounceBufferPool) -> None:
-    chunk = 16 * BLOCK_BYTES
+    chunk = 16 * BLOCK
     data = random.Random(4).randbytes(3 * chunk)
     shard = flushed(tmp_path / "a", data, chunk)
     [_] = block_digests.keep(tmp_path, [shard], 0, "aa", chunk)
@@ -352,12 +362,12 @@ def test_ranges_of_a_remote_file_that_are_near_are_one_request(tmp_path: Path, b
     place = Place(tmp_path, data[:CHUNK])
     place.data = data
     copies = ReplicatedFile(entry_of(shard), chunk, [RemoteCopy("s3://b/a", get)], known)
-    near, far = BLOCK_BYTES + NEAR_BYTES, 2 * BLOCK_BYTES + NEAR_BYTES
+    near, far = BLOCK + NEAR_BYTES, 2 * BLOCK + NEAR_BYTES
     wanted = [(0, 1), (near, near + 1), (chunk, chunk + 1), (chunk + far, chunk + far + 1), (2 * chunk, 3 * chunk)]
     assert place.pulled(copies, buffers, *wanted)
     assert sorted(asked) == [
-        (0, near + BLOCK_BYTES),
-        (chunk, chunk + BLOCK_BYTES),
-        (chunk + far, chunk + far + BLOCK_BYTES),
+        (0, near + BLOCK),
+        (chunk, chunk + BLOCK),
+        (chunk + far, chunk + far + BLOCK),
         (2 * chunk, 3 * chunk),
     ]

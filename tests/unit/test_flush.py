@@ -28,12 +28,12 @@ from tests.services import REPOSITORY
 from tests.unit.flush_elsewhere import Frame
 from tierckpt.arena.memory import Memory
 from tierckpt.disk import priority
-from tierckpt.disk.blocks import round_up
 from tierckpt.disk.cpu_throttle import CpuThrottle
 from tierckpt.disk.write_tuner import IoShape, segment_bytes
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError
 from tierckpt.format.manifest import blocks_of, digest_of
 from tierckpt.format.shard import Flushed
+from tierckpt.quantities import round_up
 from tierckpt.save import flush as flush_module
 from tierckpt.save.flush import flush
 from tierckpt.save.shard_plan import Image, Record, Shard

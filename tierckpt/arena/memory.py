@@ -32,6 +32,7 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import CapacityError, ConfigError
+from ..quantities import round_up
 from ..telemetry import logger
 from . import capacity, numa, pages
 
@@ -125,7 +126,7 @@ class Memory:
         if kind is Kind.PRIVATE and shared:
             raise ConfigError("private memory cannot be shared", hint="Leave out kind=, or use Kind.SHM")
         numa.check_nodes(numa_nodes)
-        size_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        size_bytes = round_up(size_bytes, HUGE_PAGE_BYTES)
         kinds = [kind] if kind is not None else _shared_kinds(size_bytes) if shared else [Kind.PRIVATE]
         for candidate in kinds[:-1]:
             try:
@@ -156,7 +157,7 @@ class Memory:
         Raises:
             CapacityError: the node has not got that much to give now.
         """
-        size_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        size_bytes = round_up(size_bytes, HUGE_PAGE_BYTES)
         capacity.require(size_bytes, asked_bytes=size_bytes)
         return cls(size_bytes, Kind.SHM, _create(Kind.SHM, size_bytes))
 
@@ -297,7 +298,7 @@ class Memory:
         except (OSError, OverflowError) as error:
             raise _no_memory(self.size_bytes, self.kind, getattr(error, "errno", None) or errno.ENOMEM) from error
         start = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
-        self.address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        self.address = round_up(start, HUGE_PAGE_BYTES)
         offset = self.address - start
         self._map, self.view = reserved, memoryview(reserved)[offset : offset + self.size_bytes]
         if self.fd is not None:

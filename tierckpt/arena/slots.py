@@ -27,6 +27,7 @@ from ..config import Settings
 from ..disk.write_tuner import WRITE_THREADS_MAX
 from ..errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
 from ..poll import BRIEF, Poll
+from ..quantities import round_up
 from ..telemetry import logger
 from .memory import HUGE_PAGE_BYTES, Memory
 
@@ -38,7 +39,7 @@ MiB = 1 << 20
 
 def whole_huge_pages(size_bytes: int) -> int:
     """What a slot of ``size_bytes`` takes."""
-    return -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    return round_up(size_bytes, HUGE_PAGE_BYTES)
 
 
 def gave_its_place() -> CheckpointSkippedError:

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..arena.slots import BounceBufferPool
-from ..config import BLOCK_BYTES
 from ..disk.durable import translated
 from ..errors import CapacityError, OperationTimeoutError
+from ..quantities import DISK_BLOCK_BYTES
 from ..telemetry import BYTES, logger
 from ..types import Buffer, Tier
 
@@ -45,7 +45,7 @@ def write_at(path: Path, data: Buffer, offset: int) -> None:
     """
     view = memoryview(data).cast("B")
     with translated(path):
-        done = _write_direct(path, view, offset) if offset % BLOCK_BYTES == 0 else 0
+        done = _write_direct(path, view, offset) if offset % DISK_BLOCK_BYTES == 0 else 0
         if done < len(view):
             file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             try:
@@ -58,7 +58,7 @@ def write_at(path: Path, data: Buffer, offset: int) -> None:
 
 def _write_direct(path: Path, view: memoryview, offset: int) -> int:
     """Return how many bytes, in whole blocks, went this way: 0 where the file system has no O_DIRECT."""
-    whole = len(view) // BLOCK_BYTES * BLOCK_BYTES
+    whole = len(view) // DISK_BLOCK_BYTES * DISK_BLOCK_BYTES
     if whole < DIRECT_BYTES_MIN or _no_direct:
         return 0
     try:
@@ -82,7 +82,7 @@ def _write_direct(path: Path, view: memoryview, offset: int) -> int:
 def is_aligned(view: memoryview) -> bool:
     """True for memory that O_DIRECT can write from as it is."""
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(view)) % BLOCK_BYTES == 0
+        return ctypes.addressof(ctypes.c_char.from_buffer(view)) % DISK_BLOCK_BYTES == 0
     except (TypeError, ValueError):  # read-only, or empty
         return False
 
@@ -114,7 +114,7 @@ def _write_blocks(file: int, view: memoryview, offset: int) -> int:
             if error.errno != errno.EINVAL:
                 raise
             break  # this file system wants more alignment than we have: the rest goes through the page cache
-        count -= count % BLOCK_BYTES  # a short write goes on from the last whole block
+        count -= count % DISK_BLOCK_BYTES  # a short write goes on from the last whole block
         if not count:
             break
         done += count

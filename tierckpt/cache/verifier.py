@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..errors import TierckptError
-from ..format.manifest import BLOCK_BYTES, BLOCK_DIGEST_BYTES, blocks_of, digest_of_blocks, has_digest
+from ..format.manifest import BLOCK_DIGEST_BYTES, DIGEST_BLOCK_BYTES, blocks_of, digest_of_blocks, has_digest
 from ..telemetry import QUARANTINES, logger
 from ..types import Buffer, ByteRange, Tier
 from .file_set import FileSet
@@ -95,14 +95,14 @@ class Checker:
         known = self._blocks_of(index, chunk, digest)
         start, stop = at.start, at.stop
         if known:
-            start = part.start - (part.start - at.start) % BLOCK_BYTES
-            stop = min(at.stop, part.stop + -(part.stop - at.start) % BLOCK_BYTES)
+            start = part.start - (part.start - at.start) % DIGEST_BLOCK_BYTES
+            stop = min(at.stop, part.stop + -(part.stop - at.start) % DIGEST_BLOCK_BYTES)
         pieces = (self._range(index, start, part.start), data, self._range(index, part.stop, stop))
         found = blocks_of(*pieces)
         if known:
-            first = (start - at.start) // BLOCK_BYTES * BLOCK_DIGEST_BYTES
+            first = (start - at.start) // DIGEST_BLOCK_BYTES * BLOCK_DIGEST_BYTES
             return known[first : first + len(found)] == found
-        if not digest.startswith("t") and at.size_bytes > BLOCK_BYTES:  # of a manifest of the first release
+        if not digest.startswith("t") and at.size_bytes > DIGEST_BLOCK_BYTES:  # of a manifest of the first release
             is_good = has_digest(b"".join(pieces), digest)
         else:
             is_good = digest_of_blocks(found) == digest

@@ -27,6 +27,7 @@ from ..disk.read_tuner import MODEL_WAYS, WAYS, ReadMode, device_of, read_tuner_
 from ..engine import Engine
 from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError, TierckptError
 from ..format.layout import Location
+from ..quantities import DISK_BLOCK_BYTES
 from ..stores.base import Store
 from .ui.output import Report, human_bytes, human_seconds, table
 from .ui.session import JsonOption, LocalRootOption, load_settings, location_of, open_client
@@ -44,7 +45,6 @@ TORCH_FLOOR = (2, 10)
 FREE_BYTES_WARN = 10 * GiB
 FSYNC_SECONDS_WARN = 0.1
 FSYNC_ROUNDS = 5
-BLOCK_BYTES = 4096
 NOT_NODE_LOCAL = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs")
 
 OptionalUri = Annotated[
@@ -161,7 +161,7 @@ def _probe_disk(directory: Path) -> tuple[bool, float]:
     """Write one block and fsync it some times. Returns whether O_DIRECT works, and the median time of a write."""
     path = directory / f".tierckpt-doctor-{secrets.token_hex(6)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-    with mmap.mmap(-1, BLOCK_BYTES) as block:
+    with mmap.mmap(-1, DISK_BLOCK_BYTES) as block:
         try:
             try:
                 _timed_write(path, flags | os.O_DIRECT, block)

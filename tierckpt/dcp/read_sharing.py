@@ -26,7 +26,7 @@ from ..arena.shared_buffer import Process, Window, reserve
 from ..checkpoint.catalog import Checkpoint
 from ..config import Settings
 from ..errors import ConfigError, TierckptError
-from ..format.manifest import BLOCK_BYTES
+from ..format.manifest import DIGEST_BLOCK_BYTES
 from ..read import shared_read
 from ..read.parallel_read import Pull, pull
 from ..read.shared_read import SharedRead, SharedReadPlan
@@ -103,7 +103,7 @@ class Neighbours:
             window_bytes=window_bytes,
             wanted={name: shared_read.merged(ranges) for name, ranges in wanted.items()},
             fetched=missing,
-            verify_block_bytes=chunk if chunk % BLOCK_BYTES else BLOCK_BYTES,
+            verify_block_bytes=chunk if chunk % DIGEST_BLOCK_BYTES else DIGEST_BLOCK_BYTES,
             unit_bytes=shared_read.unit_bytes(chunk, window_bytes),
         )
         return replace(plan, storage_data=offer)

@@ -21,7 +21,6 @@ from ..arena.slots import Lease, write_buffers
 from ..checkpoint.journal import Entry
 from ..client import Client
 from ..config import Settings
-from ..disk.blocks import round_up
 from ..disk.cpu_throttle import BACKGROUND_CPU_SHARE, CpuThrottle
 from ..disk.durable import fsync_dir
 from ..disk.flush_lock import flushing
@@ -31,6 +30,7 @@ from ..errors import CapacityError, TierckptError
 from ..format.layout import Location, shard_name
 from ..format.manifest import FileEntry
 from ..format.shard import Flushed
+from ..quantities import round_up
 from ..read import block_digests
 from ..save import direct_put, eviction
 from ..save.flush import flush

@@ -26,8 +26,8 @@ from ..arena.pinning import pin
 from ..arena.slots import Lease, arena_for
 from ..checkpoint import in_flight
 from ..config import Settings
-from ..disk.blocks import round_up
 from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError
+from ..quantities import round_up
 from ..save import write_ahead
 from . import split
 from .gc_pause import gc_paused
@@ -327,7 +327,7 @@ def _in_arena(
         for index, offset in shard:
             offsets[index] = start + offset + len(frames[index].head)
             end = start + offset + frames[index].total_bytes
-        start = -(-end // shard_layout.BLOCK_BYTES) * shard_layout.BLOCK_BYTES
+        start = round_up(end)
     return offsets, start
 
 

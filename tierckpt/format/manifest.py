@@ -27,7 +27,7 @@ DIGEST = "xxh3-128"
 """Digests of whole chunks. What this release reads, and writes while no chunk has more than one block."""
 TREE_DIGEST = "xxh3-128-blocks"
 """Digests of larger chunks are of the digests of their blocks (docs/adr/0011-digests-of-blocks.md)."""
-BLOCK_BYTES = 256 * 1024
+DIGEST_BLOCK_BYTES = 256 * 1024
 """What one block digest covers: the least that a partial read must read to be sure of a byte."""
 BLOCK_DIGEST_BYTES = 16
 SIZE_BYTES_MAX = 1 << 50
@@ -46,7 +46,7 @@ _TOKEN = re.compile(r"^[A-Za-z0-9_.-]{1,80}\Z")
 def digest_of(data: Buffer) -> str:
     """The digest of a chunk: XXH3-128, seed 0, as 32 lower-case hex digits, most significant first (canonical form).
 
-    Of a chunk of more than ``BLOCK_BYTES`` it is ``t`` and the XXH3-128 of the digests of its blocks, one after
+    Of a chunk of more than ``DIGEST_BLOCK_BYTES`` it is ``t`` and the XXH3-128 of the digests of its blocks, one after
     another, so that who has those can tell a good block without the rest of the chunk.
 
     It finds damage, not malice: other bytes with the same digest can be made on purpose, and are not met by accident.
@@ -76,7 +76,7 @@ def blocks_of(*pieces: Buffer) -> bytes:
 
     ``pieces``: the chunk, or what makes it up, in order; nothing is copied.
     """
-    found, block, room = [], xxh3_128(), BLOCK_BYTES
+    found, block, room = [], xxh3_128(), DIGEST_BLOCK_BYTES
     for piece in pieces:
         view = memoryview(piece).cast("B")
         while len(view):
@@ -85,14 +85,14 @@ def blocks_of(*pieces: Buffer) -> bytes:
             view, room = view[count:], room - count
             if not room:
                 found.append(block.digest())
-                block, room = xxh3_128(), BLOCK_BYTES
-    if room < BLOCK_BYTES or not found:
+                block, room = xxh3_128(), DIGEST_BLOCK_BYTES
+    if room < DIGEST_BLOCK_BYTES or not found:
         found.append(block.digest())
     return b"".join(found)
 
 
 def block_digest(data: Buffer) -> bytes:
-    """The digest of one block, at most ``BLOCK_BYTES``."""
+    """The digest of one block, at most ``DIGEST_BLOCK_BYTES``."""
     digest = xxh3_128()
     digest.update(data)
     return digest.digest()
@@ -105,7 +105,7 @@ def digest_of_blocks(blocks: bytes) -> str:
 
 def has_digest(data: Buffer, digest: str) -> bool:
     """True when ``digest`` is that of the chunk ``data``, in the form of this release or of the first."""
-    if digest.startswith("t") or len(data) <= BLOCK_BYTES:
+    if digest.startswith("t") or len(data) <= DIGEST_BLOCK_BYTES:
         return digest_of(data) == digest
     return _plain_digest(data) == digest
 
@@ -124,7 +124,7 @@ def chunk_count(size_bytes: int, chunk_size_bytes: int) -> int:
 def block_count(size_bytes: int, chunk_size_bytes: int) -> int:
     """How many blocks a file has. They are counted anew in each chunk, so that none lies in two."""
     chunks, rest = divmod(size_bytes, chunk_size_bytes)
-    return chunks * chunk_count(chunk_size_bytes, BLOCK_BYTES) + chunk_count(rest, BLOCK_BYTES)
+    return chunks * chunk_count(chunk_size_bytes, DIGEST_BLOCK_BYTES) + chunk_count(rest, DIGEST_BLOCK_BYTES)
 
 
 def digests_of(data: Buffer, chunk_size_bytes: int) -> tuple[str, ...]:

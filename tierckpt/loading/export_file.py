@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ..arena.memory import Memory
 from ..config import MiB
 from ..dcp.reader import TierStorageReader
-from ..disk.blocks import BLOCK_BYTES, round_up
 from ..errors import IntegrityError
+from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..read.parallel_read import windows
 from .dtypes import name_of, shape_in_file
 
@@ -118,7 +118,7 @@ def write_file(
     Cost: memory for two windows; a part that is saved in columns is read by whole rows.
     """
     header = header_of(items)
-    memory_bytes = min(window_bytes, sum(item.size_bytes for item in items)) + 2 * BLOCK_BYTES
+    memory_bytes = min(window_bytes, sum(item.size_bytes for item in items)) + 2 * DISK_BLOCK_BYTES
     ordered = windows(blocks(items, len(header), window_bytes), lambda block: block.memory_bytes, window_bytes)
     with _File(path) as file, ThreadPoolExecutor(1, "tierckpt-export") as writer:
         file.write_small(header)
@@ -136,7 +136,7 @@ def write_file(
             for block in window:
                 on_bytes(block.size_bytes)
             end = window[-1].stop
-            tail = (end - begin) % BLOCK_BYTES
+            tail = (end - begin) % DISK_BLOCK_BYTES
             rest = bytes(view[end - begin - tail : end - begin])
             if writing is not None:
                 writing.result()
@@ -260,8 +260,8 @@ class _File:
     def write(self, view: memoryview, at: int) -> None:
         while view:
             count = os.pwrite(self._file, view, at)
-            if count % BLOCK_BYTES and count < len(view):  # O_DIRECT goes on from a whole block only
-                count -= count % BLOCK_BYTES
+            if count % DISK_BLOCK_BYTES and count < len(view):  # O_DIRECT goes on from a whole block only
+                count -= count % DISK_BLOCK_BYTES
                 if not count:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             view, at = view[count:], at + count

@@ -29,9 +29,8 @@ from ..arena.memory import HUGE_PAGE_BYTES, Kind, Memory
 from ..arena.page_choice import paging
 from ..arena.pinning import pin
 from ..arena.slots import read_buffers
-from ..disk.blocks import BLOCK_BYTES, round_up
 from ..errors import CapacityError, IntegrityError, TierckptError
-from ..quantities import human_bytes
+from ..quantities import DISK_BLOCK_BYTES, human_bytes, round_up
 from ..read.read_benchmark import opened_disk, tried
 from ..read.read_threads import ReadThreads, Worker
 from ..read.replicated_file import Copy, LocalCopy
@@ -240,7 +239,7 @@ class _Filling:
         """What the extents take: whole blocks of the file, then whole huge pages."""
         blocks = sum(round_up(extent[-1][1].stop) - _block(extent[0][1].start) for extent in self._extents)
         gathered = sum(round_up(want.size_bytes) for want, _ in self._other if self._is_large(want))
-        return -(-(blocks + gathered) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        return round_up(blocks + gathered, HUGE_PAGE_BYTES)
 
     def _is_large(self, want: Want) -> bool:
         return self.device.type == "cpu" and want.size_bytes >= DIRECT_BYTES_MIN
@@ -291,7 +290,7 @@ class _Filling:
         """Make jobs of pieces that lie close together, none larger than a buffer."""
         job: Job | None = None
         for run, name, target in pieces:
-            for part in run.parts(READ_BYTES - 2 * BLOCK_BYTES):
+            for part in run.parts(READ_BYTES - 2 * DISK_BLOCK_BYTES):
                 start = _block(part.start)
                 if job is None or start > job.stop + GAP_BYTES_MAX or part.stop - job.start > READ_BYTES:
                     job = Job(self.copy, start, part.stop, name)
@@ -306,7 +305,7 @@ class _Filling:
 
 
 def _block(offset: int) -> int:
-    return offset - offset % BLOCK_BYTES
+    return offset - offset % DISK_BLOCK_BYTES
 
 
 def _tensor(view: memoryview, offset: int, want: Want) -> Tensor:
@@ -414,7 +413,7 @@ class _Reading(ReadThreads):
         """One for each reader. They have no pages before somebody reads through them."""
         if not self._fillers:
             return [None] * self._readers
-        size_bytes = -(-self._readers * THROUGH_BYTES // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        size_bytes = round_up(self._readers * THROUGH_BYTES, HUGE_PAGE_BYTES)
         view = Memory(size_bytes, Kind.PRIVATE, None).view
         return [view[at : at + THROUGH_BYTES] for at in range(0, self._readers * THROUGH_BYTES, THROUGH_BYTES)]
 

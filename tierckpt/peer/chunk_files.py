@@ -17,7 +17,7 @@ from ..disk.claims import is_live
 from ..disk.open_beneath import open_beneath
 from ..errors import ManifestError
 from ..format.layout import MANIFEST
-from ..format.manifest import BLOCK_BYTES, Manifest, block_digest, digest_of_blocks
+from ..format.manifest import DIGEST_BLOCK_BYTES, Manifest, block_digest, digest_of_blocks
 from ..format.manifest import decode as decode_manifest
 from ..types import ByteRange
 from .messages import MANIFEST_BYTES_MAX
@@ -344,8 +344,8 @@ def frozen_of(manifest: Manifest, uri: str) -> FileSet:
 def digest_at(file: int, at: ByteRange, like: str = "t") -> str:
     """The digest of a range of a file, in the form of ``like``, in a piece of memory at a time."""
     blocks, plain = [], xxh3_128()
-    is_plain = not like.startswith("t") and at.size_bytes > BLOCK_BYTES
-    piece = memoryview(bytearray(min(4 * BLOCK_BYTES, at.size_bytes)))
+    is_plain = not like.startswith("t") and at.size_bytes > DIGEST_BLOCK_BYTES
+    piece = memoryview(bytearray(min(4 * DIGEST_BLOCK_BYTES, at.size_bytes)))
     for start in range(at.start, at.stop, max(1, len(piece))):
         view = piece[: min(len(piece), at.stop - start)]
         if not _read_all(file, view, start):
@@ -353,7 +353,10 @@ def digest_at(file: int, at: ByteRange, like: str = "t") -> str:
         if is_plain:
             plain.update(view)
         else:
-            blocks += [block_digest(view[offset : offset + BLOCK_BYTES]) for offset in range(0, len(view), BLOCK_BYTES)]
+            blocks += [
+                block_digest(view[offset : offset + DIGEST_BLOCK_BYTES])
+                for offset in range(0, len(view), DIGEST_BLOCK_BYTES)
+            ]
     return plain.hexdigest() if is_plain else digest_of_blocks(b"".join(blocks) or block_digest(b""))
 
 

@@ -26,10 +26,10 @@ from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
 from ..arena.memory import Memory
 from ..arena.slots import BounceBufferPool
 from ..config import ranks_of_node
-from ..disk.blocks import round_up
 from ..disk.page_cache import PAGE_BYTES
 from ..disk.read_tuner import WAYS
 from ..errors import TierckptError
+from ..quantities import round_up
 from ..types import Buffer, ByteRange
 from .read_benchmark import opened_disk, tried
 from .read_threads import ReadThreads, Worker

@@ -11,14 +11,13 @@ from ctypes import addressof, c_char, memmove
 from pathlib import Path
 from typing import Protocol
 
-from ..disk.blocks import BLOCK_BYTES as DISK_BLOCK_BYTES
-from ..disk.blocks import round_up
 from ..disk.durable import translated
 from ..disk.file_io import open_file, pread_all
 from ..disk.page_cache import Resident
 from ..disk.read_tuner import WAYS, ReadMode, ReadTuner, device_of
 from ..errors import IntegrityError, PermissionDeniedError, StoreUnavailableError, TierckptError
-from ..format.manifest import BLOCK_BYTES, BLOCK_DIGEST_BYTES, FileEntry, blocks_of, has_digest
+from ..format.manifest import BLOCK_DIGEST_BYTES, DIGEST_BLOCK_BYTES, FileEntry, blocks_of, has_digest
+from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..telemetry import BYTES, QUARANTINES, logger
 from ..types import Buffer, ByteRange, Tier
 
@@ -292,7 +291,7 @@ class ReplicatedFile:
     @property
     def verify_block_bytes(self) -> int:
         """The least that can be verified, and so the least that is worth reading; parts begin at a multiple of it."""
-        return BLOCK_BYTES if self.entry.digests else DISK_BLOCK_BYTES
+        return DIGEST_BLOCK_BYTES if self.entry.digests else DISK_BLOCK_BYTES
 
     def chunk_range(self, index: int) -> ByteRange:
         start = index * self.chunk_size_bytes
@@ -377,7 +376,7 @@ class ReplicatedFile:
             return has_digest(data, self.entry.digests[index])
         known = self._blocks.of(index) if self._blocks is not None else None
         found = blocks_of(data)
-        at = (byte_range.start - self.chunk_range(index).start) // BLOCK_BYTES * BLOCK_DIGEST_BYTES
+        at = (byte_range.start - self.chunk_range(index).start) // DIGEST_BLOCK_BYTES * BLOCK_DIGEST_BYTES
         return known is not None and known[at : at + len(found)] == found
 
     def _give_up(self, copy: Copy, problem: TierckptError) -> None:

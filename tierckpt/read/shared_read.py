@@ -27,6 +27,7 @@ from ..arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, Window
 from ..arena.slots import BounceBufferPool
 from ..errors import CapacityError, OperationTimeoutError, TierckptError
 from ..poll import Pauses, Poll
+from ..quantities import round_up
 from ..telemetry import READS_ALONE, logger
 from ..types import ByteRange
 from .parallel_read import REQUESTS_MAX, OnError, Piece, pull
@@ -125,7 +126,7 @@ def _common(offers: Sequence[ReadInterest]) -> dict[str, Ranges]:
     for name in sorted(set(itertools.chain.from_iterable(offer.wanted for offer in offers))):
         ranges: list[tuple[int, int]] = []
         for start, stop in overlaps(offer.wanted.get(name, ()) for offer in offers):
-            start, stop = start // grain * grain, -(-stop // grain) * grain
+            start, stop = start // grain * grain, round_up(stop, grain)
             if ranges and start <= ranges[-1][1]:
                 ranges[-1] = (ranges[-1][0], max(stop, ranges[-1][1]))
             else:

@@ -38,15 +38,14 @@ from zlib_ng.zlib_ng import crc32
 
 from ..arena.memory import Memory
 from ..disk import priority
-from ..disk.blocks import BLOCK_BYTES, round_up
 from ..disk.cpu_throttle import CpuThrottle
 from ..disk.durable import translated
 from ..disk.file_io import allocate
 from ..disk.write_tuner import IoShape, segment_bytes
 from ..errors import OperationTimeoutError
-from ..format.manifest import BLOCK_BYTES as DIGEST_BLOCK_BYTES
-from ..format.manifest import block_digest, blocks_of, digest_of_blocks
+from ..format.manifest import DIGEST_BLOCK_BYTES, block_digest, blocks_of, digest_of_blocks
 from ..format.shard import Flushed
+from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..telemetry import logger
 from .shard_plan import Record, Shard
 
@@ -202,7 +201,7 @@ class _File:
         while view:
             count = os.pwrite(self.fd, view, offset)
             if self.direct and count < len(view):
-                count -= count % BLOCK_BYTES
+                count -= count % DISK_BLOCK_BYTES
             if count <= 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             view, offset = view[count:], offset + count

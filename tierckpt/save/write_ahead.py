@@ -35,6 +35,7 @@ from ..arena.slots import Lease
 from ..config import Settings
 from ..disk.file_io import allocate
 from ..disk.write_tuner import segment_bytes
+from ..quantities import round_up
 from ..telemetry import logger
 from . import eviction
 
@@ -60,7 +61,7 @@ class Span:
     def units(self, unit_bytes: int) -> Iterator[int]:
         """The offsets of the units that lie within the data of one tensor (A1)."""
         for start, end in self.data:
-            first = -(-start // unit_bytes) * unit_bytes
+            first = round_up(start, unit_bytes)
             yield from range(first, end - unit_bytes + 1, unit_bytes)
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ..config import MiB
 from ..errors import ConfigError, IntegrityError
+from ..quantities import round_up
 from ..types import Buffer, ByteRange
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ async def limited(request: Awaitable[T], timeout_seconds: float) -> T:
 def part_size_bytes(size_bytes: int) -> int:
     """Return a part size, in whole MiB, that keeps the object within PARTS_MAX parts."""
     smallest = -(-size_bytes // PARTS_MAX)
-    return max(PART_SIZE_BYTES_MIN, -(-smallest // MiB) * MiB)
+    return max(PART_SIZE_BYTES_MIN, round_up(smallest, MiB))
 
 
 def frozen_piece(piece: Buffer) -> Buffer:

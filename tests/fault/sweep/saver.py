@@ -19,7 +19,6 @@ from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import READY, WRITING, Entry
 from tierckpt.config import Settings
 from tierckpt.disk import durable
-from tierckpt.disk.blocks import round_up
 from tierckpt.disk.durable import translated
 from tierckpt.disk.local_root import check_local_root
 from tierckpt.disk.write_tuner import WRITE_BYTES_MAX, IoShape, segment_bytes
@@ -29,6 +28,7 @@ from tierckpt.format import layout
 from tierckpt.format.layout import SHARD_SUFFIX, Location, local_dir
 from tierckpt.format.manifest import FileEntry, Manifest, digests_of
 from tierckpt.format.shard import Flushed
+from tierckpt.quantities import round_up
 from tierckpt.save import direct_put, eviction, flush, shard_plan
 
 KiB = 1 << 10

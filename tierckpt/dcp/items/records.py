@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from ...arena import slots
 from ...arena.slots import Lease
-from ...disk.blocks import BLOCK_BYTES, round_up
 from ...errors import CheckpointError, StateMismatchError
+from ...quantities import DISK_BLOCK_BYTES, round_up
 from ...save.shard_plan import Image, Record
 from .. import split
 from ..stager import StagedItems, refuse_tensor
@@ -185,7 +185,7 @@ def _image(records: Sequence[Record]) -> Image | None:
     for record in staged:
         if record.lease is not lease or (record.size_bytes and record.address - record.data_offset != address):
             return None
-    if address % BLOCK_BYTES:  # O_DIRECT takes no other
+    if address % DISK_BLOCK_BYTES:  # O_DIRECT takes no other
         return None
     if not lease.memory.address <= address or address + size_bytes > lease.memory.address + lease.size_bytes:
         return None

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ...quantities import round_up
 from .item_format import ALIGNMENT_BYTES, Frame
 
-BLOCK_BYTES = 4096
 LARGE_BYTES = 64 * 1024
 """From here on an item has its data on a block of its own: what that wastes is at most some percent."""
 
@@ -58,8 +58,8 @@ def _next(position: int, frame: Frame, unit: int) -> int:
     """Offset of the next item's head, at or after ``position``."""
     head = len(frame.head)
     if frame.size_bytes >= LARGE_BYTES:
-        return -(-(position + head) // BLOCK_BYTES) * BLOCK_BYTES - head
-    offset = -(-(position + head) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES - head
+        return round_up(position + head) - head
+    offset = round_up(position + head, ALIGNMENT_BYTES) - head
     if offset // unit != (offset + head + frame.size_bytes + len(frame.tail) - 1) // unit:
-        offset = -(-offset // unit) * unit
+        offset = round_up(offset, unit)
     return offset

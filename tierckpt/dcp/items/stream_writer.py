@@ -12,12 +12,12 @@ from ...disk.durable import translated
 from ...errors import TierckptError
 from ...format.manifest import blocks_of, digest_of_blocks
 from ...format.shard import Flushed
+from ...quantities import DISK_BLOCK_BYTES, round_up
 from ...telemetry import logger
 from ...types import Buffer
 
 log = logger("flush")
 
-BLOCK_BYTES = 4096
 _DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
@@ -34,8 +34,8 @@ class ShardWriter(io.RawIOBase):
     def __init__(self, path: Path, chunk_size_bytes: int) -> None:
         self.path = path
         self._chunk_size_bytes = chunk_size_bytes
-        self._aligned = chunk_size_bytes % BLOCK_BYTES == 0
-        self._buffer = mmap.mmap(-1, -(-chunk_size_bytes // BLOCK_BYTES) * BLOCK_BYTES)  # mmap memory is page-aligned
+        self._aligned = chunk_size_bytes % DISK_BLOCK_BYTES == 0
+        self._buffer = mmap.mmap(-1, round_up(chunk_size_bytes))  # mmap memory is page-aligned
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._buffer.madvise(mmap.MADV_HUGEPAGE)  # O_DIRECT from huge pages is 2 to 3 times faster
         self._view = memoryview(self._buffer)
@@ -79,7 +79,7 @@ class ShardWriter(io.RawIOBase):
 
     def _flush_chunk(self) -> None:
         self._blocks.append(blocks_of(self._view[: self._filled]))
-        padded = -(-self._filled // BLOCK_BYTES) * BLOCK_BYTES
+        padded = round_up(self._filled)
         self._write_all(self._view[:padded])
         self._written += self._filled
         self._filled = 0
