@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tierckpt.dcp.items import item_format, shard_layout
 from tierckpt.dcp.items.item_format import Frame, frame
-from tierckpt.dcp.items.shard_layout import BLOCK_BYTES, LARGE_BYTES, Placed, arrange, unit_bytes
+from tierckpt.dcp.items.shard_layout import LARGE_BYTES, Placed, arrange, unit_bytes
+from tierckpt.quantities import DISK_BLOCK_BYTES
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -50,7 +51,7 @@ def test_every_arrangement_keeps_the_rules(frames: list[Frame], cap: int, unit: 
         for index, offset in shard:
             item, data = frames[index], offset + len(frames[index].head)
             if item.size_bytes >= LARGE_BYTES:
-                assert data % BLOCK_BYTES == 0, "large data begins on a block"
+                assert data % DISK_BLOCK_BYTES == 0, "large data begins on a block"
             elif item.size_bytes:
                 assert data % item_format.ALIGNMENT_BYTES == 0
             if item.size_bytes < LARGE_BYTES and item.total_bytes <= unit:
