@@ -38,7 +38,6 @@ _ADVERTISE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:(?P<port>\d{1,5}
 
 StagingPolicy: TypeAlias = Literal["wait", "skip", "drop_oldest_unflushed"]
 PreemptSignal: TypeAlias = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"]
-NumaNode: TypeAlias = Annotated[int, Field(ge=0, lt=1024)]
 
 
 def ranks_of_node() -> int:
@@ -68,6 +67,7 @@ REMOVED = {
     "flush_cpu_share": "A background flush takes 4 % of a processor while the node is busy; leave it out",
     "flush_nice": "The flush always runs at nice 10, or lower where the process does already; leave it out",
     "flush_threads_max": "The number of threads is chosen by measurement, at most 8; leave it out",
+    "local_full_timeout_seconds": "A save waits 600 seconds for room; local_full_policy says what else it may do",
     "preempt_endpoint": "preempt_notices names the cloud, whose metadata address is known; leave it out",
     "preempt_poll_seconds": "Notices are looked for every 5 seconds; leave it out",
     "retry_attempts_max": "A request is retried up to 5 times within store_timeout_seconds; set that",
@@ -77,8 +77,11 @@ REMOVED = {
     "share_reads_over_group": "Ranks of one node share what they read (share_reads), nodes do with peers; leave it out",
     "share_reads_timeout_seconds": "A rank reads alone after 30 seconds without news from the others; leave it out",
     "split_replicated": "Ranks that hold the same bytes always write a part of them each; leave it out",
+    "staging_numa_nodes": "Pass numa_nodes to TierStager, or start the process with numactl",
+    "staging_timeout_seconds": "A save waits 600 seconds for a slot; staging_policy says what else it may do",
     "throughput_min_bytes_per_second": "A request slower than 16 KiB/s is retried; leave it out",
     "throughput_window_seconds": "A request is judged over windows of 15 seconds; leave it out",
+    "trust_pickle": "Pass trust_pickle=True where you open the checkpoint: it lets that checkpoint run code",
 }
 """Settings of earlier versions, and what replaces each."""
 
@@ -114,13 +117,6 @@ class Settings(BaseSettings):
     staging_policy: StagingPolicy = "wait"
     """What a save does when no slot is free. ``wait``: block until one is. ``skip``: leave this checkpoint out.
     ``drop_oldest_unflushed``: give up the oldest one whose flush has not begun. Never: take more memory."""
-
-    staging_timeout_seconds: float = Field(default=600.0, gt=0)
-    """How long a save waits for a slot before it raises."""
-
-    staging_numa_nodes: Annotated[tuple[NumaNode, ...], NoDecode] = ()
-    """NUMA nodes the arena takes memory from, in this order: DRAM first, then a CXL node. In the environment "0,2".
-    Empty: where the kernel puts it."""
 
     read_mode: Literal["auto", "direct", "straight", "buffered"] = "auto"
     """How files are read from disks. ``auto``: from the page cache what is there, the rest in the way that the first
@@ -176,9 +172,6 @@ class Settings(BaseSettings):
     """What a save does when the local tier is full and nothing there may be evicted yet: ``wait`` for a drain to end,
     or raise ``CapacityError`` at once."""
 
-    local_full_timeout_seconds: float = Field(default=600.0, gt=0)
-    """How long a save waits for room before it raises ``CapacityError``."""
-
     cache_bytes_max: ByteSize | None = Field(default=None, gt=0)
     """Most bytes of the node cache (``<local_root>/cache``). None: what the disk has, up to ``local_high_water``."""
 
@@ -217,10 +210,6 @@ class Settings(BaseSettings):
 
     replicas: int = Field(default=1, ge=1, le=16)
     """Nodes that hold each shard of a checkpoint after a save, its own among them. More than 1 needs ``peers``."""
-
-    trust_pickle: bool = False
-    """Load items that only an unrestricted unpickler can read. It runs whatever code the checkpoint names: say True
-    only for one you wrote yourself, and where you open it: neither the environment nor ``tierckpt.toml`` can say it."""
 
     commit_timeout_seconds: float = Field(default=1800.0, gt=0)
     """How long a mover waits for the other ranks' parts before it calls the checkpoint abandoned."""
@@ -261,11 +250,6 @@ class Settings(BaseSettings):
             )
         return value
 
-    @field_validator("staging_numa_nodes", mode="before")
-    @classmethod
-    def _node_list(cls, value: Any) -> Any:
-        return value.replace(",", " ").split() if isinstance(value, str) else value
-
     @field_validator("preempt_signals", mode="before")
     @classmethod
     def _signal_list(cls, value: Any) -> Any:
@@ -273,13 +257,6 @@ class Settings(BaseSettings):
         return tuple(
             name if not isinstance(name, str) or name.startswith("SIG") else f"SIG{name}" for name in names or ()
         )
-
-    @field_validator("staging_numa_nodes")
-    @classmethod
-    def _each_node_once(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(value)) != len(value):
-            raise ValueError("a node is named twice")
-        return value
 
     @field_validator("peer_listen", "peer_advertise")
     @classmethod
@@ -337,14 +314,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        file_settings = InitSettingsSource(settings_cls, read_settings_file())
-        for name, source in {"the environment": env_settings, "tierckpt.toml": file_settings}.items():
-            if "trust_pickle" in source():
-                raise ConfigError(
-                    f"trust_pickle is set in {name}, from where it is not taken",
-                    hint="Pass trust_pickle=True where you open the checkpoint: it lets that checkpoint run code",
-                )
-        return init_settings, env_settings, file_settings
+        return init_settings, env_settings, InitSettingsSource(settings_cls, read_settings_file())
 
     @classmethod
     def load(cls, settings: Settings | None = None, **overrides: Any) -> Settings:

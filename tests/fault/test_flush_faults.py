@@ -27,6 +27,7 @@ import tierckpt
 from tests.fault.flush_children import ACTS, SEEDED, TRACED
 from tests.services import REPOSITORY
 from tests.states import load, raises_ours, same, zeros_like
+from tierckpt.arena import slots
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.disk.write_tuner import IoShape, Tuner
 from tierckpt.errors import CapacityError, StoreError, TierckptError
@@ -246,9 +247,12 @@ def test_the_matrix_finds_a_writer_that_swallows_errors(
         assert loads(f"{file_uri}/step-1", 1, local_root)
 
 
-def test_memory_of_a_failed_save_is_free_for_the_next(file_uri: str, local_root: Path, disk: Disk) -> None:
+def test_memory_of_a_failed_save_is_free_for_the_next(
+    file_uri: str, local_root: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One slot, errors in a row that nobody has looked at yet: staging does not fill up with them."""
-    stager, futures = tierckpt.TierStager(checkpoints_in_flight_max=1, staging_timeout_seconds=5), []
+    monkeypatch.setattr(slots, "SLOT_SECONDS", 5)
+    stager, futures = tierckpt.TierStager(checkpoints_in_flight_max=1), []
     for step in range(1, 4):
         disk.fail("pwrite", 2, errno.EIO)
         writer = tierckpt.TierStorageWriter(f"{file_uri}/step-{step}", chunk_size_bytes=64 * KiB)

@@ -222,14 +222,15 @@ def test_a_save_waits_until_a_drain_has_ended_and_then_goes_on(
 @pytest.mark.parametrize("disk", ["ext4"], indirect=True)
 @pytest.mark.parametrize(("policy", "seconds"), [("error", 0.0), ("wait", 0.5)])
 def test_a_save_that_finds_no_room_is_refused_by_policy(
-    disk: Path, uri: str, held_drains: threading.Event, policy: str, seconds: float
+    disk: Path, uri: str, held_drains: threading.Event, policy: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(eviction, "ROOM_SECONDS", 0.5)
     options: dict[str, Any] = {"local_high_water": 0.75, "exit_timeout_seconds": 0, "local_full_policy": policy}
     for step in (1, 2, 3):
         save_step(uri, step, disk, drained=False, **options)
     begun = time.monotonic()
     with pytest.raises(CapacityError) as caught:
-        save_step(uri, 4, disk, drained=False, local_full_timeout_seconds=0.5, **options)
+        save_step(uri, 4, disk, drained=False, **options)
     assert seconds <= time.monotonic() - begun < seconds + 5
     assert caught.value.context["draining"] == 2  # the newest would stay anyway
     assert caught.value.context["needed_bytes"] >= STEP_BYTES - 100_000
@@ -242,7 +243,7 @@ def test_a_save_that_finds_no_room_is_refused_by_policy(
 
 @pytest.mark.parametrize("disk", ["ext4"], indirect=True)
 def test_a_save_does_not_wait_for_what_cannot_be_enough(disk: Path, uri: str, held_drains: threading.Event) -> None:
-    options: dict[str, Any] = {"exit_timeout_seconds": 0, "local_full_timeout_seconds": 60}
+    options: dict[str, Any] = {"exit_timeout_seconds": 0}
     for step in (1, 2):
         save_step(uri, step, disk, drained=False, **options)
     begun = time.monotonic()
@@ -256,7 +257,7 @@ def test_a_save_does_not_wait_for_what_cannot_be_enough(disk: Path, uri: str, he
 
 @pytest.mark.parametrize("disk", ["ext4"], indirect=True)
 def test_a_drain_that_has_failed_for_good_is_not_waited_for(disk: Path, uri: str) -> None:
-    options: dict[str, Any] = {"local_full_timeout_seconds": 60, "local_bytes_max": "18MiB"}
+    options: dict[str, Any] = {"local_bytes_max": "18MiB"}
     for step in (1, 2):
         save_step(uri, step, disk, drained=False, drain=False, **options)
     journal = Journal(disk)

@@ -80,6 +80,14 @@ def test_a_meta_tensor_is_named() -> None:
         tierckpt.TierStager().stage({"model": {"w": torch.ones(3, device="meta")}})
 
 
+def test_memory_comes_from_the_numa_nodes_that_are_named() -> None:
+    state = {"w": torch.ones(1000)}
+    assert tierckpt.TierStager(numa_nodes=[0]).stage(state)["w"].sum() == 1000
+    for wrong in ([4000], [0, 0]):
+        with pytest.raises(ConfigError, match="NUMA node"):
+            tierckpt.TierStager(numa_nodes=wrong).stage(state)
+
+
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match="later"):
         tierckpt.TierStager(mode="later")  # type: ignore[arg-type]
@@ -90,9 +98,10 @@ def test_an_unknown_mode_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
-def test_memory_is_free_again_when_nothing_refers_to_the_copy(shared: bool) -> None:
+def test_memory_is_free_again_when_nothing_refers_to_the_copy(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not before: one view of one tensor keeps it. And not later: one slot is enough for any number of copies."""
-    stager = tierckpt.TierStager(shared=shared, checkpoints_in_flight_max=1, staging_timeout_seconds=0.1)
+    monkeypatch.setattr(slots, "SLOT_SECONDS", 0.1)
+    stager = tierckpt.TierStager(shared=shared, checkpoints_in_flight_max=1)
     for _ in range(3):
         staged = stager.stage({"w": torch.ones(100_000), "b": torch.ones(3)})
         part = staged["w"][10:20]
@@ -136,9 +145,10 @@ def test_a_dropped_copy_is_never_saved_with_the_bytes_of_a_newer_one(file_uri: s
     assert load(f"{file_uri}/step-2", new)["w"].unique().tolist() == [2.0]
 
 
-def test_what_another_process_may_be_reading_is_not_dropped() -> None:
+def test_what_another_process_may_be_reading_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"checkpoints_in_flight_max": 1, "staging_policy": "drop_oldest_unflushed"}
-    stager = tierckpt.TierStager(shared=True, staging_timeout_seconds=0.1, **options)
+    monkeypatch.setattr(slots, "SLOT_SECONDS", 0.1)
+    stager = tierckpt.TierStager(shared=True, **options)
     old = stager.stage({"w": torch.full((50_000,), 1.0)})
     with pytest.raises(OperationTimeoutError, match="checkpoint 1 is staged"):
         stager.stage({"w": torch.full((50_000,), 2.0)})
@@ -157,7 +167,8 @@ def test_a_copy_that_is_being_written_is_not_dropped(
         return real(fd, data, offset)
 
     options = {"checkpoints_in_flight_max": 1, "staging_policy": "drop_oldest_unflushed"}
-    stager = tierckpt.TierStager(shared=shared, staging_timeout_seconds=0.2, **options)
+    monkeypatch.setattr(slots, "SLOT_SECONDS", 0.2)
+    stager = tierckpt.TierStager(shared=shared, **options)
     monkeypatch.setattr(os, "pwrite", hangs)
     state = {"w": torch.full((500_000,), 1.0)}
     try:
@@ -274,7 +285,8 @@ def test_lazy_without_optimizers_copies_all_at_once(monkeypatch: pytest.MonkeyPa
 
 def test_a_copy_that_fails_is_raised_and_is_no_checkpoint(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job()
-    stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer], staging_timeout_seconds=10)
+    monkeypatch.setattr(slots, "SLOT_SECONDS", 10)
+    stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
     start(f"{file_uri}/step-1", job.state(), stager).upload_completion.result(60)
     with monkeypatch.context() as patch:
 
@@ -301,7 +313,8 @@ def test_who_stops_waiting_for_a_copy_makes_it_worthless(file_uri: str, monkeypa
     """The step gives up after a deadline; training may go on and change the parameters under the copy."""
     job = Job()
     copies_take(1.0, monkeypatch)
-    stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer], staging_timeout_seconds=0.1)
+    monkeypatch.setattr(slots, "SLOT_SECONDS", 0.1)
+    stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
     response = start(f"{file_uri}/step-1", job.state(), stager)
     with pytest.raises(OperationTimeoutError, match="copies to staging memory"):
         job.optimizer.step()

@@ -200,7 +200,7 @@ def test_saves_back_to_back_on_a_full_ssd(
     """The policy decides on the second when it knows nothing yet of the first: that it was too large for this SSD."""
     caplog.set_level(logging.INFO)
     limits = {**FULL, "local_bytes_max": mib * MiB + 64 * KiB, "local_full_policy": full_policy}
-    with Checkpointer(file_uri, local_full_timeout_seconds=20.0, **limits) as checkpointer:
+    with Checkpointer(file_uri, **limits) as checkpointer:
         futures = [checkpointer.save(step, state_of(step, 2)) for step in (1, 2, 3, 4)]
         for future in futures:
             future.result(60)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import tierckpt
 from tests.compat.everything import DTYPES, blank, differences, everything, random_bits
 from tests.states import raises_ours
+from tierckpt.arena import slots
 from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.format.manifest import digest_of
@@ -264,7 +265,8 @@ def test_a_second_checkpoint_is_staged_while_the_first_is_written(
     file_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``checkpoints_in_flight_max=2``: the disk hangs, training goes on twice; the third stage is what waits."""
-    stager = tierckpt.TierStager(checkpoints_in_flight_max=2, staging_timeout_seconds=0.3)
+    monkeypatch.setattr(slots, "SLOT_SECONDS", 0.3)
+    stager = tierckpt.TierStager(checkpoints_in_flight_max=2)
     values = torch.zeros(300_000)
 
     def start(step: int) -> Any:

@@ -618,17 +618,30 @@ def test_metadata_that_even_a_trusting_reader_cannot_read(tmp_path: Path) -> Non
         dcp.load({"w": torch.ones(1)}, storage_reader=tierckpt.TierStorageReader(uri, trust_pickle=True), no_dist=True)
 
 
-def test_trust_is_said_in_code_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Settings.load().trust_pickle is False
-    assert Settings.load(trust_pickle=True).trust_pickle is True
+def test_a_checkpointer_trusts_where_it_restores(file_uri: str) -> None:
+    state: dict[str, Any] = {"mine": Mine(3), "weight": torch.ones(3)}
+    save(f"{file_uri}/step-1", state)
+    checkpointer, found = tierckpt.Checkpointer(file_uri), {"mine": Mine(0), "weight": torch.zeros(3)}
+    with pytest.raises(UnsafeCheckpointError):
+        checkpointer.restore(found)
+    assert checkpointer.restore(found, trust_pickle=True) == 1
+    assert found["mine"] == Mine(3)
+
+
+def test_trust_is_said_where_the_checkpoint_is_opened_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tierckpt.TierStorageReader(tmp_path / "run/step-1").trust_pickle is False
+    with pytest.raises(ConfigError, match="trust_pickle"):
+        Settings.load(trust_pickle=True)
     monkeypatch.setenv("TIERCKPT_TRUST_PICKLE", "true")
     with pytest.raises(ConfigError, match="the environment"):
-        Settings.load()
+        tierckpt.TierStorageReader(tmp_path / "run/step-1", trust_pickle=True)
     monkeypatch.delenv("TIERCKPT_TRUST_PICKLE")
     monkeypatch.chdir(tmp_path)
     Path("tierckpt.toml").write_text("trust_pickle = true\n")
     with pytest.raises(ConfigError, match=r"tierckpt\.toml"):
-        Settings.load(trust_pickle=True)
+        Settings.load()
 
 
 # --- what our own Checkpointer saves ------------------------------------------------------------------------------

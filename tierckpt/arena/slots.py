@@ -33,6 +33,8 @@ from .memory import HUGE_PAGE_BYTES, Memory
 
 log = logger("arena")
 
+SLOT_SECONDS = 600.0
+"""How long a save waits for a slot before it raises."""
 COLLECT_SECONDS = 0.5
 MiB = 1 << 20
 
@@ -163,7 +165,7 @@ class Arena:
         slots_max: int = 2,
         size_bytes_max: int | None = None,
         policy: Policy = Policy.WAIT,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float | None = None,
         shared: bool = False,
         read_elsewhere: bool = False,
         numa_nodes: Sequence[int] = (),
@@ -171,7 +173,7 @@ class Arena:
         self.slots_max = slots_max
         self.size_bytes_max = size_bytes_max
         self.policy = policy
-        self.timeout_seconds = timeout_seconds
+        self._timeout_seconds = timeout_seconds
         self.shared = shared
         self.read_elsewhere = read_elsewhere
         """Another process reads the staged data while this one lives: of its use nobody here knows."""
@@ -182,6 +184,11 @@ class Arena:
         self._leases: list[Lease] = []
         self._count = 0
         self._lock = threading.Lock()
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long a lease waits for a slot."""
+        return SLOT_SECONDS if self._timeout_seconds is None else self._timeout_seconds
 
     @property
     def size_bytes(self) -> int:
@@ -395,7 +402,9 @@ _bounces: dict[tuple[str, int], BounceBufferPool] = {}
 _shared_lock = threading.Lock()
 
 
-def arena_for(settings: Settings, *, shared: bool = False, read_elsewhere: bool = False) -> Arena:
+def arena_for(
+    settings: Settings, *, shared: bool = False, read_elsewhere: bool = False, numa_nodes: Sequence[int] = ()
+) -> Arena:
     """The process's arena for these settings: writers come and go, their staging memory stays."""
     key = (
         shared,
@@ -403,8 +412,7 @@ def arena_for(settings: Settings, *, shared: bool = False, read_elsewhere: bool 
         settings.checkpoints_in_flight_max,
         settings.staging_bytes_max,
         settings.staging_policy,
-        settings.staging_timeout_seconds,
-        tuple(settings.staging_numa_nodes),
+        tuple(numa_nodes),
     )
     with _shared_lock:
         if key not in _shared:
@@ -412,10 +420,9 @@ def arena_for(settings: Settings, *, shared: bool = False, read_elsewhere: bool 
                 slots_max=settings.checkpoints_in_flight_max,
                 size_bytes_max=settings.staging_bytes_max,
                 policy=Policy(settings.staging_policy),
-                timeout_seconds=settings.staging_timeout_seconds,
                 shared=shared,
                 read_elsewhere=read_elsewhere,
-                numa_nodes=settings.staging_numa_nodes,
+                numa_nodes=numa_nodes,
             )
         return _shared[key]
 

@@ -84,6 +84,8 @@ class TierStorageReader(Mount, StorageReader):
     Args:
         uri: a checkpoint URI (``tierckpt.latest(run_uri)`` finds the newest).
         _extension_registry: DCP's registry of stream extensions.
+        trust_pickle: load items that only an unrestricted unpickler can read. It runs whatever code the checkpoint
+            names: say True only for one you wrote yourself.
         settings: a ``Settings``; ``overrides`` are single fields of it.
 
     Raises (inside DCP's CheckpointException, by rank):
@@ -98,11 +100,13 @@ class TierStorageReader(Mount, StorageReader):
         _extension_registry: Any = None,
         *,
         path: str | os.PathLike[str] | None = None,
+        trust_pickle: bool = False,
         settings: Settings | None = None,
         **overrides: Any,
     ) -> None:
         super().__init__()
         self.settings = Settings.load(settings, **overrides)
+        self.trust_pickle = trust_pickle
         self.transforms = _StorageReaderTransforms(_extension_registry)
         self.storage_data: dict[Any, Any] = {}
         self._shapes = Shapes(Metadata(state_dict_metadata={}))
@@ -149,7 +153,7 @@ class TierStorageReader(Mount, StorageReader):
             data = stream.read()
         where = f"{self.path}/{name}"
         with gc_paused():
-            if self.settings.trust_pickle:
+            if self.trust_pickle:
                 metadata = _trusting_load(data, where)
             else:
                 metadata = load_metadata(data, where=where, partial=name != METADATA)
@@ -347,7 +351,7 @@ class TierStorageReader(Mount, StorageReader):
             source = self._source(item, stream)
             if item.type == LoadItemType.BYTE_IO:
                 data = source.read(-1)
-                content: Any = data if self.settings.trust_pickle else work.objects.inert(data, item.storage_index.fqn)
+                content: Any = data if self.trust_pickle else work.objects.inert(data, item.storage_index.fqn)
             else:
                 content = self._part(item, load_tensor(source, item.storage_index.fqn))
         if item.type == LoadItemType.BYTE_IO:

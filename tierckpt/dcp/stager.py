@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..arena import slots
 from ..arena.memory import Memory
 from ..arena.pinning import pin
 from ..arena.slots import Lease, arena_for
@@ -52,12 +53,14 @@ class TierStager:
         optimizers: for lazy mode. Their parameters and state are what changes in ``step`` and only there; all else in
             the state dict is copied before ``stage`` returns. Without any, that is everything.
         shared: staging memory that another process can map, for ``AsyncCheckpointerType.PROCESS``.
+        numa_nodes: NUMA nodes to take the memory from, in this order: DRAM first, then a CXL node. Empty: where the
+            kernel puts it.
         settings: a ``Settings``; ``overrides`` are single fields of it (``checkpoints_in_flight_max=3``).
 
     Raises (from ``stage``):
         StateMismatchError: a tensor on the meta device, or quantized. CapacityError: staging memory cannot be had.
-        CheckpointSkippedError: all of it is in use (policy "skip"). OperationTimeoutError: still in use after
-        ``staging_timeout_seconds`` (policy "wait").
+        CheckpointSkippedError: all of it is in use (policy "skip"). OperationTimeoutError: still in use after ten
+        minutes (policy "wait").
 
     Cost: one copy of the state; the first call also pays for the memory. Not thread-safe.
     """
@@ -70,6 +73,7 @@ class TierStager:
         mode: Mode = "eager",
         optimizers: Iterable[torch.optim.Optimizer] = (),
         shared: bool = False,
+        numa_nodes: Sequence[int] = (),
         settings: Settings | None = None,
         **overrides: Any,
     ) -> None:
@@ -78,6 +82,7 @@ class TierStager:
         self.settings = Settings.load(settings, **overrides)
         self.mode: Mode = mode
         self._shared = shared
+        self._numa_nodes = tuple(numa_nodes)
         self._outlives = client.is_wanted(self.settings)
         self._is_announced = False
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -148,7 +153,7 @@ class TierStager:
         """Return when the copies of the last ``stage`` are done. Raises what went wrong with them."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            pending.wait(self.settings.staging_timeout_seconds)
+            pending.wait(slots.SLOT_SECONDS)
 
     def close(self) -> None:
         """Wait for copies under way and let go of the optimizers. The memory stays with the process's arena."""
@@ -218,7 +223,8 @@ class TierStager:
         if self._outlives and not self._is_announced:
             self._is_announced = True
             client.announce(self.settings)
-        lease = arena_for(self.settings, shared=shared, read_elsewhere=self._shared).lease(size_bytes)
+        arena = arena_for(self.settings, shared=shared, read_elsewhere=self._shared, numa_nodes=self._numa_nodes)
+        lease = arena.lease(size_bytes)
         if lease is None:
             raise CheckpointSkippedError(
                 "every staging slot is still taken by a checkpoint that is being written",

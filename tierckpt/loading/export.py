@@ -73,6 +73,7 @@ def export_safetensors(
     dtype: str | torch.dtype | None = None,
     shard_size_bytes_max: int = SHARD_BYTES_MAX,
     only: str = "",
+    trust_pickle: bool = False,
     settings: Settings | None = None,
     listener: ProgressListener = ignore_progress,
     **overrides: object,
@@ -88,6 +89,7 @@ def export_safetensors(
         dtype: convert floating-point tensors to ``bf16``, ``fp16`` or ``fp32``; None keeps every bit.
         shard_size_bytes_max: a file is closed when the next tensor would pass this.
         only: export the tensors below this name (``"model"``: those of ``model.*``), and drop it from their names.
+        trust_pickle: as of ``TierStorageReader``.
         settings: a ``Settings``; ``overrides`` are single fields of it.
         listener: told how many bytes are done.
 
@@ -101,7 +103,8 @@ def export_safetensors(
     settings = Settings.load(settings, **overrides)
     target = local_path(to, "to")
     _check_target(target)
-    reader = TierStorageReader(latest(uri, settings=settings) or uri, settings=settings)  # it says what is wrong
+    named = latest(uri, settings=settings) or uri  # the reader says what is wrong
+    reader = TierStorageReader(named, trust_pickle=trust_pickle, settings=settings)
     metadata = reader.read_metadata()
     items = _select(metadata, only, _dtype(dtype), reader.path)
     _check_dtypes(items)

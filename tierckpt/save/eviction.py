@@ -39,6 +39,8 @@ FREE_FRACTION_MARGIN = 0.01
 FREE_BYTES_MARGIN_MAX = 64 << 20
 """Room left beside a save for manifests, the journal and everybody else's small files."""
 
+ROOM_SECONDS = 600.0
+"""How long a save waits for a drain to end."""
 SETTLED_SECONDS = 2.0
 
 
@@ -50,7 +52,7 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserve
 
     Raises:
         CapacityError: no room, at once with ``local_full_policy="error"`` or where waiting cannot help, else after
-            ``local_full_timeout_seconds``. Says needed and free bytes. Nothing was written.
+            ``ROOM_SECONDS``. Says needed and free bytes. Nothing was written.
     Cost: with room one statvfs (20 microseconds); with ``local_bytes_max`` also one stat for each directory of the
         local tier. The manifests are read only when there is no room.
     """
@@ -58,7 +60,7 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserve
     if lack.is_none:
         return
     begun, said = time.monotonic(), False
-    for _ in Poll(settings.local_full_timeout_seconds, SHARED):
+    for _ in Poll(ROOM_SECONDS, SHARED):
         lack, waits = _evict(settings, needed_bytes, directory, reserved_bytes)
         if not lack.is_none and _cache_gives_way(settings, needed_bytes, directory, reserved_bytes):
             lack = _lack(settings, needed_bytes, directory, reserved_bytes, exact=True)

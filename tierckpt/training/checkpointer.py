@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..announce import announced
+from ..arena import slots
 from ..checkpoint.retention import Policy, Rule
 from ..client import Client, get_client
 from ..config import Settings
@@ -368,7 +369,7 @@ class Checkpointer:
 
     def _hand_in_will(self, job: Job) -> HandoffHandle | None:
         """Have the agent see to this save if this process ends before it is on the SSD."""
-        job.staged.wait(self.settings.staging_timeout_seconds)
+        job.staged.wait(slots.SLOT_SECONDS)
         return job.writer.leave_will(job.plan, job.staged, job.metadata, job.exchange.key)
 
     def _write(self, job: Job) -> None:
@@ -376,7 +377,7 @@ class Checkpointer:
 
         def write() -> tuple[list[Any], bool]:
             job.will()
-            job.staged.wait(self.settings.staging_timeout_seconds)
+            job.staged.wait(slots.SLOT_SECONDS)
             future = job.writer.write_data(job.plan, job.staged)
             future.wait()
             return future.value(), job.writer.is_direct_put
@@ -562,11 +563,17 @@ class Checkpointer:
 
     @short_traceback
     def restore(
-        self, state: dict[str, Any], step: int | None = None, *, only: str | Collection[str] | None = None
+        self,
+        state: dict[str, Any],
+        step: int | None = None,
+        *,
+        only: str | Collection[str] | None = None,
+        trust_pickle: bool = False,
     ) -> int | None:
         """Load the newest usable checkpoint (or ``step``) into ``state``, in place. Returns its step, None without one.
 
         With ``only="model"``, or several names, those entries of ``state`` are loaded and no other byte is read.
+        ``trust_pickle`` is that of ``TierStorageReader``.
 
         All ranks agree on the step before any of them changes anything. Each file is read from whichever copy is good:
         a bad one is set aside and the next one tried. Without ``step``, a checkpoint with a file that has no good copy
@@ -592,7 +599,7 @@ class Checkpointer:
         self._client.enter(self.location, trains=False)  # its first save says that it trains
         begun = time.monotonic()
         with self._looking():
-            uri = restore_newest(self._client, self.location, state, names, step)
+            uri = restore_newest(self._client, self.location, state, names, step, trust_pickle=trust_pickle)
         if uri is None:
             return None
         self.restore_seconds = time.monotonic() - begun

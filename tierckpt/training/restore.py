@@ -54,16 +54,26 @@ def restore_into(reader: TierStorageReader, state: dict[str, Any], only: Collect
 
 
 def restore_newest(
-    client: Client, location: Location, state: dict[str, Any], only: Collection[str] | None, step: int | None
+    client: Client,
+    location: Location,
+    state: dict[str, Any],
+    only: Collection[str] | None,
+    step: int | None,
+    *,
+    trust_pickle: bool = False,
 ) -> str | None:
     """Restore ``step``, else the newest checkpoint of the run that has a good copy of every file. Returns its URI.
 
     None when there is none. Raises what keeps the newest from being restored, when no older one can be either, and what
     ``agreed_latest`` raises: "none" is never said for a shared tier that nobody could ask.
     """
+
+    def open_checkpoint(uri: str) -> TierStorageReader:
+        return TierStorageReader(uri, trust_pickle=trust_pickle, settings=client.settings)
+
     if step is not None:
         uri = location.child(step_name(step)).uri
-        restore_into(TierStorageReader(uri, settings=client.settings), state, only)
+        restore_into(open_checkpoint(uri), state, only)
         return uri
     lost: list[tuple[str, TierckptError]] = []
     step_max: int | None = None
@@ -77,7 +87,7 @@ def restore_newest(
         if newest is None:
             break
         try:
-            restore_into(TierStorageReader(newest, settings=client.settings), state, only)
+            restore_into(open_checkpoint(newest), state, only)
         except (IntegrityError, ObjectNotFoundError) as error:
             lost.append((newest, error))
             damaged = step_of(newest)
@@ -186,6 +196,7 @@ def load_model(
     *,
     prefix: str = "model",
     device: str | torch.device = "cpu",
+    trust_pickle: bool = False,
     settings: Settings | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
@@ -199,6 +210,7 @@ def load_model(
         module: is filled in place, sharded as it is. None: whole tensors are made on ``device``.
         prefix: the name the model was saved under (``{"model": ...}``). ``""``: the checkpoint is a state dict.
         device: where the tensors of the returned state dict are; with ``module`` they are the module's own.
+        trust_pickle: as of ``TierStorageReader``.
         settings: a ``Settings``; ``overrides`` are single fields of it.
 
     Raises:
@@ -210,7 +222,7 @@ def load_model(
     """
     settings = Settings.load(settings, **overrides)
     device = check_device(device)
-    reader = TierStorageReader(_newest(uri, settings), settings=settings)
+    reader = TierStorageReader(_newest(uri, settings), trust_pickle=trust_pickle, settings=settings)
 
     def read_target() -> dict[str, Any]:
         metadata = reader.read_metadata()
