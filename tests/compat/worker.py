@@ -141,7 +141,7 @@ def kill(processes: list[subprocess.Popen[bytes]]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass  # the whole group has ended
-        process.wait(10)
+        process.wait(60)
 
 
 def _output(folder: Path) -> str:

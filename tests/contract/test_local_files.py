@@ -262,7 +262,7 @@ async def test_a_cancelled_write_is_finished_before_its_file_is_closed(
 
     def slow(file: int, data: bytes) -> int:
         loop.call_soon_threadsafe(started.set)
-        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60)
         try:
             return write_all(file, data)
         except OSError as error:

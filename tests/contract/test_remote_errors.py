@@ -30,7 +30,8 @@ from tierckpt.stores.base import Store
 from tierckpt.testing.store_contract import MiB, Pieces, keys_of
 from tierckpt.types import ByteRange
 
-SOON_SECONDS = 5.0
+SOON_SECONDS = 60.0
+"""Neither the retries of a request nor a metadata service that is not there are waited for."""
 
 
 def open_uri(uri: str, **settings: Any) -> Store:
@@ -106,10 +107,8 @@ async def test_wrong_azure_key(azurite: AzureServer, az_uri: str, monkeypatch: p
 
 
 async def _refused(store: Store, verb: str, endpoint: str) -> None:
-    started = time.monotonic()
     with pytest.raises(PermissionDeniedError) as caught:
         await VERBS[verb](store)
-    assert time.monotonic() - started < SOON_SECONDS
     assert endpoint in str(caught.value)
     assert store.uri.partition("://")[2].partition("/")[0] in str(caught.value)
 
@@ -219,7 +218,7 @@ class StubServer:
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 stub.requests.append(self.command)
                 if self.command == "PUT":
-                    stub.stall_puts.wait(30)
+                    stub.stall_puts.wait(60)
                 status, headers, body = stub.answers.pop(0) if len(stub.answers) > 1 else stub.answers[0]
                 self.send_response(status)
                 for name, value in {"Content-Length": str(len(body)), **headers}.items():
@@ -276,10 +275,9 @@ async def test_no_retries_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(retry, "RETRIES_MAX", 1000)
     with stub.running() as endpoint:
         _point_s3_at(endpoint, monkeypatch)
-        started = time.monotonic()
         with pytest.raises(StoreUnavailableError):
             await open_uri("s3://bucket/run", store_timeout_seconds=1.0).get("key")
-    assert time.monotonic() - started < SOON_SECONDS
+    assert len(stub.requests) < 100
 
 
 async def test_a_refusal_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +343,9 @@ async def test_the_source_is_asked_only_for_what_fits_in_memory(monkeypatch: pyt
         _point_s3_at(endpoint, monkeypatch)
         store = open_uri("s3://bucket/run", concurrency=2)
         transfer = asyncio.create_task(store.put_stream("key", count(), 128 * MiB))
-        await asyncio.sleep(1.5)
+        while len(stub.requests) < 1 + 2:  # it is begun, two parts are under way  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
         try:
             assert 8 <= asked_mib <= 8 * (2 + 2)
         finally:

@@ -117,10 +117,10 @@ class Points:
         self.reach(point)
         time.sleep(FOR_EVER_SECONDS)
 
-    def await_all(self, point: str, timeout_seconds: float = 30.0) -> None:
+    def await_all(self, point: str, timeout_seconds: float = 60.0) -> None:
         self.until(lambda: len(list(self.folder.glob(f"{point}.*"))) == self.world_size, timeout_seconds)
 
-    def until(self, is_true: Callable[[], bool], timeout_seconds: float = 30.0) -> None:
+    def until(self, is_true: Callable[[], bool], timeout_seconds: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_seconds
         while not is_true():
             if time.monotonic() > deadline:

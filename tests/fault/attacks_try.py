@@ -38,7 +38,7 @@ from tierckpt.dcp.sealed import metadata as sealed
 
 MEMORY_BYTES = 1 << 30
 """What an attempt may have beyond what the process has at its start."""
-ATTEMPT_SECONDS = 20
+ATTEMPT_SECONDS = 60
 BUG_SECONDS = 5
 """For a bug whose attack goes on forever. Refused it takes 10 milliseconds."""
 GROWN_BYTES_MAX = 300 << 20

@@ -20,7 +20,7 @@ from tierckpt.peer.auth import Signer
 from tierckpt.peer.messages import chunk_target
 
 MARK = b"what nobody else may read"
-ANSWER_SECONDS = 30.0
+ANSWER_SECONDS = 60.0
 NO = frozenset({"400", "401", "404", "405", ""})
 
 

@@ -64,7 +64,7 @@ def save(uri: str, step: int, way: str) -> str:
                     write_ahead.BYTES_MIN = write_ahead.WRITE_BYTES = 64 * KiB
                     at_start(write_ahead.WriteAhead, lambda: (root().parent / BEGAN_AHEAD).touch())
                 stager = tierckpt.TierStager(shared=way == "shared", **options)
-                dcp.async_save(state_of(step), storage_writer=writer, async_stager=stager, no_dist=True).result(30)
+                dcp.async_save(state_of(step), storage_writer=writer, async_stager=stager, no_dist=True).result(60)
     except TierckptError as error:
         return type(error).__name__
     return ""
@@ -80,7 +80,7 @@ def examine(uri: str) -> dict[str, Any]:
         dcp.load(target, storage_reader=reader, no_dist=True)
         loads.append(same(target, state_of(step)))
     again = save(uri, 2, "sync")
-    tierckpt.wait(f"{uri}/step-2", timeout_seconds=20)
+    tierckpt.wait(f"{uri}/step-2", timeout_seconds=60)
     target = {"w": torch.zeros(150_000)}
     dcp.load(target, storage_reader=tierckpt.TierStorageReader(f"{uri}/step-2"), no_dist=True)
     deadline = time.monotonic() + 10
@@ -237,7 +237,7 @@ def kill(folder: Path, phase: str, way: str) -> dict[str, Any]:
 
     def act() -> Any:
         error = save(uri, 1, way)
-        tierckpt.wait(f"{uri}/step-1", timeout_seconds=20)
+        tierckpt.wait(f"{uri}/step-1", timeout_seconds=60)
         if phase:
             {**PHASES, SEEDED: commit_too_early}[phase]()
         return [error, save(uri, 2, way)]
@@ -337,7 +337,7 @@ def trace(folder: Path, injection: str) -> dict[str, Any]:
     attached = tracer.stderr.readline() if tracer.stderr else ""
     child.go()
     code, answer = child.end()
-    tracer.wait(20)
+    tracer.wait(60)
     lines = log.read_text().splitlines()
     examined, seen = run(folder, lambda: examine(uri))
     return {

@@ -94,7 +94,7 @@ def restore(root: str) -> object:
 def save(root: str) -> object:
     where = f"{root}/child-{os.getpid()}"
     dcp.save(dict(STATE), storage_writer=tierckpt.TierStorageWriter(where), no_dist=True)
-    tierckpt.wait(where, timeout_seconds=30)
+    tierckpt.wait(where, timeout_seconds=60)
     return "saved"
 
 
@@ -110,7 +110,7 @@ def _all_verbs(root: str, answers: Any) -> None:
             said[verb.__name__] = verb(root)
         except BaseException:
             said[verb.__name__] = traceback.format_exc()[-1500:]
-        if time.monotonic() - begun > 20:
+        if time.monotonic() - begun > 60:
             said[f"{verb.__name__} took"] = time.monotonic() - begun
     answers.put(said)
 
@@ -158,7 +158,7 @@ def _answer(child: Any, answers: Any) -> object:
     except Exception as error:
         return f"no answer: {type(error).__name__}"
     finally:
-        child.join(5)
+        child.join(60)
         child.kill()
 
 
@@ -169,7 +169,7 @@ def _exit_of_a_fork(root: str) -> object:
     if pid == 0:
         sys.exit(7)
     _, status = os.waitpid(pid, 0)
-    return [os.waitstatus_to_exitcode(status), time.monotonic() - begun < 20]
+    return [os.waitstatus_to_exitcode(status), time.monotonic() - begun < 60]
 
 
 @contextlib.contextmanager

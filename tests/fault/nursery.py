@@ -75,7 +75,7 @@ class Nursery:
             yield nursery
         finally:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
     def ask(self, **request: Any) -> Any:
         assert self._process.stdin is not None

@@ -45,7 +45,7 @@ def race(uri: str, folder: str, root: str, value: int, meet: str, of: int) -> No
     try:
         with raises_ours():
             dcp.save({"w": torch.full((1000,), float(value))}, storage_writer=writer, no_dist=True)
-        tierckpt.wait(uri, timeout_seconds=30, local_root=root)
+        tierckpt.wait(uri, timeout_seconds=60, local_root=root)
         told = "won"
     except AlreadyCommittedError as error:
         told = f"lost {error.context['winner']}"
@@ -92,7 +92,7 @@ def die_after_the_first_file(uri: str, folder: str) -> None:
     state = {f"w{i}": torch.full((10_000,), float(i)) for i in range(6)}
     writer = tierckpt.TierStorageWriter(uri, shard_size_bytes_max=50_000, concurrency=1)
     dcp.save(state, storage_writer=writer, no_dist=True)
-    tierckpt.wait(uri, timeout_seconds=30, concurrency=1)
+    tierckpt.wait(uri, timeout_seconds=60, concurrency=1)
 
 
 def die_before_the_shared_commit(uri: str, folder: str) -> None:
@@ -105,4 +105,4 @@ def die_before_the_shared_commit(uri: str, folder: str) -> None:
 
     shared_commit.commit_shared = claim_and_die
     dcp.save({"w": torch.zeros(1000)}, storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)
-    tierckpt.wait(uri, timeout_seconds=30)
+    tierckpt.wait(uri, timeout_seconds=60)

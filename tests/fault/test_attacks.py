@@ -106,5 +106,5 @@ def test_the_command_line_unpickles_nothing(tmp_path: Path, local_root: Path) ->
         "sys.argv = ['tierckpt', *json.loads(sys.argv[1]), '--json']; sys.exit(main())"
     )
     for command in commands:
-        done = subprocess.run([sys.executable, "-c", program, json.dumps(command)], capture_output=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", program, json.dumps(command)], capture_output=True, timeout=120)
         assert done.returncode == 0 and json.loads(done.stdout), (command, done.stdout[-500:], done.stderr[-500:])

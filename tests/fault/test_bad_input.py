@@ -71,7 +71,7 @@ def test_wrong_credentials(rgw_uri: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_missing_bucket(s3_uri: str) -> None:
     with pytest.raises(BucketNotFoundError, match="no-such-bucket-here"):
         save("s3://no-such-bucket-here/run/step-1", small_state())
-        tierckpt.wait("s3://no-such-bucket-here/run/step-1", timeout_seconds=20)
+        tierckpt.wait("s3://no-such-bucket-here/run/step-1", timeout_seconds=60)
 
 
 def test_no_such_checkpoint(shared_uri: str) -> None:
@@ -147,7 +147,7 @@ def test_shared_tier_on_a_read_only_mount(small_disk: Path) -> None:
     uri, state = str(small_disk / "run/step-1"), small_state(1)
     with pytest.raises(PermissionDeniedError, match="read-only"):
         save(uri, state)
-        tierckpt.wait(uri, timeout_seconds=20)
+        tierckpt.wait(uri, timeout_seconds=60)
 
 
 def test_no_room_for_the_save_is_said_before_the_first_byte(small_disk: Path, file_uri: str) -> None:
@@ -178,7 +178,7 @@ def test_drained_copies_make_room_for_a_new_save(small_disk: Path, tmp_path: Pat
     shared = str(tmp_path / "shared")  # another file system: links do not help
     for step in (1, 2, 3, 4):
         save(f"{shared}/step-{step}", {"w": torch.full((400_000,), float(step))}, local_root=small_disk)
-        tierckpt.wait(f"{shared}/step-{step}", timeout_seconds=30, local_root=small_disk)
+        tierckpt.wait(f"{shared}/step-{step}", timeout_seconds=60, local_root=small_disk)
     for step in (1, 2, 3, 4):
         loaded = load(f"{shared}/step-{step}", {"w": torch.zeros(400_000)}, local_root=small_disk)
         assert loaded["w"].unique().tolist() == [step]
@@ -212,7 +212,7 @@ DAMAGES = [flip, zero, truncate, remove]
 def test_a_damaged_local_shard_is_read_from_the_shared_tier(damage: object, s3_uri: str, local_root: Path) -> None:
     uri, state = f"{s3_uri}/step-1", small_state(1)
     save(uri, state)
-    tierckpt.wait(uri, timeout_seconds=30)
+    tierckpt.wait(uri, timeout_seconds=60)
     damage(local_shard(local_root, uri))  # type: ignore[operator]
     assert same(load(uri, state), state)
     assert same(load(uri, state), state)
@@ -221,7 +221,7 @@ def test_a_damaged_local_shard_is_read_from_the_shared_tier(damage: object, s3_u
 def test_a_bad_copy_is_put_aside_and_kept(s3_uri: str, local_root: Path) -> None:
     uri, state = f"{s3_uri}/step-1", small_state(1)
     save(uri, state)
-    tierckpt.wait(uri, timeout_seconds=30)
+    tierckpt.wait(uri, timeout_seconds=60)
     shard = local_shard(local_root, uri)
     flip(shard)
     load(uri, state)
@@ -255,7 +255,7 @@ def test_damage_is_found_before_the_drain_publishes_it(s3_uri: str, local_root: 
     del writer._client.engine.submit
     flip(local_shard(local_root, uri))
     with pytest.raises(IntegrityError):
-        tierckpt.wait(uri, timeout_seconds=20)
+        tierckpt.wait(uri, timeout_seconds=60)
     assert next(entry.error for entry in Journal(local_root).entries()).startswith("IntegrityError")
     shutil.rmtree(local_dir(local_root, parse_uri(uri)))
     assert tierckpt.latest(s3_uri) is None  # nothing was published
@@ -264,7 +264,7 @@ def test_damage_is_found_before_the_drain_publishes_it(s3_uri: str, local_root: 
 def test_damaged_metadata_is_read_from_the_other_tier(s3_uri: str, local_root: Path) -> None:
     uri, state = f"{s3_uri}/step-1", small_state(1)
     save(uri, state)
-    tierckpt.wait(uri, timeout_seconds=30)
+    tierckpt.wait(uri, timeout_seconds=60)
     directory = local_dir(local_root, parse_uri(uri))
     flip(next((directory / ".tierckpt/metadata").iterdir()))
     assert same(load(uri, state), state)
@@ -273,7 +273,7 @@ def test_damaged_metadata_is_read_from_the_other_tier(s3_uri: str, local_root: P
 def test_a_damaged_local_manifest_gives_way_to_the_shared_one(s3_uri: str, local_root: Path) -> None:
     uri, state = f"{s3_uri}/step-1", small_state(1)
     save(uri, state)
-    tierckpt.wait(uri, timeout_seconds=30)
+    tierckpt.wait(uri, timeout_seconds=60)
     flip(local_dir(local_root, parse_uri(uri)) / ".tierckpt/manifest.json")
     assert same(load(uri, state), state)
 
@@ -378,20 +378,20 @@ def test_two_saves_with_one_writer_at_once_are_an_error_never_a_mix(file_uri: st
     class Slow(DefaultSavePlanner):
         def resolve_data(self, item: object) -> object:  # type: ignore[override]
             started.set()
-            go.wait(20)
+            go.wait(60)
             return super().resolve_data(item)  # type: ignore[arg-type]
 
     writer = tierckpt.TierStorageWriter(f"{file_uri}/step-1")
     first = dcp.async_save(
         {"w": torch.ones(10)}, storage_writer=writer, checkpoint_id=f"{file_uri}/step-1", planner=Slow(), no_dist=True
     )
-    assert started.wait(20)
+    assert started.wait(60)
     second = dcp.async_save(
         {"w": torch.zeros(10)}, storage_writer=writer, checkpoint_id=f"{file_uri}/step-2", no_dist=True
     )
     with pytest.raises(CheckpointError, match="still saving"), raises_ours():
-        second.result(timeout=20)  # type: ignore[union-attr]
+        second.result(timeout=60)  # type: ignore[union-attr]
     go.set()
-    first.result(timeout=20)  # type: ignore[union-attr]
+    first.result(timeout=60)  # type: ignore[union-attr]
     assert load(f"{file_uri}/step-1", {"w": torch.zeros(10)})["w"].unique().tolist() == [1.0]
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"

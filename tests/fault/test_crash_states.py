@@ -160,7 +160,7 @@ def drain_copied(world: World) -> None:
     with no_links():
         for step, seed in ((1, 1), (1, 2)):
             world.save(step, seed, LOCAL)
-            tierckpt.wait(world.uri(step), timeout_seconds=30, **world.options)
+            tierckpt.wait(world.uri(step), timeout_seconds=60, **world.options)
             world.must(step, SHARED)
 
 
@@ -177,7 +177,7 @@ def resume(world: World) -> None:
     with no_links():
         get_client(world.settings).recover()
         for step in (1, 2):
-            tierckpt.wait(world.uri(step), timeout_seconds=30, **world.options)
+            tierckpt.wait(world.uri(step), timeout_seconds=60, **world.options)
             world.must(step, SHARED)
 
 
@@ -534,7 +534,7 @@ def recover_and_go_on(world: World, state: CrashState, steps: Sequence[int]) -> 
             assert checker._check_place(files, directory, frozenset(allowed[place])) == []
         for step in steps:
             save(world.uri(step), state_of(99), **options)
-            tierckpt.wait(world.uri(step), timeout_seconds=20, **options)
+            tierckpt.wait(world.uri(step), timeout_seconds=60, **options)
             assert same(load(world.uri(step), state_of(99), **options), state_of(99))
             location = parse_uri(world.uri(step))
             checkpoint, report = client.run(lambda engine, at=location: engine.verify(at, read_data=True))

@@ -121,7 +121,7 @@ def slow_agent(tmp_path: Path, local_root: Path) -> Iterator[Callable[..., subpr
         process.kill()
         process.wait()
     close_all()
-    until(lambda: not _is_held(local_root), 30, "the last agent to leave")
+    until(lambda: not _is_held(local_root), 60, "the last agent to leave")
 
 
 def _is_held(root: Path) -> bool:
@@ -163,7 +163,7 @@ def test_a_staged_save_is_not_committed_beside_the_job_that_was_started_again(
     finisher = int(until(lambda: reached.exists() and reached.read_text(), 120, "the save to be finished"))
     os.kill(agent.pid, signal.SIGKILL if ill == "killed" else signal.SIGSTOP)
     if ill == "killed":
-        until(lambda: is_gone(finisher), 20, "the process that finishes it to end with its agent")
+        until(lambda: is_gone(finisher), 60, "the process that finishes it to end with its agent")
     again = nursery.start(
         "restarts_and_saves", tmp_path / "again", uri=s3_uri, way=way, step=2, as_step=OTHER, **SETTINGS
     )
@@ -269,7 +269,7 @@ def test_who_hangs_in_a_commit_is_killed_before_an_epoch_begins(here: Path) -> N
     with another(here, "commits") as (process, _):
         os.kill(process.pid, signal.SIGSTOP)
         epochs.enter(here, RUN, trains=True)
-        assert process.wait(20) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
     assert epochs.current(here, RUN) != ""
 
 

@@ -135,7 +135,7 @@ async def _run_on(node: object, frozen: object) -> evil_client.Report:
 async def test_connections_that_dribble_are_closed_in_time_and_hold_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 3.0)
     frozen, _ = evil_client.entry(tmp_path)
     async with serving(tmp_path) as node:
         dribbling = asyncio.ensure_future(evil_client.dribble(node, 60))

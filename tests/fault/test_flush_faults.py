@@ -366,7 +366,7 @@ class Outcomes:
     def end(self) -> None:
         for _, process in self._running.values():
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -80,7 +80,7 @@ async def test_work_that_its_caller_closes_has_ended_however_often_it_is_cancell
 
     def work() -> None:
         at_work.set()
-        may_end.wait(30)
+        may_end.wait(60)
         raise OSError("it fails, and nobody waits for it any more")
 
     told: list[object] = []

@@ -131,7 +131,7 @@ def test_torchrun_passes_the_signal_on_and_the_last_step_is_saved(
         process.wait(60)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
     saved = newest(local_root, file_uri)
     assert saved >= 5, output.read_text()[-3000:]
 
@@ -252,7 +252,7 @@ def test_each_clouds_notice_is_heard_and_its_quiet_is_not(
             time.sleep(0.01)
         assert not heard
         server.answers[path] = (200, notice)
-        assert event.wait(20)
+        assert event.wait(60)
         notices.close()
     assert seconds[0] <= heard[0] <= seconds[1]
     asked = next(headers for method, asked, headers in server.asked if f"{method} {asked}" == path)

@@ -136,7 +136,7 @@ def test_a_checkpoint_with_every_file_somewhere_is_whole_though_no_tier_has_all(
     writer = tierckpt.TierStorageWriter(f"{file_uri}/step-5", single_file_per_rank=False)
     tensors = {f"w{index}": torch.full((2000,), float(index)) for index in range(4)}
     torch.distributed.checkpoint.save(tensors, storage_writer=writer, no_dist=True)
-    tierckpt.wait(f"{file_uri}/step-5", timeout_seconds=30)
+    tierckpt.wait(f"{file_uri}/step-5", timeout_seconds=60)
     here, there = shards(local(file_uri, 5, tmp_path)), shards(Path(file_uri, "step-5"))
     for path in (*here[::2], *there[1::2]):
         path.unlink()

@@ -31,7 +31,7 @@ def save_on_two_nodes(uri: str, roots: str, use_collectives: bool, slow: int) ->
     step = f"{uri}/step-1"
     writer = tierckpt.TierStorageWriter(step, **options)
     dcp.save(state_of(rank, 1.0), storage_writer=writer, use_collectives=use_collectives)
-    tierckpt.wait(step, tier="shared", timeout_seconds=40, **options)
+    tierckpt.wait(step, tier="shared", timeout_seconds=60, **options)
     manifest = read_local_manifest(local_dir(root, parse_uri(step)))
     outcome = {
         "journal": len(Journal(root).entries()),

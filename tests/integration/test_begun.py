@@ -133,5 +133,5 @@ def test_what_is_staged_and_never_saved_is_not_waited_for(
     uri = f"{file_uri}/step-1"
     dcp.save(state(1.0), storage_writer=TierStorageWriter(uri), no_dist=True)
     TierStager().stage(state(2.0))
-    tierckpt.wait(uri, timeout_seconds=30)
+    tierckpt.wait(uri, timeout_seconds=60)
     in_flight.wait(local_root, parse_uri(uri).uri, 0.0)  # nothing is left behind

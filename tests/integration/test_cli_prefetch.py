@@ -134,7 +134,7 @@ def test_a_prefetch_killed_half_way_goes_on_where_it_stopped(
             assert not served.exists()
         finally:
             process.send_signal(signal.SIGKILL)
-            process.communicate(timeout=30)
+            process.communicate(timeout=60)
         assert process.returncode == -signal.SIGKILL
         kills += 1
         assert not served.exists()
@@ -196,7 +196,7 @@ def test_a_model_that_changes_under_a_killed_prefetch_is_fetched_whole(
         wait_for_landing(served, model, sum(map(len, model.values())) // 4, process)
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(60)
     changed = {**model, name: model[name][:-4] + b"\x01\x02\x03\x04"}
     moto.client().put_object(Bucket=urlsplit(s3_uri).netloc, Key=f"run/model/{name}", Body=changed[name])
     proxy.bytes_per_second = 1e12

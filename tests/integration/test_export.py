@@ -94,7 +94,7 @@ def test_without_only_every_tensor_keeps_its_name(file_uri: str, tmp_path: Path)
 def test_files_are_cut_at_the_limit_and_the_index_is_true(s3_uri: str, tmp_path: Path) -> None:
     state = {f"layer.{index}": torch.randn(100, 100) for index in range(7)}  # 40 kB each
     save(f"{s3_uri}/step-1", state, shard_size_bytes_max="90KB", chunk_size_bytes="16KiB")
-    tierckpt.wait(f"{s3_uri}/step-1", timeout_seconds=30)
+    tierckpt.wait(f"{s3_uri}/step-1", timeout_seconds=60)
     close_all()
     shutil.rmtree(tmp_path / "local")
     seen: list[Progress] = []
@@ -185,7 +185,7 @@ def flip(path: Path) -> None:
 def test_damage_in_the_last_shard_leaves_nothing(file_uri: str, local_root: Path, tmp_path: Path) -> None:
     uri = f"{file_uri}/step-1"
     save(uri, {f"w{index}": torch.randn(100, 100) for index in range(4)}, shard_size_bytes_max="45KB")
-    tierckpt.wait(uri, timeout_seconds=30)
+    tierckpt.wait(uri, timeout_seconds=60)
     last = max(Path(uri).glob("*.distcp")).name
     for place in (Path(uri), local_dir(local_root, parse_uri(uri))):
         flip(place / last)
@@ -252,17 +252,17 @@ def test_two_exports_to_one_directory_do_not_mix(
 
     def paused(*arguments: Any) -> None:
         writing.set()
-        assert go.wait(30)
+        assert go.wait(60)
         write(*arguments)
 
     monkeypatch.setattr(exports, "write_file", paused)
     first = threading.Thread(target=export_safetensors, args=(f"{file_uri}/step-1", tmp_path / "out"))
     first.start()
-    assert writing.wait(30)
+    assert writing.wait(60)
     with pytest.raises(OperationTimeoutError, match="another process"):
         export_safetensors(f"{file_uri}/step-1", tmp_path / "out")
     go.set()
-    first.join(30)
+    first.join(60)
     assert same(contents(tmp_path / "out"), {"w": torch.ones(3)})
 
 

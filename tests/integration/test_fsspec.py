@@ -383,7 +383,7 @@ def counting_server() -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(60)
 
 
 READER = """

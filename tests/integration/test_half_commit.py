@@ -66,7 +66,7 @@ def test_it_stands_whole_and_is_drained(
     uri = f"{s3_uri}/step-1"
     if before:
         save(uri, small_state(1))
-        tierckpt.wait(uri, timeout_seconds=30)
+        tierckpt.wait(uri, timeout_seconds=60)
     if way == "straight":
         go_straight(monkeypatch)
     fired = request.getfixturevalue("cannot_be_taken_back")
@@ -78,7 +78,7 @@ def test_it_stands_whole_and_is_drained(
     assert manifest is not None
     if way == "by the SSD":
         assert all((directory / entry.key).exists() for entry in manifest.files)
-    tierckpt.wait(uri, timeout_seconds=30)
+    tierckpt.wait(uri, timeout_seconds=60)
     assert same(load(uri, small_state(2)), small_state(2))
     assert same(load(uri, small_state(2), local_root=local_root.parent / "another"), small_state(2))
     assert Journal(local_root).entries() == []

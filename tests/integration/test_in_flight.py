@@ -55,12 +55,10 @@ def restored(uri: str, step: int | None = None) -> float:
 
 def test_a_save_does_not_wait_for_the_one_before(file_uri: str, gate: Gate) -> None:
     with Checkpointer(file_uri, checkpoints_in_flight_max=2) as checkpointer:
-        begun = time.monotonic()
         first, second = checkpointer.save(1, state(1.0)), checkpointer.save(2, state(2.0))
-        assert time.monotonic() - begun < 5
-        assert not first.done()
+        assert not first.done(), "the gate is closed: whoever waited for the first would wait still"
         gate.set()
-        second.result(timeout=30)
+        second.result(timeout=60)
     assert (restored(file_uri, 1), restored(file_uri, 2)) == (1.0, 2.0)
 
 
@@ -68,10 +66,8 @@ def test_when_all_slots_are_taken_it_waits_for_the_oldest(file_uri: str, gate: G
     with Checkpointer(file_uri, checkpoints_in_flight_max=1) as checkpointer:
         first = checkpointer.save(1, state(1.0))
         threading.Timer(0.5, gate.set).start()
-        begun = time.monotonic()
         checkpointer.save(2, state(2.0))
-        assert time.monotonic() - begun > 0.4
-        assert first.done()
+        assert gate.is_set() and first.done()
     assert restored(file_uri) == 2.0
 
 
@@ -94,12 +90,12 @@ def test_the_policy_drop_gives_the_slot_of_the_oldest_not_begun_to_the_newest(fi
     options: dict[str, Any] = {"checkpoints_in_flight_max": 2, "staging_policy": "drop_oldest_unflushed"}
     checkpointer = Checkpointer(file_uri, **options)
     futures = [checkpointer.save(1, state(1.0))]
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(60)
     futures += [checkpointer.save(step, state(float(step))) for step in (2, 3)]
     gate.set()
     checkpointer.wait("local")  # what was dropped as declared is no failure
     checkpointer.close()
-    assert [future.exception(timeout=30) is None for future in futures] == [True, False, True]
+    assert [future.exception(timeout=60) is None for future in futures] == [True, False, True]
     assert isinstance(futures[1].exception(), CheckpointSkippedError)
     assert (restored(file_uri, 1), restored(file_uri)) == (1.0, 3.0)
 
@@ -121,7 +117,7 @@ def test_a_save_that_has_failed_is_told_by_the_next(file_uri: str, monkeypatch: 
     with monkeypatch.context() as broken:
         broken.setattr(flush._File, "open", full)
         failed = checkpointer.save(1, state(1.0))
-        assert failed.exception(timeout=30) is not None
+        assert failed.exception(timeout=60) is not None
         with pytest.raises(CapacityError, match="seeded") as caught:
             checkpointer.save(2, state(2.0))
     assert caught.value.context["checkpoint"] == f"{file_uri}/step-1"
@@ -163,7 +159,7 @@ def test_lazy_staging_saves_what_was_there_before_the_step(file_uri: str, monkey
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with Checkpointer(file_uri, staging="lazy") as checkpointer:
         checkpointer.save(1, {"model": model, "optimizer": optimizer})
-        assert held_up.wait(10)
+        assert held_up.wait(60)
         step()
     after = model.state_dict()
     assert all(not torch.equal(before[key], after[key]) for key in ("0.weight", "1.weight", "1.running_mean"))
@@ -209,10 +205,8 @@ def test_a_save_that_hangs_is_waited_for_once_and_named(
     checkpointer = Checkpointer(file_uri, timeout_seconds=0.5, checkpoints_in_flight_max=2)
     checkpointer.save(1, state(1.0))
     checkpointer.save(2, state(2.0))
-    begun = time.monotonic()
     with pytest.raises(OperationTimeoutError, match="step-1 has not ended"):
         checkpointer.wait("local")
-    assert time.monotonic() - begun < 5
     gate.set()
     checkpointer.close()
     assert restored(file_uri) == 2.0

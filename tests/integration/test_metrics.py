@@ -76,7 +76,7 @@ def test_a_checkpoint_is_seen_waiting_then_on_its_way_then_committed(page: Page,
     assert (page.get("tierckpt_flush_seconds_count") or 0) >= 1
 
     change_control(local_root, paused=False)
-    tierckpt.wait(f"{s3_uri}/step-7", timeout_seconds=30)
+    tierckpt.wait(f"{s3_uri}/step-7", timeout_seconds=60)
     close_all()
     assert page.get("tierckpt_lag_bytes", tier="shared") == page.get("tierckpt_lag_seconds", tier="shared") == 0
     assert page.get("tierckpt_bytes_total", tier="shared", direction="written") == entry.size_bytes
@@ -152,7 +152,7 @@ def test_a_damaged_manifest_and_a_damaged_journal_do_not_take_the_page_down(
 ) -> None:
     for step in (1, 2):
         save(f"{file_uri}/step-{step}", {"w": torch.randn(4)})
-        tierckpt.wait(f"{file_uri}/step-{step}", timeout_seconds=10)
+        tierckpt.wait(f"{file_uri}/step-{step}", timeout_seconds=60)
     newest = max(local_root.rglob("manifest.json"), key=str)
     newest.write_bytes(b"{")
     (local_root / "journal" / "bad.json").write_bytes(b"\0")

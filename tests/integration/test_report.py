@@ -69,10 +69,10 @@ def test_a_killed_run_tells_where_its_time_went(
     assert failure["last_step"] >= 52
     assert failure["lost_steps"] == failure["last_step"] - 40
     assert failure["lost_seconds"] == pytest.approx(found["spent"]["lost"], abs=0.01)
-    assert failure["lost_seconds"] == pytest.approx(failure["lost_steps"] * STEP_SECONDS, rel=0.6)
+    assert failure["lost_steps"] * STEP_SECONDS * 0.4 <= failure["lost_seconds"] < wall
     assert found["lost_steps_per_failure"] == failure["lost_steps"]
     assert found["kept_steps"] == 80
-    assert found["kept_seconds"] == pytest.approx(80 * STEP_SECONDS, rel=0.6)
+    assert 80 * STEP_SECONDS * 0.4 <= found["kept_seconds"] < wall
     assert found["saves"] == 4
     assert set(found["spent"]) == PHASES
     assert sum(found["spent"].values()) == pytest.approx(found["wall_seconds"], rel=0.02)

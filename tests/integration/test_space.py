@@ -66,7 +66,7 @@ def state_of(step: int) -> dict[str, Any]:
 def save_step(uri: str, step: int, root: Path, *, drained: bool = True, **options: Any) -> None:
     save(f"{uri}/step-{step}", state_of(step), local_root=root, **options)
     if drained:
-        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=30, local_root=root, **options)
+        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=60, local_root=root, **options)
 
 
 def on_local(uri: str, root: Path) -> list[int]:
@@ -203,40 +203,39 @@ def test_a_save_waits_until_a_drain_has_ended_and_then_goes_on(
         save_step(uri, step, disk, drained=False, **options)
     timer = threading.Timer(1.0, held_drains.set)
     timer.start()
-    begun = time.monotonic()
     with caplog.at_level(logging.WARNING, "tierckpt"):
         save_step(uri, 4, disk, drained=False, **options)
-    waited = time.monotonic() - begun
+    assert held_drains.is_set()
     timer.join()
-    assert 0.9 < waited < 20
     said = [record.getMessage() for record in caplog.records if "waits for" in record.getMessage()]
     assert len(said) == 1
     assert f"the drain of {uri}/step-1" in said[0]
     assert 1 not in on_local(uri, disk)
     assert {3, 4} <= {*on_local(uri, disk)}
     for step in (1, 2, 3, 4):
-        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=30, local_root=disk, **options)
+        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=60, local_root=disk, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("disk", ["ext4"], indirect=True)
-@pytest.mark.parametrize(("policy", "seconds"), [("error", 0.0), ("wait", 0.5)])
+@pytest.mark.parametrize(("policy", "seconds"), [("error", 1000.0), ("wait", 0.5)])
 def test_a_save_that_finds_no_room_is_refused_by_policy(
     disk: Path, uri: str, held_drains: threading.Event, policy: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eviction, "ROOM_SECONDS", 0.5)
+    """With ``error`` at once: one that waited would not be back before the test's deadline."""
+    monkeypatch.setattr(eviction, "ROOM_SECONDS", seconds)
     options: dict[str, Any] = {"local_high_water": 0.75, "exit_timeout_seconds": 0, "local_full_policy": policy}
     for step in (1, 2, 3):
         save_step(uri, step, disk, drained=False, **options)
     begun = time.monotonic()
     with pytest.raises(CapacityError) as caught:
         save_step(uri, 4, disk, drained=False, **options)
-    assert seconds <= time.monotonic() - begun < seconds + 5
+    assert policy == "error" or time.monotonic() - begun >= seconds
     assert caught.value.context["draining"] == 2  # the newest would stay anyway
     assert caught.value.context["needed_bytes"] >= STEP_BYTES - 100_000
     held_drains.set()
     for step in (1, 2, 3):
-        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=30, local_root=disk, **options)
+        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=60, local_root=disk, **options)
         assert intact(uri, step, disk)
     save_step(uri, 4, disk, **options)  # and now there is
 
@@ -246,13 +245,11 @@ def test_a_save_does_not_wait_for_what_cannot_be_enough(disk: Path, uri: str, he
     options: dict[str, Any] = {"exit_timeout_seconds": 0}
     for step in (1, 2):
         save_step(uri, step, disk, drained=False, **options)
-    begun = time.monotonic()
     with pytest.raises(CapacityError):
         save(f"{uri}/step-3", {"w": torch.zeros(12 * MiB)}, local_root=disk, **options)  # 48 MiB
-    assert time.monotonic() - begun < 10
     held_drains.set()
     for step in (1, 2):
-        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=30, local_root=disk, **options)
+        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=60, local_root=disk, **options)
 
 
 @pytest.mark.parametrize("disk", ["ext4"], indirect=True)
@@ -264,10 +261,8 @@ def test_a_drain_that_has_failed_for_good_is_not_waited_for(disk: Path, uri: str
     entry = journal.open("token", parse_uri(f"{uri}/step-1"), 0, 4096)
     journal.write(replace(entry, state="ready", error="PermissionDeniedError: no permission"))
     settings = Settings.load(local_root=disk, **options)
-    begun = time.monotonic()
     with pytest.raises(CapacityError) as caught:
         eviction.make_room(settings, STEP_BYTES, local_dir(disk, parse_uri(f"{uri}/step-3")))
-    assert time.monotonic() - begun < 5
     assert caught.value.context["last_error"].startswith("PermissionDeniedError")
 
 
@@ -285,7 +280,7 @@ def best_seconds(work: Callable[[], object], tries: int = 200) -> float:
 
 @pytest.mark.parametrize("limit", [None, "1TiB"])
 def test_with_room_a_save_pays_next_to_nothing(limit: str | None, tmp_path: Path) -> None:
-    """Twenty checkpoints of eight shards. The best of many tries: a busy machine is not what is measured."""
+    """Twenty checkpoints of eight shards: less than looking at the files takes. The best of many tries of both."""
     settings = Settings.load(local_root=tmp_path, local_bytes_max=limit, local_high_water=1.0)
     run = tmp_path / "checkpoints/file/_/run"
     for step in range(20):
@@ -297,8 +292,9 @@ def test_with_room_a_save_pays_next_to_nothing(limit: str | None, tmp_path: Path
         os.utime(path, (old, old))
     directory = run / "step-19"
     seconds = best_seconds(lambda: eviction.make_room(settings, 1 << 20, directory))
-    print(f"make_room with room, local_bytes_max={limit}: {seconds * 1e6:.0f} microseconds")
-    assert seconds < 200e-6
+    looking = best_seconds(lambda: [path.stat() for path in run.rglob("*")], 20)
+    print(f"make_room with room, local_bytes_max={limit}: {seconds * 1e6:.0f} microseconds of {looking * 1e6:.0f}")
+    assert seconds < looking / 4
 
 
 def test_the_count_of_bytes_follows_what_happens(tmp_path: Path) -> None:

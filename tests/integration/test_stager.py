@@ -163,7 +163,7 @@ def test_a_copy_that_is_being_written_is_not_dropped(
 
     def hangs(fd: int, data: Any, offset: int) -> int:
         come.set()
-        go.wait(30)
+        go.wait(60)
         return real(fd, data, offset)
 
     options = {"checkpoints_in_flight_max": 1, "staging_policy": "drop_oldest_unflushed"}
@@ -173,7 +173,7 @@ def test_a_copy_that_is_being_written_is_not_dropped(
     state = {"w": torch.full((500_000,), 1.0)}
     try:
         future = start(f"{file_uri}/step-1", state, stager)
-        assert come.wait(30)
+        assert come.wait(60)
         with pytest.raises(OperationTimeoutError):
             stager.stage({"w": torch.full((500_000,), 2.0)})
     finally:
@@ -209,19 +209,22 @@ class Job:
         return tierckpt.TierStager().stage(self.state())  # type: ignore[no-any-return]
 
 
-def copies_take(seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Make the copies in the background slow. Returns a list of how many tensors each had to copy."""
-    counts, real = [], staging_copy._copy_beside_training
+class HeldCopies(threading.Event):
+    """Copies in the background stop half way until this is set. ``counts``: how many tensors each had to copy."""
 
-    def slow(pairs: Any) -> None:
-        counts.append(len(pairs))
-        for number, pair in enumerate(pairs):
-            if number == len(pairs) // 2:
-                time.sleep(seconds)
-            real([pair])
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+        real = staging_copy._copy_beside_training
 
-    monkeypatch.setattr(staging_copy, "_copy_beside_training", slow)
-    return counts
+        def held(pairs: Any) -> None:
+            self.counts.append(len(pairs))
+            for number, pair in enumerate(pairs):
+                if number == len(pairs) // 2:
+                    assert self.wait(60)
+                real([pair])
+
+        monkeypatch.setattr(staging_copy, "_copy_beside_training", held)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
@@ -229,17 +232,16 @@ def test_the_step_waits_for_the_copy_and_nothing_else_does(
     optimizer: type[torch.optim.Optimizer], file_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(optimizer)
-    before, counts = job.copy(), copies_take(SLOW_SECONDS, monkeypatch)
+    before, copies = job.copy(), HeldCopies(monkeypatch)
     stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
-    begun = time.monotonic()
     response = start(f"{file_uri}/step-1", job.state(), stager)
     job.forward_backward()
-    assert time.monotonic() - begun < SLOW_SECONDS * 0.8, "neither the save nor forward and backward wait"
-    assert not response.staging_completion.done()
+    assert not response.staging_completion.done(), "neither the save nor forward and backward wait"
+    threading.Timer(0.3, copies.set).start()
     job.optimizer.step()
-    assert time.monotonic() - begun >= SLOW_SECONDS * 0.9, "the step does"
+    assert copies.is_set(), "the step does"
     response.upload_completion.result(60)
-    assert counts == [len(list(job.model.parameters())) * (4 if optimizer is torch.optim.AdamW else 1)]
+    assert copies.counts == [len(list(job.model.parameters())) * (4 if optimizer is torch.optim.AdamW else 1)]
     assert differences(read(f"{file_uri}/step-1", before), before) == []
     assert differences(job.copy(), before) != [], "the step and the forward pass changed nearly everything"
 
@@ -254,33 +256,36 @@ def read(uri: str, like: dict[str, Any]) -> dict[str, Any]:
 def test_without_the_fence_the_step_reaches_the_file(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
     job = Job()
-    before, _ = job.copy(), copies_take(SLOW_SECONDS, monkeypatch)
+    before, copies = job.copy(), HeldCopies(monkeypatch)
     monkeypatch.setattr(tierckpt.TierStager, "_wait_before_step", lambda *_: None)
     stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
     response = start(f"{file_uri}/step-1", job.state(), stager)
     job.train()
+    copies.set()
     response.upload_completion.result(60)
     assert differences(read(f"{file_uri}/step-1", before), before) != []
 
 
 def test_buffers_that_change_in_forward_are_copied_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job()
-    copies_take(SLOW_SECONDS, monkeypatch)
+    copies = HeldCopies(monkeypatch)
     mean = job.model[1].running_mean.clone()
     staged = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer]).stage(job.state())
     job.forward_backward()
     assert not staged.done()
+    copies.set()
     assert not torch.equal(job.model[1].running_mean, mean)
-    assert torch.equal(staged.result(30)["model"]["1.running_mean"], mean)
+    assert torch.equal(staged.result(60)["model"]["1.running_mean"], mean)
 
 
 def test_lazy_without_optimizers_copies_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = copies_take(SLOW_SECONDS, monkeypatch)
+    copies = HeldCopies(monkeypatch)
     weight = torch.zeros(1000)
     staged = tierckpt.TierStager(mode="lazy").stage({"w": weight})
     weight.fill_(1.0)
-    assert staged.result(30)["w"].unique().tolist() == [0.0]
-    assert counts == [0]
+    copies.set()
+    assert staged.result(60)["w"].unique().tolist() == [0.0]
+    assert copies.counts == [0]
 
 
 def test_a_copy_that_fails_is_raised_and_is_no_checkpoint(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,13 +317,14 @@ def test_a_copy_that_fails_is_raised_and_is_no_checkpoint(file_uri: str, monkeyp
 def test_who_stops_waiting_for_a_copy_makes_it_worthless(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step gives up after a deadline; training may go on and change the parameters under the copy."""
     job = Job()
-    copies_take(1.0, monkeypatch)
+    copies = HeldCopies(monkeypatch)
     monkeypatch.setattr(slots, "SLOT_SECONDS", 0.1)
     stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
     response = start(f"{file_uri}/step-1", job.state(), stager)
     with pytest.raises(OperationTimeoutError, match="copies to staging memory"):
         job.optimizer.step()
     job.optimizer.step()
+    copies.set()
     with pytest.raises(OperationTimeoutError):
         response.upload_completion.result(60)
     assert tierckpt.latest(file_uri) is None
@@ -393,14 +399,14 @@ def test_workers_that_fork_while_a_save_is_in_flight(file_uri: str, monkeypatch:
 
     def hangs(fd: int, data: Any, offset: int) -> int:
         come.set()
-        go.wait(30)
+        go.wait(60)
         return real(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", hangs)
     state = {"w": torch.randn(700_000)}
     try:
         future = start(f"{file_uri}/step-1", state, tierckpt.TierStager())
-        assert come.wait(30)
+        assert come.wait(60)
         loader = DataLoader(Numbers(), batch_size=8, num_workers=2, multiprocessing_context="fork")
         total = sum(float(batch.sum()) for batch in loader)
         assert total == 100 * sum(range(64))
@@ -418,7 +424,7 @@ def test_a_forked_child_saves_too(file_uri: str, monkeypatch: pytest.MonkeyPatch
 
     def hangs(fd: int, data: Any, offset: int) -> int:
         come.set()
-        go.wait(30)
+        go.wait(60)
         return real(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", hangs)
@@ -426,7 +432,7 @@ def test_a_forked_child_saves_too(file_uri: str, monkeypatch: pytest.MonkeyPatch
     stager = tierckpt.TierStager()
     try:
         future = start(f"{file_uri}/step-1", state, stager)
-        assert come.wait(30)
+        assert come.wait(60)
         child = os.fork()
         if child == 0:
             code = 1
@@ -435,7 +441,7 @@ def test_a_forked_child_saves_too(file_uri: str, monkeypatch: pytest.MonkeyPatch
                 os.pwrite = real
                 torch.set_num_threads(1)  # as a DataLoader worker does: OpenMP's threads stay with the parent
                 for step in (2, 3):
-                    start(f"{file_uri}/step-{step}", other, stager).result(30)
+                    start(f"{file_uri}/step-{step}", other, stager).result(60)
                 code = 0
             finally:
                 os._exit(code)

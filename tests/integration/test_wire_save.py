@@ -7,7 +7,6 @@ import io
 import os
 import resource
 import threading
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -228,7 +227,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event
 
     def pwrite(fd: int, data: Any, offset: int) -> int:
         come.set()
-        if not go.wait(30):
+        if not go.wait(60):
             raise TimeoutError("nobody let the disk go on")
         return real(fd, data, offset)
 
@@ -253,7 +252,7 @@ def test_changes_after_async_save_cannot_reach_the_file(
             value.view(torch.uint8).fill_(0)
         state["big"].fill_(-1.0)
         state["objects"]["list"].append("late")
-        assert come.wait(30)
+        assert come.wait(60)
         state["big"].fill_(-2.0)
         go.set()
         future.result(60)
@@ -276,11 +275,9 @@ def test_a_second_checkpoint_is_staged_while_the_first_is_written(
 
     with slow_disk(monkeypatch) as (come, go):
         first = start(1)
-        assert come.wait(30)
-        begun = time.monotonic()
+        assert come.wait(60)
         second = start(2)
-        assert time.monotonic() - begun < 5, "it did not wait for the first"
-        assert not first.done() and not second.done()
+        assert not first.done() and not second.done(), "nothing is written before it may: it waited for nobody"
         with pytest.raises(tierckpt.errors.OperationTimeoutError, match="checkpoint 1 is flushing"):
             start(3)
         go.set()

@@ -21,7 +21,7 @@ from tests.servers.fleet import Ended, Fleet, Process
 from tests.servers.origin import Origin
 
 MiB = 1 << 20
-READY_SECONDS = 20.0
+READY_SECONDS = 60.0
 POLL_SECONDS = 0.02
 SECRET = "not a secret: this cluster lives for one test"
 
@@ -238,7 +238,7 @@ class Cluster:
             if process is not None:
                 process.send(signal.SIGCONT)
 
-    def until_sent(self, share: float, timeout_seconds: float = 30.0) -> int:
+    def until_sent(self, share: float, timeout_seconds: float = 60.0) -> int:
         """Return when the store has sent this share of the model: with what it has sent by then."""
         deadline = time.monotonic() + timeout_seconds
         while (sent := self.origin.sent_bytes()) < share * self.model.size_bytes:

@@ -20,7 +20,7 @@ from tierckpt.peer import members
 from tierckpt.replication import replicator
 
 SECRET = "not a secret: this cluster lives for one test"
-READY_SECONDS = 30.0
+READY_SECONDS = 90.0
 
 
 def newest_first() -> None:

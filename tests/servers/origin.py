@@ -37,7 +37,7 @@ SEND_BUFFER_BYTES = 256 * 1024
 """Small, so that what counts as sent has nearly all arrived when a client hangs up."""
 HEAD_BYTES_MAX = 64 * 1024
 KEYS_MAX = 1000
-START_SECONDS = 20.0
+START_SECONDS = 60.0
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
