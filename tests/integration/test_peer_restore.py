@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -139,6 +140,35 @@ def test_the_command_line_restores_what_only_a_peer_has(
     state = zeros_like(small_state(3))
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "out"), no_dist=True)
     assert same(state, small_state(3))
+
+
+def test_the_command_line_verifies_what_peers_have(
+    nodes: Nodes, uri: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = f"{uri}/step-4"
+    save_on(nodes, 0, step, small_state(4))
+
+    def verify(node: Node) -> dict[str, Any]:
+        for name, value in node.env.items():
+            monkeypatch.setenv(name, value)
+        code = run(["verify", step, "--read-data", "--json"])
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        close_all()
+        return {"code": code, "tiers": found["tiers"], "absent": len(found["absent_on_this_node"]), **found}
+
+    manifest = read_local_manifest(nodes[0].directory(step))
+    assert manifest is not None
+    found = verify(nodes[1])
+    assert (found["code"], found["tiers"], found["problems"]) == (0, ["peer"], [])
+    assert found["checked_bytes"] == manifest.size_bytes
+    tierckpt.prefetch(step, settings=nodes[1].settings)
+    close_all()
+    await_holders(nodes, 0, step, 1, nodes[2])
+    for shard in nodes[0].directory(step).glob("*.distcp"):
+        shard.unlink()
+    found = verify(nodes[0])
+    assert (found["code"], found["tiers"], found["problems"]) == (0, ["local", "peer"], [])
+    assert found["absent"], "its shards are on the other node only"
 
 
 def test_the_newest_step_is_found_over_own_ssd_peers_and_shared_storage(nodes: Nodes, uri: str) -> None:

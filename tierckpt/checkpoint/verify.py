@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..disk.durable import translated
 from ..errors import IntegrityError, ObjectNotFoundError, StoreError, TierckptError
@@ -17,6 +17,10 @@ from ..stores.verified_read import LocalFiles, check_file
 from ..types import Json, Progress, ProgressListener, Tier
 from . import local_commit, marks, shared_commit
 from .catalog import Checkpoint
+from .peers import PeerCopies
+
+OnBytes: TypeAlias = Callable[[int], None]
+"""Is told of bytes that were read and checked. None: only presence and sizes are looked at."""
 
 
 @dataclass
@@ -71,14 +75,10 @@ async def verify(
     async def one(tier: Tier, entry: FileEntry) -> None:
         async with gate:
             try:
-                source: RangeSource = LocalFiles(checkpoint.directory) if tier is Tier.LOCAL else checkpoint.store
-                if tier is Tier.LOCAL:
-                    size_bytes = await asyncio.to_thread(_size_of, checkpoint.directory / entry.key)
+                if tier is Tier.PEER and checkpoint.elsewhere is not None:
+                    await _verify_on_peers(checkpoint.elsewhere, entry, chunk_size, told if read_data else None)
                 else:
-                    size_bytes = (await checkpoint.store.head(entry.key)).size_bytes
-                _expect_size(size_bytes, entry, f"{source.uri}/{entry.key}")
-                if read_data:
-                    await check_file(source, entry, chunk_size, told)
+                    await _verify_file(checkpoint, tier, entry, chunk_size, told if read_data else None)
             except TierckptError as error:
                 if error.retryable:
                     raise  # a store that is away says nothing about the files
@@ -91,7 +91,10 @@ async def verify(
     # Stock PyTorch reads the metadata under its own name, tierckpt the attempt's copy: both count.
     stock = tuple(replace(entry, source="") for entry in checkpoint.manifest.metadata if entry.source)
     entries = checkpoint.manifest.entries + stock
-    await asyncio.gather(*(one(tier, entry) for tier in sorted(checkpoint.tiers) for entry in entries))
+    if checkpoint.elsewhere is not None:
+        await checkpoint.elsewhere.look()
+    copies = [(tier, entry) for tier in sorted(checkpoint.tiers) for entry in entries]
+    await asyncio.gather(*(one(tier, entry) for tier, entry in copies if tier is not Tier.PEER or entry not in stock))
     bad = {path: [tier for tier, name in report.problems if name == path] for _, path in report.problems}
     report.lost = sorted(path for path, tiers in bad.items() if len(tiers) == len(checkpoint.tiers))
     return report
@@ -132,6 +135,31 @@ async def _check_claim(store: Store, manifest: Manifest, *, committed: bool) -> 
     if committed and claim in (None, *manifest.replaces):
         # It is taken before the manifest is put, and only a later save takes it over.
         raise IntegrityError(f"{store.uri}/{CLAIM} names {claim or 'nobody'}; committed is {manifest.attempt}")
+
+
+async def _verify_file(
+    checkpoint: Checkpoint, tier: Tier, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes | None
+) -> None:
+    source: RangeSource = LocalFiles(checkpoint.directory) if tier is Tier.LOCAL else checkpoint.store
+    if tier is Tier.LOCAL:
+        size_bytes = await asyncio.to_thread(_size_of, checkpoint.directory / entry.key)
+    else:
+        size_bytes = (await checkpoint.store.head(entry.key)).size_bytes
+    _expect_size(size_bytes, entry, f"{source.uri}/{entry.key}")
+    if on_bytes is not None:
+        await check_file(source, entry, chunk_size_bytes, on_bytes)
+
+
+async def _verify_on_peers(
+    copies: PeerCopies, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes | None
+) -> None:
+    """One whole copy is enough: each node has the shards of its own ranks, and those that it holds for others."""
+    if not (holders := copies.holders(entry)):
+        raise ObjectNotFoundError(f"no other node has {entry.path}", file=entry.path)
+    for index, (byte_range, _) in enumerate(entry.chunks(chunk_size_bytes) if on_bytes is not None else ()):
+        await copies.chunk(holders[0], entry, index)  # verified as it comes
+        if on_bytes is not None:
+            on_bytes(byte_range.size_bytes)
 
 
 def _size_of(path: Path) -> int:

@@ -29,8 +29,8 @@ def verify(
 
     URI may be a run: then its newest checkpoint, committed on whichever tier; a damaged one is not passed over.
 
-    A file that only lacks a copy on this node, while the shared tier has a good one, is no damage: every node keeps
-    the shards of its own ranks.
+    A file that only lacks a copy on this node or its peers, while another tier has a good one, is no damage: every node
+    keeps the shards of its own ranks.
     """
     wanted = location_of(uri)
     with progress_bar(as_json=as_json) as listener, open_client(local_root, listener) as client:
@@ -45,7 +45,7 @@ def verify(
         "tiers": sorted(str(tier) for tier in checkpoint.tiers),
         "good": not rows,
         "problems": rows,
-        "absent_on_this_node": sorted(path for _, path in absent),
+        "absent_on_this_node": sorted(path for tier, path in absent if tier is Tier.LOCAL),
     }
     return Report(document, _view(document), IntegrityError.exit_code if rows else 0)
 
@@ -90,16 +90,16 @@ async def _damaged_manifests(engine: Engine, location: Location) -> dict[Problem
 
 
 def _absent(checkpoint: Checkpoint, report: VerifyReport) -> set[Problem]:
-    """Files with no copy on this node at all and a good one on the shared tier."""
-    keys = {entry.path: entry.key for entry in checkpoint.manifest.entries} if checkpoint.manifest else {}
-    return {
-        (tier, path)
-        for tier, path in report.problems
-        if tier is Tier.LOCAL
-        and not (checkpoint.directory / keys[path]).exists()
-        and Tier.SHARED in checkpoint.tiers
-        and (Tier.SHARED, path) not in report.problems
-    }
+    """Files with no copy at all on this node, or on other nodes, and a good one on another tier."""
+    entries = {entry.path: entry for entry in checkpoint.manifest.entries} if checkpoint.manifest else {}
+
+    def is_absent(tier: Tier, path: str) -> bool:
+        if tier is Tier.LOCAL:
+            return not (checkpoint.directory / entries[path].key).exists()
+        peers = checkpoint.elsewhere if tier is Tier.PEER else None
+        return peers is not None and not peers.holders(entries[path])
+
+    return {(tier, path) for tier, path in report.problems if path not in report.lost and is_absent(tier, path)}
 
 
 def _row(checkpoint: Checkpoint, report: VerifyReport, tier: Tier, path: str, text: str) -> Json:
@@ -119,7 +119,7 @@ def _view(document: Json) -> list[RenderableType]:
         + (", every byte read" if document["read_data"] else ", sizes only (--read-data reads every byte)"),
     }
     if document["absent_on_this_node"]:
-        summary["not on this node"] = f"{len(document['absent_on_this_node'])} files; the shared tier has them"
+        summary["not on this node"] = f"{len(document['absent_on_this_node'])} files; other tiers have them"
     summary["result"] = "good" if document["good"] else f"{len(document['problems'])} bad copies"
     lines = [
         (row["file"], row["tier"], ", ".join(row["good_copy_on"]) or "lost", row["problem"])
