@@ -70,6 +70,8 @@ REMOVED = {
     "local_full_timeout_seconds": "A save waits 600 seconds for room; local_full_policy says what else it may do",
     "preempt_endpoint": "preempt_notices names the cloud, whose metadata address is known; leave it out",
     "preempt_poll_seconds": "Notices are looked for every 5 seconds; leave it out",
+    "read_mode": "How a disk is read is chosen by measurement; leave it out",
+    "read_threads_max": "The number of threads is chosen by measurement, at most 12; leave it out",
     "retry_attempts_max": "A request is retried up to 5 times within store_timeout_seconds; set that",
     "retry_share_max": "Retries are at most 15 % of the requests that went well; leave it out",
     "share_reads": "Ranks of a node always share what they read; leave it out",
@@ -117,15 +119,6 @@ class Settings(BaseSettings):
     staging_policy: StagingPolicy = "wait"
     """What a save does when no slot is free. ``wait``: block until one is. ``skip``: leave this checkpoint out.
     ``drop_oldest_unflushed``: give up the oldest one whose flush has not begun. Never: take more memory."""
-
-    read_mode: Literal["auto", "direct", "straight", "buffered"] = "auto"
-    """How files are read from disks. ``auto``: from the page cache what is there, the rest in the way that the first
-    large load finds to be the best of this device. ``direct``: past the page cache. ``straight``: the same, and model
-    files without a copy. ``buffered``: through the page cache."""
-
-    read_threads_max: int = Field(default=12, ge=1, le=64)
-    """Most threads that one load reads with. What the disk likes is measured, and ranks of a node share it; this only
-    bounds it. Each has 2 MiB."""
 
     concurrency: int = Field(default=4, ge=1, le=256)
     """Files in flight per mover. Each holds a few chunks, so this bounds the mover's memory."""

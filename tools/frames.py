@@ -102,7 +102,7 @@ def main() -> None:
             dcp.save(state, storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)
 
         def load() -> None:
-            dcp.load(dict(state), storage_reader=tierckpt.TierStorageReader(uri, read_mode="direct"), no_dist=True)
+            dcp.load(dict(state), storage_reader=tierckpt.TierStorageReader(uri), no_dist=True)
 
         show("write_data", "pwrite", traced(os, "pwrite", save))
         show("read_data", "preadv", traced(os, "preadv", load))

@@ -23,8 +23,10 @@ from tierckpt.cache import verifier
 from tierckpt.cache.entry import CacheEntry
 from tierckpt.cache.partial_entry import BLOCKS, RECEIPT, read_receipt
 from tierckpt.client import close_all, open_cached
+from tierckpt.disk.read_tuner import MODEL_WAYS, ReadMode, ReadTuner
 from tierckpt.errors import IntegrityError
 from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.read.replicated_file import LocalCopy
 from tierckpt.telemetry import QUARANTINES, Metric, listen
 
 FLIPS = int(os.environ.get("TIERCKPT_TEST_CACHE_FLIPS", "1"))
@@ -94,12 +96,25 @@ Reader = Callable[[Model, Path], bool]
 """Reads all of FILE, and says whether it is right."""
 
 
-def loads(**arguments: Any) -> Reader:
-    return lambda model, _: same(tierckpt.load_safetensors(model.uri, **arguments), model.tensors)
+def loads(model: Model, _: Path) -> bool:
+    return same(tierckpt.load_safetensors(model.uri), model.tensors)
 
 
-def loads_the_directory(**arguments: Any) -> Reader:
-    return lambda model, entry: same(tierckpt.load_safetensors(entry, **arguments), model.tensors)
+def loads_the_directory(model: Model, entry: Path) -> bool:
+    return same(tierckpt.load_safetensors(entry), model.tensors)
+
+
+def read_by(way: ReadMode, reader: Reader) -> Reader:
+    """All of the disk is read in one way, whatever is in the page cache."""
+
+    def read(model: Model, entry: Path) -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ReadTuner, "way", lambda *_: way)
+            patch.setattr(ReadTuner, "is_known", lambda *_: True)
+            patch.setattr(LocalCopy, "is_in_memory", lambda *_: False)
+            return reader(model, entry)
+
+    return read
 
 
 def loads_the_file(model: Model, entry: Path) -> bool:
@@ -151,8 +166,10 @@ def cats(model: Model, _: Path) -> bool:
 
 
 READERS: dict[str, Reader] = {
-    **{f"uri, {mode}": loads(read_mode=mode) for mode in ("auto", "direct", "straight", "buffered")},
-    **{f"directory, {mode}": loads_the_directory(read_mode=mode) for mode in ("auto", "direct", "buffered")},
+    "uri": loads,
+    **{f"uri, {way}": read_by(way, loads) for way in MODEL_WAYS},
+    "directory": loads_the_directory,
+    **{f"directory, {way}": read_by(way, loads_the_directory) for way in MODEL_WAYS},
     "file": loads_the_file,
     "stream": streams,
     "lazy": lazily,
@@ -192,7 +209,7 @@ def test_with_verification_off_the_harness_finds_it(
     assert not quarantined
 
 
-@pytest.mark.parametrize("name", ["directory, auto", "file", "parts"])
+@pytest.mark.parametrize("name", ["directory", "file", "parts"])
 def test_without_its_store_the_error_names_file_entry_and_tier(name: str, model: Model) -> None:
     entry = tierckpt.prefetch(model.uri)
     model.store.rename(model.store.with_name("away"))
@@ -279,7 +296,7 @@ def test_an_entry_without_digests_is_loaded_as_it_is(model: Model) -> None:
 # --- partial entries -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["uri, auto", "uri, buffered", "stream", "view", "view in pieces", "open"])
+@pytest.mark.parametrize("name", ["uri", f"uri, {MODEL_WAYS[-1]}", "stream", "view", "view in pieces", "open"])
 def test_what_has_landed_of_a_partial_entry_is_verified(name: str, model: Model, quarantined: list[float]) -> None:
     """Holes beside it, and nobody has published it."""
     with open_cached(model.uri) as view:

@@ -31,6 +31,7 @@ ENOUGH = 3 * WINDOW + 16 * MIB + 20 * MIB
 
 MEASURED = """
 import json, sys
+from tierckpt.disk.read_tuner import ReadMode, ReadTuner
 from tierckpt.loading import export_file
 from tierckpt.loading.export import export_safetensors
 
@@ -39,6 +40,7 @@ def status(key):
 
 write_file = export_file.write_file
 import tierckpt.loading.export as exports
+ReadTuner.way = lambda *_: ReadMode(direct=True, threads=2)
 exports.write_file = lambda *arguments: write_file(*arguments, window_bytes=int(sys.argv[4]))
 export_safetensors(sys.argv[1], sys.argv[2] + "-small", only="small")
 open("/proc/self/clear_refs", "w").write("5")
@@ -64,7 +66,6 @@ def measured(checkpoint: str, to: Path, window_bytes: int, dtype: str = "") -> d
     environment = {
         "TIERCKPT_LOCAL_ROOT": str(Path(checkpoint).parent / "local"),
         "TIERCKPT_MOVER": "inline",
-        "TIERCKPT_READ_THREADS_MAX": "2",
     }
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, checkpoint, str(to), dtype, str(window_bytes)],

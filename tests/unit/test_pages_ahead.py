@@ -18,6 +18,7 @@ import tierckpt
 from tests.states import same
 from tierckpt.arena.page_choice import Paging
 from tierckpt.config import Settings
+from tierckpt.disk.read_tuner import READ_THREADS_MAX
 from tierckpt.errors import StoreError
 from tierckpt.loading import fill
 from tierckpt.loading.model import Directory
@@ -166,7 +167,7 @@ def test_who_wants_no_more_is_not_given_half_of_it(model: Path, watched: type[Wa
     watched.after_each_read = staticmethod(stop_on_the_way)
     with pytest.raises(fill.Stopped):
         _within_deadline(lambda: fill.fill(wanted.wants, wanted.device, stop))
-    assert len(watched.found) <= 3 + fill.AHEAD_MAX + fill.FILLERS_MAX + wanted._model.place.threads_max
+    assert len(watched.found) <= 3 + fill.AHEAD_MAX + fill.FILLERS_MAX + READ_THREADS_MAX
 
 
 def _within_deadline(load: Callable[[], object]) -> None:

@@ -20,7 +20,7 @@ from tierckpt.config import Settings
 from tierckpt.disk import read_tuner
 from tierckpt.disk.file_lock import try_lock
 from tierckpt.disk.read_tuner import MODEL_WAYS, WAYS, ReadMode, ReadTuner, best, device_of
-from tierckpt.errors import ConfigError, StoreError
+from tierckpt.errors import StoreError
 from tierckpt.format.layout import model_read_ways, read_ways
 from tierckpt.format.manifest import FileEntry
 from tierckpt.loading import fill
@@ -83,19 +83,6 @@ def test_what_was_decided_is_known_to_the_next_process_until_the_next_boot(
 def test_a_damaged_result_is_no_result(kept: bytes, tmp_path: Path) -> None:
     read_ways(tmp_path).write_bytes(kept)
     assert not tuner(tmp_path).is_known("d") and tuner(tmp_path).way("d") == DIRECT
-
-
-def test_the_user_has_the_last_word(tmp_path: Path) -> None:
-    tuner(tmp_path).decide("d", {DIRECT: 9.0, CACHE: 1.0}, "here")
-    for mode, way in (("direct", DIRECT), ("straight", DIRECT), ("buffered", CACHE)):
-        forced = tuner(tmp_path, read_mode=mode)
-        assert forced.is_known("d") and forced.is_known("anything") and forced.way("d") == way
-    for way in MODEL_WAYS:
-        assert tuner(tmp_path, MODEL_WAYS, read_mode=way.mode).way("d") == way
-    assert tuner(tmp_path, read_threads_max=6).way("d") == ReadMode(True, 6)
-    assert tuner(tmp_path, read_threads_max=2).way("e") == ReadMode(True, 2)
-    with pytest.raises(ConfigError, match="read_mode"):
-        tuner(tmp_path, read_mode="fast")
 
 
 # --- the trial -------------------------------------------------------------------------------------------------------
@@ -165,17 +152,6 @@ def test_a_load_that_can_tell_nothing_tries_nothing(small: None, path: Path) -> 
     assert read_ways(root).exists()
 
 
-@pytest.mark.parametrize(("mode", "direct"), [("direct", True), ("buffered", False)])
-def test_a_forced_way_is_taken_whatever_is_in_memory(mode: str, direct: bool, small: None, path: Path) -> None:
-    copy = Noted(path, tuner(path.parent, read_mode=mode), cached=True)
-    opened: list[int] = []
-    real = copy._read_direct
-    copy._read_direct = lambda *given: opened.append(1) or real(*given)  # type: ignore[method-assign,func-returns-value]
-    load(copy, path)
-    assert bool(opened) is direct
-    assert not read_ways(path.parent).exists()
-
-
 def test_what_cannot_be_kept_does_not_stop_the_load(small: None, path: Path) -> None:
     root = path.parent / "no directory"
     root.write_bytes(b"")
@@ -242,8 +218,12 @@ def test_the_first_large_load_of_model_files_tries_each_way_and_each_gives_the_b
 
 
 @pytest.mark.parametrize("way", MODEL_WAYS, ids=str)
-def test_a_forced_way_reads_model_files(model: Path, way: ReadMode, ways_taken: list[tuple[int, ReadMode]]) -> None:
-    load_model(model, model.parent, read_mode=way.mode)
+def test_each_way_reads_model_files(
+    model: Path, way: ReadMode, ways_taken: list[tuple[int, ReadMode]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReadTuner, "way", lambda *_: way)
+    monkeypatch.setattr(ReadTuner, "is_known", lambda *_: True)
+    load_model(model, model.parent)
     assert {taken for _, taken in ways_taken} == {way}
     assert not model_read_ways(model.parent).exists()
 
@@ -268,7 +248,7 @@ def test_a_read_that_fails_while_ways_are_tried_fails_the_load(
 def test_what_passes_through_a_buffer_goes_no_further_than_the_file(path: Path, tmp_path: Path) -> None:
     """The last block of a file is read whole or not at all."""
     (tmp_path / "odd").write_bytes(path.read_bytes()[: 5 * 4096 + 100])
-    copy = LocalCopy(tmp_path / "odd", tuner=tuner(tmp_path, MODEL_WAYS, read_mode="direct"))
+    copy = LocalCopy(tmp_path / "odd", tuner=tuner(tmp_path, (ReadMode(True, 12),)))
     into, through = memoryview(mmap.mmap(-1, 8 * 4096)), memoryview(mmap.mmap(-1, 2 * 4096))
     found = copy.read(ByteRange(4096, 5 * 4096 + 100), into, through)
     is_right = found == path.read_bytes()[4096 : 5 * 4096 + 100]

@@ -28,8 +28,6 @@ OTHER: dict[str, Any] = {
     "staging_bytes_max": "9GiB",
     "checkpoints_in_flight_max": 3,
     "staging_policy": "skip",
-    "read_mode": "direct",
-    "read_threads_max": 5,
     "concurrency": 7,
     "mover": "agent",  # the tests say inline
     "agent_idle_seconds": 2.5,

@@ -24,6 +24,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from ..config import Settings
+from ..disk.read_tuner import READ_THREADS_MAX
 from ..disk.write_tuner import WRITE_THREADS_MAX
 from ..errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
 from ..poll import BRIEF, Poll
@@ -325,10 +326,6 @@ class Arena:
         return ", ".join(f"checkpoint {lease.number} is {lease.state}" for lease in self._leases)
 
 
-READ_THREADS = 4
-"""More than there may be cores: while one digests and copies, the disk has the requests of others."""
-
-
 class BounceBufferPool:
     """A few small pieces of huge-page memory for bytes on their way between a file and memory that is not aligned.
 
@@ -433,10 +430,10 @@ def write_buffers() -> BounceBufferPool:
         return _bounces.setdefault(("write", WRITE_THREADS_MAX), BounceBufferPool(WRITE_THREADS_MAX))
 
 
-def read_buffers(threads_max: int = READ_THREADS) -> BounceBufferPool:
+def read_buffers() -> BounceBufferPool:
     """The process's read buffers: one for each thread that reads."""
     with _shared_lock:
-        return _bounces.setdefault(("read", threads_max), BounceBufferPool(threads_max, "read"))
+        return _bounces.setdefault(("read", READ_THREADS_MAX), BounceBufferPool(READ_THREADS_MAX, "read"))
 
 
 def leases() -> list[Lease]:

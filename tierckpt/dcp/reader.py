@@ -330,7 +330,7 @@ class TierStorageReader(Mount, StorageReader):
 
         pull = work.reading.pull_before(then)
         wanted = [(files[path], [piece for piece, _ in pieces]) for path, pieces in owned.items()]
-        pull(wanted, read_buffers(self.settings.read_threads_max), on_error=name)
+        pull(wanted, read_buffers(), on_error=name)
         work.copies.wait()
         for read in window:
             for item, target in read.finish():

@@ -22,7 +22,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class ReadMode:
 
     @property
     def mode(self) -> str:
-        """As ``read_mode`` calls it."""
+        """Its name, in records and logs."""
         return "straight" if self.straight else "direct" if self.direct else "buffered"
 
     def __str__(self) -> str:
@@ -80,49 +80,36 @@ digest and copy; the page cache is read ahead by the kernel, which needs fewer."
 MODEL_WAYS = (ReadMode(True, 8, straight=True), ReadMode(True, 12), ReadMode(False, 4))
 """The same for model files."""
 
+READ_THREADS_MAX = max(way.threads for way in WAYS + MODEL_WAYS)
+
 
 class ReadTuner:
     """Knows how to read checkpoints, or model files, from each device of this node. Thread-safe.
 
     Args:
-        settings: ``read_mode`` other than ``auto`` is obeyed and nothing is tried; ``read_threads_max`` bounds threads.
+        settings: ``local_root`` is where the result is kept.
         ways: ``WAYS`` or ``MODEL_WAYS``: what there is to try.
     """
 
     def __init__(self, settings: Settings, ways: tuple[ReadMode, ...] = WAYS) -> None:
         use_local_root(settings)
-        self.mode = settings.read_mode
-        """What the user has said: ``auto`` leaves it to us, and bytes that are in memory are taken from there."""
-        self.threads_max = settings.read_threads_max
-        self._all = ways
+        self.ways = ways
+        """What there is to try."""
         self.path = (model_read_ways if ways == MODEL_WAYS else read_ways)(settings.local_root)
         self._known: dict[str, ReadMode] = {}
         self._lock = threading.Lock()
 
-    @property
-    def ways(self) -> tuple[ReadMode, ...]:
-        """What there is to try, within the bounds."""
-        fitting = tuple(way for way in self._all if way.threads <= self.threads_max)
-        return fitting or (self._bounded(self._all[0]),)
-
     def way(self, device: str) -> ReadMode:
         """How to read ``device`` as far as is known."""
-        if self.mode != "auto":
-            forced = self.mode if any(way.mode == self.mode for way in self._all) else "direct"
-            return self._bounded(next(way for way in self._all if way.mode == forced))
         with self._lock:
             if device not in self._known and (found := self._recorded().get(device)) is not None:
                 self._known[device] = found
-            way = self._known.get(device, self._all[0])
-        return self._bounded(way)
-
-    def _bounded(self, way: ReadMode) -> ReadMode:
-        return replace(way, threads=min(way.threads, self.threads_max))
+            return self._known.get(device, self.ways[0])
 
     def is_known(self, device: str) -> bool:
-        """True when nothing is to be tried: it was, or the user has said how to read."""
+        """True when nothing is to be tried: it was, or there is one way."""
         self.way(device)
-        return self.mode != "auto" or device in self._known or len(self.ways) < 2
+        return device in self._known or len(self.ways) < 2
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[bool]:
@@ -195,7 +182,7 @@ def device_of(file: int) -> str:
     return f"{os.major(status)}:{os.minor(status)} {mount} {_boot()}"
 
 
-_tuners: dict[tuple[Path, str, int, tuple[ReadMode, ...]], ReadTuner] = {}
+_tuners: dict[tuple[Path, tuple[ReadMode, ...]], ReadTuner] = {}
 _making = threading.Lock()
 
 
@@ -210,9 +197,8 @@ os.register_at_fork(after_in_child=_start_anew)
 
 def read_tuner_for(settings: Settings, ways: tuple[ReadMode, ...] = WAYS) -> ReadTuner:
     """The process's tuner for these settings."""
-    key = (settings.local_root, settings.read_mode, settings.read_threads_max, ways)
     with _making:
-        return _tuners.setdefault(key, ReadTuner(settings, ways))
+        return _tuners.setdefault((settings.local_root, ways), ReadTuner(settings, ways))
 
 
 @lru_cache(maxsize=1)

@@ -353,7 +353,7 @@ def fill(wants: Sequence[Want], device: torch.device, stop: threading.Event | No
 
 def _read(jobs: list[Job], place: Place, device: torch.device, stop: threading.Event | None) -> None:
     def run(some: list[Job], threads: int) -> None:
-        _Reading(some, device, stop or threading.Event(), threads, place.threads_max).run()
+        _Reading(some, device, stop or threading.Event(), threads).run()
 
     run(tried(jobs, opened_disk(job for job in jobs if job.into is not None), run), place.threads)
 
@@ -376,9 +376,7 @@ class Stopped(Exception):
 class _Reading(ReadThreads):
     """A few threads that take job after job, in the order of the files, and a few that are ahead of them with pages."""
 
-    def __init__(
-        self, jobs: Sequence[Job], device: torch.device, stop: threading.Event, threads: int, threads_max: int
-    ) -> None:
+    def __init__(self, jobs: Sequence[Job], device: torch.device, stop: threading.Event, threads: int) -> None:
         needs_buffers = any(job.into is None for job in jobs)
         self._fillers = FILLERS_MAX if len(jobs) > 1 and any(job.memory is not None for job in jobs) else 0
         self._filling = self._fillers
@@ -397,7 +395,7 @@ class _Reading(ReadThreads):
             for through in self._through()
         ]
         workers += [Worker(self._fill_in, "tierckpt-pages")] * self._fillers
-        super().__init__(workers, read_buffers(threads_max))
+        super().__init__(workers, read_buffers())
 
     def fail(self, error: BaseException) -> None:
         """Nobody may be left to make room for pages, or to put any in place: who waits for that is told."""

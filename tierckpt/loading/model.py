@@ -33,8 +33,6 @@ class Place(Protocol):
     """Where the files of a model are: a directory of this node, or of the shared tier."""
 
     where: str
-    threads_max: int
-    """Most threads that a load may read with."""
 
     @property
     def threads(self) -> int:
@@ -60,7 +58,6 @@ class Directory:
 
     def __init__(self, path: Path, tuner: ReadTuner) -> None:
         self.where = str(path)
-        self.threads_max = tuner.threads_max
         self._path, self._tuner = path, tuner
 
     @property

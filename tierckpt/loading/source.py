@@ -55,12 +55,11 @@ class CachedPlace:
 
     def __init__(self, uri: str, view: CachedView, settings: Settings) -> None:
         self.where = uri
-        self.threads_max = settings.read_threads_max
         self._view, self._settings = view, settings
 
     @property
     def threads(self) -> int:
-        return min(REQUESTS_MAX, self.threads_max)
+        return REQUESTS_MAX
 
     def files(self) -> list[str]:
         return sorted(name for name in self._view.files if "/" not in name)

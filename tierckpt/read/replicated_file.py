@@ -122,12 +122,12 @@ class LocalCopy:
                 self.take(self.way)
 
     def is_in_memory(self, byte_range: ByteRange, /) -> bool:
-        """True for what is in the page cache, unless the user wants it read in one way whatever is there."""
+        """True for what is in the page cache."""
         try:
             self.open()
         except TierckptError:
             return False  # who reads it is told why
-        return (self.tuner is None or self.tuner.mode == "auto") and self._is_cached(byte_range)
+        return self._is_cached(byte_range)
 
     def _is_cached(self, byte_range: ByteRange) -> bool:
         """True when the whole range is in the page cache.
