@@ -9,8 +9,7 @@ import pickle
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -25,20 +24,14 @@ from torch.futures import Future
 from ..arena.slots import read_buffers
 from ..checkpoint.catalog import Checkpoint
 from ..config import Settings
-from ..disk import read_lease
-from ..disk.read_tuner import read_tuner_for
-from ..engine import Engine
-from ..errors import CheckpointNotFoundError, IntegrityError, StateMismatchError, TierckptError, UnsafeCheckpointError
+from ..errors import IntegrityError, StateMismatchError, TierckptError, UnsafeCheckpointError
 from ..format.layout import METADATA, rank_metadata
-from ..format.manifest import FileEntry, Manifest
-from ..peer.members import Member
-from ..read import block_digests as blocks
+from ..format.manifest import FileEntry
 from ..read.parallel_read import Piece, windows
-from ..read.replicated_file import Copy, LocalCopy, RemoteCopy, ReplicatedFile, VerifiedFile
-from ..read.sources import PEERS_TRIED_MAX
+from ..read.replicated_file import ReplicatedFile, VerifiedFile
 from ..telemetry import logger
 from ..tracebacks import short_traceback
-from ..types import ByteRange, Tier
+from .checkpoint_files import CheckpointFiles
 from .gc_pause import gc_paused
 from .read_plan import (
     WINDOW_BYTES,
@@ -61,8 +54,6 @@ from .sealed import Objects, load_metadata, load_tensor
 from .target import Mount
 
 log = logger("restore")
-
-FINDS_MAX = 5
 
 UNPACKED_BYTES_MIN = 1 << 20
 UNPACKED_RATIO_MAX = 1024
@@ -111,10 +102,8 @@ class TierStorageReader(Mount, StorageReader):
         self.storage_data: dict[Any, Any] = {}
         self._shapes = Shapes(Metadata(state_dict_metadata={}))
         self.load_id = str(uuid.uuid4())
-        self._checkpoint: Checkpoint | None = None
-        self._table: _Table | None = None
+        self._files: CheckpointFiles | None = None
         self._infos: dict[int, _StorageInfo] = {}
-        self._lease = contextlib.ExitStack()
         self._error: TierckptError | None = None
         self._neighbours = Neighbours(self.settings)
         self._point_to(uri if uri is not None else path)
@@ -124,7 +113,7 @@ class TierStorageReader(Mount, StorageReader):
     @short_traceback
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.storage_data = {}
-        self._let_go()
+        self._release()
         self._error = None
         if checkpoint_id is not None:
             self._point_to(checkpoint_id)
@@ -148,8 +137,8 @@ class TierStorageReader(Mount, StorageReader):
             return Metadata(state_dict_metadata={}, storage_data={}, storage_meta=StorageMeta())
 
     def _read_metadata(self, name: str) -> Metadata:
-        checkpoint = self._find()
-        with VerifiedFile(self._copies(checkpoint, self._entry(checkpoint, name))) as stream:
+        files = self._found()
+        with VerifiedFile(files.open(files.entry(name))) as stream:
             data = stream.read()
         where = f"{self.path}/{name}"
         with gc_paused():
@@ -187,7 +176,8 @@ class TierStorageReader(Mount, StorageReader):
 
     @short_traceback
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return self._neighbours.offered(plan, self._spans, self._find(), lambda: self._names_to_fetch(plan))
+        checkpoint = self._found().checkpoint
+        return self._neighbours.offered(plan, self._spans, checkpoint, lambda: self._names_to_fetch(plan))
 
     @short_traceback
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -199,7 +189,7 @@ class TierStorageReader(Mount, StorageReader):
             self._read(plan, planner)
         finally:
             self._infos = {}
-            self._let_go()
+            self._release()
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -210,19 +200,17 @@ class TierStorageReader(Mount, StorageReader):
             self._infos = {id(item): self._info(item) for item in plan.items}
         with contextlib.ExitStack() as stack:
             reading = stack.enter_context(self._neighbours.reading(plan, self._spans))
-            checkpoint = self._find()
+            found = self._found()
             with gc_paused():
-                entries = self._entries(checkpoint, plan)
-                missing = self._worth_fetching(checkpoint, entries, plan)
+                entries = self._entries(found, plan)
+                missing = self._worth_fetching(found.checkpoint, entries, plan)
                 items = reading.order(plan.items, self._place)
-            self._fetch(checkpoint, missing, reading)
+            self._fetch(found.checkpoint, missing, reading)
             work = _Load(planner, default_targets(planner), Objects(), reading)
             files = {
-                name: stack.enter_context(contextlib.closing(self._copies(checkpoint, entry)))
-                for name, entry in entries.items()
+                name: stack.enter_context(contextlib.closing(found.open(entry))) for name, entry in entries.items()
             }
-            chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest else self.settings.chunk_size_bytes
-            reads = self._reads(items, work, files, int(chunk))
+            reads = self._reads(items, work, files, found.chunk_size_bytes)
             prepared = windows(reads, lambda read: read.extra_bytes, WINDOW_BYTES)
             done = 0
             while done < len(items):
@@ -232,14 +220,14 @@ class TierStorageReader(Mount, StorageReader):
                 self._read_window(window, work, files, then=items[done] if done < len(items) else None)
             work.copies.wait()
 
-    def _entries(self, checkpoint: Checkpoint, plan: LoadPlan) -> dict[str, FileEntry]:
+    def _entries(self, found: CheckpointFiles, plan: LoadPlan) -> dict[str, FileEntry]:
         """The files that ``plan`` reads. Raises when an item does not lie inside its file."""
         entries: dict[str, FileEntry] = {}
         for item in plan.items:
             info = self._info(item)
             entry = entries.get(info.relative_path)
             if entry is None:
-                entry = entries[info.relative_path] = self._entry(checkpoint, info.relative_path)
+                entry = entries[info.relative_path] = found.entry(info.relative_path)
             self._check_inside(item, info.offset + info.length, entry.size_bytes)
         return entries
 
@@ -262,12 +250,12 @@ class TierStorageReader(Mount, StorageReader):
         return [entry for name, entry in missing.items() if wanted[name] > FETCH_SHARE * entry.size_bytes]
 
     def _names_to_fetch(self, plan: LoadPlan) -> list[str]:
-        checkpoint = self._find()
-        if checkpoint.manifest is None:
+        files = self._found()
+        if files.checkpoint.manifest is None:
             return []  # nothing of a stock checkpoint is fetched, so nothing is asked about its files
         names = {self._info(item).relative_path for item in plan.items}
-        found = self._worth_fetching(checkpoint, {name: self._entry(checkpoint, name) for name in names}, plan)
-        return [entry.path for entry in found]
+        wanted = self._worth_fetching(files.checkpoint, {name: files.entry(name) for name in names}, plan)
+        return [entry.path for entry in wanted]
 
     def _fetch(self, checkpoint: Checkpoint, missing: Sequence[FileEntry], reading: Reading) -> None:
         entries = {entry.path: entry for entry in missing}
@@ -439,91 +427,16 @@ class TierStorageReader(Mount, StorageReader):
                 error.context |= {"file": self._info(item).relative_path, "tier": copies.tier}
             raise
 
-    # --- files --------------------------------------------------------------------------------------------------
+    def _found(self) -> CheckpointFiles:
+        """The checkpoint's files: held against removal until its data is read, or the reader is reset."""
+        if self._files is None:
+            self._files = CheckpointFiles.find(self._client, self.settings, self.location)
+        return self._files
 
-    def _find(self) -> Checkpoint:
-        """Find the checkpoint and hold it against removal until its data is read, or the reader is reset."""
-        for _ in range(FINDS_MAX):
-            if self._checkpoint is not None:
-                break
-            found = self._client.run(lambda engine: engine.selector.found(self.location))
-            self._lease.enter_context(read_lease.reading(self.settings.local_root, found.directory))
-            self._checkpoint = found
-            self._table = _Table.of(found.manifest) if found.manifest is not None else None
-            if not self._client.run(partial(Engine.stands, checkpoint=found)):
-                self._let_go()  # removed or replaced before it was held: look again
-        if self._checkpoint is None:
-            raise CheckpointNotFoundError(
-                f"{self.path} is replaced as fast as it can be found",
-                hint="Another job saves to this id; give each job a place of its own",
-            )
-        return self._checkpoint
-
-    def _let_go(self) -> None:
-        self._checkpoint = self._table = None
-        self._lease.close()
-
-    def _entry(self, checkpoint: Checkpoint, name: str) -> FileEntry:
-        """The manifest's entry of ``name``; for stock checkpoints one made from its size, without digests."""
-        if self._table is None:
-            size = self._client.run(lambda engine: checkpoint.store.head(name)).size_bytes
-            return FileEntry(name, size, ())
-        try:
-            return self._table.entries[name]
-        except KeyError:
-            raise CheckpointNotFoundError(
-                f"{name} is not part of the checkpoint {self.path}",
-                hint="Its metadata refers to a file that its manifest does not know",
-                file=name,
-            ) from None
-
-    def _copies(self, checkpoint: Checkpoint, entry: FileEntry) -> ReplicatedFile:
-        if checkpoint.manifest is None:
-            return ReplicatedFile(entry, int(self.settings.chunk_size_bytes), self._places(checkpoint, entry))
-        chunk = checkpoint.manifest.chunk_size_bytes
-        known = None
-        if self._table is not None and entry.path in self._table.blocks:
-            kept, start = self._table.blocks[entry.path]
-            known = blocks.BlockDigests(entry, chunk, start, self._places(checkpoint, kept))
-        return ReplicatedFile(entry, chunk, self._places(checkpoint, entry), known)
-
-    def _places(self, checkpoint: Checkpoint, entry: FileEntry) -> list[Copy]:
-        """The copies of a file, nearest first."""
-        copies: list[Copy] = []
-        tuner = read_tuner_for(self.settings)
-        local = checkpoint.local_path(entry)
-        if local is not None and checkpoint.manifest is not None:
-            copies.append(LocalCopy(local, tuner=tuner))
-        else:
-            copies += self._places_on_peers(checkpoint, entry)
-        if self.location.scheme == "file":
-            copies.append(LocalCopy(Path(self.location.path, entry.key), Tier.SHARED, tuner))
-        else:
-            copies.append(
-                RemoteCopy(f"{self.path}/{entry.key}", lambda byte_range: self._get_range(entry.key, byte_range))
-            )
-        return copies
-
-    def _places_on_peers(self, checkpoint: Checkpoint, entry: FileEntry) -> list[Copy]:
-        elsewhere = checkpoint.elsewhere
-        if elsewhere is None:
-            return []
-
-        chunk = elsewhere.manifest.chunk_size_bytes
-
-        def place(member: Member) -> Copy:
-            return RemoteCopy(
-                f"{member.name} ({member.address})",
-                lambda at: self._client.run(lambda _: elsewhere.chunk(member, entry, at.start // chunk)),
-                Tier.PEER,
-                chunk_size_bytes=chunk,
-                report=lambda: elsewhere.report(member),
-            )
-
-        return [place(member) for member in elsewhere.holders(entry)[:PEERS_TRIED_MAX]]
-
-    def _get_range(self, key: str, byte_range: ByteRange) -> Any:
-        return self._client.run(lambda engine: engine.get_range(self.location, key, byte_range))
+    def _release(self) -> None:
+        if self._files is not None:
+            self._files.close()
+        self._files = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,18 +450,6 @@ class _Load:
     reading: Reading
     copies: DeviceCopies = field(default_factory=DeviceCopies)
     rows: RowBufferPool = field(default_factory=RowBufferPool)
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """A manifest by name: its files, and where the block digests of each lie."""
-
-    entries: Mapping[str, FileEntry]
-    blocks: Mapping[str, tuple[FileEntry, int]]
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> _Table:
-        return cls({entry.path: entry for entry in manifest.entries}, blocks.places(manifest))
 
 
 def _trusting_load(data: bytes, where: str) -> Metadata:
