@@ -89,13 +89,13 @@ class Engine:
         use_local_root(settings)
         self.settings = settings
         self._listener = listener
-        self._drainer = Drainer(settings, listener)
+        self.drainer = Drainer(settings, listener)
         # The agent, which says itself who is there, fetches nothing that it would have to ask others for.
         self.sharing = PeerJoiner(settings) if settings.peers is not None and live is None else None
-        self.shelf = NodeCache(settings, self._drainer.store, listener, self.sharing)
+        self.shelf = NodeCache(settings, self.drainer.store, listener, self.sharing)
         self.cluster = cluster_of(settings, live)
         """The other nodes, where there are ``peers``."""
-        self.selector = Selector(settings, self._drainer.store, self._drainer.directory, self.cluster)
+        self.selector = Selector(settings, self.drainer.store, self.drainer.directory, self.cluster)
         """The newest checkpoint of a run, and the waiting for a store that does not answer."""
         self._drains: dict[str, asyncio.Task[DrainResult]] = {}
         self._failures: dict[str, tuple[str, TierckptError]] = {}
@@ -116,15 +116,15 @@ class Engine:
 
     @property
     def journal(self) -> Journal:
-        return self._drainer.journal
+        return self.drainer.journal
 
     @property
     def budget(self) -> Budget:
         """What the drains of this engine may take; it can be changed while they run."""
-        return self._drainer.budget
+        return self.drainer.budget
 
     def store(self, location: Location) -> Store:
-        return self._drainer.store(location)
+        return self.drainer.store(location)
 
     def directory(self, location: Location) -> Path:
         return local_dir(self.settings.local_root, location)
@@ -133,7 +133,7 @@ class Engine:
         for task in self._drains.values():
             task.cancel()
         await asyncio.gather(*self._drains.values(), return_exceptions=True)
-        await self._drainer.close()
+        await self.drainer.close()
         if self.cluster is not None:
             await self.cluster.close()
 
@@ -213,7 +213,7 @@ class Engine:
             entry.files[0].key, self.directory(entry.location) / entry.files[0].key
         ):
             return False
-        await self._drainer.send_files(entry)
+        await self.drainer.send_files(entry)
         return True
 
     async def holds(self, location: Location, file: FileEntry) -> bool:
@@ -225,7 +225,7 @@ class Engine:
 
     async def is_named(self, entry: Entry) -> bool:
         """True when a manifest on the shared tier, committed or to be, names the files of ``entry``."""
-        return await self._drainer.is_named(entry)
+        return await self.drainer.is_named(entry)
 
     async def discard(self, location: Location, names: Iterable[str]) -> None:
         """Delete files from the shared tier that no commit names, and none will."""
@@ -254,7 +254,7 @@ class Engine:
         for folder in (self.journal.directory, self.settings.local_root / "checkpoints"):  # the cache has its own way
             await asyncio.to_thread(clear_leftovers, folder)
         for entry in await asyncio.to_thread(self.journal.entries):
-            if await recover_entry(entry, self._drainer) and self.settings.drain:
+            if await recover_entry(entry, self.drainer) and self.settings.drain:
                 self.submit(entry.token)
 
     async def _drain(self, token: str) -> DrainResult:
@@ -262,7 +262,7 @@ class Engine:
         try:
             entry = await asyncio.to_thread(self.journal.read, token)
             uri = entry.uri if entry else ""
-            result = await self._drainer.drain(token)
+            result = await self.drainer.drain(token)
             if result.outcome == "committed" and uri:  # '': another mover was through before we looked
                 self._note_commit(uri)
                 self._drained_to.add(place_of(parse_uri(uri)))
@@ -286,7 +286,7 @@ class Engine:
 
     async def drain_now(self, token: str) -> bool:
         """Commit an entry whose files are all on the shared tier already. False: other ranks' are not there yet."""
-        result = await self._drainer.commit_if_complete(token)
+        result = await self.drainer.commit_if_complete(token)
         if result.outcome == "waiting":
             return False
         self._note_commit(result.uri)
@@ -302,7 +302,7 @@ class Engine:
         entries = await asyncio.to_thread(self.journal.entries)
         ready = [entry for entry in entries if entry.state == READY]
         results = await asyncio.gather(
-            *(self._drainer.drain(entry.token, patient=patient) for entry in ready), return_exceptions=True
+            *(self.drainer.drain(entry.token, patient=patient) for entry in ready), return_exceptions=True
         )
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, TierckptError):
@@ -314,7 +314,7 @@ class Engine:
 
     async def newest_first(self) -> None:
         """From now on the drains of this process let nothing go before the newest checkpoint: it will be stopped."""
-        self._drainer.budget.newest_first()
+        self.drainer.budget.newest_first()
 
     async def idle(self, timeout_seconds: float) -> builtins.list[Entry]:
         """Wait until this process drains nothing, at most ``timeout_seconds``. Returns what is still in its hands.
@@ -324,9 +324,9 @@ class Engine:
         """
         deadline = time.monotonic() + timeout_seconds
         patience = time.monotonic() + min(timeout_seconds, OTHER_RANKS_SECONDS)
-        while time.monotonic() < deadline and not self._drainer.budget.paused:
+        while time.monotonic() < deadline and not self.drainer.budget.paused:
             awaited = {token: drain for token, drain in self._drains.items() if token not in self._not_waited_for}
-            sending = awaited.keys() - self._drainer.awaiting
+            sending = awaited.keys() - self.drainer.awaiting
             if not awaited or (not sending and time.monotonic() > patience):
                 break
             await asyncio.wait(awaited.values(), timeout=0.1, return_when=asyncio.FIRST_COMPLETED)

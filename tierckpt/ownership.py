@@ -31,7 +31,7 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _DATA = ("checkpoints", "cache")
 """Below a local root: what ``local_readable_by`` is about. Everything else there is for this user alone."""
 
-_roots: dict[Path, int] = {}
+roots: dict[Path, int] = {}
 """The local roots of this process, and the mode of their data."""
 _known: set[tuple[int, int, int]] = set()
 
@@ -45,15 +45,15 @@ def open_root(root: Path, mode: int = 0o700) -> None:
     Raises:
         PermissionDeniedError: it, or its data, is another user's, can be written by one, or is behind a link of one.
     """
-    is_new = root not in _roots
-    _roots[root] = mode
+    is_new = root not in roots
+    roots[root] = mode
     try:
         check(root)
         for name in _DATA:
             check(root / name)
     except BaseException:
         if is_new:
-            del _roots[root]
+            del roots[root]
         raise
     if is_new:
         _set_modes(root, mode)
@@ -98,16 +98,16 @@ def mode_of(directory: Path) -> int:
     """The mode with which to make ``directory``: nobody else can write at, below, or on the way to a local root."""
     root = root_of(directory)
     if root is None:
-        return 0o755 if any(one.is_relative_to(directory) for one in tuple(_roots)) else 0o777
+        return 0o755 if any(one.is_relative_to(directory) for one in tuple(roots)) else 0o777
     if directory == root or (directory.parent == root and directory.name in _DATA):
-        return _roots[root]
+        return roots[root]
     return 0o700 if directory.parent == root else 0o755
 
 
 def root_of(path: Path) -> Path | None:
     """The local root of this process at or above ``path``."""
     text = f"{path}/"
-    return next((root for root in tuple(_roots) if text.startswith(f"{root}/".replace("//", "/"))), None)
+    return next((root for root in tuple(roots) if text.startswith(f"{root}/".replace("//", "/"))), None)
 
 
 def resolve(path: Path) -> Path:

@@ -22,7 +22,7 @@ log = logger("config")
 NAME = "tierckpt.toml"
 BYTES_MAX = 1 << 20
 
-_said: set[tuple[str, str]] = set()
+reported: set[tuple[str, str]] = set()
 
 
 def read_settings_file() -> dict[str, Any]:
@@ -38,8 +38,8 @@ def read_settings_file() -> dict[str, Any]:
     except OSError:  # none, or no working directory
         return {}
     if why := distrust(path):
-        if (str(path), why) not in _said:
-            _said.add((str(path), why))
+        if (str(path), why) not in reported:
+            reported.add((str(path), why))
             log.warning(
                 "%s is ignored: %s. Settings are taken from a file that this user or root owns and nobody else can "
                 "write to or replace (`chmod go-w` the file and its directory), and from TIERCKPT_* variables",

@@ -53,28 +53,28 @@ class Metric:
         METRICS[self.name] = self
 
     def emit(self, value: float, **labels: str) -> None:
-        for listener in _listeners:
+        for listener in listeners:
             try:
                 listener(self, value, labels)
             except Exception as error:
                 logger("telemetry").debug("a listener failed on %s: %s", self.name, error)
 
 
-_listeners: tuple[MetricListener, ...] = ()
+listeners: tuple[MetricListener, ...] = ()
 _changing = threading.Lock()
 os.register_at_fork(after_in_child=_changing._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def listen(listener: MetricListener) -> Callable[[], None]:
     """Tell ``listener`` every measurement of this process, on the thread that makes it. Returns what ends that."""
-    global _listeners
+    global listeners
     with _changing:
-        _listeners = (*_listeners, listener)
+        listeners = (*listeners, listener)
 
     def stop() -> None:
-        global _listeners
+        global listeners
         with _changing:
-            _listeners = tuple(one for one in _listeners if one is not listener)
+            listeners = tuple(one for one in listeners if one is not listener)
 
     return stop
 

@@ -145,7 +145,7 @@ async def test_nobody_else_is_asked_anything(
 async def test_of_another_machine_its_hosts_count(
     cloud: Any, elsewhere: tuple[Server, int], settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redirects, "_is_this_machine", lambda _: False)
+    monkeypatch.setattr(redirects, "is_this_machine", lambda _: False)
     other, status = elsewhere
     with Server("127.0.0.1", other.url("localhost"), status) as server:
         await cloud(server.url("127.0.0.1"), settings, monkeypatch)
@@ -166,7 +166,7 @@ async def test_without_bounds_it_is_seen(cloud: Any, settings: Settings, monkeyp
 async def test_a_store_that_sends_nobody_away_is_used_as_before(
     is_near: bool, s3_uri: str, moto: S3Server, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redirects, "_is_this_machine", lambda _: is_near)
+    monkeypatch.setattr(redirects, "is_this_machine", lambda _: is_near)
     monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
     store, data = RemoteStore(parse_uri(s3_uri), settings), bytes(range(256)) * 4096
     await store.put("a/key", data)

@@ -175,17 +175,17 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
         _replace(TierStorageWriter, "_begin", instead)
     elif point == "handed in":
         _replace(client.HandoffHandle, "hand_in", after)
-        flush._File.write = stay  # type: ignore[method-assign]
+        flush.ShardFile.write = stay  # type: ignore[method-assign]
     elif point == "half flushed":
-        _replace(flush._File, "finish", lambda real: _first_half(real, reached))
+        _replace(flush.ShardFile, "finish", lambda real: _first_half(real, reached))
     elif points.rank and way.startswith("async_save") and point == "noted":
         _replace(client.HandoffHandle, "hand_in_durable", instead)
     elif points.rank and way.startswith("async_save") and point == "told":
-        _replace(TierStorageWriter, "_hand_over", instead)
+        _replace(TierStorageWriter, "hand_over_save", instead)
     elif way.startswith("async_save") and point in ("noted", "told"):
         _replace(TierStorageWriter, "_note", after)
     elif points.rank and way.startswith("async_save"):
-        _replace(TierStorageWriter, "_hand_over", after)
+        _replace(TierStorageWriter, "hand_over_save", after)
     elif points.rank and way == "Checkpointer":
         _replace(TierStorageWriter, "_note", after)
     elif point == "flushed":
@@ -196,7 +196,7 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
     elif point == "committed":
         _replace(local_commit, "commit_local", after)
         _replace(local_commit, "commit_local_fragment", after)
-        _replace(TierStorageWriter, "_hand_over", lambda _: stay)
+        _replace(TierStorageWriter, "hand_over_save", lambda _: stay)
     else:
         raise ValueError(point)
 
@@ -254,17 +254,17 @@ def saves_and_lives_on(uri: str, folder: str, way: str, fails: int = -1, nodes: 
     """Save three steps, and go on training. The flush of step 2 fails on the rank ``fails``."""
     points = Points(folder)
     _be_on_one_of(nodes, points)
-    job, real = _job(way, uri, **settings), flush._File.write
+    job, real = _job(way, uri, **settings), flush.ShardFile.write
     _replace(client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
     for step in (1, 2, 3):
         if step == 2 and points.rank == fails:
-            flush._File.write = _no_disk  # type: ignore[method-assign]
+            flush.ShardFile.write = _no_disk  # type: ignore[method-assign]
         job.save(step, state_of(points.rank, step, points.world_size))
         try:
             job.wait("local")
         except dcp.CheckpointException:
             points.reach(f"failed-{step}")
-        flush._File.write = real  # type: ignore[method-assign]
+        flush.ShardFile.write = real  # type: ignore[method-assign]
         points.reach(f"after-{step}")
         points.await_all(f"after-{step}")
     points.reach("saved")
@@ -388,7 +388,7 @@ def killed_when_a_staged_one_was_dropped(
         )
     handed: list[int] = []
     _replace(client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: handed.append(1)))
-    flush._File.write = lambda *_: points.reach_and_stay("flushing")  # type: ignore[method-assign,assignment]
+    flush.ShardFile.write = lambda *_: points.reach_and_stay("flushing")  # type: ignore[method-assign,assignment]
     for count, step in enumerate((2, 3, 4), 1):
         checkpointer.save(step, state_of(0, step))
         points.until(lambda: len(handed) >= count)  # noqa: B023

@@ -502,7 +502,7 @@ def materialise(tree: Tree, root: Path) -> None:
 
 
 @dataclass(slots=True)
-class _File:
+class ShardFile:
     durable: bytes = b""
     pending: list[Write | Resize] = field(default_factory=list)
     _now: bytes | None = None
@@ -554,7 +554,7 @@ class Model:
 
     def __init__(self, start: Tree) -> None:
         self.directories: dict[int, dict[str, int]] = {}
-        self.files: dict[int, _File] = {}
+        self.files: dict[int, ShardFile] = {}
         self.pending: list[tuple[Names, set[int]]] = []
         """Changes of names that are not durable, and the directories that have to be fsynced until they are."""
         self._next = ROOT
@@ -568,7 +568,7 @@ class Model:
                 names[name] = self._adopt(child)
             else:
                 names[name], self._next = self._next, self._next + 1
-                self.files[names[name]] = _File(child)
+                self.files[names[name]] = ShardFile(child)
         return inode
 
     def apply(self, operation: Operation) -> None:
@@ -578,10 +578,10 @@ class Model:
                     if operation.is_directory:
                         self.directories[inode] = {}
                     else:
-                        self.files[inode] = _File()
+                        self.files[inode] = ShardFile()
             self.pending.append((operation, {directory for directory, _, _ in operation.changes}))
         elif isinstance(operation, Write | Resize):
-            self.files.setdefault(operation.inode, _File()).apply(operation)  # it may have no name yet
+            self.files.setdefault(operation.inode, ShardFile()).apply(operation)  # it may have no name yet
         elif isinstance(operation, Persist):
             self._persist(operation.inode)
 

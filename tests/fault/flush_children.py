@@ -148,24 +148,24 @@ def in_write(number: int) -> None:
 
 
 def in_half_of_the_copy() -> None:
-    real = staging_copy._copy
+    real = staging_copy.copy_tensors
 
     def half(pairs: Any) -> None:
         real(pairs[: len(pairs) // 2])
         die()
 
-    staging_copy._copy = half
+    staging_copy.copy_tensors = half
 
 
 PHASES: dict[str, Callable[[], None]] = {
     "while staging": in_half_of_the_copy,
-    "before the shard is opened": lambda: before(flush._File, "open"),
-    "after the shard is opened": lambda: after(flush._File, "open"),
+    "before the shard is opened": lambda: before(flush.ShardFile, "open"),
+    "after the shard is opened": lambda: after(flush.ShardFile, "open"),
     "in the first write": lambda: in_write(1),
     "in the fourth write": lambda: in_write(4),
     "in the last write": lambda: in_write(10),
-    "before the fsync": lambda: before(flush._File, "finish"),
-    "after the fsync": lambda: after(flush._File, "finish"),
+    "before the fsync": lambda: before(flush.ShardFile, "finish"),
+    "after the fsync": lambda: after(flush.ShardFile, "finish"),
     "before the metadata is kept": lambda: before(local_commit, "write_attempt_metadata"),
     "after the metadata is kept": lambda: after(local_commit, "write_attempt_metadata"),
     "before the commit": lambda: before(local_commit, "commit_local"),
@@ -184,7 +184,7 @@ SEEDED = "after a commit of shards that were not written"
 
 def commit_too_early() -> None:
     """The bug that all of this is there to find."""
-    flush._File.write = lambda *_: None  # type: ignore[method-assign]
+    flush.ShardFile.write = lambda *_: None  # type: ignore[method-assign]
     after(local_commit, "commit_local")
 
 

@@ -62,7 +62,7 @@ def _after(owner: Any, name: str) -> None:
 SAVE_PHASES: dict[str, Callable[[], None]] = {
     "local plan": lambda: _before(TierStorageWriter, "prepare_local_plan"),
     "staging": lambda: _before(TierStager, "stage_items"),
-    "flush": lambda: _before(flush._File, "finish"),
+    "flush": lambda: _before(flush.ShardFile, "finish"),
     "written": lambda: _after(TierStorageWriter, "write_data"),
     "hand over": lambda: _before(TierStorageWriter, "hand_over"),
     "drain": lambda: _before(Drainer, "send_files"),

@@ -67,7 +67,7 @@ def names_before_bytes() -> None:
 
     async def fetch(store: Any, entry: Any, path: Path, chunk_size_bytes: int, on_bytes: Any, concurrency: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = transfer._create(path, entry.size_bytes)
+        file = transfer.create_file(path, entry.size_bytes)
         try:
             for byte_range, digest in entry.chunks(chunk_size_bytes):
                 data = await verified_read.get_checked(store, entry, byte_range, digest)

@@ -26,7 +26,7 @@ def _fail_on(rank: int) -> None:
         def full(*_: Any, **__: Any) -> None:
             raise CapacityError("no room (seeded)", tier="local")
 
-        flush._File.finish = full  # type: ignore[method-assign,assignment]
+        flush.ShardFile.finish = full  # type: ignore[method-assign,assignment]
 
 
 def dcp_save_with_a_failing_rank(uri: str, failing: int) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def checkpointer_with_a_killed_rank(uri: str, killed: int, results: str) -> None
         def die(*_: Any, **__: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        flush._File.finish = die  # type: ignore[method-assign,assignment]
+        flush.ShardFile.finish = die  # type: ignore[method-assign,assignment]
     checkpointer.save(2, state_of(rank, 2.0))
     try:
         checkpointer.wait("local")

@@ -67,7 +67,7 @@ _commit_local = local_commit.commit_local
 
 POINTS: dict[str, tuple[Any, str, Any]] = {
     "before shards": (ShardDelivery, "write", die),
-    "in a shard": (flush._File, "write", die),
+    "in a shard": (flush.ShardFile, "write", die),
     "before the commit": (local_commit, "commit_local", die),
     "between metadata and manifest": (local_commit, "_publish", _half),
     "after the commit": (local_commit, "commit_local", _commits_and_dies),
@@ -99,7 +99,7 @@ def die_before_the_shared_commit(uri: str, folder: str) -> None:
     """Killed in the drain, when all files are there."""
 
     async def claim_and_die(store: Any, location: Any, manifest: Any) -> None:
-        await shared_commit._claim(store, location, manifest)
+        await shared_commit.put_claim(store, location, manifest)
         await store.put(pending(manifest.attempt), manifest.encode())
         die()
 

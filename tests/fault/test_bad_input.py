@@ -130,7 +130,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_local_root_on_tmpfs_is_warned_about(small_disk: Path, file_uri: str, caplog: pytest.LogCaptureFixture) -> None:
-    disk._checked.clear()
+    disk.checked.clear()
     with caplog.at_level(logging.WARNING, "tierckpt"):
         save(f"{file_uri}/step-1", small_state(), local_root=small_disk / "root")
     assert any("tmpfs" in record.getMessage() for record in caplog.records)
@@ -343,17 +343,17 @@ def test_options_that_cannot_work_are_refused(options: dict[str, object], file_u
 
 def test_an_error_in_any_writing_thread_fails_the_save(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock DCP loses it: with several threads it returns as if all was well."""
-    from tierckpt.save.flush import _File
+    from tierckpt.save.flush import ShardFile
 
-    real, calls = _File.finish, []
+    real, calls = ShardFile.finish, []
 
-    def failing(self: _File, durable: bool) -> None:
+    def failing(self: ShardFile, durable: bool) -> None:
         calls.append(self)
         if len(calls) == 3:
             raise CapacityError("no room (seeded)", tier="local")
         real(self, durable)
 
-    monkeypatch.setattr(_File, "finish", failing)
+    monkeypatch.setattr(ShardFile, "finish", failing)
     with pytest.raises(CapacityError):
         save(f"{file_uri}/step-1", {f"w{index}": torch.ones(100) for index in range(4)}, shard_size_bytes_max=512)
     assert len(calls) >= 3

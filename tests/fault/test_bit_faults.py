@@ -357,7 +357,7 @@ def test_the_part_record_says_nothing_but_that_it_is_there(node: Node) -> None:
     two = replace(node.manifest, files=(*node.manifest.files, replace(node.manifest.files[0], path="b", token="b")))
     for content in (b"{}", b"}{", b"", bytes(BLOCK_BYTES)):
         node.runner.run(store.put(part("b"), content))
-        assert node.runner.run(node.engine._drainer._all_parts(two, replace(entry, token=two.files[0].token), store))
+        assert node.runner.run(node.engine.drainer.all_parts(two, replace(entry, token=two.files[0].token), store))
     node.runner.run(store.delete(part("b")))
 
 
@@ -386,7 +386,7 @@ def test_an_old_state_of_a_journal_entry_removes_nothing_that_is_committed(tmp_p
     options = {"local_root": tmp_path / "local", "chunk_size_bytes": "16KiB", "mover": "inline"}
     location = parse_uri(tmp_path / "shared" / "step-1")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer.TierStorageWriter, "_hand_over", lambda self, save: self._release())
+        patch.setattr(writer.TierStorageWriter, "hand_over_save", lambda self, save: self._release())
         save(location.uri, state_of(1), **options)
     engine = Engine(Settings.load(None, **options))
     [entry] = engine.journal.entries()
@@ -445,7 +445,7 @@ def drained_after_damage(root: Path) -> tuple[str, bool]:
     location = parse_uri(root / "shared" / "step-1")
     engine = Engine(Settings.load(None, **options))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer.TierStorageWriter, "_hand_over", lambda self, save: self._release())  # killed then
+        patch.setattr(writer.TierStorageWriter, "hand_over_save", lambda self, save: self._release())  # killed then
         save(location.uri, state_of(1), **options)
     [shard] = local_dir(root / "local", location).glob("*.distcp")
     bit_flipped = bytearray(shard.read_bytes())

@@ -249,13 +249,13 @@ def test_a_store_that_has_other_bytes_by_now_mends_nothing(model: Model) -> None
 
 def test_a_small_read_costs_a_block_not_a_chunk(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    read_here = CacheEntry._read_here
+    read_here = CacheEntry.read_here
 
     def counted(self: CacheEntry, index: int, byte_range: Any, into: memoryview) -> bool:
         read.append(byte_range.size_bytes)
         return read_here(self, index, byte_range, into)
 
-    monkeypatch.setattr(CacheEntry, "_read_here", counted)
+    monkeypatch.setattr(CacheEntry, "read_here", counted)
     tierckpt.prefetch(model.uri)
     with open_cached(model.uri) as view:
         assert bytes(view.read(FILE, 700_000, 701_024)) == model.bytes[FILE][700_000:701_024]

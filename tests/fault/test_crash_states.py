@@ -228,7 +228,7 @@ def written_ahead() -> Iterator[list[Path]]:
         patch.setattr(write_ahead.TempFile, "take", taking)
         yield taken
     slots.close_arenas()
-    write_ahead._last_of.clear()
+    write_ahead.last_of.clear()
 
 
 @contextlib.contextmanager
@@ -245,7 +245,7 @@ def no_links() -> Iterator[None]:
 def no_drain() -> Iterator[None]:
     """The process dies, as it were, right after the local commit: its entry stays in the journal."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcp_writer.TierStorageWriter, "_hand_over", lambda self, save: self._release())
+        patch.setattr(dcp_writer.TierStorageWriter, "hand_over_save", lambda self, save: self._release())
         yield
 
 
@@ -255,7 +255,7 @@ def no_room() -> Iterator[None]:
         raise CapacityError("seeded")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flush._File, "finish", finish)
+        patch.setattr(flush.ShardFile, "finish", finish)
         yield
 
 
@@ -631,13 +631,13 @@ def data_name_reused(patch: pytest.MonkeyPatch) -> None:
 
 def digest_of_other_bytes(patch: pytest.MonkeyPatch) -> None:
     """The memory changes between the digest and the write."""
-    write = flush._File.write
+    write = flush.ShardFile.write
 
     def write_other(self: Any, view: memoryview, offset: int) -> None:
         view[0] ^= 1
         write(self, view, offset)
 
-    patch.setattr(flush._File, "write", write_other)
+    patch.setattr(flush.ShardFile, "write", write_other)
 
 
 def short_write_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -668,7 +668,7 @@ def removal_that_is_not_durable(patch: pytest.MonkeyPatch) -> None:
 
 def unfinished_save_that_comes_back(patch: pytest.MonkeyPatch) -> None:
     """Its shards are removed, then its entry, and nothing says that the disk does it in this order."""
-    patch.setattr(journal.Journal, "_settle_removal", lambda self, token: None)
+    patch.setattr(journal.Journal, "settle_removal", lambda self, token: None)
 
 
 def shards_before_the_journal(patch: pytest.MonkeyPatch) -> None:
@@ -774,7 +774,7 @@ def test_every_way_to_change_a_file_is_recorded(tmp_path: Path) -> None:
         os.pwrite(descriptor, b"named later", 1)
         os.link(f"/proc/self/fd/{descriptor}", root / "named", src_dir_fd=descriptor)
         os.close(descriptor)
-        descriptor = transfer._create(root / "sized", 5000)
+        descriptor = transfer.create_file(root / "sized", 5000)
         file_io.pwrite_all(descriptor, b"x" * 10, 4990, root / "sized")
         os.ftruncate(descriptor, 4995)
         os.close(descriptor)

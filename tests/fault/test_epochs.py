@@ -224,9 +224,9 @@ def another(root: Path, what: str) -> Iterator[tuple[subprocess.Popen[str], str]
 def here(local_root: Path) -> Iterator[Path]:
     contacts.private_directory(local_root)
     yield local_root
-    for run in epochs._runs.values():  # this process lives on: the next test's trainers are others
+    for run in epochs.runs.values():  # this process lives on: the next test's trainers are others
         os.close(run.file)
-    epochs._runs.clear()
+    epochs.runs.clear()
 
 
 @pytest.mark.slow

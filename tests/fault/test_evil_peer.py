@@ -118,7 +118,7 @@ async def test_the_harness_finds_a_server_that_lets_everybody_in(
 async def test_the_harness_finds_a_server_that_follows_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     follow = lambda directory, name: os.open(directory / name, os.O_RDONLY)  # noqa: E731
     monkeypatch.setattr(inventory, "open_beneath", follow)
-    monkeypatch.setattr(chunk_files._Checked, "_trusts", lambda *asked: True)
+    monkeypatch.setattr(chunk_files.CheckedFiles, "trusts", lambda *asked: True)
     frozen, _ = evil_client.entry(tmp_path / "node")
     async with serving(tmp_path / "node") as node:
         report = await evil_client.run(node, frozen)
@@ -139,7 +139,7 @@ async def test_connections_that_dribble_are_closed_in_time_and_hold_up_nobody(
     frozen, _ = evil_client.entry(tmp_path)
     async with serving(tmp_path) as node:
         dribbling = asyncio.ensure_future(evil_client.dribble(node, 60))
-        await until(lambda: len(node.server._connections) == 60)
+        await until(lambda: len(node.server.connections) == 60)
         assert await get(node.client(), node.member, frozen, 1)
         assert await dribbling < evil_client.ANSWER_SECONDS
         assert node.server.counts["chunks"] == 1
@@ -158,8 +158,8 @@ async def test_who_does_not_read_what_it_asked_for_is_hung_up_on(
         _, writer = await asyncio.open_connection(host, int(port), limit=1024)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(evil_client.signed(target))
-        await until(lambda: node.server._serving.total() > 0)
-        await until(lambda: node.server._serving.total() == 0 and not node.server._connections)
+        await until(lambda: node.server.serving.total() > 0)
+        await until(lambda: node.server.serving.total() == 0 and not node.server.connections)
         writer.transport.abort()
 
 

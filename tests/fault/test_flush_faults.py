@@ -231,7 +231,7 @@ def test_the_matrix_finds_a_writer_that_swallows_errors(
     file_uri: str, local_root: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: with this bug seeded a save of a torn shard is reported as done."""
-    real = flush._File.write
+    real = flush.ShardFile.write
 
     def swallows(self: Any, view: memoryview, offset: int) -> None:
         try:
@@ -239,7 +239,7 @@ def test_the_matrix_finds_a_writer_that_swallows_errors(
         except OSError:
             pass
 
-    monkeypatch.setattr(flush._File, "write", swallows)
+    monkeypatch.setattr(flush.ShardFile, "write", swallows)
     disk.fail("pwrite", 3, errno.EIO)
     save(f"{file_uri}/step-1", state_of(1), drain=False)
     assert disk.fired == 1

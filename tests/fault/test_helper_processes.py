@@ -73,7 +73,7 @@ def test_the_agent_and_what_it_starts_run_no_planted_code(
 def test_what_finishes_a_staged_save_runs_no_planted_code(hostile: Path) -> None:
     """Started by an agent that a person has started there. It imports torch, and ends at the first descriptor."""
     save = Save("none", 1, True, {0: OrphanedSave(Owner(1), {"will": os.open(os.devnull, os.O_RDONLY)})})
-    process, life = orphans._start_executor(save)
+    process, life = orphans.start_executor(save)
     save.close()
     process.wait(120)
     os.close(life)

@@ -169,7 +169,7 @@ def test_damaged_files_are_refused_or_harmless(tmp_path: Path) -> None:
 
 
 def _no_cover(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(header, "_check_cover", lambda *_: None)
+    monkeypatch.setattr(header, "check_cover", lambda *_: None)
 
 
 def _no_look_at_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def _no_look_at_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         start, stop = said["data_offsets"]
         return Entry(name, said["dtype"], tuple(said["shape"]), begin + start, begin + stop)
 
-    monkeypatch.setattr(header, "_entry", believe)
+    monkeypatch.setattr(header, "parse_entry", believe)
 
 
 @pytest.mark.parametrize("bug", [_no_cover, _no_look_at_tensors])

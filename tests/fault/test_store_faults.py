@@ -128,7 +128,7 @@ async def test_a_blind_verdict_is_found_out(
     async def blind(store: object, *_: object) -> str:
         return "somebody"
 
-    monkeypatch.setattr(RemoteStore, "_holds", never)
+    monkeypatch.setattr(RemoteStore, "holds", never)
     monkeypatch.setattr(shared_commit, "read_claim", blind)
     with planned(server, proxy, Kind.LOST_ANSWER, only=lambda verb, path: verb == "PUT") as (uri, plan):
         loop = Loop(uri, plan, tmp_path)
@@ -292,7 +292,7 @@ async def test_an_old_listing_delays_and_decides_nothing(server: S3Server, proxy
             whole = replace(entry.manifest, world_size=2, files=shards)
             shutil.rmtree(last.directory(location) / PRIVATE_DIR)  # only the coordinator's node knows the manifest
             last.journal.write(replace(other, manifest=None, rank=1, files=shards[1:]))
-            await first._drainer.send_files(replace(entry, manifest=whole))  # and then its node is gone
+            await first.drainer.send_files(replace(entry, manifest=whole))  # and then its node is gone
             last.submit(theirs.token)
             await last.wait(location, Tier.SHARED, 30)
             committed = await shared_commit.read_shared_manifest(last.store(location))
@@ -313,7 +313,7 @@ async def test_expired_credentials_are_renewed_once(
             expiry.has_come = True
             monkeypatch.setenv("AWS_SESSION_TOKEN", "new")
             await drained(engine, saved, tmp_path)
-            assert engine._drainer.retries.counts["credentials_renewed"] == 1
+            assert engine.drainer.retries.counts["credentials_renewed"] == 1
     assert 1 <= expiry.refused <= 4, "those that were under way"
 
 

@@ -228,7 +228,7 @@ def judge(node: Node, verb: str) -> str:
         said = "ended without a word"
         try:
             os.close(out)
-            ownership._roots.clear()
+            ownership.roots.clear()
             logging.disable(logging.CRITICAL)
             VERBS[verb](node)
             said = "fine"

@@ -66,13 +66,13 @@ def train_on_a_slow_disk(folder: str, uri: str, slow_seconds: float, **options: 
     """Two saves that take ``slow_seconds`` to be durable, then steps without any until the end."""
     from tierckpt.save import flush
 
-    real = flush._File.finish
+    real = flush.ShardFile.finish
 
     def late(self: Any, *args: Any, **kwargs: Any) -> Any:
         time.sleep(slow_seconds)
         return real(self, *args, **kwargs)
 
-    flush._File.finish = late  # type: ignore[method-assign]
+    flush.ShardFile.finish = late  # type: ignore[method-assign]
     state = {"w": torch.zeros(1000)}
     log = os.open(Path(folder) / "seen-000-0", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with tierckpt.Checkpointer(uri, interval=None, timeout_seconds=60, **options) as checkpointer:

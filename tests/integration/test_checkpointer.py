@@ -150,7 +150,7 @@ def test_a_failed_save_is_raised_by_the_next_call_and_the_older_step_stays(
         def full(*_: Any, **__: Any) -> None:
             raise CapacityError("no room (seeded)")
 
-        broken.setattr("tierckpt.save.flush._File.finish", full)
+        broken.setattr("tierckpt.save.flush.ShardFile.finish", full)
         checkpointer.save(2, {"value": 2})
         with pytest.raises(CapacityError, match="seeded"):
             checkpointer.wait()

@@ -146,7 +146,7 @@ def test_a_disk_that_fills_up_leaves_nothing(checkpoint: str, tmp_path: Path, mo
     mount.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", mount], check=True)
     try:
-        monkeypatch.setattr(exports, "_check_room", lambda *_: None)
+        monkeypatch.setattr(exports, "check_room", lambda *_: None)
         monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(Path(checkpoint).parent / "local"))
         with pytest.raises(CapacityError):
             export_safetensors(checkpoint, mount / "out", only="model")

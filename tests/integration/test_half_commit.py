@@ -38,7 +38,7 @@ def cannot_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise StoreError("nor can it be undone (seeded)")
 
     monkeypatch.setattr(local_commit, "durable_write", durable_write)
-    monkeypatch.setattr(local_commit, "_take_back", take_back)
+    monkeypatch.setattr(local_commit, "take_back", take_back)
     return fired
 
 

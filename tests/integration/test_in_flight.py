@@ -30,14 +30,14 @@ class Gate(threading.Event):
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A disk that takes nothing until the gate is open."""
-    opened, real = Gate(), flush._File.write
+    opened, real = Gate(), flush.ShardFile.write
 
-    def slow(self: flush._File, view: memoryview, offset: int) -> None:
+    def slow(self: flush.ShardFile, view: memoryview, offset: int) -> None:
         opened.reached.set()
         assert opened.wait(60), "the test has forgotten to open the gate"
         real(self, view, offset)
 
-    monkeypatch.setattr(flush._File, "write", slow)
+    monkeypatch.setattr(flush.ShardFile, "write", slow)
     yield opened
     opened.set()
 
@@ -115,7 +115,7 @@ def test_a_save_that_has_failed_is_told_by_the_next(file_uri: str, monkeypatch: 
         raise CapacityError("no room (seeded)")
 
     with monkeypatch.context() as broken:
-        broken.setattr(flush._File, "open", full)
+        broken.setattr(flush.ShardFile, "open", full)
         failed = checkpointer.save(1, state(1.0))
         assert failed.exception(timeout=60) is not None
         with pytest.raises(CapacityError, match="seeded") as caught:
@@ -148,14 +148,14 @@ def test_lazy_staging_saves_what_was_there_before_the_step(file_uri: str, monkey
         optimizer.step()
 
     step()
-    real, held_up = staging_copy._copy_beside_training, threading.Event()
+    real, held_up = staging_copy.copy_beside_training, threading.Event()
 
     def slow(pairs: Any) -> None:
         held_up.set()
         time.sleep(0.3)
         real(pairs)
 
-    monkeypatch.setattr(staging_copy, "_copy_beside_training", slow)
+    monkeypatch.setattr(staging_copy, "copy_beside_training", slow)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with Checkpointer(file_uri, staging="lazy") as checkpointer:
         checkpointer.save(1, {"model": model, "optimizer": optimizer})

@@ -172,11 +172,11 @@ def test_a_port_that_is_taken_is_named(page: Page, local_root: Path) -> None:
 
 
 def test_after_close_nothing_is_measured_and_nothing_is_served(local_root: Path) -> None:
-    listeners = telemetry._listeners
+    listeners = telemetry.listeners
     page = Page(local_root)
     page.metrics.close()
     page.metrics.close()
-    assert telemetry._listeners == listeners
+    assert telemetry.listeners == listeners
     with pytest.raises(OSError):
         page.text()
 

@@ -117,7 +117,7 @@ async def test_gets_by_the_library_too(server: Narrow, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 async def test_otherwise_they_would_be_broken_off_again(server: Narrow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Congestion, "_reduce", lambda *_: None)
+    monkeypatch.setattr(Congestion, "reduce", lambda *_: None)
     failed = [error for error in await get_all(into=True) if error is not None]
     assert failed
     assert all(isinstance(error, StoreUnavailableError) for error in failed)

@@ -23,12 +23,12 @@ from tests.services import REPOSITORY
 from tierckpt.agent.metrics import NodeState
 from tierckpt.cache.pool import Pool
 from tierckpt.checkpoint import local_commit
-from tierckpt.checkpoint.catalog import _has_shards
+from tierckpt.checkpoint.catalog import has_shards
 from tierckpt.checkpoint.journal import Journal
-from tierckpt.checkpoint.local_only import _newest_drained
+from tierckpt.checkpoint.local_only import newest_drained
 from tierckpt.checkpoint.prune import finish_local
 from tierckpt.checkpoint.retention import local_checkpoints
-from tierckpt.checkpoint.run_log_reader import _local
+from tierckpt.checkpoint.run_log_reader import local_records
 from tierckpt.config import Settings
 from tierckpt.disk.durable import make_dirs
 from tierckpt.disk.local_root import clear_leftovers
@@ -69,16 +69,16 @@ def run_of(settings: Settings) -> Path:
 LOOKS: dict[str, Callable[[Settings], object]] = {
     "what removals left": lambda settings: finish_local(settings.local_root, Journal(settings.local_root)),
     "checkpoints": lambda settings: list(local_checkpoints(settings.local_root)),
-    "bytes": lambda settings: eviction._counter(settings.local_root).total(exact=True),
-    "room": lambda settings: eviction._evict(settings, 1 << 50, settings.local_root),
+    "bytes": lambda settings: eviction.space_counter(settings.local_root).total(exact=True),
+    "room": lambda settings: eviction.evict(settings, 1 << 50, settings.local_root),
     "whose": lambda settings: LocalIndex(settings.local_root).look(),
     "metrics": lambda settings: list(NodeState(settings.local_root, None)._committed()),
     "leftovers": lambda settings: clear_leftovers(settings.local_root),
     "journal": lambda settings: Journal(settings.local_root).entries(),
     "cache": lambda settings: Pool(settings).scan(),
-    "drained": lambda settings: _newest_drained(run_of(settings)),
-    "shards": lambda settings: [_has_shards(run_of(settings) / f"step-{step}") for step in range(8)],
-    "history": lambda settings: [_local(run_of(settings) / f"step-{step}") for step in range(8)],
+    "drained": lambda settings: newest_drained(run_of(settings)),
+    "shards": lambda settings: [has_shards(run_of(settings) / f"step-{step}") for step in range(8)],
+    "history": lambda settings: [local_records(run_of(settings) / f"step-{step}") for step in range(8)],
     "forgotten": lambda settings: [
         local_commit.discard_attempt(run_of(settings) / f"step-{step}", "ab12") for step in range(8)
     ],

@@ -79,7 +79,7 @@ def as_user(uid: int, work: Callable[[], object]) -> str:
 
 def use(root: Path) -> Callable[[], None]:
     def work() -> None:
-        ownership._roots.clear()
+        ownership.roots.clear()
         use_local_root(Settings(local_root=root))
 
     return work
@@ -273,7 +273,7 @@ def test_the_command_line_says_it_and_ends_with_its_code(machine: Path) -> None:
 
 
 def _save(run: str, root: Path, step: int = 1, **settings: object) -> None:
-    ownership._roots.clear()
+    ownership.roots.clear()
     writer = TierStorageWriter(f"{run}/step-{step}", local_root=root, mover="inline", drain=False, **settings)
     dcp.save({"x": torch.arange(4.0)}, storage_writer=writer, no_dist=True)
     close_all()

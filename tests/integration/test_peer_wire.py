@@ -86,7 +86,7 @@ async def test_a_connection_is_used_again_and_again(tmp_path: Path) -> None:
         for ordinal in range(10):
             await get(client, node.member, frozen, ordinal)
             await client.held(node.member, frozen.version, CHUNK)
-        assert len(node.server._connections) == 1
+        assert len(node.server.connections) == 1
 
 
 async def test_a_connection_that_the_peer_has_closed_meanwhile_is_no_failure(tmp_path: Path) -> None:
@@ -94,9 +94,9 @@ async def test_a_connection_that_the_peer_has_closed_meanwhile_is_no_failure(tmp
     async with serving(tmp_path) as node:
         client = node.client()
         await get(client, node.member, frozen, 0)
-        for task in list(node.server._connections):
+        for task in list(node.server.connections):
             task.cancel()
-        await until(lambda: not node.server._connections)
+        await until(lambda: not node.server.connections)
         assert same(await get(client, node.member, frozen, 1), bytes_of(frozen, DATA, 1))
 
 
@@ -104,7 +104,7 @@ async def test_what_lands_while_somebody_waits_is_given_at_once(tmp_path: Path) 
     frozen = freeze(DATA)
     async with serving(tmp_path) as node:
         waiting = [asyncio.ensure_future(get(node.client(), node.member, frozen, 7, wait_seconds=10)) for _ in range(8)]
-        await until(lambda: len(node.server._connections) == 8)
+        await until(lambda: len(node.server.connections) == 8)
         filling = begin(tmp_path, frozen)
         await asyncio.to_thread(land, filling, DATA, [7])
         for one in await asyncio.gather(*waiting):
@@ -121,7 +121,7 @@ async def test_who_waits_in_vain_is_told_so_in_time(tmp_path: Path) -> None:
         with pytest.raises(ObjectNotFoundError):
             await get(node.client(), node.member, frozen, 7, wait_seconds=0.3)
         assert 0.3 <= time.monotonic() - begun < EVENT_SECONDS
-        assert node.server._serving.total() == 0
+        assert node.server.serving.total() == 0
     filling.close()
 
 
@@ -264,18 +264,18 @@ async def test_a_node_with_nothing_says_so(tmp_path: Path) -> None:
 async def test_a_peer_gets_a_quarter_of_what_is_served_at_a_time_and_is_told_to_come_again(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
     async with serving(tmp_path, peer_serves_max=8) as node:
-        node.server._serving["greedy"] = 2
+        node.server.serving["greedy"] = 2
         with pytest.raises(PeerBusyError) as caught:
             await get(node.client("greedy"), node.member, frozen, 0)
         assert caught.value.retry_after_seconds == 1
         assert await get(node.client("modest"), node.member, frozen, 0)
-        node.server._serving["other"] = 6
+        node.server.serving["other"] = 6
         with pytest.raises(PeerBusyError):
             await get(node.client("modest"), node.member, frozen, 0)
         waiting = asyncio.ensure_future(get(node.client("modest"), node.member, frozen, 0, wait_seconds=10))
-        await until(lambda: len(node.server._connections) >= 4)
-        node.server._serving["other"] = 0
-        node.server._freed.set()
+        await until(lambda: len(node.server.connections) >= 4)
+        node.server.serving["other"] = 0
+        node.server.freed.set()
         assert await waiting
         assert node.server.counts["busy"] == 2
 
@@ -332,9 +332,9 @@ async def test_too_many_connections_are_closed_and_the_others_go_on(
             assert await get(good, node.member, frozen, 1)
             for _, writer in flood:
                 writer.transport.abort()
-            await until(lambda: len(node.server._connections) <= 1)
+            await until(lambda: len(node.server.connections) <= 1)
         assert tried == FLOOD
-        await until(lambda: len(node.server._connections) <= 1)
+        await until(lambda: len(node.server.connections) <= 1)
         assert await get(node.client(), node.member, frozen, 2)
 
 
@@ -447,25 +447,25 @@ async def test_the_server_is_what_the_agent_says_it_is(tmp_path: Path) -> None:
 async def test_nodes_whose_clocks_are_hours_apart_talk_after_one_more_request(tmp_path: Path, hours: float) -> None:
     frozen = publish(tmp_path, DATA)
     async with serving(tmp_path) as node:
-        node.server._verifier._clock = lambda: time.time() + 3600 * hours
+        node.server.verifier.clock = lambda: time.time() + 3600 * hours
         client, into = node.client(), memoryview(bytearray(CHUNK))
         for ordinal in range(3):
             await client.chunk(node.member, frozen.version, CHUNK, ordinal, into)
             assert same(into, bytes_of(frozen, DATA, ordinal))
         assert node.server.counts["other_time"] == 1
-        node.server._verifier._clock = lambda: time.time() - 3600 * hours  # another process answers there now
+        node.server.verifier.clock = lambda: time.time() - 3600 * hours  # another process answers there now
         await client.members(node.member)
         assert node.server.counts["other_time"] == 2
 
 
 async def test_who_is_no_member_learns_no_time_and_teaches_none(tmp_path: Path) -> None:
     async with serving(tmp_path) as node:
-        node.server._verifier._clock = lambda: time.time() + 3600
+        node.server.verifier.clock = lambda: time.time() + 3600
         stranger = node.client(peer_secret="another secret, of 16 bytes or more")
         with pytest.raises(PermissionDeniedError, match="refuses"):
             await stranger.members(node.member)
         assert node.server.counts["other_time"] == 0
-        node.server._verifier.prove = lambda *_: {"x-tierckpt-proof": "0" * 64}  # type: ignore[method-assign]
+        node.server.verifier.prove = lambda *_: {"x-tierckpt-proof": "0" * 64}  # type: ignore[method-assign]
         with pytest.raises(PermissionDeniedError, match="not proven"):
             await node.client().members(node.member)
 

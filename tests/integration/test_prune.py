@@ -275,7 +275,7 @@ def test_a_save_that_has_claimed_the_id_again_keeps_what_it_is_to_replace(file_u
     assert standing is not None
     claim.unlink()
     later = replace(standing, attempt="later", replaces=(standing.attempt,))
-    client.run(lambda _: shared_commit._claim(store, parse_uri(f"{file_uri}/step-1"), later))
+    client.run(lambda _: shared_commit.put_claim(store, parse_uri(f"{file_uri}/step-1"), later))
     close_all()
     done = tierckpt_("prune", file_uri, "--keep-last", 1, "--tier", "shared", "--yes")
     assert outcomes(done)["step-1", "shared"] == ("kept", "another save has claimed it")

@@ -35,7 +35,7 @@ def believe(directory: Path, *, is_believed: bool) -> None:
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
     logging.getLogger("tierckpt.config").addHandler(handler)
-    settings_file._said.clear()
+    settings_file.reported.clear()
     settings = Settings.load(), Settings.load()
     assert {one.concurrency for one in settings} == {7 if is_believed else 4}
     assert {one.peers for one in settings} == {"10.6.6.6:7117" if is_believed else None}

@@ -299,7 +299,7 @@ def test_with_room_a_save_pays_next_to_nothing(limit: str | None, tmp_path: Path
 
 def test_the_count_of_bytes_follows_what_happens(tmp_path: Path) -> None:
     top = tmp_path / "checkpoints"
-    counter = eviction._Counter(top)
+    counter = eviction.SpaceCounter(top)
     assert counter.total(exact=False) == 0
     shard = top / "run/step-1/__0_0-t.distcp"
     shard.parent.mkdir(parents=True)

@@ -215,7 +215,7 @@ class HeldCopies(threading.Event):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.counts: list[int] = []
-        real = staging_copy._copy_beside_training
+        real = staging_copy.copy_beside_training
 
         def held(pairs: Any) -> None:
             self.counts.append(len(pairs))
@@ -224,7 +224,7 @@ class HeldCopies(threading.Event):
                     assert self.wait(60)
                 real([pair])
 
-        monkeypatch.setattr(staging_copy, "_copy_beside_training", held)
+        monkeypatch.setattr(staging_copy, "copy_beside_training", held)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
@@ -257,7 +257,7 @@ def test_without_the_fence_the_step_reaches_the_file(file_uri: str, monkeypatch:
     """The control of the test above."""
     job = Job()
     before, copies = job.copy(), HeldCopies(monkeypatch)
-    monkeypatch.setattr(tierckpt.TierStager, "_wait_before_step", lambda *_: None)
+    monkeypatch.setattr(tierckpt.TierStager, "wait_before_step", lambda *_: None)
     stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
     response = start(f"{file_uri}/step-1", job.state(), stager)
     job.train()
@@ -299,7 +299,7 @@ def test_a_copy_that_fails_is_raised_and_is_no_checkpoint(file_uri: str, monkeyp
             time.sleep(0.1)
             raise RuntimeError("the copy failed (seeded)")
 
-        patch.setattr(staging_copy, "_copy_beside_training", fails)
+        patch.setattr(staging_copy, "copy_beside_training", fails)
         response = start(f"{file_uri}/step-2", job.state(), stager)
         with pytest.raises(RuntimeError, match="seeded"):
             job.optimizer.step()

@@ -225,7 +225,7 @@ def test_without_the_policy_a_full_ssd_is_an_error(file_uri: str) -> None:
 def test_it_comes_back_to_the_ssd_when_there_is_room_again(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierckpt.planning.policy._vote", lambda state, *_: state)  # here both are the same disk
+    monkeypatch.setattr("tierckpt.planning.policy.vote", lambda state, *_: state)  # here both are the same disk
     other = local_root / "checkpoints" / "somebody" / "else"
     other.mkdir(parents=True)
     (other / "large.bin").write_bytes(bytes(12 * MiB))
@@ -263,14 +263,14 @@ def test_storage_that_does_not_answer_leaves_it_to_the_ssd(
 def test_neither_takes_it_and_nothing_is_left(file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two shards arrives, the second does not, and the SSD is full."""
     always(monkeypatch)
-    real = straight._send
+    real = straight.send_shard
 
     async def half(store: Any, shard: Any, *rest: Any) -> Any:
         if "__0_1" in shard.path.name:
             raise StoreUnavailableError("nobody answers", hint="")
         return await real(store, shard, *rest)
 
-    monkeypatch.setattr(straight, "_send", half)
+    monkeypatch.setattr(straight, "send_shard", half)
     checkpointer = Checkpointer(file_uri, shard_size_bytes_max=MiB, **FULL)
     with pytest.raises(CapacityError, match="no room"):
         checkpointer.save(1, {f"t{n}": torch.randn(100_000) for n in range(5)}).result(60)
@@ -330,7 +330,7 @@ uri, when = sys.argv[1:]
 DrainDecider.decide = lambda *_, **__: SaveDirective(is_straight=True)
 checkpointer = Checkpointer(uri, exposure_seconds_max=float('inf'), shard_size_bytes_max=1 << 20)
 checkpointer.save(1, {"w": torch.ones(1000)}).result(60)
-real, sent = straight._send, 0
+real, sent = straight.send_shard, 0
 async def send(*arguments):
     global sent
     flushed = await real(*arguments)
@@ -338,7 +338,7 @@ async def send(*arguments):
     if when == "between two shards" and sent == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return flushed
-straight._send = send
+straight.send_shard = send
 if when == "before the commit":
     checkpointer._pacer  # the writer is made by save
     from tierckpt.dcp.writer import TierStorageWriter

@@ -31,10 +31,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is worth it from 64 MiB on is tried here with less than one."""
     monkeypatch.setattr(write_ahead, "BYTES_MIN", 128 * KiB)
     monkeypatch.setattr(write_ahead, "WRITE_BYTES", 64 * KiB)
-    write_ahead._last_of.clear()
+    write_ahead.last_of.clear()
     yield
     slots.close_arenas()
-    write_ahead._last_of.clear()
+    write_ahead.last_of.clear()
 
 
 class Seen:
@@ -183,7 +183,7 @@ def test_a_copy_that_fails_is_not_written(
         def fails(pairs: Any) -> None:
             raise RuntimeError("the device is gone")
 
-        patch.setattr(staging_copy, "_copy", fails)
+        patch.setattr(staging_copy, "copy_tensors", fails)
         with pytest.raises(RuntimeError, match="device is gone"):
             stager.stage(state_of(2))
     start(f"{file_uri}/step-3", state_of(3), stager).result(60)

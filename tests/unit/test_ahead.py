@@ -351,6 +351,6 @@ def test_where_such_files_cannot_be_had_nothing_is_lost(
     records, image = staged_in(arena, items)
     ahead = begun(tmp_path, items, image)
     image.ahead = file_of(ahead, image)
-    until(lambda: ahead._is_stopped)
+    until(lambda: ahead.is_stopped)
     check(flushed(tmp_path / "shard", records, image, slots), items, UNIT)
     ahead.discard()

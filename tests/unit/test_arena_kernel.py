@@ -193,7 +193,7 @@ def test_doctor_passes_the_advice_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from tierckpt.cli import doctor
 
     monkeypatch.setattr(pages, "advice", lambda **_: ["turn this", "or that"])
-    found = [(check.name, check.status, check.detail) for check in doctor._huge_pages()]
+    found = [(check.name, check.status, check.detail) for check in doctor.huge_pages()]
     assert found == [("huge pages", "warn", "turn this"), ("huge pages", "warn", "or that")]
     monkeypatch.setattr(pages, "advice", lambda **_: [])
-    assert [check.status for check in doctor._huge_pages()] == ["ok"]
+    assert [check.status for check in doctor.huge_pages()] == ["ok"]

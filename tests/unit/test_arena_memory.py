@@ -499,7 +499,7 @@ def test_memory_that_goes_while_it_is_being_filled_is_given_back(monkeypatch: py
 def test_a_kernel_without_populate_gets_its_pages_all_the_same(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr(memory_module, "_populate", lambda start, size_bytes: errno.EINVAL)
+    monkeypatch.setattr(memory_module, "populate", lambda start, size_bytes: errno.EINVAL)
     for kind in (Kind.PRIVATE, Kind.SHM):
         with Memory.allocate(16 * MiB, kind=kind) as made:
             before = minor_faults()
@@ -572,7 +572,7 @@ class Runtime:
 
 def test_memory_is_pinned_once_and_unpinned_before_it_goes(monkeypatch: pytest.MonkeyPatch, memory: Memory) -> None:
     runtime = Runtime()
-    monkeypatch.setattr(pinning, "_runtime", lambda: runtime)
+    monkeypatch.setattr(pinning, "cuda_runtime", lambda: runtime)
     address = memory.address
     assert pinning.pin(memory)
     assert pinning.pin(memory)
@@ -586,8 +586,8 @@ def test_memory_that_cuda_refuses_works_unpinned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, memory: Memory
 ) -> None:
     forgotten: list[bool] = []
-    monkeypatch.setattr(pinning, "_runtime", lambda: Runtime(answer=2))
-    monkeypatch.setattr(pinning, "_forget_error", lambda: forgotten.append(True))
+    monkeypatch.setattr(pinning, "cuda_runtime", lambda: Runtime(answer=2))
+    monkeypatch.setattr(pinning, "forget_error", lambda: forgotten.append(True))
     assert not pinning.pin(memory)
     assert "CUDA error 2" in caplog.text
     assert forgotten == [True]

@@ -163,7 +163,7 @@ async def test_more_and_fewer_files_at_a_time_while_they_run() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (running, most) == (0, 5)
     async with budget.slot():
-        assert budget._running.total() == 1
+        assert budget.running.total() == 1
 
 
 async def order_of(budget: Budget, holder: Share, waiting: list[Share]) -> list[float]:
@@ -282,14 +282,14 @@ async def test_the_control_file_is_looked_at_once_a_second_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     time, looks = FakeTime(), 0
-    real = budgets._stamp
+    real = budgets.stamp_of
 
     def counted(path: Path) -> tuple[int, int, int] | None:
         nonlocal looks
         looks += 1
         return real(path)
 
-    monkeypatch.setattr(budgets, "_stamp", counted)
+    monkeypatch.setattr(budgets, "stamp_of", counted)
     budget = budget_of(None, time, local_root=tmp_path)
     for _ in range(1000):
         await budget.spend(MIB)

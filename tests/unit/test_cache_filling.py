@@ -134,7 +134,7 @@ def test_damaged_chunks_are_not_written(target: Path) -> None:
 
 def test_lines_of_another_boot_are_not_believed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     land(begin(target), (0, 0))
-    monkeypatch.setattr(module, "_boot_id", lambda: "another-boot")
+    monkeypatch.setattr(module, "boot_id", lambda: "another-boot")
     assert begin(target).landed_bytes == 0
     assert sum(landed_in(target, frozen().version).values()) == 0
 
@@ -335,7 +335,7 @@ def test_a_short_write_past_the_page_cache_goes_on_from_its_last_whole_block(
 
 
 def test_where_there_is_no_o_direct_the_page_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_write, "_no_direct", set())
+    monkeypatch.setattr(direct_write, "no_direct", set())
     real, path, data = os.open, tmp_path / "file", os.urandom(CHUNK)
     path.write_bytes(bytes(CHUNK))
     refused = []

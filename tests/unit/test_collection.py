@@ -27,7 +27,7 @@ class Collections:
 
 @pytest.fixture(autouse=True)
 def nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gc_pause, "_has_frozen", False)
+    monkeypatch.setattr(gc_pause, "has_frozen", False)
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_a_commit_that_cannot_be_made_durable_is_taken_back(
 def test_a_commit_that_cannot_clean_up_after_itself_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     committed(tmp_path, "one")
     with monkeypatch.context() as patch:
-        patch.setattr(local_commit, "_finish_removal", denied)
+        patch.setattr(local_commit, "finish_locked_removal", denied)
         committed(tmp_path, "two", "one")
     assert stands(tmp_path, "two")
     assert local_commit.finish_removal(tmp_path)
@@ -206,7 +206,7 @@ def test_a_removal_that_is_not_allowed_says_so(
     remove: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     committed(tmp_path, "one")
-    monkeypatch.setattr(local_commit, "_finish_removal", denied)
+    monkeypatch.setattr(local_commit, "finish_locked_removal", denied)
     with pytest.raises(PermissionDeniedError):
         remove(tmp_path)
 

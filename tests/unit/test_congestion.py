@@ -222,7 +222,7 @@ async def test_one_that_creeps_in_every_crowd_fails_in_the_end(gets: Make) -> No
     tries = 0
     while not some.tasks[0].done():
         some.congestion.gets_max = 2
-        some.congestion._wake()
+        some.congestion.wake()
         await turns()
         await some.end(0, error=too_slow(moved_bytes=1))
         tries += 1

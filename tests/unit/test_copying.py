@@ -71,6 +71,6 @@ def test_an_interrupt_leaves_no_thread_that_still_writes(monkeypatch: pytest.Mon
     monkeypatch.setattr(staging_copy, "ctypes", Interrupted())
     sources = [torch.randn(LARGE) for _ in range(20)]
     with pytest.raises(KeyboardInterrupt):
-        staging_copy._move([(target_of(source), source) for source in sources], 2)
+        staging_copy.move_all([(target_of(source), source) for source in sources], 2)
     assert len(moved) < len(sources)
     assert not [thread for thread in threading.enumerate() if thread.name == "tierckpt-stage"]

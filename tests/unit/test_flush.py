@@ -215,14 +215,14 @@ def some_cases() -> Iterator[tuple[list[Item], bool]]:
         yield items_of(shapes), generator.random() < 0.5
 
 
-_overlapping = flush_module._overlapping
+overlapping = flush_module.overlapping
 
 SEEDED: dict[str, tuple[str, Callable[..., Any]]] = {
     "gaps are left as they were": ("_Place.zero", lambda self, start, end: None),
     "a CRC of some of the parts": ("Record.crc", lambda self: max(self.crcs.items())[1][0]),
-    "the size is not cut": ("_File.finish", lambda self, durable: None),
+    "the size is not cut": ("ShardFile.finish", lambda self, durable: None),
     "digests of something else": ("blocks_of", lambda data: blocks_of(bytes(len(data)))),
-    "an item is overlooked": ("_overlapping", lambda records, start, end: _overlapping(records, start, end)[1:]),
+    "an item is overlooked": ("overlapping", lambda records, start, end: overlapping(records, start, end)[1:]),
     "data that is not brought": ("_Job._bring", lambda self, record, target, start, count: None),
 }
 
@@ -606,13 +606,13 @@ def test_a_low_priority_is_for_threads_of_its_own(
     calls._real["pwrite"] = note
     before = os.getpriority(os.PRIO_PROCESS, mine), io_priority(mine)
     run(tmp_path / "shard", records_of(plain_items(20)), slots, nice=7)
-    assert seen and {(nice, io) for _, nice, io in seen} == {(before[0] + 7, priority._BEST_EFFORT_LOWEST)}
+    assert seen and {(nice, io) for _, nice, io in seen} == {(before[0] + 7, priority.BEST_EFFORT_LOWEST)}
     assert mine not in {thread for thread, _, _ in seen}
     assert (os.getpriority(os.PRIO_PROCESS, mine), io_priority(mine)) == before
 
 
 def io_priority(thread: int) -> int:
-    return int(ctypes.CDLL(None).syscall({251: 252, 30: 31}[priority._IOPRIO_SET[os.uname().machine]], 1, thread))
+    return int(ctypes.CDLL(None).syscall({251: 252, 30: 31}[priority.IOPRIO_SET[os.uname().machine]], 1, thread))
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])

@@ -192,14 +192,14 @@ def test_an_entry_that_ends_while_the_journal_is_read_is_passed_over(
     journal = Journal(tmp_path)
     for token in ("aa", "bb"):
         journal.open(token, LOCATION, 0, 4096)
-    read = journals._read
+    read = journals.read_entry
 
     def read_while_others_work(path: Path) -> journals.Entry:
         if path.name == "aa.json":
             path.unlink(missing_ok=True)
         return read(path)
 
-    monkeypatch.setattr(journals, "_read", read_while_others_work)
+    monkeypatch.setattr(journals, "read_entry", read_while_others_work)
     assert [item.token for item in journal.entries()] == ["bb"]
 
 

@@ -101,7 +101,7 @@ def test_all_threads_of_a_flush_share_it(clock: Clock) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert steps._used_seconds == pytest.approx(0.04)
+    assert steps.used_seconds == pytest.approx(0.04)
 
 
 def test_it_knows_whether_it_ever_rested(clock: Clock) -> None:

@@ -23,7 +23,7 @@ from tierckpt.errors import StoreError
 from tierckpt.loading import fill
 from tierckpt.loading.model import Directory
 from tierckpt.loading.parts import Parts
-from tierckpt.loading.safetensors import _Wanted
+from tierckpt.loading.safetensors import WantedTensors
 from tierckpt.read.replicated_file import LocalCopy
 from tierckpt.types import Buffer, ByteRange
 
@@ -103,7 +103,7 @@ def test_few_pages_are_there_before_their_time(
     """So which pages are the cheaper ones is known of the pieces before."""
     most, given, ahead = 4, [], []
     monkeypatch.setattr(fill, "AHEAD_MAX", most)
-    monkeypatch.setattr(fill, "_put_pages", given.append)  # at once, so that nothing but the bound holds them back
+    monkeypatch.setattr(fill, "put_pages", given.append)  # at once, so that nothing but the bound holds them back
 
     def look() -> None:
         ahead.append(len(given) - len(watched.found))
@@ -135,7 +135,7 @@ def test_pages_that_cannot_be_had_end_the_load(
         if job.start > 8 * fill.READ_BYTES:
             raise MemoryError("seeded")
 
-    monkeypatch.setattr(fill, "_put_pages", refuse)
+    monkeypatch.setattr(fill, "put_pages", refuse)
     with pytest.raises(MemoryError, match="seeded"):
         _within_deadline(lambda: tierckpt.load_safetensors(model))
 
@@ -158,7 +158,7 @@ def test_a_thread_that_cannot_be_had_ends_the_load(
 
 def test_who_wants_no_more_is_not_given_half_of_it(model: Path, watched: type[Watched]) -> None:
     stop = threading.Event()
-    wanted = _Wanted(model, "cpu", None, "", Parts(), Settings.load())
+    wanted = WantedTensors(model, "cpu", None, "", Parts(), Settings.load())
 
     def stop_on_the_way() -> None:
         if len(watched.found) >= 3:

@@ -257,7 +257,7 @@ class Node:
     def __init__(self, patch: pytest.MonkeyPatch, wall: float = 1.7e9) -> None:
         self.wall, self.boot = wall, 1000.0
         patch.setattr(auth.time, "time", lambda: self.wall)
-        patch.setattr(auth, "_boot_seconds", lambda: self.boot)
+        patch.setattr(auth, "boot_seconds", lambda: self.boot)
 
     def passes(self, seconds: float) -> None:
         self.wall, self.boot = self.wall + seconds, self.boot + seconds
@@ -287,7 +287,7 @@ def test_no_step_of_the_wall_clock_makes_a_proof_good_again(monkeypatch: pytest.
 def _as_of(checks: Verifier) -> dict[str, str]:
     """A request of a member who has been told the time."""
     signer = Signer(KEY, "node-1")
-    ahead = checks._clock() - signer._clock()
+    ahead = checks.clock() - signer.clock()
     return {"authorization": signer.sign("GET", TARGET, "server", ahead_seconds=ahead)[0]}
 
 
@@ -333,7 +333,7 @@ def test_property_fresh_requests_pass_and_replays_never(events: list[tuple[str, 
                 try:
                     checks.check("GET", TARGET, sign := {"authorization": signer.sign("GET", TARGET, "server")[0]})
                 except OtherTime as told:
-                    told_ahead = int(told.now) - signer._clock()
+                    told_ahead = int(told.now) - signer.clock()
                     proof = signer.sign("GET", TARGET, "server", ahead_seconds=told_ahead)[0]
                     checks.check("GET", TARGET, sign := {"authorization": proof})
                 made.append(sign)

@@ -153,14 +153,14 @@ def test_a_chunk_that_lands_between_two_looks_is_never_nowhere(root: Path, monke
     assert here.held(frozen.version, CHUNK).fetching == {5 + 3}
     source = here._by_version[frozen.version][0]
     assert isinstance(source, chunk_files.Incoming)
-    look = source._look_at_claims
+    look = source.look_at_claims
 
     def look_just_after_it_landed() -> list[tuple[int, int]]:
         land(filling, DATA, [5 + 3])
         filling.fetching.release("1-3")
         return list(look())
 
-    monkeypatch.setattr(source, "_look_at_claims", look_just_after_it_landed)
+    monkeypatch.setattr(source, "look_at_claims", look_just_after_it_landed)
     monkeypatch.setattr(chunk_files, "LOOK_SECONDS", 0.0)
     held = here.held(frozen.version, CHUNK)
     assert 5 + 3 in held.fetching | {ordinal for ordinal, _ in held.new}
@@ -387,7 +387,7 @@ def test_a_checkpoint_on_its_way_to_the_local_tier_is_found(root: Path) -> None:
 @pytest.fixture(params=["openat2", "by parts"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "by parts":
-        monkeypatch.setattr(open_beneath, "_openat2", lambda base, relative: None)
+        monkeypatch.setattr(open_beneath, "openat2", lambda base, relative: None)
     return str(request.param)
 
 
@@ -417,7 +417,7 @@ def test_nothing_but_a_file_below_is_opened(tmp_path: Path, way: str, path: str)
 def test_this_kernel_has_the_call_that_is_meant_to_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     base = os.open(tmp_path, os.O_RDONLY)
-    file = open_beneath._openat2(base, "file")
+    file = open_beneath.openat2(base, "file")
     os.close(base)
     if file is None:
         pytest.skip("no openat2 here: kernels before 5.6, and sandboxes that filter it")

@@ -138,7 +138,7 @@ def test_the_plan_is_as_good_as_the_best_of_a_grid(
     best = max(
         ettr.nested(levels, steps * step, (1, every))
         for steps, every in itertools.product(sorted(grid), sorted(grid))
-        if steps * every * step < interval._LONGEST_SECONDS
+        if steps * every * step < interval.LONGEST_SECONDS
     )
     assert found.ettr >= best - 2e-5
 

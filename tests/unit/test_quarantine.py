@@ -28,7 +28,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
     ownership.open_root(path)
     make_dirs(path)
     yield path
-    ownership._roots.clear()
+    ownership.roots.clear()
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_what_was_decided_is_known_to_the_next_process_until_the_next_boot(
     first.decide(device, {DIRECT: 1e9, CACHE: 2e9}, "here")
     assert tuner(tmp_path).is_known(device) and tuner(tmp_path).way(device) == CACHE
     assert not tuner(tmp_path).is_known(f"{device} of another boot")
-    monkeypatch.setattr(read_tuner, "_boot", lambda: "later")
+    monkeypatch.setattr(read_tuner, "boot_id", lambda: "later")
     with tmp_path.joinpath("file").open("wb") as file:
         later = device_of(file.fileno())
     assert not tuner(tmp_path).is_known(later)
@@ -96,7 +96,7 @@ class Noted(LocalCopy):
         self.cached = cached
         self.read_in: list[bool] = []
 
-    def _is_cached(self, byte_range: ByteRange) -> bool:
+    def is_in_page_cache(self, byte_range: ByteRange) -> bool:
         return self.cached
 
     def read(self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /) -> Any:
@@ -168,7 +168,7 @@ MiB = 1 << 20
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(read_benchmark, "TRIED_BYTES", 2 * MiB)
     monkeypatch.setattr(fill, "READ_BYTES", MiB)
-    monkeypatch.setattr(LocalCopy, "_is_cached", lambda *_: False)
+    monkeypatch.setattr(LocalCopy, "is_in_page_cache", lambda *_: False)
     (tmp_path / "model").mkdir()
     save_file(
         {name: torch.arange(3 * MiB + odd, dtype=torch.int32) for odd, name in enumerate(("a", "b"))},
@@ -212,7 +212,7 @@ def test_the_first_large_load_of_model_files_tries_each_way_and_each_gives_the_b
     assert {way for _, way in ways_taken[12:]} == {ReadMode.parse(entry["way"])}
     assert not read_ways(root).exists()  # of checkpoints nothing was found out
     ways_taken.clear()
-    read_tuner._tuners.clear()  # another process
+    read_tuner.tuners.clear()  # another process
     load_model(model, root)
     assert {way for _, way in ways_taken} == {ReadMode.parse(entry["way"])}
 

@@ -281,7 +281,7 @@ def test_every_memory_format_and_the_properties_of_old_torch(memory_format: torc
 
 def test_every_dtype_and_layout() -> None:
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
-        for layout in metadata._LAYOUTS.values():
+        for layout in metadata.LAYOUTS.values():
             meta = small(storage_data=None)
             meta.state_dict_metadata["w"].properties = TensorProperties(dtype, layout)  # type: ignore[union-attr]
             assert read(pickle.dumps(meta)) == meta
@@ -365,7 +365,7 @@ def test_every_field_of_this_torch_is_known() -> None:
         StorageMeta: {"checkpoint_id", "save_id", "load_id", "modules"},
         _StorageInfo: {"relative_path", "offset", "length", "transform_descriptors"},
     }
-    assert {kind: metadata._FIELDS[kind] for kind in known} == known
+    assert {kind: metadata.FIELDS[kind] for kind in known} == known
 
 
 # --- refusals: the corpus is in tests/fault; here is what it has no case for --------------------------------------
@@ -472,7 +472,7 @@ def test_whatever_else_goes_wrong_is_one_error_too(monkeypatch: pytest.MonkeyPat
     def full(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(metadata._Builder, "metadata", full)
+    monkeypatch.setattr(metadata.MetadataBuilder, "metadata", full)
     with pytest.raises(UnsafeCheckpointError, match="MemoryError"):
         read(pickle.dumps(small()))
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, Window, _began, reserve
+from tierckpt.arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, Window, reserve, start_ticks
 from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.errors import ConfigError
 from tierckpt.format.manifest import FileEntry, digest_of
@@ -317,7 +317,7 @@ def test_a_process_is_told_from_its_remains_and_from_a_later_one() -> None:
     assert Process.this().lives()
     assert not Process(os.getpid(), "12345").lives()
     with subprocess.Popen(["sleep", "60"]) as child:
-        began = _began(child.pid)
+        began = start_ticks(child.pid)
         assert Process(child.pid, began).lives()
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has taken note

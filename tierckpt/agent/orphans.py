@@ -236,7 +236,7 @@ class OrphanedSaves:
         Should the agent be told to end meanwhile, it goes on (``leave``): it has all that it needs. Should the agent be
         killed, it ends: the job that is started again would not wait for it.
         """
-        process, life = _start_executor(save)
+        process, life = start_executor(save)
         self._executing[process.pid] = life
         try:
             async for _ in Poll(EXECUTION_SECONDS_MAX):
@@ -262,7 +262,7 @@ def _work_of(pid: int) -> int:
     return done
 
 
-def _start_executor(save: Save) -> tuple[subprocess.Popen[bytes], int]:
+def start_executor(save: Save) -> tuple[subprocess.Popen[bytes], int]:
     """The process, and our end of the pipe that its life hangs on."""
     left = [save.descriptions[rank] for rank in sorted(save.descriptions)]
     told = [{"descriptors": will.descriptors, "has_begun": will.has_begun} for will in left]

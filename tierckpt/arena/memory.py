@@ -248,7 +248,7 @@ class Memory:
     def fill_in(self, part: memoryview) -> None:
         """Put the pages of ``part`` of the view in place. What the kernel cannot do here, it does at the first use."""
         start = ctypes.addressof(ctypes.c_char.from_buffer(part))
-        if code := _populate(start, len(part)):
+        if code := populate(start, len(part)):
             log.debug("madvise(%d): %s", _MADV_POPULATE_WRITE, os.strerror(code))
 
     def discard(self) -> None:
@@ -364,7 +364,7 @@ class Memory:
     def _fill(self, start: int, size_bytes: int, *, fresh: bool) -> None:
         if fresh and self.kind is Kind.SHM:
             _collapse(start, size_bytes)
-        code = _populate(start, size_bytes) if size_bytes else 0
+        code = populate(start, size_bytes) if size_bytes else 0
         if code in (errno.EINVAL, errno.ENOSYS):
             self._touch(start, size_bytes, fresh=fresh)
         elif code:
@@ -465,7 +465,7 @@ def _kind_of(fd: int) -> Kind | None:
     return None
 
 
-def _populate(start: int, size_bytes: int) -> int:
+def populate(start: int, size_bytes: int) -> int:
     """Have the kernel fill in all pages, without the GIL. Returns 0 or the errno."""
     while _libc.madvise(start, size_bytes, _MADV_POPULATE_WRITE) != 0:
         code = ctypes.get_errno()
@@ -479,10 +479,10 @@ def _collapse(start: int, size_bytes: int) -> None:
 
     The kernel makes a huge page of the small pages that are there, and there must be one. With exactly one in each
     2 MiB it costs what filling in a private huge page does, with all of them three times that or more. What the kernel
-    cannot do, for want of memory in one piece, is left for ``_populate`` to fill in with small pages.
+    cannot do, for want of memory in one piece, is left for ``populate`` to fill in with small pages.
     """
     for page in range(start, start + size_bytes, HUGE_PAGE_BYTES):
-        if _populate(page, mmap.PAGESIZE):
+        if populate(page, mmap.PAGESIZE):
             return
     _libc.madvise(start, size_bytes, _MADV_COLLAPSE)
 

@@ -27,11 +27,11 @@ def pin(memory: Memory) -> bool:
     """
     if _is_pinned(memory):
         return True
-    runtime = _runtime()
+    runtime = cuda_runtime()
     if runtime is None:
         return False
     if not _call("cudaHostRegister", lambda: runtime.cudaHostRegister(memory.address, memory.size_bytes, _PORTABLE)):
-        _forget_error()
+        forget_error()
         return False
     _pinned[memory.address] = os.getpid()
     memory.before_close(functools.partial(_unregister, memory.address))
@@ -50,7 +50,7 @@ def unpin(memory: Memory) -> bool:
 def _unregister(address: int) -> bool:
     if _pinned.pop(address, None) != os.getpid():
         return False  # not pinned; or in a forked child, where the registration is the parent's
-    runtime = _runtime()
+    runtime = cuda_runtime()
     return runtime is not None and _call("cudaHostUnregister", lambda: runtime.cudaHostUnregister(address))
 
 
@@ -58,7 +58,7 @@ def _is_pinned(memory: Memory) -> bool:
     return _pinned.get(memory.address) == os.getpid()
 
 
-def _runtime() -> Any:
+def cuda_runtime() -> Any:
     """Return torch's CUDA runtime, or None. A process that has not imported torch has nothing on a GPU to copy."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
@@ -70,7 +70,7 @@ def _runtime() -> Any:
         return None
 
 
-def _forget_error() -> None:
+def forget_error() -> None:
     """Take back the error that CUDA keeps of a failed call: the trainer's next kernel would report it as its own."""
     torch = sys.modules["torch"]
     try:

@@ -53,13 +53,13 @@ class Process:
 
     @classmethod
     def this(cls) -> Process:
-        return cls(os.getpid(), _began(os.getpid()))
+        return cls(os.getpid(), start_ticks(os.getpid()))
 
     def lives(self) -> bool:
-        return _began(self.pid) == self.began
+        return start_ticks(self.pid) == self.began
 
 
-def _began(pid: int) -> str:
+def start_ticks(pid: int) -> str:
     """When process ``pid`` began, in the kernel's ticks; '' when there is none, or only its remains."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

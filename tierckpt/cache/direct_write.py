@@ -33,7 +33,7 @@ _buffers = BounceBufferPool(BUFFERS, "cache")
 _landing = BounceBufferPool(LANDING, "cache")
 """Apart from ``_buffers``: these are held while a request is under way, and whoever waits for those must not wait for
 these."""
-_no_direct: set[int] = set()
+no_direct: set[int] = set()
 """Devices that refuse O_DIRECT."""
 
 
@@ -59,14 +59,14 @@ def write_at(path: Path, data: Buffer, offset: int) -> None:
 def _write_direct(path: Path, view: memoryview, offset: int) -> int:
     """Return how many bytes, in whole blocks, went this way: 0 where the file system has no O_DIRECT."""
     whole = len(view) // DISK_BLOCK_BYTES * DISK_BLOCK_BYTES
-    if whole < DIRECT_BYTES_MIN or _no_direct:
+    if whole < DIRECT_BYTES_MIN or no_direct:
         return 0
     try:
         file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        _no_direct.add(0)
+        no_direct.add(0)
         log.info("%s: no O_DIRECT here, writing through the page cache", path)
         return 0
     try:

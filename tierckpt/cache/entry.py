@@ -269,7 +269,7 @@ class CacheEntry:
         """
         index = self._check(path, byte_range)
         try:
-            return self._read_here(index, byte_range, into) and self.checker.is_good(index, byte_range, into)
+            return self.read_here(index, byte_range, into) and self.checker.is_good(index, byte_range, into)
         except StoreError as error:  # a disk that does not give it back is as good as one that gives other bytes
             log.warning("%s: %s", self.frozen.uri, error)
             if len(chunks := self.frozen.touched(byte_range)) == 1:
@@ -282,7 +282,7 @@ class CacheEntry:
         return self.checker.is_good(self._check(path, byte_range), byte_range, data)
 
     def _new_checker(self) -> Checker:
-        return Checker(self.frozen, _weak(self.digest), _weak(self._read_here), _weak(self.directories))
+        return Checker(self.frozen, _weak(self.digest), _weak(self.read_here), _weak(self.directories))
 
     def digest(self, index: int, chunk: int) -> str:
         """With which digest a chunk landed; '' when that is not known."""
@@ -298,7 +298,7 @@ class CacheEntry:
     def directories(self) -> list[Path]:
         return [self._target] if self._filling is None else [self._target, self._filling.incoming]
 
-    def _read_here(self, index: int, byte_range: ByteRange, into: memoryview) -> bool:
+    def read_here(self, index: int, byte_range: ByteRange, into: memoryview) -> bool:
         path = self.frozen.files[index].path
         if not self._is_whole and self._filling is not None:
             if self._filling.read(index, byte_range, into):

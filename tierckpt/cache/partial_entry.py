@@ -151,7 +151,7 @@ class ProgressLog:
 
     def path(self, incoming: Path) -> Path:
         """Lines of another boot (G3), or of chunks of another size, are in another file."""
-        return incoming / FILLING / f"progress-{_boot_id()[:8]}-{self.frozen.chunk_size_bytes}"
+        return incoming / FILLING / f"progress-{boot_id()[:8]}-{self.frozen.chunk_size_bytes}"
 
     def take(self, data: bytes) -> int:
         """Take in all whole lines of ``data``; return how many bytes are done with."""
@@ -552,5 +552,5 @@ def _size(path: Path) -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -247,7 +247,7 @@ async def stands(checkpoint: Checkpoint) -> bool:
 
 
 async def _has_leftovers(directory: Path, store: Store) -> bool:
-    if await asyncio.to_thread(lambda: (directory / PRIVATE_DIR).exists() or _has_shards(directory)):
+    if await asyncio.to_thread(lambda: (directory / PRIVATE_DIR).exists() or has_shards(directory)):
         return True
     for prefix in (PENDING_DIR, PARTS_DIR, METADATA_DIR):
         async for _ in store.list(prefix):
@@ -298,7 +298,7 @@ async def describe(location: Location, directory: Path, store: Store) -> Row | N
     return Row(
         location,
         step_of(location.name),
-        "committed" if local else ("uncommitted" if await asyncio.to_thread(_has_shards, directory) else "-"),
+        "committed" if local else ("uncommitted" if await asyncio.to_thread(has_shards, directory) else "-"),
         "committed" if shared else ("-" if local else "uncommitted"),
         len(manifest.entries) if manifest else 0,
         manifest.size_bytes if manifest else 0,
@@ -310,12 +310,12 @@ async def _stock_row(location: Location, store: Store) -> Row:
     return Row(location, step_of(location.name), "-", STOCK, len(sizes), sum(sizes))
 
 
-def _has_shards(directory: Path) -> bool:
+def has_shards(directory: Path) -> bool:
     return bool(matching(directory, f"*{SHARD_SUFFIX}"))
 
 
 async def _looks_like_checkpoint(directory: Path, store: Store) -> bool:
-    if await asyncio.to_thread(_has_shards, directory):
+    if await asyncio.to_thread(has_shards, directory):
         return True
     return bool(await store.list_dirs(PRIVATE_DIR))
 

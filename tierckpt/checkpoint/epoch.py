@@ -59,7 +59,7 @@ class _Run:
     """The epoch that this process has begun itself."""
 
 
-_runs: dict[Path, _Run] = {}
+runs: dict[Path, _Run] = {}
 _lock = threading.RLock()
 
 
@@ -136,10 +136,10 @@ def _begin(found: _Run, run: Location) -> None:
 
 def _open(local_root: Path, run: Location) -> _Run:
     path = epoch_file(local_root, run)
-    if path not in _runs:
+    if path not in runs:
         make_dirs(path.parent)
-        _runs[path] = _Run(open_regular(path, os.O_RDWR | os.O_CREAT))
-    return _runs[path]
+        runs[path] = _Run(open_regular(path, os.O_RDWR | os.O_CREAT))
+    return runs[path]
 
 
 def _try_lock(file: int, byte: int, how: int) -> bool:
@@ -178,9 +178,9 @@ def _kill(pid: int, file: int) -> None:
 def _forget_after_fork() -> None:
     global _lock
     _lock = threading.RLock()
-    for run in _runs.values():
+    for run in runs.values():
         os.close(run.file)  # the locks are the parent's, and stay
-    _runs.clear()
+    runs.clear()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

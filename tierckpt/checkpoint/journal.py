@@ -100,7 +100,7 @@ class Journal:
     def write(self, entry: Entry) -> Entry:
         """Make ``entry`` durable (J1), replacing an older state of it. Returns it."""
         make_dirs(self.directory)
-        durable_write(self._path(entry.token), _encode(entry))
+        durable_write(self._path(entry.token), encode(entry))
         return entry
 
     def open(self, token: str, location: Location, rank: int, chunk_size_bytes: int) -> Entry:
@@ -111,7 +111,7 @@ class Journal:
     def read(self, token: str) -> Entry | None:
         """Return the entry of ``token``, None when there is none. Raises ManifestError when it is damaged (J4)."""
         try:
-            return _read(self._path(token))
+            return read_entry(self._path(token))
         except ObjectNotFoundError:
             return None
 
@@ -122,7 +122,7 @@ class Journal:
             paths = matching(self.directory, "*.json")
         for path in paths:
             try:
-                found.append(_read(path))
+                found.append(read_entry(path))
             except ObjectNotFoundError:
                 continue  # finished meanwhile
             except (ManifestError, StoreError) as error:
@@ -131,12 +131,12 @@ class Journal:
 
     def remove(self, token: str) -> None:
         """Forget an entry (J3). Cost: nothing durable, unless the save never finished: then two fsyncs."""
-        self._settle_removal(token)
+        self.settle_removal(token)
         with translated(self._path(token), is_above=True):
             self._path(token).unlink(missing_ok=True)
             self._lock_path(token).unlink(missing_ok=True)
 
-    def _settle_removal(self, token: str) -> None:
+    def settle_removal(self, token: str) -> None:
         """Make it durable that the files of an unfinished save are gone. A power cut could else bring them back after
         the entry has gone, and nothing would name them."""
         try:
@@ -210,7 +210,7 @@ class Journal:
         return self.directory / f"{token}.lock"
 
 
-def _encode(entry: Entry) -> bytes:
+def encode(entry: Entry) -> bytes:
     body: dict[str, Any] = {
         "token": entry.token,
         "uri": entry.uri,
@@ -227,7 +227,7 @@ def _encode(entry: Entry) -> bytes:
     return manifests.seal(body)
 
 
-def _read(path: Path) -> Entry:
+def read_entry(path: Path) -> Entry:
     entry = decode(read_whole(path, ENTRY_BYTES_MAX), where=str(path))
     if f"{entry.token}.json" != path.name:
         raise ManifestError(f"{path}: it is the entry of {entry.token}", hint="It was put under a wrong name")

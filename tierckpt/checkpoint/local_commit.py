@@ -178,16 +178,16 @@ def _replace(directory: Path, current: Manifest | None, manifest: Manifest, meta
         durable_write(directory / MANIFEST, manifest.encode())
     except BaseException:
         with suppress(OSError, TierckptError):  # the first error is the one to tell
-            _take_back(directory, current, manifest)
+            take_back(directory, current, manifest)
         raise
     try:
-        _finish_removal(directory)
+        finish_locked_removal(directory)
     except (OSError, TierckptError) as error:
         # It is committed: the caller must not take this for a failed save and delete its shards. The note stays.
         log.warning("%s: files of the replaced checkpoint stay for now: %s", directory, error)
 
 
-def _take_back(directory: Path, current: Manifest | None, failed: Manifest) -> None:
+def take_back(directory: Path, current: Manifest | None, failed: Manifest) -> None:
     """Undo a commit that was made and could not be made durable: it is reported as failed, and its shards will go."""
     standing = read_local_manifest(directory)
     if standing is not None and standing.attempt == failed.attempt:
@@ -302,7 +302,7 @@ def remove_local(directory: Path, attempt: str | None = None) -> bool:
             (directory / MANIFEST).replace(note)
             fsync_dir(note.parent)
             fsync_dir(directory / PRIVATE_DIR)
-        _finish_removal(directory)
+        finish_locked_removal(directory)
         return stands
 
 
@@ -311,10 +311,10 @@ def finish_removal(directory: Path) -> bool:
     if not (directory / PRIVATE_DIR).is_dir():
         return False
     with translated(directory), _locked(directory):
-        return _finish_removal(directory)
+        return finish_locked_removal(directory)
 
 
-def _finish_removal(directory: Path) -> bool:
+def finish_locked_removal(directory: Path) -> bool:
     """Work off every note of a removal, the directory locked. What a standing manifest names stays."""
     standing = read_local_manifest(directory)
     notes = matching(directory / REMOVED_DIR, "*.json")

@@ -61,7 +61,7 @@ def release(local_root: Path, journal: Journal, run: Location | None = None) -> 
             continue
         newest = max(map(_age, kept))
         sent = [_age(one) for one in entries if one.state == READY and one.location.parent == parent]
-        if max([*sent, _newest_drained(local_dir(local_root, parent))]) > newest:
+        if max([*sent, newest_drained(local_dir(local_root, parent))]) > newest:
             continue
         for entry in (one for one in kept if _age(one) == newest):
             with journal.own(entry.token) as free:
@@ -76,7 +76,7 @@ def settle(local_root: Path, journal: Journal, run: Location | None = None, comm
     ``committed``: the name of a step that it is known to have, and of which nothing on this SSD tells.
     """
     for parent, entries in _by_run(one for one in journal.entries() if one.state == KEPT).items():
-        drained = max(age_of(committed), _newest_drained(local_dir(local_root, parent)))
+        drained = max(age_of(committed), newest_drained(local_dir(local_root, parent)))
         for entry in entries if run is None or parent == run else ():
             if _age(entry) < drained:
                 _pass(local_root, journal, entry)
@@ -112,7 +112,7 @@ def _by_run(entries: Iterable[Entry]) -> dict[Location, list[Entry]]:
     return runs
 
 
-def _newest_drained(run: Path) -> tuple[bool, int]:
+def newest_drained(run: Path) -> tuple[bool, int]:
     return max((age_of(step.name) for step in matching(run, "*") if (step / DRAINED).exists()), default=age_of(""))
 
 

@@ -30,7 +30,7 @@ async def read_history(directory: Path, store: Store) -> dict[str, Lines]:
 
     Cost: one listing, and one GET for each file that this node does not have whole.
     """
-    here = await asyncio.to_thread(_local, directory)
+    here = await asyncio.to_thread(local_records, directory)
     try:
         found = {info.key.rpartition("/")[2]: info async for info in store.list(HISTORY_DIR)}
     except StoreError as error:
@@ -56,7 +56,7 @@ async def read_history(directory: Path, store: Store) -> dict[str, Lines]:
     return {name: parse_lines(data) for name, data in sorted(here.items())}
 
 
-def _local(directory: Path) -> dict[str, bytes]:
+def local_records(directory: Path) -> dict[str, bytes]:
     found = {}
     for path in matching(directory / HISTORY_DIR, "*.jsonl")[-FILES_MAX:]:
         try:

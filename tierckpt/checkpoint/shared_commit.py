@@ -126,7 +126,7 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
     Raises:
         AlreadyCommittedError: another attempt owns this id and this one was not told to replace it.
     """
-    await _claim(store, location, manifest)
+    await put_claim(store, location, manifest)
     current, etag = await _read_versioned(store)
     if current is not None and current.attempt not in {manifest.attempt, *manifest.replaces}:
         # Its claim was lost: to a removal that was overtaken, or on a store without conditional puts.
@@ -270,7 +270,7 @@ async def _remove_stale(store: Store, old: Manifest, new: Manifest) -> None:
     await store.delete(removal_note(old.attempt))
 
 
-async def _claim(store: Store, location: Location, manifest: Manifest) -> None:
+async def put_claim(store: Store, location: Location, manifest: Manifest) -> None:
     """Take the id for this attempt: from nobody, or from exactly the holder that was seen and is to be replaced.
 
     An attempt that it was to replace and that retention has removed meanwhile is nobody: nothing that stands is lost.

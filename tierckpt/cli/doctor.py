@@ -65,7 +65,7 @@ def doctor(uri: OptionalUri = None, as_json: JsonOption = False, local_root: Loc
     """Check the installation, the local root, the journal and, with URI, shared storage. Exit 1 if anything fails."""
     location = location_of(uri) if uri is not None else None
     settings = load_settings(local_root)
-    checks = [*_software(), *_local_root(settings), _journal(settings), *_huge_pages()]
+    checks = [*_software(), *_local_root(settings), _journal(settings), *huge_pages()]
     if location is not None:
         with open_client(local_root) as client:
             checks += client.run(lambda engine: _store(engine, location))
@@ -196,7 +196,7 @@ def _journal(settings: Settings) -> Check:
     )
 
 
-def _huge_pages() -> Iterator[Check]:
+def huge_pages() -> Iterator[Check]:
     found = pages.advice(collapses=memory.collapses())
     if not found:
         yield Check("huge pages", OK, "for private and for shared staging memory")

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 _lock = threading.Lock()
-_has_frozen = False
+has_frozen = False
 """The job was seen to have frozen objects, and is taken to go on with it: to count them is to visit each of them."""
 
 
@@ -35,13 +35,13 @@ def gc_paused() -> Iterator[None]:
 
 
 def _make_old() -> None:
-    global _has_frozen
+    global has_frozen
     # Who does not get the lock is beside another who does the same; a child that was forked meanwhile never gets it.
-    if _has_frozen or not _lock.acquire(blocking=False):
+    if has_frozen or not _lock.acquire(blocking=False):
         return
     try:
-        _has_frozen = gc.get_freeze_count() > 0  # what the job has frozen must stay so
-        if not _has_frozen:
+        has_frozen = gc.get_freeze_count() > 0  # what the job has frozen must stay so
+        if not has_frozen:
             gc.freeze()  # whole lists: what all generations have to the permanent one,
             gc.unfreeze()  # and from there to the oldest
     finally:

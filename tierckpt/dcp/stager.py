@@ -134,7 +134,7 @@ class TierStager:
         known = set(map(id, self._optimizers))
         new = tuple(optimizer for optimizer in optimizers if id(optimizer) not in known)
         self._optimizers += new
-        self._fences += [optimizer.register_step_pre_hook(self._wait_before_step) for optimizer in new]
+        self._fences += [optimizer.register_step_pre_hook(self.wait_before_step) for optimizer in new]
 
     def _copy(self, copies: Copies) -> Future[None]:
         """Make the copies, or in lazy mode those that cannot wait; the future is done when all are."""
@@ -162,7 +162,7 @@ class TierStager:
             fence.remove()
         self._fences.clear()
 
-    def _wait_before_step(self, *_: Any) -> None:
+    def wait_before_step(self, *_: Any) -> None:
         self.synchronize_staging()
 
     def _changed_by_step(self) -> set[int]:

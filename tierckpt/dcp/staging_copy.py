@@ -48,7 +48,7 @@ class Copies:
         self._pairs = [pair for pair in self._pairs if not wanted(pair[1])] if len(now) < len(self._pairs) else []
         on_device = [pair for pair in now if pair[1].is_cuda]
         events = _start_on_devices(on_device)
-        _copy([pair for pair in now if not pair[1].is_cuda] if on_device else now)
+        copy_tensors([pair for pair in now if not pair[1].is_cuda] if on_device else now)
         for event in events:
             event.synchronize()
 
@@ -65,7 +65,7 @@ class Copies:
 
         def work() -> None:
             try:
-                _copy_beside_training(on_host)
+                copy_beside_training(on_host)
                 for event in self._events:
                     event.synchronize()
             except BaseException as error:
@@ -99,7 +99,7 @@ class Copies:
             raise self._error
 
 
-def _copy(pairs: Sequence[Pair]) -> None:
+def copy_tensors(pairs: Sequence[Pair]) -> None:
     """Large ones by memmove on as many threads as torch may use, all others in one call of torch's.
 
     memmove does not read what it is about to overwrite; torch's copy does, and takes 1.4 times the processor time.
@@ -109,13 +109,13 @@ def _copy(pairs: Sequence[Pair]) -> None:
     for pair in pairs:
         (large if pair[1].nbytes >= MOVE_BYTES_MIN and _is_bytes(pair[1]) else rest).append(pair)
     if large:
-        _move(large, torch.get_num_threads())
+        move_all(large, torch.get_num_threads())
     if rest:
         with torch.no_grad():
             torch._foreach_copy_([target for target, _ in rest], [source for _, source in rest])
 
 
-def _move(pairs: Sequence[Pair], count: int) -> None:
+def move_all(pairs: Sequence[Pair], count: int) -> None:
     """Copy the bytes of ``pairs`` on ``count`` threads, this one among them."""
     pieces = deque(
         (target.data_ptr() + at, source.data_ptr() + at, min(MOVE_BYTES_MAX, source.nbytes - at))
@@ -146,7 +146,7 @@ def _is_bytes(source: torch.Tensor) -> bool:
     return is_plain and source.data_ptr() != 0
 
 
-def _copy_beside_training(pairs: Sequence[Pair]) -> None:
+def copy_beside_training(pairs: Sequence[Pair]) -> None:
     """One thread, and torch's own only where it must be: its thread pool belongs to the training step."""
     for target, source in pairs:
         if _is_bytes(source):

@@ -313,7 +313,7 @@ class TierStorageWriter(Mount, StorageWriter):
         if not (self.is_coordinator or self._holds_back):
             if save.testament is not None and save.testament.hand_in_durable(files):
                 save.testament = None  # it is the coordinator that ends it
-            self._hand_over(save)
+            self.hand_over_save(save)
         return told(results, files, parts)
 
     def _lay_out(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> PlannedShards:
@@ -374,7 +374,7 @@ class TierStorageWriter(Mount, StorageWriter):
         else:
             COMMITS.emit(1, tier=Tier.LOCAL)
             log.info("committed %s on the local tier (%d bytes)", self.path, manifest.size_bytes)
-        self._hand_over(save)
+        self.hand_over_save(save)
 
     def _fence(self) -> contextlib.AbstractContextManager[None]:
         """What is finished for others is committed only while their job has not been started again."""
@@ -694,7 +694,7 @@ class TierStorageWriter(Mount, StorageWriter):
     def hand_over(self) -> None:
         """Give the shards held back to the mover: the coordinator has committed."""
         if self._save is not None:
-            self._hand_over(self._save)
+            self.hand_over_save(self._save)
         self.settle()
 
     def let_go(self) -> bool:
@@ -708,7 +708,7 @@ class TierStorageWriter(Mount, StorageWriter):
             return True
         manifest = local_commit.read_local_manifest(save.directory)
         if manifest is not None and save.entry.token in manifest.tokens:
-            self._hand_over(save)
+            self.hand_over_save(save)
         elif save.entry.state == WRITTEN:
             self._release()
             return False
@@ -716,7 +716,7 @@ class TierStorageWriter(Mount, StorageWriter):
             self._abort()
         return True
 
-    def _hand_over(self, save: _Save) -> None:
+    def hand_over_save(self, save: _Save) -> None:
         """Give the entry to the mover. Where links can, the shared commit is done before this returns.
 
         Nothing here fails a save that is durable on the local tier: the mover tries again, and ``wait`` says why not.
@@ -765,7 +765,7 @@ class TierStorageWriter(Mount, StorageWriter):
             # The error came after the commit, and it could not be taken back: it stands, and its files with it. The
             # mover drains it, or forgets it if it is not what stands there (D0).
             log.warning("%s: the save has failed, and its commit may stand on the local tier all the same", self.path)
-            self._hand_over(save)
+            self.hand_over_save(save)
             return
         if self.is_direct_put:
             save.delivery.discard([file.path for file in save.entry.files if file.path.endswith(SHARD_SUFFIX)])

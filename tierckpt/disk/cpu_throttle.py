@@ -37,7 +37,7 @@ class CpuThrottle:
         if self.share >= 1.0:
             return
         self._processors = len(os.sched_getaffinity(0))
-        self._used_seconds = 0.0
+        self.used_seconds = 0.0
         self._own = (time.monotonic(), time.process_time(), 0.0)
         self._node = (time.monotonic(), *_ticks())
         self._own_busy = self._node_busy = False
@@ -51,12 +51,12 @@ class CpuThrottle:
 
     def _busy(self, used_seconds: float) -> bool:
         with self._lock:
-            self._used_seconds += used_seconds
+            self.used_seconds += used_seconds
             now = time.monotonic()
             if now - self._own[0] >= OWN_WINDOW_SECONDS:
                 then, process, used = self._own
-                self._own = (now, time.process_time(), self._used_seconds)
-                others = self._own[1] - process - (self._used_seconds - used)
+                self._own = (now, time.process_time(), self.used_seconds)
+                others = self._own[1] - process - (self.used_seconds - used)
                 self._own_busy = others / (now - then) / self._processors >= BUSY_SHARE
             if now - self._node[0] >= NODE_WINDOW_SECONDS:
                 _, work, total = self._node

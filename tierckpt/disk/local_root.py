@@ -23,7 +23,7 @@ MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 LEFTOVER_SECONDS = 3600.0
 """A temporary file that nobody has written to for so long belongs to nobody: a live transfer writes more often."""
 
-_checked: set[Path] = set()
+checked: set[Path] = set()
 
 
 _MODES = {"user": 0o700, "group": 0o750, "all": 0o755}
@@ -55,9 +55,9 @@ def check_local_root(settings: Settings) -> None:
         is_no_directory = error.context.get("errno") in (errno.EEXIST, errno.ENOTDIR)
         kind = ConfigError if is_no_directory or isinstance(error, ObjectNotFoundError) else type(error)
         raise kind(f"local_root {root} cannot be used: {error.message}", hint=hint, **error.context) from error
-    if root in _checked:
+    if root in checked:
         return
-    _checked.add(root)
+    checked.add(root)
     clear_leftovers(root)
     kind_of_disk = filesystem_type(root)
     if kind_of_disk in MEMORY_FILESYSTEMS:

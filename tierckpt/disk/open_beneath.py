@@ -34,7 +34,7 @@ def open_beneath(directory: Path, relative: str) -> int:
     """
     base = os.open(directory, _DIRECTORY)
     try:
-        file = _openat2(base, relative)
+        file = openat2(base, relative)
         if file is None:
             file = open_by_parts(base, relative)
     finally:
@@ -45,7 +45,7 @@ def open_beneath(directory: Path, relative: str) -> int:
     return file
 
 
-def _openat2(base: int, relative: str) -> int | None:
+def openat2(base: int, relative: str) -> int | None:
     """None where the kernel, or what filters its calls, does not have it."""
     how = _How(_FLAGS, 0, _RESOLVE)
     name = os.fsencode(relative)

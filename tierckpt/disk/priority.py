@@ -16,9 +16,9 @@ BACKGROUND_NICE = 10
 
 _libc = ctypes.CDLL(None)
 
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS = 1
-_BEST_EFFORT_LOWEST = (2 << 13) | 7
+BEST_EFFORT_LOWEST = (2 << 13) | 7
 
 
 def lower_this_thread(nice: int) -> None:
@@ -36,6 +36,6 @@ def _lower(thread: int, nice: int) -> None:
             os.setpriority(os.PRIO_PROCESS, thread, nice)
     except OSError as error:
         log.debug("the CPU priority of thread %d stays: %s", thread, error)
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is None or _libc.syscall(number, _IOPRIO_WHO_PROCESS, thread, _BEST_EFFORT_LOWEST) != 0:
+    number = IOPRIO_SET.get(platform.machine())
+    if number is None or _libc.syscall(number, _IOPRIO_WHO_PROCESS, thread, BEST_EFFORT_LOWEST) != 0:
         log.debug("the I/O priority of thread %d stays", thread)

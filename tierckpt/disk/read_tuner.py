@@ -179,17 +179,17 @@ def device_of(file: int) -> str:
         lines = Path(f"/proc/self/fdinfo/{file}").read_text().splitlines()
         mount = next((line.split()[1] for line in lines if line.startswith("mnt_id:")), "?")
     status = os.fstat(file).st_dev
-    return f"{os.major(status)}:{os.minor(status)} {mount} {_boot()}"
+    return f"{os.major(status)}:{os.minor(status)} {mount} {boot_id()}"
 
 
-_tuners: dict[tuple[Path, tuple[ReadMode, ...]], ReadTuner] = {}
+tuners: dict[tuple[Path, tuple[ReadMode, ...]], ReadTuner] = {}
 _making = threading.Lock()
 
 
 def _start_anew() -> None:
     global _making
     _making = threading.Lock()
-    _tuners.clear()
+    tuners.clear()
 
 
 os.register_at_fork(after_in_child=_start_anew)
@@ -198,11 +198,11 @@ os.register_at_fork(after_in_child=_start_anew)
 def read_tuner_for(settings: Settings, ways: tuple[ReadMode, ...] = WAYS) -> ReadTuner:
     """The process's tuner for these settings."""
     with _making:
-        return _tuners.setdefault((settings.local_root, ways), ReadTuner(settings, ways))
+        return tuners.setdefault((settings.local_root, ways), ReadTuner(settings, ways))
 
 
 @lru_cache(maxsize=1)
-def _boot() -> str:
+def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

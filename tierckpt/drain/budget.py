@@ -146,7 +146,7 @@ class Budget:
         self._credited_at = clock()
         self._turn = asyncio.Lock()
         self._hurried = False
-        self._running: Counter[float] = Counter()
+        self.running: Counter[float] = Counter()
         """How many files of a checkpoint, by its age, hold a place."""
         self._queue: list[_Waiter] = []
         self._control = control_file(local_root) if local_root is not None else None
@@ -222,7 +222,7 @@ class Budget:
         if self._control is None or now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
-        stamp = _stamp(self._control)
+        stamp = stamp_of(self._control)
         if stamp == self._control_seen:
             return
         self._control_seen = stamp
@@ -272,7 +272,7 @@ class Budget:
             return True
 
     def _is_outdone(self, created_at: float) -> bool:
-        return self._hurried and any(other > created_at for other in self._running)
+        return self._hurried and any(other > created_at for other in self.running)
 
     def _seconds_to_wait(self, size_bytes: int) -> float:
         self.refresh()
@@ -318,19 +318,19 @@ class Budget:
             self._leave(share)
 
     def _leave(self, share: Share) -> None:
-        self._running[share.created_at] -= 1
-        self._running += Counter()  # drops what is at zero
+        self.running[share.created_at] -= 1
+        self.running += Counter()  # drops what is at zero
         self._admit()
 
     def _admit(self) -> None:
         while self._queue:
             first = min(self._queue, key=self._rank)  # of equals the one that asked first
-            if self._running.total() >= self.concurrency and not self._may_push_in(first.share):
+            if self.running.total() >= self.concurrency and not self._may_push_in(first.share):
                 return
             self._queue.remove(first)
             if not first.place.done():
                 first.share.has_begun = True
-                self._running[first.share.created_at] += 1
+                self.running[first.share.created_at] += 1
                 first.place.set_result(None)
 
     def _rank(self, waiter: _Waiter) -> tuple[bool, float]:
@@ -339,12 +339,12 @@ class Budget:
 
     def _may_push_in(self, share: Share) -> bool:
         """In a hurry the newest need not wait until an older file is through: that one makes room by waiting (G4)."""
-        holders = self._running.items()
+        holders = self.running.items()
         return (
             self._hurried
             and share.created_at > 0
             and all(created_at <= share.created_at for created_at, _ in holders)
-            and self._running[share.created_at] < self.concurrency
+            and self.running[share.created_at] < self.concurrency
         )
 
     # --- threads -----------------------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ def _not_a_control_file(path: Path, why: str) -> ConfigError:
     )
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def stamp_of(path: Path) -> tuple[int, int, int] | None:
     try:
         status = path.stat()
     except OSError:

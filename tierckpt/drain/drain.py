@@ -348,7 +348,7 @@ class Drainer:
         manifest = await self._manifest(entry, store)
         if manifest is None:
             return await self._if_part_is_gone(entry, store)
-        if not await self._all_parts(manifest, entry, store):
+        if not await self.all_parts(manifest, entry, store):
             return None
         try:
             await shared_commit.commit_shared(store, entry.location, manifest)
@@ -447,7 +447,7 @@ class Drainer:
                 return None
         return manifests.merge(fragments)
 
-    async def _all_parts(self, manifest: Manifest, entry: Entry, store: Store) -> bool:
+    async def all_parts(self, manifest: Manifest, entry: Entry, store: Store) -> bool:
         if entry.is_fragment:
             return True  # merging read every part
         for token in manifest.tokens - {entry.token}:

@@ -133,7 +133,7 @@ async def fetch(
         for left in matching(path.parent, f".{glob.escape(path.name)}.*.tmp"):
             left.unlink(missing_ok=True)  # of a process that was killed: nobody else fetches it while we hold the lock
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        file = await asyncio.to_thread(_create, temporary, entry.size_bytes)
+        file = await asyncio.to_thread(create_file, temporary, entry.size_bytes)
         try:
             gate = asyncio.Semaphore(concurrency)
 
@@ -175,7 +175,7 @@ def _flatten(error: BaseException) -> list[BaseException]:
     return [error]
 
 
-def _create(path: Path, size_bytes: int) -> int:
+def create_file(path: Path, size_bytes: int) -> int:
     with translated(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:

@@ -271,7 +271,7 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
 
 def seal(body: dict[str, Any]) -> bytes:
     """Encode ``body`` canonically, with a ``self_digest`` of everything else (M2, M3)."""
-    return _canonical({**body, "self_digest": _plain_digest(_canonical(body))})
+    return canonical({**body, "self_digest": _plain_digest(canonical(body))})
 
 
 def unseal(
@@ -315,12 +315,12 @@ def _check_seal(body: dict[str, Any], data: Buffer, bad: Bad) -> None:
     """Take ``self_digest`` out of ``body``, refuse if it is not that of the rest or ``data`` is not canonical (M3)."""
     claimed = body.pop("self_digest", None)
     try:
-        rest = _canonical(body)
+        rest = canonical(body)
     except (ValueError, RecursionError) as error:
         bad(f"not encodable ({error})")
     if claimed != _plain_digest(rest):
         bad("its own digest does not match")
-    if data != _canonical({**body, "self_digest": claimed}):
+    if data != canonical({**body, "self_digest": claimed}):
         bad("its own digest matches and its bytes are not canonical: something was added to it")
 
 
@@ -389,7 +389,7 @@ def encode_entry(entry: FileEntry) -> dict[str, Any]:
     return item
 
 
-def _canonical(body: dict[str, Any]) -> bytes:
+def canonical(body: dict[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 

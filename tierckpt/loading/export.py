@@ -233,7 +233,7 @@ def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
     directory = target.with_name(f".{target.name}.exporting")
     with translated(target):
         make_dirs(target.parent)
-        _check_room(target.parent, size_bytes)
+        check_room(target.parent, size_bytes)
         with try_lock(directory.with_name(f"{directory.name}.lock"), remove=True) as held:
             if not held:
                 raise OperationTimeoutError(f"another process is exporting to {target}", hint="Wait for it, or stop it")
@@ -249,7 +249,7 @@ def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
                 raise
 
 
-def _check_room(parent: Path, size_bytes: int) -> None:
+def check_room(parent: Path, size_bytes: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < size_bytes + _SPARE_BYTES:
         raise CapacityError(

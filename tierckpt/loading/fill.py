@@ -419,7 +419,7 @@ class _Reading(ReadThreads):
         """Put the pages of job after job in place, and hand it on. The last to end lets the readers end."""
         jobs = self.each(self._jobs)
         while self._room.acquire() and (job := next(jobs, None)) is not None:
-            _put_pages(job)
+            put_pages(job)
             self._ready.put(job)
         with self._taking:
             self._filling -= 1
@@ -431,7 +431,7 @@ class _Reading(ReadThreads):
         """The jobs for one reader, their pages in place."""
         if not self._fillers:
             for job in self.each(self._jobs):
-                _put_pages(job)
+                put_pages(job)
                 yield job
             return
         while (ready := self._ready.get()) is not None and self.error is None:  # else what is ready is left
@@ -468,7 +468,7 @@ class _Reading(ReadThreads):
             buffer.put(job)
 
 
-def _put_pages(job: Job) -> None:
+def put_pages(job: Job) -> None:
     """Give ``job.memory`` the pages that are to be read into.
 
     What is in the page cache gets them while it is copied: filled in before, each would pass through the processor's

@@ -164,9 +164,9 @@ def parse_header(text: bytes, size_bytes: int) -> Header:
         raise Malformed("its metadata is not text by name")
     begin = LENGTH_BYTES + len(text)
     entries = sorted(
-        (_entry(name, said, begin) for name, said in fields.items()), key=lambda one: (one.start, one.stop)
+        (parse_entry(name, said, begin) for name, said in fields.items()), key=lambda one: (one.start, one.stop)
     )
-    _check_cover(entries, begin, size_bytes)
+    check_cover(entries, begin, size_bytes)
     return Header(tuple(entries), metadata)
 
 
@@ -191,7 +191,7 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is no number of JSON")
 
 
-def _entry(name: str, said: Any, begin: int) -> Entry:
+def parse_entry(name: str, said: Any, begin: int) -> Entry:
     shown = _shown(name)
     if not isinstance(said, dict) or not said.keys() >= {"dtype", "shape", "data_offsets"}:
         raise Malformed(f"{shown} has no dtype, shape and data_offsets", name)
@@ -216,7 +216,7 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
 
 
-def _check_cover(entries: list[Entry], begin: int, size_bytes: int) -> None:
+def check_cover(entries: list[Entry], begin: int, size_bytes: int) -> None:
     """Every byte of the file belongs to one tensor: what is in no tensor, or in two, is no safetensors file."""
     position = begin
     for entry in entries:

@@ -100,7 +100,7 @@ def load_safetensors(
     Cost: a request for each 8 MiB, as many at a time as the device likes best (``disk/read_tuner.py``); memory for the
         tensors, and a buffer of 8 MiB for each where a tensor is cut by columns or goes to a device.
     """
-    wanted = _Wanted(uri_or_dir, device, names, prefix, Parts(shard, plan), Settings.load(settings, **overrides))
+    wanted = WantedTensors(uri_or_dir, device, names, prefix, Parts(shard, plan), Settings.load(settings, **overrides))
     if lazy:
         return LazyTensors(wanted)
     with contextlib.closing(wanted):
@@ -132,7 +132,7 @@ def stream_safetensors(
     """
     if bytes_in_flight_max <= 0:
         raise ConfigError(f"bytes_in_flight_max is {bytes_in_flight_max}", hint="Give a number of bytes above 0")
-    wanted = _Wanted(uri_or_dir, device, names, prefix, Parts(shard, plan), Settings.load(settings, **overrides))
+    wanted = WantedTensors(uri_or_dir, device, names, prefix, Parts(shard, plan), Settings.load(settings, **overrides))
     wanted.begin()
     return _stream(wanted, bytes_in_flight_max)
 
@@ -144,7 +144,7 @@ class LazyTensors(Mapping[str, Tensor]):
     the process.
     """
 
-    def __init__(self, wanted: _Wanted) -> None:
+    def __init__(self, wanted: WantedTensors) -> None:
         self._wanted, self._device, self._names = wanted, wanted.device, wanted.names
         self._wants = {want.name: want for want in wanted.wants}
 
@@ -180,7 +180,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return f"<{type(self).__name__} {len(self)} tensors>"
 
 
-class _Wanted:
+class WantedTensors:
     """The tensors of a model that were asked for."""
 
     def __init__(
@@ -243,7 +243,7 @@ def _select(model: Model, names: Names | None, prefix: str) -> list[str]:
 # --- streaming -----------------------------------------------------------------------------------------------------
 
 
-def _stream(wanted: _Wanted, bytes_in_flight_max: int) -> Generator[tuple[str, Tensor], None, None]:
+def _stream(wanted: WantedTensors, bytes_in_flight_max: int) -> Generator[tuple[str, Tensor], None, None]:
     stop = threading.Event()
     ordered = windows(wanted.wants, lambda want: want.size_bytes, bytes_in_flight_max // 2)
     with contextlib.closing(wanted), ThreadPoolExecutor(1, "tierckpt-stream") as reader:

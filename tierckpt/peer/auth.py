@@ -163,13 +163,13 @@ class SteadyClock:
     """
 
     def __init__(self) -> None:
-        self._begun = time.time() - _boot_seconds()
+        self._begun = time.time() - boot_seconds()
 
     def __call__(self) -> float:
-        return self._begun + _boot_seconds()
+        return self._begun + boot_seconds()
 
 
-def _boot_seconds() -> float:
+def boot_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -178,7 +178,7 @@ class Signer:
 
     def __init__(self, secret: bytes | None, name: str) -> None:
         self._secret, self.name = secret, name
-        self._clock = SteadyClock()
+        self.clock = SteadyClock()
 
     def sign(
         self, method: str, target: str, to: str, about_me: str = "", *, ahead_seconds: float = 0.0
@@ -188,7 +188,7 @@ class Signer:
         ``ahead_seconds``: by how much the clock of who is asked is ahead of ours.
         """
         nonce = secrets.token_hex(16)
-        expires = str(max(0, int(self._clock() + ahead_seconds + LIFETIME_SECONDS)))
+        expires = str(max(0, int(self.clock() + ahead_seconds + LIFETIME_SECONDS)))
         mac = _mac(self._secret, "request", method, target, "", about_me, self.name, to, expires, nonce)
         return f"{_SCHEME} name={self.name}; to={to}; expires={expires}; nonce={nonce}; mac={mac}", nonce
 
@@ -203,19 +203,19 @@ class Signer:
     def ahead_seconds(self, headers: Mapping[str, str]) -> float | None:
         """By how much the clock of a peer is ahead of ours, when a proven answer tells it; else None."""
         told = headers.get(TIME, "")
-        return int(told) - self._clock() if re.fullmatch(r"\d{1,12}", told) and self._secret is not None else None
+        return int(told) - self.clock() if re.fullmatch(r"\d{1,12}", told) and self._secret is not None else None
 
 
 class Verifier:
     """Decides whether a request is of a member, for this node, now, and the first of its kind. One event loop."""
 
     def __init__(self, secret: bytes | None, name: str, clock: Callable[[], float] | None = None) -> None:
-        self._secret, self._name, self._clock = secret, name, clock or SteadyClock()
+        self._secret, self._name, self.clock = secret, name, clock or SteadyClock()
         self._nonces: dict[bytes, int] = {}
         self._older: dict[bytes, int] = {}
         self._forgotten_until = 0
         """Numbers of requests that expire at this time or before may be forgotten, so these are refused."""
-        self._turned_at = self._clock()
+        self._turned_at = self.clock()
 
     def check(self, method: str, target: str, headers: Mapping[str, str]) -> tuple[str, str]:
         """Return the name of who asks, and the number of the request. Raises Refused; Crowded.
@@ -244,7 +244,7 @@ class Verifier:
             raise Refused("a wrong proof")
         if to != self._name and (to or target != "/v1/members"):
             raise Refused("a proof for another node")
-        now = self._clock()
+        now = self.clock()
         if not now < int(expires) <= now + EXPIRY_SECONDS_MAX:
             raise OtherTime(nonce, now)
         self._once(bytes.fromhex(nonce), int(expires), now)

@@ -65,7 +65,7 @@ class Source(Protocol):
     def claimed(self) -> Iterable[tuple[int, int]]: ...
 
 
-class _Checked:
+class CheckedFiles:
     """What sources have in common: chunks are digested once, and bad ones are not given."""
 
     directory: Path
@@ -92,7 +92,7 @@ class _Checked:
     def _landed(self, index: int, chunk: int) -> str:
         return ""
 
-    def _trusts(self, index: int, chunk: int) -> bool:
+    def trusts(self, index: int, chunk: int) -> bool:
         return (index, chunk) in self._good
 
     def is_bad(self, index: int, at: ByteRange) -> bool:
@@ -103,7 +103,7 @@ class _Checked:
 
     def verify(self, file: int, index: int, at: ByteRange, digest: str) -> str | None:
         for chunk in self.frozen.touched(at):
-            if self._trusts(index, chunk):
+            if self.trusts(index, chunk):
                 continue
             known, own = self._known(index, chunk), self.frozen.chunk_range(index, chunk)
             if known and digest_at(file, own, like=known) != known:
@@ -117,7 +117,7 @@ class _Checked:
         return known
 
     def verified(self, index: int, at: ByteRange, digest: str) -> str:
-        if not all(self._trusts(index, chunk) for chunk in self.frozen.touched(at)):
+        if not all(self.trusts(index, chunk) for chunk in self.frozen.touched(at)):
             return ""
         return digest or self._found.get((index, at.start, at.stop), "")
 
@@ -128,7 +128,7 @@ class _Checked:
         return ()
 
 
-class Whole(_Checked):
+class Whole(CheckedFiles):
     """A directory with a receipt."""
 
     is_whole = True
@@ -159,7 +159,7 @@ class Whole(_Checked):
         return self._receipt.landed[index][chunk] if self._receipt.landed else ""
 
 
-class Incoming(_Checked):
+class Incoming(CheckedFiles):
     """A directory on its way. Its lines are read on from where the last look ended."""
 
     is_whole = False
@@ -212,7 +212,7 @@ class Incoming(_Checked):
     def _landed(self, index: int, chunk: int) -> str:
         return self.lines.landed.get(index, {}).get(chunk, "")
 
-    def _trusts(self, index: int, chunk: int) -> bool:
+    def trusts(self, index: int, chunk: int) -> bool:
         return True  # it covers only what has a line of this boot: verified when it landed
 
     def is_filled_now(self) -> bool:
@@ -226,10 +226,10 @@ class Incoming(_Checked):
         """Chunks that live processes fetch from shared storage now."""
         now = time.monotonic()
         if now - self._looked_at > LOOK_SECONDS:
-            self._claims, self._looked_at = list(self._look_at_claims()), now
+            self._claims, self._looked_at = list(self.look_at_claims()), now
         return self._claims
 
-    def _look_at_claims(self) -> Iterable[tuple[int, int]]:
+    def look_at_claims(self) -> Iterable[tuple[int, int]]:
         base = self.directory / FILLING
         live: dict[str, bool] = {}
         for name in _listed(base / SHARED):
@@ -246,7 +246,7 @@ class Incoming(_Checked):
                 yield int(index), int(chunk)
 
 
-class Committed(_Checked):
+class Committed(CheckedFiles):
     """A checkpoint of the local tier: all of it, or the files that this node holds."""
 
     def __init__(self, directory: Path, manifest: Manifest, seen: tuple[int, ...]) -> None:
@@ -305,7 +305,7 @@ class Committed(_Checked):
         return index in self._paths and not self.is_bad(index, at)
 
 
-class Single(_Checked):
+class Single(CheckedFiles):
     """One file of a checkpoint, which is a version of its own: nodes that restore want some of its files."""
 
     def __init__(self, checkpoint: Committed, index: int) -> None:

@@ -170,7 +170,7 @@ class PeerServer:
         Raises ConfigError: see ``check_listen``; or the secret or the certificates cannot be used."""
         self.settings, self.holdings, self.members = settings, holdings, members
         self._where = check_listen(settings)
-        self._verifier = Verifier(read_secret(settings), members.me.name)
+        self.verifier = Verifier(read_secret(settings), members.me.name)
         self._strangers = Repeats(log, logging.WARNING, "requests are refused from %s: %s")
         self._malformed = Repeats(log, logging.INFO, "malformed requests from %s: %s")
         self._failures = Repeats(log, logging.ERROR, "a peer's request could not be answered: %s: %s")
@@ -178,11 +178,11 @@ class PeerServer:
         self._fresh, self._asked = fresh, asked
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="tierckpt-peer")
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self.connections: set[asyncio.Task[None]] = set()
         self._from: Counter[str] = Counter()
         self._bucket = Bucket(settings.peer_serve_bytes_per_second)
-        self._serving: Counter[str] = Counter()
-        self._freed = asyncio.Event()
+        self.serving: Counter[str] = Counter()
+        self.freed = asyncio.Event()
         self._looks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._interested, self._slow = Lately(), Lately()
         self._rates = Rates()
@@ -229,7 +229,7 @@ class PeerServer:
         """Stop listening, and end what is under way. Idempotent."""
         if self._server is not None:
             self._server.close()
-        left = [*self._connections, *self._looks.values()]
+        left = [*self.connections, *self._looks.values()]
         for task in left:
             task.cancel()
         if left:
@@ -240,17 +240,17 @@ class PeerServer:
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         most, host = _connections_max(), _host_of(writer)
-        if len(self._connections) >= most or self._from[host] >= max(1, most // 2):
+        if len(self.connections) >= most or self._from[host] >= max(1, most // 2):
             self.counts["overflowed"] += 1
             writer.transport.abort()
             return
         task = asyncio.ensure_future(self._converse(reader, writer))
-        self._connections.add(task)
+        self.connections.add(task)
         self._from[host] += 1
         task.add_done_callback(lambda ended: self._disconnected(ended, host))
 
     def _disconnected(self, ended: asyncio.Task[None], host: str) -> None:
-        self._connections.discard(ended)
+        self.connections.discard(ended)
         self._from[host] -= 1
         if not self._from[host]:
             del self._from[host]
@@ -284,7 +284,7 @@ class PeerServer:
             self.counts["malformed"] += 1
             return await _Reply(self, writer).refuse(HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"})
         try:
-            name, nonce = self._verifier.check(request.method, request.target, request.headers)
+            name, nonce = self.verifier.check(request.method, request.target, request.headers)
         except OtherTime as error:
             self.counts["other_time"] += 1
             log.debug("a member's clock is another: %s", writer.get_extra_info("peername"))
@@ -383,21 +383,21 @@ class PeerServer:
     async def _slot(self, name: str, deadline: float) -> bool:
         """Take one of the places there are for chunks under way; False when none is free in time."""
         most = self.settings.peer_serves_max
-        while self._serving.total() >= most or self._serving[name] >= max(1, most // 4):
+        while self.serving.total() >= most or self.serving[name] >= max(1, most // 4):
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            self._freed.clear()
+            self.freed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._freed.wait(), left)
-        self._serving[name] += 1
+                await asyncio.wait_for(self.freed.wait(), left)
+        self.serving[name] += 1
         return True
 
     def _free(self, name: str) -> None:
-        self._serving[name] -= 1
-        if not self._serving[name]:
-            del self._serving[name]
-        self._freed.set()
+        self.serving[name] -= 1
+        if not self.serving[name]:
+            del self.serving[name]
+        self.freed.set()
 
     async def _landed(self, version: str, size: int, ordinal: int, deadline: float) -> bool:
         """Return when a chunk is seen to be here, or not in time. All who wait for a version share each look."""
@@ -434,8 +434,8 @@ class PeerServer:
             "served_bytes": dict(self.served),
             "bytes_per_second": self._rates.now(),
             "requests": dict(self.counts),
-            "serving": self._serving.total(),
-            "connections": len(self._connections),
+            "serving": self.serving.total(),
+            "connections": len(self.connections),
             "bad_chunks": self.holdings.bad,
             "fills": self.holdings.fills(),
         }
@@ -515,7 +515,7 @@ class _Reply:
     def _head(self, status: HTTPStatus, headers: Mapping[str, str], length: int, body: bytes | None = None) -> bytes:
         said = {"Content-Length": str(length), **headers}
         if self._nonce:
-            said |= self._server._verifier.prove(self._nonce, status, said, body)
+            said |= self._server.verifier.prove(self._nonce, status, said, body)
         return encode_head(f"HTTP/1.1 {status.value} {status.phrase}", said)
 
     async def _drain(self, size_bytes: int) -> None:

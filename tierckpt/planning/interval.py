@@ -145,14 +145,14 @@ def _first_guess(levels: tuple[Level, ...], step_seconds: float) -> tuple[int, .
     """Each level alone, as ``two_level`` has it; the first one against all failures."""
     rate = sum(1 / level.mtbf_seconds for level in levels)
     base = young(levels[0].stall_seconds, 1 / rate) if rate else math.inf
-    counts = [max(1, round(min(base, _LONGEST_SECONDS) / step_seconds))]
+    counts = [max(1, round(min(base, LONGEST_SECONDS) / step_seconds))]
     for upper, lower in zip(levels[1:], levels, strict=False):
-        alone = [young(level.stall_seconds, min(level.mtbf_seconds, _LONGEST_SECONDS)) for level in (lower, upper)]
+        alone = [young(level.stall_seconds, min(level.mtbf_seconds, LONGEST_SECONDS)) for level in (lower, upper)]
         counts.append(max(1, round(alone[1] / alone[0])) if alone[0] > 0 else 1)
     return tuple(counts)
 
 
-_LONGEST_SECONDS = 30 * ettr.DAY_SECONDS
+LONGEST_SECONDS = 30 * ettr.DAY_SECONDS
 """No interval is longer: without failures none would be the best."""
 
 
@@ -190,7 +190,7 @@ def _repaired(levels: tuple[Level, ...], step_seconds: float, counts: tuple[int,
 def _rank(levels: tuple[Level, ...], step_seconds: float, counts: tuple[int, ...]) -> tuple[float, int]:
     """What is better is greater. Beyond twelve digits the model says nothing, and the fewer checkpoints win."""
     interval = math.prod(counts) * step_seconds
-    if interval > _LONGEST_SECONDS and counts != (1,) * len(counts):
+    if interval > LONGEST_SECONDS and counts != (1,) * len(counts):
         return (-interval, 0)
     reached = round(ettr.nested(levels, counts[0] * step_seconds, (1, *counts[1:])), 12)
     return (reached, math.prod(counts) if reached else -math.prod(counts))

@@ -198,7 +198,7 @@ def _place(
     free = _free(rules, now, remove)
     remote = _seconds(_left(now, now.sending) + now.next_bytes, state.shared_rate)
     local = _seconds(now.local_queue_bytes + now.next_bytes, state.local_rate)
-    state = _vote(state, rules, now, local, remote)
+    state = vote(state, rules, now, local, remote)
     if free < now.next_bytes:
         return state, "shared"
     newest = max((one.number for one in now.versions), default=0)
@@ -207,7 +207,7 @@ def _place(
     return state, "shared" if state.direct and (is_due or not keeps_up) else "local"
 
 
-def _vote(state: State, rules: Rules, now: Situation, local: float, remote: float) -> State:
+def vote(state: State, rules: Rules, now: Situation, local: float, remote: float) -> State:
     """Is shared storage as fast as the SSD, and fast enough to have each checkpoint before the next is taken?"""
     if state.local_rate is None or state.shared_rate is None:
         return replace(state, direct=False, votes=0)

@@ -103,7 +103,7 @@ class LocalCopy:
             if not (is_cached := self.is_in_memory(byte_range)):
                 self.cold_bytes += byte_range.size_bytes
             if self.is_direct and not is_cached and byte_range.start % DISK_BLOCK_BYTES == 0:
-                done = self._read_direct(into, byte_range, None if self.is_straight else through)
+                done = self.read_direct(into, byte_range, None if self.is_straight else through)
             if not done and not is_cached:  # all of it at once, where the kernel would read ahead in small steps
                 os.posix_fadvise(self._file, byte_range.start, byte_range.size_bytes, os.POSIX_FADV_WILLNEED)
             while done < byte_range.size_bytes:
@@ -127,9 +127,9 @@ class LocalCopy:
             self.open()
         except TierckptError:
             return False  # who reads it is told why
-        return self._is_cached(byte_range)
+        return self.is_in_page_cache(byte_range)
 
-    def _is_cached(self, byte_range: ByteRange) -> bool:
+    def is_in_page_cache(self, byte_range: ByteRange) -> bool:
         """True when the whole range is in the page cache.
 
         Asked of the kernel by ``mincore``: a read with RWF_NOWAIT, when it finds nothing, starts readahead of what is
@@ -140,7 +140,7 @@ class LocalCopy:
                 self._resident = Resident(self._file)
         return self._resident.has(byte_range)
 
-    def _read_direct(self, into: memoryview, byte_range: ByteRange, through: memoryview | None) -> int:
+    def read_direct(self, into: memoryview, byte_range: ByteRange, through: memoryview | None) -> int:
         with self._lock:
             if self._may_direct and self._direct_file < 0:
                 self._open_direct()

@@ -299,7 +299,7 @@ class SharedRead:
             on_error(error, copies, origins.get(id(piece), piece))
 
         if jobs:
-            left = _Crew(self._window, jobs, after, buffers, blame).copied(self._timeout_seconds)
+            left = Crew(self._window, jobs, after, buffers, blame).copied(self._timeout_seconds)
             if left:
                 self._give_up(f"nothing has come from them for {self._timeout_seconds:g} s")
                 for job in left:
@@ -367,7 +367,7 @@ class _Patience:
         return self._poll.pause()
 
 
-class _Crew(ReadThreads):
+class Crew(ReadThreads):
     """The threads of one rank, on the units of one window of its load."""
 
     def __init__(

@@ -34,10 +34,10 @@ async def send(
     Raises TierckptError: one could not be put; those before it are there.
     Cost: one pass over the data for CRC and digest, and a copy of each chunk, as the store takes several at a time.
     """
-    return [await _send(store, shard, slot, chunk_size_bytes, share) for shard in shards]
+    return [await send_shard(store, shard, slot, chunk_size_bytes, share) for shard in shards]
 
 
-async def _send(store: Store, shard: Shard, slot: Memory, chunk_size_bytes: int, share: Share) -> Flushed:
+async def send_shard(store: Store, shard: Shard, slot: Memory, chunk_size_bytes: int, share: Share) -> Flushed:
     async def attempt() -> Flushed:
         stream = Stream(shard, slot, chunk_size_bytes)
         await store.put_stream(shard.path.name, _pieces(stream, share), shard.size_bytes)

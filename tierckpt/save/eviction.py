@@ -61,7 +61,7 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserve
         return
     begun, said = time.monotonic(), False
     for _ in Poll(ROOM_SECONDS, SHARED):
-        lack, waits = _evict(settings, needed_bytes, directory, reserved_bytes)
+        lack, waits = evict(settings, needed_bytes, directory, reserved_bytes)
         if not lack.is_none and _cache_gives_way(settings, needed_bytes, directory, reserved_bytes):
             lack = _lack(settings, needed_bytes, directory, reserved_bytes, exact=True)
         if lack.is_none:
@@ -86,7 +86,7 @@ def has_room(settings: Settings, needed_bytes: int, directory: Path) -> bool:
     """
     if _lack(settings, needed_bytes, directory).is_none:
         return True
-    lack, _ = _evict(settings, needed_bytes, directory)
+    lack, _ = evict(settings, needed_bytes, directory)
     return lack.is_none
 
 
@@ -136,7 +136,7 @@ def _lack(
     hard = needed_bytes + margin - free
     mark = used + needed_bytes - int(settings.local_high_water * (used + free))
     if settings.local_bytes_max is not None:
-        held = _counter(settings.local_root).total(exact=exact)
+        held = space_counter(settings.local_root).total(exact=exact)
         hard = max(hard, held + needed_bytes - settings.local_bytes_max)
         free = max(0, min(free, settings.local_bytes_max - held))
     return Shortfall(hard, mark, free)
@@ -164,7 +164,7 @@ def _cache_gives_way(settings: Settings, needed_bytes: int, directory: Path, res
     return freed > 0
 
 
-def _evict(settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int = 0) -> tuple[Shortfall, _Waits]:
+def evict(settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int = 0) -> tuple[Shortfall, _Waits]:
     """Evict, oldest first, until a save fits or nothing may go. Returns what still lacks, and what will free it."""
     lack = _lack(settings, needed_bytes, directory, reserved_bytes, exact=True)
     if lack.is_none:
@@ -280,7 +280,7 @@ class _Counted(NamedTuple):
     newest_ns: int
 
 
-class _Counter:
+class SpaceCounter:
     """Bytes of files on the local tier that only it has. What has not changed since is not looked at again.
 
     A directory's time changes with its names; the times of its files say whether one is still being written. What
@@ -330,12 +330,12 @@ def _count(path: str) -> _Counted:
     return _Counted(changed, size_bytes, below, newest)
 
 
-_counters: dict[Path, _Counter] = {}
+_counters: dict[Path, SpaceCounter] = {}
 
 
-def _counter(local_root: Path) -> _Counter:
+def space_counter(local_root: Path) -> SpaceCounter:
     if local_root not in _counters:
-        _counters[local_root] = _Counter(local_root / "checkpoints")
+        _counters[local_root] = SpaceCounter(local_root / "checkpoints")
     return _counters[local_root]
 
 

@@ -135,7 +135,7 @@ class Stream:
             for index in range(file.segments):
                 start = index * self._job.segment_bytes
                 end = min(start + self._job.segment_bytes, file.shard.size_bytes)
-                records = _overlapping(file.shard.records, start, end)
+                records = overlapping(file.shard.records, start, end)
                 place = self._job.in_place(file, records, start, end) or _in(self._slot, start, end)
                 self._job.assemble(file, records, place, end)
                 yield place.part(start, end)
@@ -145,7 +145,7 @@ class Stream:
         return self._job.files[0].flushed()
 
 
-class _File:
+class ShardFile:
     """One shard being written: its descriptor, and how many segments are still to come."""
 
     def __init__(self, shard: Shard, segment_bytes: int, *, direct: bool) -> None:
@@ -178,7 +178,7 @@ class _File:
         image = self.shard.image
         if self.ahead is None or image is None or place.address != image.address + place.start:
             return False
-        record, *others = _overlapping(self.shard.records, place.start, place.end)
+        record, *others = overlapping(self.shard.records, place.start, place.end)
         first, last = record.data_offset, record.data_offset + record.size_bytes
         return not others and first <= place.start and place.end <= last and self.ahead.covers(place.start, place.end)
 
@@ -237,7 +237,7 @@ class _Job:
     ) -> None:
         self.chunk_size_bytes = chunk_size_bytes
         self.segment_bytes = segment_bytes(chunk_size_bytes, shape.size_bytes)
-        self.files = [_File(shard, self.segment_bytes, direct=not cached) for shard in shards]
+        self.files = [ShardFile(shard, self.segment_bytes, direct=not cached) for shard in shards]
         self.threads = shape.threads
         self.durable = durable
         self.base = base
@@ -255,7 +255,7 @@ class _Job:
         self._free = list(slots)
         self._writing = threading.BoundedSemaphore(shape.writes_max)
 
-    def _segments(self) -> Iterator[tuple[_File, int]]:
+    def _segments(self) -> Iterator[tuple[ShardFile, int]]:
         for file in self.files:
             for index in range(file.segments):
                 yield file, index * self.segment_bytes
@@ -340,7 +340,7 @@ class _Job:
             while self.failure is None and self._queue:
                 file, start = self._queue[0]
                 end = min(start + self.segment_bytes, file.shard.size_bytes)
-                records = _overlapping(file.shard.records, start, end)
+                records = overlapping(file.shard.records, start, end)
                 place, slot = self.in_place(file, records, start, end), None
                 if place is None and self._free:
                     slot = self._free.pop()
@@ -376,14 +376,14 @@ class _Job:
             if last:
                 self._finish(file)
 
-    def assemble(self, file: _File, records: Sequence[Record], place: _Place, end: int) -> None:
+    def assemble(self, file: ShardFile, records: Sequence[Record], place: _Place, end: int) -> None:
         """Have the bytes up to ``end`` at ``place``, padded to whole blocks, and note their digests."""
         self._gather(records, place)
         start = place.start
         for index, offset in enumerate(range(start, end, self.chunk_size_bytes), start // self.chunk_size_bytes):
             file.blocks[index] = place.blocks(offset, min(offset + self.chunk_size_bytes, end))
 
-    def _finish(self, file: _File) -> None:
+    def _finish(self, file: ShardFile) -> None:
         with translated(file.shard.path):
             if file.ahead is not None:
                 if not file.ahead.end(max(0.0, self.deadline - time.monotonic())):
@@ -392,7 +392,7 @@ class _Job:
                     raise file.ahead.error
             file.finish(self.durable)
 
-    def in_place(self, file: _File, records: Sequence[Record], start: int, end: int) -> _Place | None:
+    def in_place(self, file: ShardFile, records: Sequence[Record], start: int, end: int) -> _Place | None:
         """Where bytes ``start`` to ``end`` lie in the image as they will lie in the file; None when they do not."""
         image, padded = file.shard.image, round_up(end)
         if image is None or padded > image.size_bytes:
@@ -541,7 +541,7 @@ def _in(slot: Memory, start: int, end: int) -> _Place:
 class _Segment(NamedTuple):
     """A part of a file that one thread writes."""
 
-    file: _File
+    file: ShardFile
     records: Sequence[Record]
     place: _Place
     end: int
@@ -549,7 +549,7 @@ class _Segment(NamedTuple):
     """What ``place`` lies in, where that is not the image."""
 
 
-def _overlapping(records: Sequence[Record], start: int, end: int) -> Sequence[Record]:
+def overlapping(records: Sequence[Record], start: int, end: int) -> Sequence[Record]:
     """The records with a byte in [start, end): records are in order."""
     first = bisect_right(records, start, key=lambda record: record.end)
     return records[first : bisect_left(records, end, first, key=lambda record: record.offset)]

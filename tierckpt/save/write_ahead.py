@@ -108,7 +108,7 @@ class WriteAhead:
         self._memory = memory
         self._files = [TempFile(self, span) for span in spans]
         self._queue = deque((file, offset) for file in self._files for offset in file.span.units(unit_bytes))
-        self._is_stopped = self._is_discarded = False
+        self.is_stopped = self._is_discarded = False
         self._working = 0
         self._changed = threading.Condition()
 
@@ -139,7 +139,7 @@ class WriteAhead:
     def discard(self) -> None:
         """Give up what no flush has taken. Waits for nothing: the kernel frees it after the last write under way."""
         with self._changed:
-            self._is_stopped = self._is_discarded = True
+            self.is_stopped = self._is_discarded = True
             self._changed.notify_all()
             if not self._working:
                 self.close()
@@ -156,7 +156,7 @@ class WriteAhead:
     def take(self, file: TempFile, path: Path) -> int | None:
         with self._changed:
             # Opening takes some milliseconds, and has begun: sooner done than another file is made.
-            self._changed.wait_for(lambda: file.fd >= 0 or self._is_stopped or not self._working, OPEN_SECONDS)
+            self._changed.wait_for(lambda: file.fd >= 0 or self.is_stopped or not self._working, OPEN_SECONDS)
             try:
                 if file.fd >= 0 and file.error is None and not self._is_discarded:
                     # Given a directory, Python calls linkat and has it follow the link; link(2) would not.
@@ -214,7 +214,7 @@ class WriteAhead:
             while True:
                 while self._queue and not self._is_wanted(*self._queue[0]):
                     self._queue.popleft()
-                if self._is_stopped or not self._queue:
+                if self.is_stopped or not self._queue:
                     return None
                 file, offset = self._queue[0]
                 if file.fd >= 0:
@@ -223,7 +223,7 @@ class WriteAhead:
                     file.writing += 1
                     return file, offset
                 if not self._changed.wait(OPEN_SECONDS):
-                    self._is_stopped = True
+                    self.is_stopped = True
 
     def _is_wanted(self, file: TempFile, offset: int) -> bool:
         """False when the flush has come to it first, or when nothing more goes to that file (A4)."""
@@ -245,7 +245,7 @@ class WriteAhead:
     def _stop(self, error: BaseException) -> None:
         log.info("%s: nothing more is written ahead: %s", self._directory, error)
         with self._changed:
-            self._is_stopped = True
+            self.is_stopped = True
             self._changed.notify_all()
 
     def _leave(self) -> None:
@@ -277,10 +277,10 @@ def prepare(
         return None
     layout = hash((size_bytes, tuple(offsets)))
     with _lock:
-        last = _last_of.pop(layout, None)
-        _last_of[layout] = lease
-        while len(_last_of) > LAYOUTS_KNOWN_MAX:
-            _last_of.popitem(last=False)
+        last = last_of.pop(layout, None)
+        last_of[layout] = lease
+        while len(last_of) > LAYOUTS_KNOWN_MAX:
+            last_of.popitem(last=False)
     if last is None or not last.in_place:
         return None
     unit = segment_bytes(settings.chunk_size_bytes, WRITE_BYTES)
@@ -291,7 +291,7 @@ def prepare(
     return ahead
 
 
-_last_of: OrderedDict[int, Lease] = OrderedDict()
+last_of: OrderedDict[int, Lease] = OrderedDict()
 _lock = threading.Lock()
 _started: weakref.WeakSet[WriteAhead] = weakref.WeakSet()
 
@@ -299,7 +299,7 @@ _started: weakref.WeakSet[WriteAhead] = weakref.WeakSet()
 def _in_child() -> None:
     global _lock
     _lock = threading.Lock()
-    _last_of.clear()
+    last_of.clear()
     for ahead in list(_started):
         ahead.close()  # these descriptors would keep the blocks of a file that the parent removes
     _started.clear()

@@ -79,7 +79,7 @@ class Congestion:
         except StoreUnavailableError as error:
             crowd = max(crowd, self._running)
             if error.context.get("too_slow"):
-                self._reduce(begun)
+                self.reduce(begun)
                 is_alive = error.context.get("moved_bytes") or self._arrived_at > begun
                 if crowd > 1 and is_alive and not is_last:
                     raise _Crowded from error
@@ -91,7 +91,7 @@ class Congestion:
     async def _begin(self) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
-        self._wake()
+        self.wake()
         try:
             await turn  # whoever set it has counted us in
         except asyncio.CancelledError:
@@ -101,9 +101,9 @@ class Congestion:
 
     def _end(self) -> None:
         self._running -= 1
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         while self._waiting and (self._waiting[0].done() or self._running + 1 <= self.gets_max):
             turn = self._waiting.popleft()
             if not turn.done():
@@ -115,7 +115,7 @@ class Congestion:
         if size_bytes >= seconds * self._ample_bytes_per_second:
             self.gets_max = min(GETS_MAX, self.gets_max + 1 / self.gets_max)
 
-    def _reduce(self, begun: float) -> None:
+    def reduce(self, begun: float) -> None:
         """Halve it, once for all that were under way at the same time."""
         if begun < self._reduced_at:
             return

@@ -25,12 +25,12 @@ def bounds(access: Access) -> dict[str, str]:
     """
     if not access.hosts or is_behind_proxy(access.endpoint or f"https://{access.hosts[0]}"):
         return {}
-    if access.endpoint.startswith("http://") and _is_this_machine(access.hosts[0]):
+    if access.endpoint.startswith("http://") and is_this_machine(access.hosts[0]):
         return {"proxy_url": access.endpoint}
     return {"proxy_url": NOWHERE, "proxy_excludes": ",".join(access.hosts)}
 
 
-def _is_this_machine(host: str) -> bool:
+def is_this_machine(host: str) -> bool:
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -324,7 +324,7 @@ class RemoteStore:
         try:
             await self._request(key, call, writing=isinstance(mode, str))
         except PreconditionFailedError:
-            if tries == 1 or not await self._holds(key, body):
+            if tries == 1 or not await self.holds(key, body):
                 raise
 
     async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
@@ -384,7 +384,7 @@ class RemoteStore:
         version: str | None = meta.get("version")
         return version
 
-    async def _holds(self, key: str, data: Buffer) -> bool:
+    async def holds(self, key: str, data: Buffer) -> bool:
         try:
             return await self.get(key) == bytes(data)
         except ObjectNotFoundError:

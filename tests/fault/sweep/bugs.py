@@ -69,7 +69,7 @@ def short_write_ignored() -> None:
         os.pwrite(self.fd, view, offset)
 
     replace(durable.write_all, write_all)
-    flush._File.write = write  # type: ignore[method-assign]
+    flush.ShardFile.write = write  # type: ignore[method-assign]
 
 
 def commit_before_shards() -> None:
@@ -124,12 +124,12 @@ def data_name_reused() -> None:
         self.fd = os.open(self.shard.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self.direct = False
 
-    flush._File._open = open_again  # type: ignore[method-assign]
+    flush.ShardFile._open = open_again  # type: ignore[method-assign]
 
 
 def error_swallowed() -> None:
     """A write that fails is taken for one that worked."""
-    real = flush._File.write
+    real = flush.ShardFile.write
 
     def write(self: Any, view: memoryview, offset: int) -> None:
         try:
@@ -137,7 +137,7 @@ def error_swallowed() -> None:
         except OSError:
             pass
 
-    flush._File.write = write  # type: ignore[method-assign]
+    flush.ShardFile.write = write  # type: ignore[method-assign]
 
 
 def files_before_manifest() -> None:

@@ -89,7 +89,7 @@ def run(data: bytes, known: Globals, keys: Iterable[type] = ()) -> Any:
     Cost: 0.13 microseconds an opcode; ten times the memory of what DCP writes.
     """
     try:
-        return _Machine(data, known, keys).run()
+        return PickleMachine(data, known, keys).run()
     except Refused:
         raise
     except (IndexError, struct.error):
@@ -98,7 +98,7 @@ def run(data: bytes, known: Globals, keys: Iterable[type] = ()) -> Any:
         raise Refused(f"{type(error).__name__}: {error}") from error
 
 
-class _Machine:
+class PickleMachine:
     __slots__ = ("data", "keys", "known", "memo", "texts")
 
     def __init__(self, data: bytes, known: Globals, keys: Iterable[type]) -> None:
@@ -316,19 +316,19 @@ class _Machine:
         return self.known[module, name]
 
 
-_RARE: dict[int, Callable[[_Machine, list[Any], int], int]] = {
-    0x88: _Machine._true,
-    0x89: _Machine._false,
-    0x8A: _Machine._long,
-    ord("G"): _Machine._float,
-    ord("X"): _Machine._text,
-    ord("C"): _Machine._short_bytes,
-    ord("B"): _Machine._bytes,
-    0x95: _Machine._frame,
-    ord("q"): _Machine._put,
-    ord("r"): _Machine._long_put,
-    0x93: _Machine._stack_global,
-    ord("c"): _Machine._global,
+_RARE: dict[int, Callable[[PickleMachine, list[Any], int], int]] = {
+    0x88: PickleMachine._true,
+    0x89: PickleMachine._false,
+    0x8A: PickleMachine._long,
+    ord("G"): PickleMachine._float,
+    ord("X"): PickleMachine._text,
+    ord("C"): PickleMachine._short_bytes,
+    ord("B"): PickleMachine._bytes,
+    0x95: PickleMachine._frame,
+    ord("q"): PickleMachine._put,
+    ord("r"): PickleMachine._long_put,
+    0x93: PickleMachine._stack_global,
+    ord("c"): PickleMachine._global,
 }
 
 

@@ -50,7 +50,7 @@ _PLAIN = frozenset({str, int, float, bool, type(None), bytes, torch.Size, torch.
 _PATH = frozenset({str, int})
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 _FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
-_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
 def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata:
@@ -68,7 +68,7 @@ def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata
     """
     try:
         with gc_paused():
-            return _Builder(len(data), partial).metadata(_parse(data))
+            return MetadataBuilder(len(data), partial).metadata(_parse(data))
     except Refused as error:
         raise refusal(f"{where} is refused: {error}", error.wanted, file=where) from None
     except Exception as error:  # whatever else strange values lead to: nothing was kept of them
@@ -151,9 +151,9 @@ class _Sizes:
 
 
 def _layout(name: Any) -> torch.layout:
-    if type(name) is not str or name not in _LAYOUTS:
+    if type(name) is not str or name not in LAYOUTS:
         raise Refused("a layout that torch does not have")
-    return _LAYOUTS[name]
+    return LAYOUTS[name]
 
 
 def _format(value: Any) -> torch.memory_format:
@@ -244,14 +244,14 @@ _CLASSES: dict[Any, Class] = {
         _StorageInfo,
     )
 }
-_FIELDS = {kind: frozenset(field.name for field in dataclasses.fields(kind)) for kind in _CLASSES}
+FIELDS = {kind: frozenset(field.name for field in dataclasses.fields(kind)) for kind in _CLASSES}
 GLOBALS = _globals()
 
 
 # --- from records to DCP's classes ------------------------------------------------------------------------------
 
 
-class _Builder:
+class MetadataBuilder:
     """Makes the real objects, checking each. ``budget`` is what may still be looked at: as much as was written (S6)."""
 
     def __init__(self, budget: int, partial: bool) -> None:
@@ -366,7 +366,7 @@ def _state(record: Any, kind: Any, *needed: str) -> dict[str, Any]:
     if type(record) is not Record or record.kind is not _CLASSES[kind]:
         raise Refused(f"something else stands where a {kind.__name__} belongs")
     state = {} if record.state is None else record.state
-    if type(state) is not dict or not _FIELDS[kind].issuperset(state):
+    if type(state) is not dict or not FIELDS[kind].issuperset(state):
         raise Refused(f"a {kind.__name__} has fields that this version of torch does not know")
     for name in needed:
         if name not in state:
