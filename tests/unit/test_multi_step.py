@@ -1,0 +1,337 @@
+"""A state that was copied over several steps is the state after the last of them, and no other."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.test_replay import FUSED, IMPLEMENTATIONS, KINDS, backward, groups_of, matrix, model_of
+from tierckpt.errors import CapacityError, CheckpointError, ConfigError
+from tierckpt.replay import link as links
+from tierckpt.replay.link import GRADIENTS, PARTS, Link
+from tierckpt.replay.multi_step import MultiStepStager, Snapshot
+from tierckpt.replay.parts import best_steps, split_parts
+
+SECONDS = 60.0
+
+
+class Job:
+    """A training loop with a schedule, a buffer, a gradient clip and random state of its own."""
+
+    def __init__(self, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(*(nn.Linear(13, 13) for _ in range(6)))
+        self.model.register_buffer("seen", torch.zeros(()))
+        self.optimizer = make(groups_of(self.model), **options)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.number = 0
+        self.set_to_none = True
+
+    def train(self) -> None:
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
+        backward(self.model, self.number)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+        self.optimizer.step()
+        self.schedule.step()
+        self.model.seen += 1  # type: ignore[operator]
+        self.number += 1
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "number": self.number,
+        }
+
+
+@pytest.fixture
+def slow_link() -> Iterator[Link]:
+    link = Link(bytes_per_second=2e6)
+    yield link
+    link.close()
+
+
+def check(found: Any, wanted: Any, where: str = "") -> None:
+    assert type(found) is type(wanted) or isinstance(wanted, dict), where
+    if isinstance(wanted, torch.Tensor):
+        assert torch.equal(found, wanted), where
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), where
+        for key, one in wanted.items():
+            check(found[key], one, f"{where}/{key}")
+    elif isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted), where
+        for number, one in enumerate(wanted):
+            check(found[number], one, f"{where}/{number}")
+    else:
+        assert found == wanted, where
+
+
+def windowed(job: Job, stager: MultiStepStager, steps: int) -> tuple[Snapshot, dict[int, Any]]:
+    """Open a window, train until it is done, and return what it has and the states after each step."""
+    begun, states = job.number, {}
+    pending = stager.begin(job.state)
+    for _ in range(steps + 3):
+        states[job.number - begun] = copy.deepcopy(job.state())
+        job.train()
+        stager.end_of_step()
+    return pending.result(SECONDS), states
+
+
+@pytest.mark.parametrize("begun", [0, 2], ids=["before the first step", "after two"])
+@pytest.mark.parametrize(("kind", "implementation"), list(matrix()))
+def test_every_optimizer_is_brought_to_one_version(kind: str, implementation: str, begun: int) -> None:
+    job = Job(KINDS[kind], **IMPLEMENTATIONS[implementation])
+    for _ in range(begun):
+        job.train()
+    with MultiStepStager(job.optimizer, window_steps=4) as stager:
+        snapshot, states = windowed(job, stager, 4)
+        assert not snapshot.fallback and snapshot.steps in (2, 3)
+        check(snapshot.state, states[snapshot.steps])
+        again, states = windowed(job, stager, 4)
+    check(again.state, states[again.steps])
+    assert kind in FUSED or implementation != "fused"
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_windows_of_every_length(steps: int, slow_link: Link) -> None:
+    job = Job()
+    job.train()
+    with MultiStepStager(job.optimizer, window_steps=steps, link=slow_link) as stager:
+        snapshot, states = windowed(job, stager, steps)
+    assert not snapshot.fallback and snapshot.steps <= steps - 1
+    check(snapshot.state, states[snapshot.steps])
+
+
+def test_bytes_moved_are_the_state_and_the_gradients_of_parts_that_wait() -> None:
+    """1 + r (K - 1) / 2 for equal parts; parts of falling size move a little more, by what is computed here."""
+    weights = [nn.Parameter(torch.randn(1 << 12)) for _ in range(140)]
+    optimizer = torch.optim.AdamW(weights)
+
+    def train() -> None:
+        for one in weights:
+            one.grad = torch.randn_like(one)
+        optimizer.step()
+
+    train()
+    with MultiStepStager(optimizer, window_steps=7) as stager:
+        pending = stager.begin(optimizer.state_dict)
+        for _ in range(6):
+            train()
+            stager.end_of_step()
+        snapshot = pending.result(SECONDS)
+    state_bytes = 140 * ((1 << 14) * 3 + 4)
+    parts = split_parts({str(n): (1 << 14) * 3 + 4 for n in range(140)}, 7, 1 / 3)
+    gradient_bytes = sum(len(part) * (1 << 14) * (6 - number) for number, part in enumerate(parts))
+    assert snapshot.steps == 6 and snapshot.moved_bytes == state_bytes + gradient_bytes
+
+
+def test_a_step_waits_for_its_part_and_for_nothing_else(slow_link: Link) -> None:
+    weights = [nn.Parameter(torch.randn(50_000)) for _ in range(8)]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    for one in weights:
+        one.grad = torch.randn_like(one)
+    optimizer.step()
+    before = [one.detach().clone() for one in weights]
+    with MultiStepStager(optimizer, window_steps=2, link=slow_link) as stager:
+        pending = stager.begin(optimizer.state_dict)
+        assert all(torch.equal(one, other) for one, other in zip(weights, before, strict=True))
+        optimizer.step()
+        stager.end_of_step()
+        optimizer.step()
+        snapshot = pending.result(SECONDS)
+    assert snapshot.blocked_seconds > 0.2 * snapshot.moved_bytes / slow_link.bytes_per_second
+
+
+def test_gradients_overtake_parts(slow_link: Link) -> None:
+    part = slow_link.copy([torch.ones(1 << 20)], PARTS)
+    more = slow_link.copy([torch.ones(1 << 20)], PARTS)
+    gradient = slow_link.copy([torch.full((10,), 3.0)], GRADIENTS)
+    gradient.done.result(SECONDS)
+    assert not more.done.done() and torch.equal(gradient.result[0], torch.full((10,), 3.0))
+    more.done.result(SECONDS)
+    assert part.done.done() and torch.equal(more.result[0], torch.ones(1 << 20))
+
+
+def test_gradients_in_buffers_that_are_used_again() -> None:
+    """zero_grad(set_to_none=False), DDP's bucket views: seen, copied whole, and waited for in the next window."""
+    job = Job()
+    job.set_to_none = False
+    job.train()
+    with contextlib.closing(Link(bytes_per_second=1e5)) as link, MultiStepStager(job.optimizer, 4, link=link) as stager:
+        first, states = windowed(job, stager, 4)
+        check(first.state, states[first.steps])
+        assert "written over" in first.fallback
+        second, states = windowed(job, stager, 4)
+    check(second.state, states[second.steps])
+    assert not second.fallback
+
+
+def changes() -> dict[str, Callable[[Job], None]]:
+    def edited(job: Job) -> None:
+        next(job.model.parameters()).data.mul_(0.5)
+
+    def loaded(job: Job) -> None:
+        job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
+
+    def grown(job: Job) -> None:
+        job.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+    return {"beside the optimizer": edited, "load_state_dict": loaded, "groups or parameters changed": grown}
+
+
+@pytest.mark.parametrize("reason", changes())
+def test_what_breaks_a_window_has_the_state_copied_whole(reason: str) -> None:
+    job = Job()
+    job.train()
+    job.train()
+    with MultiStepStager(job.optimizer, window_steps=4) as stager:
+        begun, states = job.number, {}
+        pending = stager.begin(job.state)
+        for number in range(8):
+            job.train()
+            if number == 1:
+                changes()[reason](job)
+            states[job.number - begun] = copy.deepcopy(job.state())
+            stager.end_of_step()
+            time.sleep(0.02)
+        snapshot = pending.result(SECONDS)
+        assert reason in snapshot.fallback
+        if reason != "groups or parameters changed":  # the number of steps is that of before and after, here too
+            assert any(_same(snapshot.state, state) for state in states.values())
+        after, states = windowed(job, stager, 4)
+        assert not after.fallback
+        check(after.state, states[after.steps])
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    try:
+        check(found, wanted)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("when", [0, 2, 5])
+def test_host_memory_that_runs_out(when: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    job.train()
+    calls = iter(range(1000))
+    empty = links.host_memory
+
+    def refuse(sources: Any) -> Any:
+        if next(calls) == when:
+            raise MemoryError
+        return empty(sources)
+
+    monkeypatch.setattr(links, "host_memory", refuse)
+    with MultiStepStager(job.optimizer, window_steps=4) as stager:
+        begun, states = job.number, {}
+        states[0] = copy.deepcopy(job.state())
+        pending = stager.begin(job.state)
+        for _ in range(6):
+            job.train()
+            states[job.number - begun] = copy.deepcopy(job.state())
+            stager.end_of_step()
+        snapshot = pending.result(SECONDS)
+        assert snapshot.fallback == "host memory ran out"
+        check(snapshot.state, states[snapshot.steps])
+
+        monkeypatch.setattr(links, "host_memory", lambda sources: (_ for _ in ()).throw(MemoryError()))
+        pending = stager.begin(job.state)
+        for _ in range(4):
+            job.train()
+            stager.end_of_step()
+        with pytest.raises(CapacityError, match="and for a whole copy too"):
+            pending.result(SECONDS)
+
+
+def test_two_windows_at_once_are_refused() -> None:
+    job = Job()
+    with MultiStepStager(job.optimizer, window_steps=4) as stager:
+        stager.begin(job.state)
+        assert stager.is_open
+        with pytest.raises(CheckpointError, match="second one cannot begin"):
+            stager.begin(job.state)
+
+
+def test_a_stager_that_is_closed_ends_its_window_and_leaves_no_hook_and_no_thread() -> None:
+    job = Job()
+    threads = threading.active_count()
+    stager = MultiStepStager(job.optimizer, window_steps=4)
+    pending = stager.begin(job.state)
+    stager.close()
+    with pytest.raises(CheckpointError, match="closed before"):
+        pending.result(SECONDS)
+    job.train()
+    assert not job.optimizer._optimizer_step_pre_hooks and not job.optimizer._optimizer_step_post_hooks
+    assert threading.active_count() == threads
+
+
+def test_optimizers_that_are_not_elementwise_are_refused() -> None:
+    with pytest.raises(ConfigError, match="LBFGS cannot be replayed"):
+        MultiStepStager(torch.optim.LBFGS(model_of().parameters()))
+
+
+def test_nothing_of_a_snapshot_shares_memory_with_training() -> None:
+    job = Job(functools.partial(torch.optim.SGD, lr=0.1))
+    with MultiStepStager(job.optimizer, window_steps=2) as stager:
+        snapshot, _ = windowed(job, stager, 2)
+    kept = copy.deepcopy(snapshot.state)
+    for _ in range(3):
+        job.train()
+    check(snapshot.state, kept)
+
+
+def test_stale_hyperparameters_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeded: what replays with the first step's learning rate has other bits, and the fingerprint says so."""
+    from tierckpt.replay import capture
+
+    first: list[Any] = []
+
+    def stale(optimizer: Any, group: Any) -> Any:
+        first.append(original(optimizer, group))
+        return first[(len(first) - 1) % 2]
+
+    original = capture.hyperparameters_of
+    monkeypatch.setattr(capture, "hyperparameters_of", stale)
+    job = Job()
+    job.train()
+    with MultiStepStager(job.optimizer, window_steps=4) as stager:
+        pending = stager.begin(job.state)
+        for _ in range(6):
+            job.train()
+            stager.end_of_step()
+            time.sleep(0.02)
+        assert "beside the optimizer" in pending.result(SECONDS).fallback
+
+
+def test_the_number_of_steps_is_that_of_the_published_system() -> None:
+    assert best_steps(1 / 7) in (7, 8) and best_steps(1 / 3) in (3, 4) and best_steps(1 / 6) in (6, 7)
+    assert best_steps(0) == 7
+    state, gradients = 14e9, 2e9
+    assert best_steps(1 / 7, steps_bytes=1.01 * state, state_bytes=state) == 1
+    assert best_steps(1 / 7, steps_bytes=gradients * 2.2, state_bytes=state) in (4, 5)
+
+
+@pytest.mark.parametrize("share", [0.0, 1 / 7, 1 / 3])
+def test_parts_have_equal_traffic_and_hold_everything_once(share: float) -> None:
+    chosen = np.random.default_rng(4)
+    sizes = {str(number): int(size) for number, size in enumerate(chosen.integers(1000, 3000, 700))}
+    parts = split_parts(sizes, 7, share)
+    assert [key for part in parts for key in part] == list(sizes)
+    moved = [sum(sizes[key] for key in part) for part in parts]
+    traffic = [size + share * sum(moved[:number]) for number, size in enumerate(moved)]
+    assert max(traffic) <= 1.05 * min(traffic)
+    assert len(split_parts({"only": 5}, 7, share)) == 1

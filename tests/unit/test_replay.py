@@ -1,0 +1,410 @@
+"""A step that is made again has the same bits, whatever the optimizer, its implementation and its schedule."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tierckpt.errors import ConfigError, IntegrityError, StateMismatchError
+from tierckpt.replay.apply import Replay
+from tierckpt.replay.capture import Capture, Step
+from tierckpt.replay.checksum import checksum
+from tierckpt.replay.frame import FIRST, Frame, decode, encode
+from tierckpt.replay.optimizers import layout_digest, parameters_of
+
+STEPS = 7
+Make = Callable[..., torch.optim.Optimizer]
+
+KINDS: dict[str, Make] = {
+    "AdamW": torch.optim.AdamW,
+    "Adam with decay": functools.partial(torch.optim.Adam, weight_decay=0.1),
+    "Adam": torch.optim.Adam,
+    "amsgrad": functools.partial(torch.optim.AdamW, amsgrad=True),
+    "maximize": functools.partial(torch.optim.AdamW, maximize=True),
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1),
+    "SGD with momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "Nesterov": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
+    "RMSprop": functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+}
+FUSED = ("AdamW", "Adam with decay", "Adam", "amsgrad", "maximize", "SGD", "SGD with momentum", "Nesterov", "Adagrad")
+IMPLEMENTATIONS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(13, 17), nn.Tanh(), nn.Linear(17, 33), nn.Tanh(), nn.Linear(33, 5)).to(dtype)
+
+
+def backward(model: nn.Module, number: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(number)
+    like = next(model.parameters())
+    inputs = torch.randn(8, 13, generator=generator).to(like.dtype)
+    (model(inputs).float().square().mean() * scale).backward()
+
+
+class Run:
+    """Trains, and has what a replay needs: where it began, each step, and where it is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.steps: list[Step] = []
+        self.capture = Capture(optimizer, self._on_step)
+        self.base = state_of(optimizer)
+
+    def _on_step(self, step: Step) -> None:
+        self.steps.append(step)
+
+    def again(self, keys: set[str] | None = None, steps: list[Step] | None = None) -> Replay:
+        parameters, state = self.base
+        kept = {key: tensor.clone() for key, tensor in parameters.items() if keys is None or key in keys}
+        replay = Replay(type(self.optimizer), kept, {key: cloned(state.get(key, {})) for key in kept}, version=0)
+        for step in self.steps if steps is None else steps:
+            replay.apply(step)
+        return replay
+
+    def check(self, replay: Replay) -> None:
+        parameters, state = state_of(self.optimizer)
+        for key, tensor in replay.parameters.items():
+            assert torch.equal(tensor, parameters[key]), key
+            assert checksum(tensor).item() == checksum(parameters[key]).item()
+            found, wanted = replay.state[key], state.get(key, {})
+            assert found.keys() == wanted.keys(), key
+            for name, value in wanted.items():
+                same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+                assert same, (key, name)
+
+
+def cloned(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    parameters = {one.key: one.tensor.detach().clone() for one in parameters_of(optimizer)}
+    state = {one.key: cloned(optimizer.state[one.tensor]) for one in parameters_of(optimizer)
+             if one.tensor in optimizer.state}  # fmt: skip
+    return parameters, state
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    weights = [one for one in model.parameters() if one.ndim > 1]
+    return [{"params": weights}, {"params": [one for one in model.parameters() if one.ndim == 1], "weight_decay": 0.0}]
+
+
+def matrix() -> Iterator[tuple[str, str]]:
+    for kind, implementation in itertools.product(KINDS, IMPLEMENTATIONS):
+        if implementation != "fused" or kind in FUSED:
+            yield kind, implementation
+
+
+@pytest.mark.parametrize("begun", [0, 2], ids=["from the first step", "from the third"])
+@pytest.mark.parametrize(("kind", "implementation"), list(matrix()))
+def test_every_optimizer_comes_back_bit_for_bit(kind: str, implementation: str, begun: int) -> None:
+    """With clipping, a cosine schedule, a group of its own without weight decay, and parts stepped by themselves."""
+    model = model_of()
+    optimizer = KINDS[kind](groups_of(model), **IMPLEMENTATIONS[implementation])
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS + begun)
+
+    def train(number: int) -> None:
+        optimizer.zero_grad()
+        backward(model, number)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        schedule.step()
+
+    for number in range(begun):
+        train(number)
+    run = Run(optimizer)
+    for number in range(begun, begun + STEPS):
+        train(number)
+    run.check(run.again())
+    keys = [one.key for one in parameters_of(optimizer)]
+    random.Random(kind).shuffle(keys)
+    for part in (set(keys[:2]), set(keys[2:])):
+        run.check(run.again(part))
+
+
+def test_a_stale_learning_rate_is_seen() -> None:
+    """Seeded: the matrix above must be able to fail."""
+    run = trained(torch.optim.AdamW)
+    stale = [Step(one.version, run.steps[0].hyperparameters, one.gradients) for one in run.steps]
+    with pytest.raises(AssertionError):
+        run.check(run.again(steps=stale))
+
+
+def test_another_implementation_is_seen() -> None:
+    """Seeded: fused and foreach differ in bits, and are not taken one for the other."""
+    run = trained(torch.optim.AdamW, foreach=True)
+    others = [
+        Step(one.version, [{**group, "foreach": False, "fused": True} for group in one.hyperparameters], one.gradients)
+        for one in run.steps
+    ]
+    with pytest.raises(AssertionError):
+        run.check(run.again(steps=others))
+
+
+def test_gradients_of_another_type_are_refused() -> None:
+    run = trained(torch.optim.AdamW)
+    halved = [Step(1, run.steps[0].hyperparameters, {k: g.bfloat16() for k, g in run.steps[0].gradients.items()})]
+    with pytest.raises(StateMismatchError, match=r"bfloat16.*float32"):
+        run.again(steps=halved)
+
+
+def trained(kind: Make, steps: int = STEPS, **options: Any) -> Run:
+    model = model_of()
+    optimizer = kind(groups_of(model), **options)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    run = Run(optimizer)
+    for number in range(steps):
+        optimizer.zero_grad()
+        backward(model, number)
+        optimizer.step()
+        schedule.step()
+    return run
+
+
+@pytest.mark.parametrize("drop", [0, 3], ids=["the first is missing", "one between is missing"])
+def test_a_missing_step_is_refused(drop: int) -> None:
+    run = trained(torch.optim.AdamW)
+    with pytest.raises(IntegrityError, match=f"step {drop + 2} of the log cannot follow version {drop}"):
+        run.again(steps=run.steps[:drop] + run.steps[drop + 1 :])
+
+
+def test_steps_out_of_order_are_refused() -> None:
+    run = trained(torch.optim.AdamW)
+    with pytest.raises(IntegrityError, match="cannot follow"):
+        run.again(steps=[run.steps[1], run.steps[0]])
+
+
+def test_parameters_without_gradients_stay_as_they_are() -> None:
+    model = model_of()
+    first, *others = model.parameters()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = Run(optimizer)
+    for number in range(4):
+        optimizer.zero_grad()
+        backward(model, number)
+        if number % 2:
+            first.grad = None
+        others[-1].grad = None
+        optimizer.step()
+    assert "0.0" not in run.steps[1].gradients
+    run.check(run.again())
+
+
+def test_tied_weights_and_gradients_that_accumulate() -> None:
+    model = nn.Sequential(nn.Linear(13, 13), nn.Tanh(), nn.Linear(13, 13))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = Run(optimizer)
+    for number in range(6):
+        backward(model, number)
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    assert len(run.steps) == 3
+    run.check(run.again())
+
+
+def test_a_learning_rate_that_is_a_tensor_is_taken_when_the_step_is() -> None:
+    model = model_of()
+    rate = torch.tensor(0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+    run = Run(optimizer)
+    for number in range(4):
+        optimizer.zero_grad()
+        backward(model, number)
+        optimizer.step()
+        rate.mul_(0.5)
+    run.check(run.again())
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Nesterov"])
+def test_gradients_that_a_closure_computes(kind: str) -> None:
+    """Lightning gives one to every step; foreach Nesterov writes over them before the step has ended."""
+    model = model_of()
+    optimizer = KINDS[kind](model.parameters(), foreach=True)
+    run = Run(optimizer)
+    for number in range(4):
+
+        def closure(number: int = number) -> float:
+            optimizer.zero_grad()
+            backward(model, number)
+            return 1.0
+
+        assert (optimizer.step(closure) if number % 2 else optimizer.step(closure=closure)) == 1.0
+    run.check(run.again())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_gradient_scaler_skips(fused: bool) -> None:
+    """An unfused step is not made at all then; a fused one is called, and updates nothing."""
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    run = Run(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(torch.ones(1))
+    for number in range(6):
+        optimizer.zero_grad()
+        backward(model, number, scale=scaler.get_scale())
+        if number in (2, 4):
+            next(model.parameters()).grad[0, 0] = float("inf")  # type: ignore[index]
+        scaler.step(optimizer)
+        scaler.update()
+    assert [one.is_skipped for one in run.steps] == ([False, False, True, False, True, False] if fused else [False] * 4)
+    run.check(run.again())
+
+
+def test_bfloat16_parameters() -> None:
+    model = model_of(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = Run(optimizer)
+    for number in range(4):
+        optimizer.zero_grad()
+        backward(model, number)
+        optimizer.step()
+    run.check(run.again())
+
+
+class Fitted(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda parameters: torch.optim.LBFGS(parameters),
+            "LBFGS cannot be replayed: it calls the model several times",
+        ),
+        (lambda parameters: torch.optim.Muon([one for one in parameters if one.ndim == 2]), "orthogonalises"),
+        (lambda parameters: torch.optim.Adafactor(parameters), "sums over rows and columns"),
+        (lambda parameters: torch.optim.Rprop(parameters), "Rprop cannot be replayed"),
+        (lambda parameters: Fitted(parameters), "it replaces the step of AdamW"),
+        (lambda parameters: torch.optim.AdamW(parameters, differentiable=True), "differentiable"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_with_a_sentence(make: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Capture(make(list(model_of().parameters())), lambda step: None)
+
+
+def test_parameters_on_meta_are_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="meta device"):
+        Capture(torch.optim.AdamW(model.parameters()), lambda step: None)
+
+
+def test_what_breaks_a_recording_ends_it_with_a_reason() -> None:
+    def recorded() -> tuple[torch.optim.Optimizer, Capture, list[Step]]:
+        model, steps = model_of(), list[Step]()
+        optimizer = torch.optim.AdamW(model.parameters())
+        capture = Capture(optimizer, steps.append)
+        backward(model, 0)
+        optimizer.step()
+        return optimizer, capture, steps
+
+    optimizer, capture, steps = recorded()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert "load_state_dict" in capture.broken and len(steps) == 1
+
+    optimizer, capture, steps = recorded()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    optimizer.step()
+    assert "groups or parameters changed" in capture.broken and len(steps) == 1
+
+    optimizer, capture, steps = recorded()
+    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # past the hooks
+    optimizer.step()
+    assert "past its hooks" in capture.broken and len(steps) == 1
+
+    optimizer, capture, steps = recorded()
+    capture.close()
+    optimizer.step()
+    assert len(steps) == 1
+
+
+def framed(run: Run) -> list[bytes]:
+    written, previous, layout = [], FIRST, layout_digest(run.optimizer)
+    for step in run.steps:
+        head, views, previous = encode(Frame(step, layout, previous))
+        written.append(head + b"".join(views))
+    return written
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Nesterov", "Adagrad"])
+def test_a_frame_gives_back_the_step_bit_for_bit(kind: str) -> None:
+    run = trained(KINDS[kind])
+    read, previous = [], FIRST
+    for data in framed(run):
+        frame, size_bytes = decode(memoryview(data), where="here")
+        assert size_bytes == len(data) and frame.previous == previous
+        assert frame.layout == layout_digest(run.optimizer)
+        previous = frame.digest
+        read.append(frame.step)
+    run.check(run.again(steps=read))
+
+
+def test_gradients_that_were_reduced_in_bfloat16_take_two_bytes_and_no_other_loses_a_bit() -> None:
+    weight = nn.Parameter(torch.zeros(1 << 16))
+    optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.5))
+    run = Run(optimizer)
+    sizes = []
+    for gradient in (torch.randn(1 << 16).bfloat16().float(), torch.randn(1 << 16), torch.full((1 << 16,), torch.nan)):
+        weight.grad = gradient
+        optimizer.step()
+        head, views, _ = encode(Frame(run.steps[-1], "x"))
+        data = memoryview(head + b"".join(views))
+        sizes.append(len(data))
+        read = decode(data, where="here")[0].step
+        assert torch.equal(read.gradients["0.0"].view(torch.int32), gradient.view(torch.int32))
+        assert torch.equal(read.hyperparameters[0]["lr"], torch.tensor(0.5))
+    assert sizes[0] < 2.001 * (1 << 16) + 1024 and sizes[1] > 4 << 16
+
+
+def test_damage_to_any_byte_of_a_frame_is_found() -> None:
+    run = trained(torch.optim.AdamW, steps=1)
+    data = framed(run)[0]
+    chosen = random.Random(3)
+    for place in [*range(64), *(chosen.randrange(len(data)) for _ in range(400))]:
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << chosen.randrange(8)
+        with pytest.raises(IntegrityError, match="gradient log here cannot be used"):
+            decode(memoryview(damaged), where="here")
+    for size in (0, 5, 31, 40, len(data) // 2, len(data) - 1):
+        with pytest.raises(IntegrityError, match="cut short"):
+            decode(memoryview(data)[:size], where="here")
+
+
+def test_hyperparameters_survive_json_bit_for_bit() -> None:
+    values = [0.1, 1e-300, 5e-324, 1 / 3, -0.0]
+    assert json.loads(json.dumps(values)) == values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+def test_checksums_tell_elements_that_changed_or_changed_places(dtype: torch.dtype) -> None:
+    tensor = torch.randn(5000).to(dtype) if dtype.is_floating_point else torch.arange(5000).remainder(2).to(dtype)
+    before = checksum(tensor).item()
+    assert checksum(tensor.clone()).item() == before
+    swapped = tensor.clone()
+    swapped[0], swapped[1] = tensor[1], tensor[0]
+    assert checksum(swapped).item() != before
+    changed = tensor.clone()
+    changed[4321] = not changed[4321] if dtype is torch.bool else changed[4321] + 1
+    assert checksum(changed).item() != before
+    assert checksum(torch.empty(0, dtype=dtype)).item() == 0

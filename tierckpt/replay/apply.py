@@ -1,0 +1,118 @@
+"""Makes recorded steps again, with the ``torch.optim`` implementation that made them first.
+
+Invariants:
+    A1  A step is applied to a state of the version before it, and to no other: none is missed, repeated, or reordered.
+    A2  The same class, the same implementation (fused or not) and the same shape of each parameter give the same bits.
+        Which parameters are stepped together, and by how many threads, changes nothing (R1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from ..errors import IntegrityError, StateMismatchError
+from .capture import Step
+
+
+class Replay:
+    """A part of an optimizer's parameters and state, at some version, that steps can be applied to.
+
+    Args:
+        kind: the class of the optimizer.
+        parameters: by key ("group.index"). Owned by this object from now on, and changed in place.
+        state: of each parameter by key, likewise; empty for one that has never been stepped.
+        version: of all of them.
+
+    Example:
+        >>> weight = torch.ones(4)
+        >>> replay = Replay(torch.optim.SGD, {"0.0": weight}, {}, version=0)
+        >>> step = Step(1, [{"lr": 0.5}], {"0.0": torch.ones(4)})
+        >>> replay.apply(step)
+        >>> weight
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        parameters: Mapping[str, torch.Tensor],
+        state: Mapping[str, Mapping[str, Any]],
+        version: int,
+    ) -> None:
+        self.kind = kind
+        self.version = version
+        self.parameters = dict(parameters)
+        self._state = {key: dict(state.get(key, {})) for key in parameters}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._groups: list[int] = []
+
+    @property
+    def state(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state of each parameter by key. Not copied."""
+        if self._optimizer is not None:
+            return {key: dict(self._optimizer.state.get(tensor, {})) for key, tensor in self.parameters.items()}
+        return self._state
+
+    def apply(self, step: Step) -> None:
+        """Bring the parameters and their state from ``step.version - 1`` to ``step.version``.
+
+        Raises:
+            IntegrityError: they are at another version (A1).
+            StateMismatchError: ``step`` knows no such group, or a gradient has another shape or type.
+        """
+        if step.version != self.version + 1:
+            raise IntegrityError(
+                f"step {step.version} of the log cannot follow version {self.version}",
+                hint="A frame is missing, or they are out of order. Restore the version before it",
+            )
+        self.version = step.version
+        if step.is_skipped:
+            return
+        optimizer = self._built(step.hyperparameters)
+        for place, number in enumerate(self._groups):
+            optimizer.param_groups[place].update(step.hyperparameters[number])
+        for key, tensor in self.parameters.items():
+            tensor.grad = self._fitting(key, step.gradients.get(key))
+        if self.kind is torch.optim.SGD and any(group["nesterov"] for group in optimizer.param_groups):
+            for tensor in self.parameters.values():  # foreach writes over them (torch 2.13), and they are the caller's
+                tensor.grad = tensor.grad.clone() if tensor.grad is not None else None
+        optimizer.step()
+        for tensor in self.parameters.values():
+            tensor.grad = None
+
+    def _fitting(self, key: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:
+            return None
+        tensor = self.parameters[key]
+        if gradient.shape != tensor.shape or gradient.dtype != tensor.dtype:
+            raise StateMismatchError(
+                f"the gradient of parameter {key} is {gradient.dtype} {list(gradient.shape)}, and the parameter is "
+                f"{tensor.dtype} {list(tensor.shape)}",
+                hint="The log is of another sharding or precision. Restore the newest whole checkpoint",
+            )
+        return gradient.to(tensor.device)
+
+    def _built(self, hyperparameters: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            members: dict[int, list[torch.Tensor]] = {}
+            for key, tensor in self.parameters.items():
+                members.setdefault(int(key.partition(".")[0]), []).append(tensor)
+            self._groups = sorted(members)
+            if self._groups and self._groups[-1] >= len(hyperparameters):
+                raise StateMismatchError(
+                    f"the log has {len(hyperparameters)} groups, and the state has parameters of group "
+                    f"{self._groups[-1]}",
+                    hint="Restore the newest whole checkpoint",
+                )
+            groups = [{**hyperparameters[number], "params": members[number]} for number in self._groups]
+            self._optimizer = cast(Any, self.kind)(groups)
+            for key, tensor in self.parameters.items():
+                if self._state[key]:
+                    self._optimizer.state[tensor] = self._state[key]
+                elif self.kind is not torch.optim.Adagrad:  # which makes its state when it is made
+                    self._optimizer.state.pop(tensor, None)
+            self._state.clear()
+        return self._optimizer

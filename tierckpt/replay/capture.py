@@ -1,0 +1,204 @@
+"""Records each step of an optimizer: its gradients, its hyperparameters, whether it was skipped.
+
+Invariants:
+    C1  Gradients are those that the update reads: copied as the step begins, after ``clip_grad_norm_``, and after the
+        closure where there is one. Foreach SGD with Nesterov's momentum writes over them. A fused step under a
+        GradScaler unscales them in place and writes over nothing, so these are copied when it has ended.
+    C2  Hyperparameters are those of the step, taken before it: a scheduler may change them at any time between two.
+    C3  What cannot be replayed is never recorded as if it could. A change of groups or parameters, ``load_state_dict``,
+        and a step that went past the hooks end the recording, with a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, TierckptError
+from ..telemetry import logger
+from .optimizers import check_replayable, layout_digest, local, parameters_of
+
+log = logger("replay")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of an optimizer: all that makes it again.
+
+    ``hyperparameters`` has a mapping for each group. ``gradients`` has this rank's shard of each gradient by parameter
+    key ("group.index"); parameters that had none are absent, and stay as they are.
+    """
+
+    version: int
+    """Of the state after this step: 1 more than before, whether it was skipped or not."""
+    hyperparameters: Sequence[Mapping[str, Any]]
+    gradients: Mapping[str, torch.Tensor]
+    found_inf: torch.Tensor | None = None
+    """What a GradScaler gave to a fused step: it updates nothing when this is not 0."""
+
+    @property
+    def is_skipped(self) -> bool:
+        """True when the state after the step is the state before. Waits for the device, if that is one."""
+        return self.found_inf is not None and bool(self.found_inf.item())
+
+
+Gradients = dict[str, torch.Tensor]
+
+
+def cloned(gradients: Gradients) -> Gradients:
+    return {key: gradient.clone() for key, gradient in gradients.items()}
+
+
+class Capture:
+    """Hands each step of ``optimizer`` to ``on_step``, from within ``optimizer.step()``, on the thread that called it.
+
+    Args:
+        copy: is given the training's own gradients, this rank's shards, and returns what goes into the ``Step``. On a
+            device it may begin a copy in stream order.
+        version: that of the state now.
+
+    Raises:
+        ConfigError: ``optimizer`` cannot be replayed.
+    Cost: ``copy``, ``on_step``, and a copy of each group's hyperparameters; nothing waits for a device.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        on_step: Callable[[Step], None],
+        *,
+        copy: Callable[[Gradients], Gradients] = cloned,
+        version: int = 0,
+    ) -> None:
+        check_replayable(optimizer)
+        self.optimizer = optimizer
+        self.version = version
+        self.broken = ""
+        """Why nothing is recorded any more. '' while it is."""
+        self._on_step = on_step
+        self._copy = copy
+        self._gradients: Gradients | None = None
+        self._shape = _shape(optimizer)
+        self._counters = _counters(optimizer)
+        self._hyperparameters: list[dict[str, Any]] = []
+        self._found_inf: torch.Tensor | None = None
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_load_state_dict_post_hook(lambda _: self.end("load_state_dict replaced its state")),
+        ]
+
+    def end(self, reason: str) -> None:
+        """Record nothing more. The first ``reason`` is kept."""
+        if not self.broken:
+            self.broken = reason
+            log.info("steps of %s are not recorded any more: %s", type(self.optimizer).__name__, reason)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.broken = self.broken or "closed"
+
+    def _before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._gradients = None
+        if self.broken:
+            return None
+        if _shape(optimizer) != self._shape:
+            self.end("its groups or parameters changed")
+        elif _counters(optimizer) != self._counters:
+            self.end("a step went past its hooks (an optimizer fused into backward, or another one over its state)")
+        else:
+            self._hyperparameters = [hyperparameters_of(optimizer, group) for group in optimizer.param_groups]
+            found = getattr(optimizer, "found_inf", None)  # GradScaler sets it for the call
+            self._found_inf = found.detach().clone() if found is not None else None
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is not None:
+                return args[:1], {**kwargs, "closure": self._taking(closure)}
+            if self._found_inf is None:
+                self._take()
+        return None
+
+    def _taking(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            loss = closure()
+            self._take()
+            return loss
+
+        return call
+
+    def _take(self) -> None:
+        gradients: Gradients = {}
+        for parameter in parameters_of(self.optimizer):
+            gradient = parameter.tensor.grad
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided:
+                self.end(f"the gradient of {parameter.name} is sparse")
+                return
+            gradients[parameter.key] = local(gradient.detach())
+        try:
+            self._gradients = self._copy(gradients)
+        except TierckptError as error:  # training goes on, without a record of it
+            self.end(str(error))
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.broken:
+            return
+        if self._gradients is None:
+            self._take()
+        self.version += 1
+        self._counters = _counters(optimizer)
+        if self._gradients is None:
+            return
+        gradients, self._gradients = self._gradients, None
+        try:
+            self._on_step(Step(self.version, self._hyperparameters, gradients, self._found_inf))
+        except TierckptError as error:
+            self.end(str(error))
+
+
+def hyperparameters_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the step reads of ``group``, copied: those of its options that its class defines."""
+    return {name: _copied(group[name]) for name in optimizer.defaults if name in group}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple | list):
+        return tuple(_copied(one) for one in value)
+    return value
+
+
+def _shape(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(id(tensor) for tensor in group["params"]) for group in optimizer.param_groups)
+
+
+def _counters(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Where the counters of steps are in memory, and how often they were written: they move with every step."""
+    found = []
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            counter = optimizer.state.get(tensor, {}).get("step")
+            if isinstance(counter, torch.Tensor):
+                found.append(counter._version)
+            elif counter is not None:
+                found.append(int(counter))
+    return tuple(found)
+
+
+def check_same(optimizer: torch.optim.Optimizer, digest: str) -> None:
+    """Raise ConfigError unless ``optimizer`` is laid out as that of ``digest`` was."""
+    if layout_digest(optimizer) != digest:
+        raise ConfigError(
+            f"the log was written by an optimizer of another class, or with other parameters, than this "
+            f"{type(optimizer).__name__}",
+            hint="Restore the newest whole checkpoint; a log fits the optimizer and the sharding that made it",
+        )

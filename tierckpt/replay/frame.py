@@ -1,0 +1,175 @@
+"""The bytes of one step in a gradient log.
+
+    offset        size
+    0             8      magic, ends in the version of this format
+    8             8      bytes of the header, little endian
+    16            16     XXH3-128 of the header
+    32            n      header: JSON
+    then          m      gradients, one behind the other, in the order of the header
+
+Invariants:
+    F1  Whole or refused: the header has the digest of each chunk of the gradients, and its own comes before it.
+    F2  In one place only: the header names the frame before by its digest, and the layout of the optimizer. A frame of
+        another run, of another step, or one that was repeated does not fit.
+    F3  Nothing is rounded. A float32 gradient goes as bfloat16 when that loses no bit (it was reduced in bfloat16).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import xxhash
+
+from ..errors import IntegrityError
+from .capture import Step
+
+MAGIC = b"TKGRAD01"
+_HEAD = struct.Struct("<8sQ16s")
+CHUNK_BYTES = 4 << 20
+HEADER_BYTES_MAX = 1 << 30
+FIRST = "0" * 32
+"""Stands for the frame before the first."""
+
+_DTYPES = {str(one).removeprefix("torch."): one for one in (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
+)}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A step, and its place in a log."""
+
+    step: Step
+    layout: str
+    """``optimizers.layout_digest``."""
+    previous: str = FIRST
+    """``digest`` of the frame before."""
+    digest: str = ""
+    """Of the header, which has those of all gradients: it names the frame. Set by ``encode`` and ``decode``."""
+
+
+def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
+    """Return the head and header, the gradients (views of host memory), and the digest that names the frame.
+
+    Cost: one pass over the gradients to digest them, and one over float32 ones to see whether bfloat16 will do.
+    """
+    views: list[memoryview] = []
+    entries: list[list[Any]] = []
+    for key, gradient in frame.step.gradients.items():
+        stored = _narrowed(gradient.cpu().contiguous())
+        view = _bytes_of(stored)
+        digests = [
+            xxhash.xxh3_128_hexdigest(view[begin : begin + CHUNK_BYTES]) for begin in range(0, len(view), CHUNK_BYTES)
+        ]
+        entries.append([key, _name(gradient.dtype), _name(stored.dtype), list(gradient.shape), digests])
+        views.append(view)
+    header = json.dumps(
+        {
+            "version": frame.step.version,
+            "previous": frame.previous,
+            "layout": frame.layout,
+            "skipped": frame.step.is_skipped,
+            "hyperparameters": [_to_json(group) for group in frame.step.hyperparameters],
+            "gradients": entries,
+        },
+        separators=(",", ":"),
+    ).encode()
+    digest = xxhash.xxh3_128_digest(header)
+    return _HEAD.pack(MAGIC, len(header), digest) + header, views, digest.hex()
+
+
+def decode(data: memoryview, *, where: str) -> tuple[Frame, int]:
+    """Return the frame at the head of ``data``, and its size in bytes. Its gradients are copies.
+
+    Raises:
+        IntegrityError: it is cut short, damaged, or no frame at all. ``where`` says which log it is in.
+    """
+    if len(data) < _HEAD.size:
+        raise _damaged(where, "it is cut short")
+    magic, header_bytes, digest = _HEAD.unpack_from(data)
+    if magic != MAGIC:
+        raise _damaged(where, f"it begins with {magic!r} and not {MAGIC!r}")
+    body = _HEAD.size + header_bytes
+    if header_bytes > HEADER_BYTES_MAX or len(data) < body:
+        raise _damaged(where, "it is cut short")
+    header = bytes(data[_HEAD.size : body])
+    if xxhash.xxh3_128_digest(header) != digest:
+        raise _damaged(where, "its header is not what was written")
+    fields = json.loads(header)
+    gradients: dict[str, torch.Tensor] = {}
+    for key, dtype, stored, shape, digests in fields["gradients"]:
+        tensor = torch.empty(shape, dtype=_DTYPES[stored])
+        view = _bytes_of(tensor)
+        if len(data) < body + len(view):
+            raise _damaged(where, "it is cut short")
+        view[:] = data[body : body + len(view)]
+        for number, wanted in enumerate(digests):
+            chunk = view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+            if xxhash.xxh3_128_hexdigest(chunk) != wanted:
+                raise _damaged(where, f"the gradient of parameter {key} is not what was written")
+        body += len(view)
+        gradients[key] = tensor.to(_DTYPES[dtype])
+    step = Step(
+        fields["version"],
+        [_from_json(group) for group in fields["hyperparameters"]],
+        gradients,
+        torch.ones(()) if fields["skipped"] else None,
+    )
+    return Frame(step, fields["layout"], fields["previous"], digest.hex()), body
+
+
+def _narrowed(gradient: torch.Tensor) -> torch.Tensor:
+    """F3."""
+    if gradient.dtype is not torch.float32 or not gradient.numel():
+        return gradient
+    if bool(gradient.view(torch.int32).bitwise_and(0xFFFF).any()):
+        return gradient
+    return gradient.view(torch.int32).bitwise_right_shift(16).to(torch.int16).view(torch.bfloat16)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(bytearray())
+    return memoryview(cast(Any, tensor.view(-1).view(torch.uint8).numpy()))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _to_json(value: Any) -> Any:
+    """Python's floats survive JSON bit for bit; a tensor (``lr=torch.tensor(...)``) is written as its bytes."""
+    if isinstance(value, Mapping):
+        return {key: _to_json(one) for key, one in value.items()}
+    if isinstance(value, torch.Tensor):
+        stored = value.detach().cpu().contiguous()
+        return {"tensor": [_name(value.dtype), list(value.shape), bytes(_bytes_of(stored)).hex(), str(value.device)]}
+    if isinstance(value, tuple | list):
+        return [_to_json(one) for one in value]
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {"tensor"}:
+            dtype, shape, data, _ = value["tensor"]
+            tensor = torch.empty(shape, dtype=_DTYPES[dtype])
+            _bytes_of(tensor)[:] = bytes.fromhex(data)
+            return tensor
+        return {key: _from_json(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return tuple(_from_json(one) for one in value)
+    return cast(Any, value)
+
+
+def _damaged(where: str, what: str) -> IntegrityError:
+    return IntegrityError(
+        f"a frame of the gradient log {where} cannot be used: {what}",
+        hint="The step before it is restored; what follows it in this log is of no use",
+    )

@@ -1,0 +1,412 @@
+"""Copies a training state to host memory over several steps, and brings it to one version.
+
+    step n          n+1              n+2                    n+K-1
+    part 0 ->       part 1 ->        part 2 ->       ...    part K-1 ->, everything that is no optimizer's
+                    gradients of 0   gradients of 0-1       gradients of 0 to K-2
+
+Each part is copied while the next forward and backward passes run. The gradients of parts that were copied follow, and
+the optimizer's own implementation makes the missing steps again on the copies. All parts are then what training had
+after step n+K-1, bit for bit.
+
+Invariants:
+    W1  A part is whole before the update that would write over it: the step waits for its copy, no longer.
+    W2  Everything else (buffers, schedules, random state, data order) is copied in the call that ends the window, by
+        the thread that trains, between two steps: it is of the version that the parts are brought to.
+    W3  Never a mixed version. The fingerprint of each parameter, taken at the last version, decides: parameters that
+        something beside the optimizer changed, gradients that were written over before they were copied, a change of
+        groups, ``load_state_dict`` and a lack of memory end the window, and the state is copied whole instead, at the
+        next end of a step.
+
+Source: GoCkpt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..errors import CapacityError, CheckpointError, OperationTimeoutError
+from ..telemetry import logger
+from .apply import Replay
+from .capture import Capture, Gradients, Step
+from .checksum import Fingerprint
+from .link import GRADIENTS, PARTS, Copy, Link
+from .optimizers import Parameter, local, parameters_of
+from .parts import best_steps, split_parts
+
+log = logger("replay")
+
+COPY_TIMEOUT_SECONDS = 600.0
+OUT_OF_MEMORY = "host memory ran out"
+Take = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A training state in host memory, all of one version. Nothing in it shares memory with training."""
+
+    state: Any
+    """What ``take`` returned, its tensors in host memory."""
+    steps: int
+    """Optimizer steps since the window was opened: the state is that after the last of them."""
+    moved_bytes: int
+    blocked_seconds: float
+    """How long training waited, in all calls and steps of the window."""
+    fallback: str = ""
+    """Why the state was copied whole. '' when it was copied in parts."""
+
+
+@dataclass
+class _Part:
+    keys: list[str]
+    version: int = -1
+    copy: Copy | None = None
+    replay: Replay | None = None
+
+
+@dataclass
+class _Window:
+    take: Take
+    begun: int
+    parts: list[_Part]
+    result: Future[Snapshot] = field(default_factory=Future)
+    blocked_seconds: float = 0.0
+    moved_bytes: int = 0
+    gradients: dict[int, tuple[list[str], Copy]] = field(default_factory=dict)
+    work: list[Future[None]] = field(default_factory=list)
+    failure: str = ""
+    sealed: int = -1
+
+
+class MultiStepStager:
+    """Copies the state of one optimizer, and what else belongs to a checkpoint, over ``window_steps`` steps.
+
+    Call ``begin`` between two steps, and ``end_of_step`` after every step from then on, when the schedule and all else
+    have been stepped too; ``begin`` returns a future. One window at a time.
+
+    Args:
+        optimizer: an elementwise one of ``torch.optim`` that has made a step.
+        window_steps: 0 chooses by the sizes of state and gradients.
+        link: shared by several optimizers of a process; None makes one.
+
+    Raises:
+        ConfigError: the optimizer cannot be replayed.
+    Cost: host memory for a copy of the state and for the gradients of two steps; 1 + r (K - 1) / 2 times the bytes of
+        the state over the link, with r the bytes of gradient for a byte of state.
+    Source: GoCkpt.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> def train():
+        ...     model(torch.ones(2)).sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> train()
+        >>> with MultiStepStager(optimizer, window_steps=2) as stager:
+        ...     copied = stager.begin(lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        ...     train()
+        ...     stager.end_of_step()
+        ...     snapshot = copied.result()
+        >>> torch.equal(snapshot.state["model"]["weight"], model.weight), snapshot.steps
+        (True, 1)
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, window_steps: int = 0, *, link: Link | None = None) -> None:
+        self.window_steps = window_steps
+        self.optimizer = optimizer
+        self.link = link or Link()
+        self._owns_link = link is None
+        self._fence = optimizer.register_step_pre_hook(self._before_step)  # first: gradients would overtake the part
+        self._capture = Capture(optimizer, self._on_step, copy=self._on_gradients)
+        self._replays = ThreadPoolExecutor(1, "tierckpt-replay")
+        self._window: _Window | None = None
+        self._waits_for_gradients = isinstance(optimizer, torch.optim.SGD)
+        """Something writes over gradients before they are copied (Nesterov, ``zero_grad`` in place): a step waits."""
+
+    def __enter__(self) -> MultiStepStager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """True while a window is open, and ``end_of_step`` is to be called."""
+        return self._window is not None
+
+    def begin(self, take: Take) -> Future[Snapshot]:
+        """Open a window: begin to copy the first part.
+
+        Args:
+            take: returns all that the checkpoint is to have: dicts and lists of tensors and plain values. It is called
+                at the end of the window's last step. Tensors of the optimizer in it are replaced by their copies,
+                others are copied then.
+
+        Raises:
+            CheckpointError: a window is open.
+        """
+        if self._window is not None:
+            raise CheckpointError(
+                "a multi-step checkpoint is still being copied, and a second one cannot begin",
+                hint="Save less often than window_steps, or wait for the first one's result",
+            )
+        if self._capture.broken:  # of the window before: what broke it is over
+            self._capture.close()
+            self._capture = Capture(self.optimizer, self._on_step, copy=self._on_gradients)
+        sizes = {one.key: self._size(one) for one in parameters_of(self.optimizer)}
+        gradients = sum(one.tensor.numel() * one.tensor.element_size() for one in parameters_of(self.optimizer))
+        share = gradients / max(1, sum(sizes.values()))
+        steps = self.window_steps or best_steps(share)
+        parts = [_Part(keys) for keys in split_parts(sizes, steps, share)]
+        window = self._window = _Window(take, self._capture.version, parts)
+        self.end_of_step()
+        return window.result
+
+    def end_of_step(self) -> None:
+        """Begin to copy the next part; with the last one, take what is no optimizer's, and end the window.
+
+        Call it after every step, when all that belongs to the step is done. Does nothing when no window is open.
+        """
+        window = self._window
+        if window is None:
+            return
+        begun = time.perf_counter()
+        try:
+            window.failure = window.failure or self._capture.broken
+            if window.failure:
+                self._copy_whole_or_fail(window)
+                return
+            following = next((part for part in window.parts if part.version < 0), None)
+            if following is not None:
+                self._begin_part(window, following)
+            if window.parts[-1].version >= 0 and window.sealed < 0:
+                self._seal(window)
+        except MemoryError:
+            window.failure = OUT_OF_MEMORY
+        finally:
+            window.blocked_seconds += time.perf_counter() - begun
+
+    def close(self) -> None:
+        """Give up an open window, and remove the hooks."""
+        self._capture.close()
+        self._fence.remove()
+        window, self._window = self._window, None
+        if window is not None and not window.result.done():
+            window.result.set_exception(CheckpointError("the multi-step stager was closed before its window ended"))
+        self._replays.shutdown(cancel_futures=True)
+        if self._owns_link:
+            self.link.close()
+
+    def _size(self, parameter: Parameter) -> int:
+        return sum(one.numel() * one.element_size() for one in self._tensors(parameter))
+
+    def _tensors(self, parameter: Parameter) -> list[torch.Tensor]:
+        state = self.optimizer.state.get(parameter.tensor, {})
+        found = [parameter.tensor.detach(), *(one for one in state.values() if isinstance(one, torch.Tensor))]
+        return [local(one) for one in found]
+
+    def _begin_part(self, window: _Window, part: _Part) -> None:
+        parameters = [one for one in parameters_of(self.optimizer) if one.key in set(part.keys)]
+        part.version = self._capture.version
+        part.copy = self.link.copy([one for parameter in parameters for one in self._tensors(parameter)], PARTS)
+        window.moved_bytes += part.copy.size_bytes
+        kind, copy, version = type(self.optimizer), part.copy, part.version
+        states = {one.key: self._state(one) for one in parameters}
+
+        def build() -> None:
+            copy.done.result(COPY_TIMEOUT_SECONDS)
+            tensors = iter(copy.result)
+            copied = {}
+            for key, state in states.items():
+                copied[key] = next(tensors)
+                states[key] = {n: next(tensors) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
+            part.replay = Replay(kind, copied, states, version)
+
+        window.work.append(self._replays.submit(build))
+
+    def _state(self, parameter: Parameter) -> dict[str, Any]:
+        return dict(self.optimizer.state.get(parameter.tensor, {}))
+
+    def _before_step(self, *_: Any) -> None:
+        """W1."""
+        window = self._window
+        if window is None:
+            return
+        begun = time.perf_counter()
+        for part in window.parts:
+            if part.copy is not None:
+                _wait(part.copy)
+        window.blocked_seconds += time.perf_counter() - begun
+
+    def _on_gradients(self, gradients: Gradients) -> Gradients:
+        """The gradients of parts that were copied follow them."""
+        window = self._window
+        if window is None or window.sealed >= 0 or window.failure:
+            return {}
+        begun = time.perf_counter()
+        keys = [key for part in window.parts if part.version >= 0 for key in part.keys if key in gradients]
+        try:
+            copy = self.link.copy([gradients[key] for key in keys], GRADIENTS)
+        except MemoryError:
+            window.failure = OUT_OF_MEMORY
+            return {}
+        window.moved_bytes += copy.size_bytes
+        window.gradients[self._capture.version + 1] = (keys, copy)
+        if self._waits_for_gradients:
+            _wait(copy)
+        window.blocked_seconds += time.perf_counter() - begun
+        return {}
+
+    def _on_step(self, step: Step) -> None:
+        window = self._window
+        if window is None or step.version not in window.gradients:
+            return
+        keys, copy = window.gradients.pop(step.version)
+        behind = [part for part in window.parts if 0 <= part.version < step.version]
+
+        def replay() -> None:
+            copy.done.result(COPY_TIMEOUT_SECONDS)
+            if copy.was_changed:
+                self._waits_for_gradients = True
+                raise CheckpointError("gradients were written over before they were copied (zero_grad in place?)")
+            made = Step(step.version, step.hyperparameters, dict(zip(keys, copy.result, strict=True)), step.found_inf)
+            for part in behind:
+                if part.replay is not None:
+                    part.replay.apply(made)
+
+        window.work.append(self._replays.submit(replay))
+
+    def _seal(self, window: _Window) -> None:
+        """W2, W3."""
+        window.sealed = self._capture.version
+        live = {one.key: local(one.tensor.detach()) for one in parameters_of(self.optimizer)}
+        replayed = [key for part in window.parts if part.version < window.sealed for key in part.keys]
+        wanted = {key: Fingerprint.of(live[key]) for key in replayed}
+        held, tree = self._detach(window.take())
+
+        def finish() -> None:
+            for one in window.work:
+                one.result()
+            copies: dict[tuple[str, str], torch.Tensor] = {}
+            for part in window.parts:
+                if part.replay is None or part.replay.version != window.sealed:
+                    raise CheckpointError("a part of the window was not brought to its last version")
+                for key, tensor in part.replay.parameters.items():
+                    if key in wanted and not wanted[key].fits(tensor):
+                        raise CheckpointError(f"parameter {key} was changed by something beside the optimizer")
+                    copies[key, ""] = tensor
+                    copies |= {(key, name): one for name, one in part.replay.state[key].items()}
+            steps = window.sealed - window.begun
+            state = _put(tree, held, copies)
+            self._settle(window, Snapshot(state, steps, window.moved_bytes, window.blocked_seconds))
+
+        def ended(done: Future[None]) -> None:
+            if error := done.exception():
+                window.failure = str(error)  # copied whole at the end of the next step
+
+        self._replays.submit(finish).add_done_callback(ended)
+
+    def _settle(self, window: _Window, snapshot: Snapshot) -> None:
+        if self._window is window:
+            self._window = None
+        if not window.result.done():
+            window.result.set_result(snapshot)
+
+    def _copy_whole_or_fail(self, window: _Window) -> None:
+        try:
+            self._copy_whole(window)
+        except MemoryError as error:
+            self._window = None
+            failure = CapacityError(
+                "host memory ran out, for the parts of a multi-step checkpoint and for a whole copy too",
+                hint='Give the job the memory of one copy of its state, or save with mode="sync"',
+            )
+            failure.__cause__ = error
+            window.result.set_exception(failure)
+
+    def _copy_whole(self, window: _Window) -> None:
+        log.warning("a multi-step checkpoint is copied whole: %s", window.failure)
+        held, tree = self._detach(window.take())
+        copies = {}
+        begun = time.perf_counter()
+        for (key, name), tensor in held.items():
+            copy = self.link.copy([local(tensor.detach())], PARTS)
+            _wait(copy)
+            copies[key, name] = copy.result[0]
+            window.moved_bytes += copy.size_bytes
+        blocked = window.blocked_seconds + time.perf_counter() - begun
+        steps = self._capture.version - window.begun
+        self._settle(window, Snapshot(_put(tree, held, copies), steps, window.moved_bytes, blocked, window.failure))
+
+    def _detach(self, tree: Any) -> tuple[dict[tuple[str, str], torch.Tensor], Any]:
+        """Replace the optimizer's tensors in ``tree`` by their names, and copy all others."""
+        held: dict[tuple[str, str], torch.Tensor] = {}
+        known: dict[Any, tuple[str, str]] = {}
+        for parameter in parameters_of(self.optimizer):
+            for name, tensor in {"": parameter.tensor, **self._state(parameter)}.items():
+                if isinstance(tensor, torch.Tensor):
+                    held[parameter.key, name] = tensor
+                    known[_identity(tensor)] = (parameter.key, name)
+
+        def walk(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                place = known.get(_identity(value))
+                return _Place(*place) if place is not None else _copied(value)
+            if isinstance(value, dict):
+                return {key: walk(one) for key, one in value.items()}
+            if type(value) in (list, tuple):
+                return type(value)(walk(one) for one in value)
+            return value
+
+        return held, walk(tree)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    key: str
+    name: str
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    shard = local(tensor.detach())
+    return (shard.device, shard.data_ptr() if shard.numel() else id(tensor), shard.shape, shard.stride(), shard.dtype)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    shard = local(tensor.detach())
+    return _like(tensor, shard.to("cpu", copy=True))
+
+
+def _like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return shard
+    return DTensor.from_local(shard, tensor.device_mesh, tensor.placements, run_check=False,
+                              shape=tensor.shape, stride=tensor.stride())  # fmt: skip
+
+
+def _put(tree: Any, held: dict[tuple[str, str], torch.Tensor], copies: dict[tuple[str, str], torch.Tensor]) -> Any:
+    if isinstance(tree, _Place):
+        place = (tree.key, tree.name)
+        return _like(held[place], copies[place])
+    if isinstance(tree, dict):
+        return {key: _put(one, held, copies) for key, one in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_put(one, held, copies) for one in tree)
+    return tree
+
+
+def _wait(copy: Copy) -> None:
+    try:
+        copy.done.result(COPY_TIMEOUT_SECONDS)
+    except TimeoutError:
+        raise OperationTimeoutError(
+            f"{copy.size_bytes} bytes did not reach host memory in {COPY_TIMEOUT_SECONDS:g} s",
+            hint="The link between accelerator and host is stuck: look at the driver's log",
+        ) from None

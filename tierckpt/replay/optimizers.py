@@ -1,0 +1,113 @@
+"""Which optimizers can be replayed, and what one is made of.
+
+Invariant:
+    R1  An optimizer is replayable when its step computes each element of a parameter and of its state from that
+        element, its gradient and the hyperparameters of the group alone. Then any subset of the parameters can be
+        stepped by itself, at any time, with the same bits as in training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..errors import ConfigError
+
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+_WHY_NOT = {
+    "LBFGS": "it calls the model several times a step, and its update depends on dot products over all parameters",
+    "Muon": "its update orthogonalises whole matrices",
+    "Adafactor": "its second moments are sums over rows and columns",
+    "SparseAdam": "its gradients are sparse",
+    "ASGD": "its averaging reads state across steps of its own schedule",
+    "Rprop": "it changes the gradients that it is given",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of an optimizer: the ``index``-th of its ``group``-th group."""
+
+    group: int
+    index: int
+    tensor: torch.Tensor
+    name: str
+    """For people: the name that the optimizer was given with it, or the key."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.group}.{self.index}"
+
+
+def check_replayable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError unless ``optimizer`` can be replayed (R1)."""
+    kind = type(optimizer)
+    base = next((known for known in kind.__mro__ if known in ELEMENTWISE), None)
+    hint = (
+        "Use one of " + ", ".join(known.__name__ for known in ELEMENTWISE) + ", or save whole checkpoints "
+        '(mode="async") with this one'
+    )
+    if base is None:
+        why = next((why for name, why in _WHY_NOT.items() if kind.__name__ == name), "its step is not known here")
+        raise ConfigError(f"steps of {kind.__name__} cannot be replayed: {why}", hint=hint)
+    if kind.step is not base.step:
+        raise ConfigError(
+            f"steps of {kind.__name__} cannot be replayed: it replaces the step of {base.__name__}", hint=hint
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise ConfigError(f"group {number} of {kind.__name__} is differentiable, and is not replayed", hint=hint)
+    for parameter in parameters_of(optimizer):
+        if parameter.tensor.is_meta:
+            raise ConfigError(
+                f"parameter {parameter.name} is on the meta device and has no values",
+                hint="Materialise the model (to_empty and its initialisation, or a restore) before the first save",
+            )
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Parameter]:
+    """Yield the parameters of ``optimizer`` in its own order."""
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or []
+        for index, tensor in enumerate(group["params"]):
+            name = names[index] if index < len(names) else f"{index} of group {number}"
+            yield Parameter(number, index, tensor, name)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, and any other tensor as it is. Shares memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def implementation_of(group: Mapping[str, Any]) -> str:
+    """Return "fused", "foreach", "forloop", or "default" where torch chooses. Fused differs from the others in bits."""
+    if group.get("fused"):
+        return "fused"
+    if group.get("foreach") is None:
+        return "default"
+    return "foreach" if group["foreach"] else "forloop"
+
+
+def layout_digest(optimizer: torch.optim.Optimizer) -> str:
+    """Return a digest of class, groups, and of each parameter's shape and type: what a log and a state must share."""
+    described = [
+        type(optimizer).__name__,
+        *([p.key, str(local(p.tensor).dtype), list(local(p.tensor).shape)] for p in parameters_of(optimizer)),
+    ]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
