@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
 .PHONY: help test test-all azurite check lint types layers demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
-  bench-fanout bench-fanout-simulation bench-gpu bench-load bench-load-ranks bench-load-s3 bench-plan bench-safetensors bench-save bench-serve clean
+  bench-fanout bench-fanout-simulation bench-gpu bench-load bench-load-ranks bench-load-s3 bench-plan bench-replay bench-safetensors bench-save bench-serve clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -130,6 +130,9 @@ bench-load-s3: $(STAMP) ## reads from S3: a bare socket, obstore, boto3, s5cmd, 
 
 bench-save: $(STAMP) ## save: the disk's limit, stock PyTorch, tierckpt (25 minutes)
 	$(BIN)/python bench/save.py $(BENCH_ARGS)
+
+bench-replay: $(STAMP) ## a save that moves over several steps, on a throttled link (3 minutes)
+	$(BIN)/python bench/replay.py
 
 bench-gpu: $(STAMP) ## a GPT that trains while it is saved, beside PyTorch's pinned stager (a CUDA device)
 	$(BIN)/python bench/gpu.py $(BENCH_ARGS)

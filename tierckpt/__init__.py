@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Checkpointer": ".training.checkpointer",
     "DataOrder": ".training.data_order",
+    "MultiStepStager": ".replay.multi_step",
     "PerRank": ".training.codec.state",
     "RngState": ".training.codec.state",
     "Settings": ".config",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from .dcp.writer import TierStorageWriter as TierStorageWriter
     from .loading.safetensors import load_safetensors as load_safetensors
     from .loading.safetensors import stream_safetensors as stream_safetensors
+    from .replay.multi_step import MultiStepStager as MultiStepStager
     from .training.checkpointer import Checkpointer as Checkpointer
     from .training.codec.state import PerRank as PerRank
     from .training.codec.state import RngState as RngState

@@ -6,7 +6,6 @@ that a gradient, which the next backward pass writes over, waits for one chunk a
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import threading
@@ -21,27 +20,67 @@ GRADIENTS, PARTS = 0, 1
 
 
 class Copy:
-    """Some tensors on their way to host memory. ``result`` is complete when ``done`` is."""
+    """Some tensors on their way to host memory. ``result`` is complete when ``done`` is.
 
-    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
-        self.sources = list(sources)
-        self.result = host_memory(sources)
+    Args:
+        is_narrow: send float32 tensors as bfloat16 when that loses no bit, as gradients that were reduced in bfloat16.
+    """
+
+    def __init__(self, sources: Sequence[torch.Tensor], *, is_narrow: bool = False) -> None:
         self.done: Future[None] = Future()
         self.was_changed = False
         """Something wrote over a source before the copy was done."""
+        self.size_bytes = 0
+        self.result = [] if is_narrow else host_memory(sources)
+        self._sources = list(sources)
         self._versions = [one._version for one in sources]
+        self._chunks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._is_narrow = is_narrow
+        if not is_narrow:
+            for target, source in zip(self.result, sources, strict=True):
+                self._add(target, source)
+            self._chunks.reverse()
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(one.numel() * one.element_size() for one in self.result)
+    def next_chunk(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the next target and source to copy, or None at the end."""
+        while not self._chunks:
+            if not self._is_narrow or len(self.result) == len(self._sources):
+                return None
+            source = self._sources[len(self.result)]
+            halves = halves_without_loss(source)
+            target = host_memory([source if halves is None else halves])[0]
+            self._add(target, source if halves is None else halves)
+            self._chunks.reverse()
+            self.result.append(target.view(torch.bfloat16).view(source.shape) if halves is not None else target)
+        return self._chunks.pop()
 
     def end(self) -> None:
         """All is copied."""
-        changed = (one._version != version for one, version in zip(self.sources, self._versions, strict=True))
+        changed = (one._version != version for one, version in zip(self._sources, self._versions, strict=True))
         self.was_changed = any(changed)
-        self.sources.clear()
+        self._sources.clear()
         if self.done.set_running_or_notify_cancel():
             self.done.set_result(None)
+
+    def _add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.size_bytes += target.numel() * target.element_size()
+        if source.numel() == 0:
+            return
+        if not source.is_contiguous() and source.ndim > 1:
+            self._chunks.append((target, source))
+            return
+        flat_target, flat_source = target.view(-1), source.view(-1) if source.is_contiguous() else source
+        count = max(1, CHUNK_BYTES // source.element_size())
+        for at in range(0, source.numel(), count):
+            self._chunks.append((flat_target[at : at + count], flat_source[at : at + count]))
+
+
+def halves_without_loss(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the upper halves of float32 values, as int16, when all the lower ones are 0."""
+    if tensor.dtype is not torch.float32 or not tensor.numel() or not tensor.is_contiguous():
+        return None
+    halves = tensor.view(-1).view(torch.int16)
+    return None if bool(halves[0::2].any()) else halves[1::2]
 
 
 class Link:
@@ -54,7 +93,7 @@ class Link:
     def __init__(self, bytes_per_second: float = 0.0) -> None:
         self.bytes_per_second = bytes_per_second
         self.bytes_moved = 0
-        self._waiting: list[tuple[int, int, Copy, list[tuple[torch.Tensor, torch.Tensor]]]] = []
+        self._waiting: list[tuple[int, int, Copy]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -63,12 +102,11 @@ class Link:
 
     def copy(self, sources: Sequence[torch.Tensor], priority: int) -> Copy:
         """Begin to copy ``sources``. They must not be written over until the copy is done."""
-        made = Copy(sources)
-        chunks = [pair for one, two in zip(made.result, made.sources, strict=True) for pair in _chunks(one, two)]
+        made = Copy(sources, is_narrow=priority == GRADIENTS)
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the link is closed")
-            heapq.heappush(self._waiting, (priority, next(self._order), made, chunks[::-1]))
+            heapq.heappush(self._waiting, (priority, next(self._order), made))
             self._changed.notify()
         return made
 
@@ -78,7 +116,7 @@ class Link:
             self._is_closed = True
             waiting, self._waiting = self._waiting, []
             self._changed.notify()
-        for _, _, made, _ in waiting:
+        for _, _, made in waiting:
             made.done.cancel()
         self._thread.join()
 
@@ -89,11 +127,9 @@ class Link:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if self._is_closed:
                     return
-                _, _, made, chunks = self._waiting[0]
-                pair = chunks.pop() if chunks else None
-                if not chunks:
-                    heapq.heappop(self._waiting)
+                made = self._waiting[0][2]
             try:
+                pair = made.next_chunk()
                 if pair is not None:
                     target, source = pair
                     size_bytes = target.numel() * target.element_size()
@@ -102,15 +138,19 @@ class Link:
                         time.sleep(max(0.0, free_at - time.monotonic()))
                     target.copy_(source)
                     self.bytes_moved += size_bytes
+                    continue
             except BaseException as error:
-                with self._changed, contextlib.suppress(ValueError):
-                    self._waiting.remove(next(one for one in self._waiting if one[2] is made))
-                    heapq.heapify(self._waiting)
+                self._remove(made)
                 if made.done.set_running_or_notify_cancel():
                     made.done.set_exception(error)
                 continue
-            if not chunks:
-                made.end()
+            self._remove(made)
+            made.end()
+
+    def _remove(self, made: Copy) -> None:
+        with self._changed:
+            self._waiting = [one for one in self._waiting if one[2] is not made]
+            heapq.heapify(self._waiting)
 
 
 def host_memory(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -120,11 +160,3 @@ def host_memory(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if "alloc" in str(error) or "memory" in str(error):
             raise MemoryError(str(error)) from error
         raise
-
-
-def _chunks(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    if not source.is_contiguous() or source.numel() == 0:
-        return [(target, source)]
-    flat_target, flat_source = target.view(-1), source.view(-1)
-    count = max(1, CHUNK_BYTES // source.element_size())
-    return [(flat_target[at : at + count], flat_source[at : at + count]) for at in range(0, source.numel(), count)]

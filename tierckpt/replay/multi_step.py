@@ -36,7 +36,7 @@ from ..telemetry import logger
 from .apply import Replay
 from .capture import Capture, Gradients, Step
 from .checksum import Fingerprint
-from .link import GRADIENTS, PARTS, Copy, Link
+from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss
 from .optimizers import Parameter, local, parameters_of
 from .parts import best_steps, split_parts
 
@@ -161,8 +161,7 @@ class MultiStepStager:
             self._capture.close()
             self._capture = Capture(self.optimizer, self._on_step, copy=self._on_gradients)
         sizes = {one.key: self._size(one) for one in parameters_of(self.optimizer)}
-        gradients = sum(one.tensor.numel() * one.tensor.element_size() for one in parameters_of(self.optimizer))
-        share = gradients / max(1, sum(sizes.values()))
+        share = self._gradient_bytes() / max(1, sum(sizes.values()))
         steps = self.window_steps or best_steps(share)
         parts = [_Part(keys) for keys in split_parts(sizes, steps, share)]
         window = self._window = _Window(take, self._capture.version, parts)
@@ -203,6 +202,17 @@ class MultiStepStager:
         self._replays.shutdown(cancel_futures=True)
         if self._owns_link:
             self.link.close()
+
+    def _gradient_bytes(self) -> int:
+        """What the gradients of one step are on the link: as those are that lie there now, else as in float32."""
+        total = 0
+        is_narrow: bool | None = None
+        for one in parameters_of(self.optimizer):
+            size_bytes = one.tensor.numel() * one.tensor.element_size()
+            if is_narrow is None and one.tensor.grad is not None:
+                is_narrow = halves_without_loss(local(one.tensor.grad)) is not None
+            total += size_bytes // 2 if is_narrow else size_bytes
+        return total
 
     def _size(self, parameter: Parameter) -> int:
         return sum(one.numel() * one.element_size() for one in self._tensors(parameter))
@@ -257,7 +267,6 @@ class MultiStepStager:
         except MemoryError:
             window.failure = OUT_OF_MEMORY
             return {}
-        window.moved_bytes += copy.size_bytes
         window.gradients[self._capture.version + 1] = (keys, copy)
         if self._waits_for_gradients:
             _wait(copy)
@@ -269,6 +278,7 @@ class MultiStepStager:
         if window is None or step.version not in window.gradients:
             return
         keys, copy = window.gradients.pop(step.version)
+        dtypes = {one.key: one.tensor.dtype for one in parameters_of(self.optimizer)}
         behind = [part for part in window.parts if 0 <= part.version < step.version]
 
         def replay() -> None:
@@ -276,7 +286,9 @@ class MultiStepStager:
             if copy.was_changed:
                 self._waits_for_gradients = True
                 raise CheckpointError("gradients were written over before they were copied (zero_grad in place?)")
-            made = Step(step.version, step.hyperparameters, dict(zip(keys, copy.result, strict=True)), step.found_inf)
+            window.moved_bytes += copy.size_bytes
+            gradients = {key: one.to(dtypes[key]) for key, one in zip(keys, copy.result, strict=True)}
+            made = Step(step.version, step.hyperparameters, gradients, step.found_inf)
             for part in behind:
                 if part.replay is not None:
                     part.replay.apply(made)
@@ -309,7 +321,8 @@ class MultiStepStager:
 
         def ended(done: Future[None]) -> None:
             if error := done.exception():
-                window.failure = str(error)  # copied whole at the end of the next step
+                # Copied whole at the end of the next step.
+                window.failure = OUT_OF_MEMORY if isinstance(error, MemoryError) else str(error) or repr(error)
 
         self._replays.submit(finish).add_done_callback(ended)
 

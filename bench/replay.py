@@ -1,0 +1,203 @@
+"""What does a checkpoint cost that moves over several steps? Beside one copied at once, and one copied lazily.
+
+    python bench/replay.py [--parameters-m 8] [--rounds 3] [--copy-ms 400] [--step-ms 100]
+
+A throttled link stands in for that between an accelerator and its host: the copy of the state (float32 parameters and
+both moments, 12 bytes a parameter) takes ``copy-ms``, the forward and backward passes ``step-ms``. Gradients were
+reduced in bfloat16 and are sent so. Each row trains before, through and after one save; its stall is what the training
+thread waited for the save. "synchronous" waits for the whole copy; "lazy" copies beside the next forward and backward
+passes and waits before the update; the others are windows of K steps. Every copy is compared with the state it is of.
+
+The second table needs no link: how fast steps are made again beside the optimizer itself, and how large one is in the
+log.
+Prints the tables, and writes bench/out/replay.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tierckpt.replay.apply import Replay
+from tierckpt.replay.capture import Capture, Step
+from tierckpt.replay.frame import Frame, encode
+from tierckpt.replay.link import PARTS, Link
+from tierckpt.replay.multi_step import MultiStepStager
+from tierckpt.replay.optimizers import layout_digest, parameters_of
+
+OUT = Path(__file__).parent / "out" / "replay.json"
+TENSORS = 256
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
+    "foreach": {"foreach": True},
+    "for-loop": {"foreach": False},
+    "fused": {"fused": True},
+}
+WINDOWS = (2, 3, 4, 5, 6, 7, 8)
+
+
+class Job:
+    """AdamW over float32 parameters, with gradients that were reduced in bfloat16, and a step of a fixed time."""
+
+    def __init__(self, parameters: int, step_seconds: float, **options: Any) -> None:
+        torch.manual_seed(0)
+        count = parameters // TENSORS
+        self.weights = [torch.nn.Parameter(torch.randn(count)) for _ in range(TENSORS)]
+        self.gradients = [torch.randn(count).bfloat16().float() for _ in range(TENSORS)]
+        self.optimizer = torch.optim.AdamW(self.weights, **options)
+        self.step_seconds = step_seconds
+        self.train()
+
+    def train(self) -> None:
+        """One step: forward and backward passes of a fixed time, then the update."""
+        self.optimizer.zero_grad()
+        ends = time.perf_counter() + self.step_seconds
+        for weight, gradient in zip(self.weights, self.gradients, strict=True):
+            weight.grad = gradient
+        time.sleep(max(0.0, ends - time.perf_counter()))
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict(), "weights": list(self.weights)}
+
+    def tensors(self) -> list[torch.Tensor]:
+        states = [self.optimizer.state[one] for one in self.weights]
+        return [one.detach() for one in self.weights] + [
+            s[n] for s in states for n in ("step", "exp_avg", "exp_avg_sq")
+        ]
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(one.numel() * one.element_size() for one in self.tensors())
+
+
+def synchronous(job: Job, link: Link, _: int) -> tuple[float, float]:
+    begun = time.perf_counter()
+    copied = link.copy(job.tensors(), PARTS)
+    copied.done.result()
+    stall = time.perf_counter() - begun
+    check(copied.result, job.tensors())
+    return stall, copied.size_bytes / job.state_bytes
+
+
+def lazy(job: Job, link: Link, _: int) -> tuple[float, float]:
+    wanted = [one.clone() for one in job.tensors()]
+    stalls: list[float] = []
+    copied = link.copy(job.tensors(), PARTS)
+
+    def wait(*_: Any) -> None:
+        begun = time.perf_counter()
+        copied.done.result()
+        stalls.append(time.perf_counter() - begun)
+
+    hook = job.optimizer.register_step_pre_hook(wait)
+    job.train()
+    hook.remove()
+    check(copied.result, wanted)
+    return sum(stalls), copied.size_bytes / job.state_bytes
+
+
+def windowed(job: Job, link: Link, steps: int) -> tuple[float, float]:
+    with MultiStepStager(job.optimizer, steps, link=link) as stager:
+        pending = stager.begin(job.state)
+        kept: dict[int, list[torch.Tensor]] = {}
+        for number in range(1, steps + 2):
+            job.train()
+            kept[number] = [one.clone() for one in job.tensors()[: 2 * TENSORS]]
+            stager.end_of_step()
+        snapshot = pending.result()
+    if snapshot.fallback:
+        raise RuntimeError(snapshot.fallback)
+    check(snapshot.state["weights"], kept[snapshot.steps][:TENSORS])
+    return snapshot.blocked_seconds, snapshot.moved_bytes / job.state_bytes
+
+
+def check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    if not all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)):
+        raise RuntimeError("a copy is not the state that it stands for")
+
+
+def replay_rates(parameters: int) -> list[dict[str, Any]]:
+    rows = []
+    for name, options in {
+        "foreach": {"foreach": True},
+        "for-loop": {"foreach": False},
+        "fused": {"fused": True},
+    }.items():
+        job = Job(parameters, 0.0, **options)
+        steps: list[Step] = []
+        capture = Capture(job.optimizer, steps.append)
+        keys = [one.key for one in parameters_of(job.optimizer)]
+        states = {key: {n: v.clone() for n, v in job.optimizer.state[w].items()}
+                  for key, w in zip(keys, job.weights, strict=True)}  # fmt: skip
+        replay = Replay(type(job.optimizer), {k: w.detach().clone() for k, w in zip(keys, job.weights, strict=True)},
+                        states, 0)  # fmt: skip
+        job.train()
+        capture.close()
+        replay.apply(steps[0])
+        again, itself = [], []
+        for number in range(12):
+            begun = time.perf_counter()
+            job.optimizer.step()
+            itself.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            replay.apply(Step(number + 2, steps[0].hyperparameters, steps[0].gradients))
+            again.append(time.perf_counter() - begun)
+        head, views, _ = encode(Frame(steps[0], layout_digest(job.optimizer)))
+        size = len(head) + sum(map(len, views))
+        own, replayed = statistics.median(itself), statistics.median(again)
+        rows.append({"implementation": name, "step_seconds": own, "replay_seconds": replayed, "ratio": own / replayed,
+                     "frame_bytes_per_parameter": size / (job.state_bytes / 12)})  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--parameters-m", type=float, default=8.0)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--copy-ms", type=float, default=400.0)
+    options.add_argument("--step-ms", type=float, default=100.0)
+    given = options.parse_args()
+    parameters = int(given.parameters_m * 1e6) // TENSORS * TENSORS
+    job = Job(parameters, given.step_ms / 1e3)
+    rows = [("synchronous", synchronous, 1), ("lazy", lazy, 1)] + [(f"K = {k}", windowed, k) for k in WINDOWS]
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in rows}
+    for number in range(given.rounds):
+        for name, save, steps in rows if number % 2 == 0 else rows[::-1]:
+            link = Link(job.state_bytes / (given.copy_ms / 1e3))
+            found[name].append(save(job, link, steps))
+            link.close()
+            job.train()
+    console = Console()
+    table = Table("a save", "stall, ms", "spread", "bytes moved / state", "1 + r (K - 1) / 2")
+    results = []
+    for name, _, steps in rows:
+        stalls = [1e3 * one for one, _ in found[name]]
+        moved = statistics.median(one for _, one in found[name])
+        uniform = 1 + (2 / 12) * (steps - 1) / 2
+        table.add_row(name, f"{statistics.median(stalls):.0f}", f"{min(stalls):.0f} to {max(stalls):.0f}",
+                      f"{moved:.3f}", f"{uniform:.3f}")  # fmt: skip
+        results.append({"save": name, "stall_ms": stalls, "moved": moved})
+    console.print(f"{parameters / 1e6:.0f} M parameters, {job.state_bytes / 1e6:.0f} MB of state, copied in "
+                  f"{given.copy_ms:.0f} ms; forward and backward {given.step_ms:.0f} ms")  # fmt: skip
+    console.print(table)
+    rates = replay_rates(parameters)
+    table = Table("AdamW", "its own step, ms", "made again, ms", "ratio", "bytes of a step in the log, a parameter")
+    for row in rates:
+        table.add_row(row["implementation"], f"{1e3 * row['step_seconds']:.1f}", f"{1e3 * row['replay_seconds']:.1f}",
+                      f"{row['ratio']:.2f}", f"{row['frame_bytes_per_parameter']:.4f}")  # fmt: skip
+    console.print(table)
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(json.dumps({"saves": results, "replay": rates, "options": vars(given)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What a rank does in ``test_multi_step_ranks.py``: trains a sharded model, and copies its state over several steps.
+
+``python -m tests.integration.multi_step_ranks RANK RANKS STORE KIND``
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tierckpt.replay.multi_step import MultiStepStager
+
+STEPS = 4
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(6)))
+    if kind == "fsdp":
+        for layer in model:
+            fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+        return model
+    return DistributedDataParallel(model, gradient_as_bucket_view=kind == "bucket views")
+
+
+def same(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, DTensor):
+        return isinstance(found, DTensor) and torch.equal(found.to_local(), wanted.to_local())
+    if isinstance(wanted, torch.Tensor):
+        return torch.equal(found, wanted)
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(same(found[key], one) for key, one in wanted.items())
+    return bool(found == wanted)
+
+
+def main() -> None:
+    rank, ranks, store, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    model = model_of(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def train(number: int) -> None:
+        optimizer.zero_grad(set_to_none=kind != "bucket views")
+        inputs = torch.randn(3, 12, generator=torch.Generator().manual_seed(rank * 100 + number))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    def state() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+
+    train(0)
+    with MultiStepStager(optimizer, STEPS) as stager:
+        for window in range(2):  # where gradients lie in buffers that are used again, the first is copied whole
+            pending, states = stager.begin(state), {0: copy.deepcopy(state())}
+            for number in range(1, STEPS + 3):
+                train(window * 20 + number)
+                states[number] = copy.deepcopy(state())
+                stager.end_of_step()
+            snapshot = pending.result(60)
+            if not same(snapshot.state, states[snapshot.steps]):
+                raise SystemExit(f"rank {rank}: not the state after step {snapshot.steps}")
+    print(f"rank {rank}: {snapshot.steps} steps, fallback {snapshot.fallback!r}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
