@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,10 +47,11 @@ async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_th
     filling = begin(tmp_path, frozen)
     was_planned: list[bool] = []
 
-    async def claim(*_: Any) -> bool:
-        return True
+    @contextlib.asynccontextmanager
+    async def claimed(*_: Any) -> AsyncIterator[str]:
+        yield "fetch"
 
-    async def fetch_claimed(*_: Any, keep: bool) -> tuple[bool, None]:
+    async def fetch(*_: Any, keep: bool) -> None:
         if not was_planned:
             was_planned.append(order.planned)
             order.planned = False  # what was planned has been tried
@@ -58,7 +61,6 @@ async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_th
         await order.first_has_ended.wait()
         was_planned.append(order.planned)
         land(filling, DATA)
-        return True, None
 
     cached = SimpleNamespace(
         frozen=frozen,
@@ -68,8 +70,8 @@ async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_th
         idle=asyncio.Lock(),
         tally=FetchStats(),
         stall_seconds=60.0,
-        claim=claim,
-        fetch_claimed=fetch_claimed,
+        claimed=claimed,
+        fetch=fetch,
     )
     async with asyncio.timeout(60):
         await FetchJob(cached, filling, [0], lambda progress: None).run()  # type: ignore[arg-type]

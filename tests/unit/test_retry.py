@@ -19,7 +19,7 @@ from tierckpt.format.manifest import FileEntry, digest_of
 from tierckpt.stores import retry
 from tierckpt.stores import verified_read as mover_retry
 from tierckpt.stores.local import LocalStore
-from tierckpt.stores.retry import FAILURES_TO_OPEN, FLOOR_RETRIES, Breaker, Budget, Retries
+from tierckpt.stores.retry import FAILURES_TO_OPEN, FLOOR_RETRIES, Breaker, Budget, Probe, Retries
 from tierckpt.stores.verified_read import get_checked
 from tierckpt.testing.faults import Fault, FaultyStore, Kind
 from tierckpt.types import ByteRange
@@ -52,6 +52,17 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
 
 async def unreachable() -> bool:
     return False
+
+
+async def once(policy: Retries, breaker: Breaker, probe: Probe, request: Callable[[], Awaitable[str]]) -> str:
+    async with policy.asking(breaker, probe):
+        return await request()
+
+
+async def run(policy: Retries, breaker: Breaker, probe: Probe, request: Callable[[], Awaitable[str]]) -> str:
+    """One request and its retries."""
+    limit = policy.settings.store_timeout_seconds
+    return await policy.again(lambda: once(policy, breaker, probe, request), timeout_seconds=limit)
 
 
 # --- the budget (R1) -----------------------------------------------------------------------------------------------
@@ -101,7 +112,7 @@ async def test_a_store_that_fails_half_of_the_time_is_not_asked_twice_as_much(
 
     async def one() -> None:
         try:
-            await policy.run(breaker, always, request)
+            await run(policy, breaker, always, request)
         except StoreUnavailableError:
             pass
 
@@ -136,7 +147,7 @@ def failing(times: int, error: Callable[[], Exception] = failure) -> tuple[Calla
 async def test_what_may_pass_is_tried_again() -> None:
     policy = retries()
     request, calls = failing(3)
-    assert await policy.run(policy.breaker("s3://b"), unreachable, request) == "done"
+    assert await run(policy, policy.breaker("s3://b"), unreachable, request) == "done"
     assert len(calls) == 4
     assert policy.counts["retries"] == 3
 
@@ -147,7 +158,7 @@ async def test_the_last_failure_says_how_often_it_was_tried() -> None:
     policy = retries()
     request, calls = failing(99)
     with pytest.raises(StoreUnavailableError) as caught:
-        await policy.run(policy.breaker("s3://b"), unreachable, request)
+        await run(policy, policy.breaker("s3://b"), unreachable, request)
     assert len(calls) == 3
     assert caught.value.context["attempts"] == 3
 
@@ -166,7 +177,7 @@ async def test_time_that_a_get_waited_for_others_is_not_its_own(
         return "done"
 
     with contextlib.suppress(StoreUnavailableError):
-        await policy.run(policy.breaker("s3://b"), unreachable, request)
+        await run(policy, policy.breaker("s3://b"), unreachable, request)
     assert len(calls) == tries
 
 
@@ -175,7 +186,7 @@ async def test_what_does_not_pass_is_not_tried_again(error: Exception) -> None:
     policy = retries()
     request, calls = failing(1, lambda: error)
     with pytest.raises(type(error)):
-        await policy.run(policy.breaker("s3://b"), unreachable, request)
+        await run(policy, policy.breaker("s3://b"), unreachable, request)
     assert len(calls) == 1
 
 
@@ -187,7 +198,7 @@ async def test_retries_do_not_multiply() -> None:
     breaker = policy.breaker("s3://b")
     request, calls = failing(99)
     with pytest.raises(StoreUnavailableError):
-        await policy.again(lambda: policy.run(breaker, unreachable, request))
+        await policy.again(lambda: run(policy, breaker, unreachable, request))
     assert len(calls) == 3
 
 
@@ -201,7 +212,7 @@ async def test_a_budget_that_refuses_each_retry_ends_work_without_a_deadline(mon
     policy = retries()
     request, calls = failing(99)
     with pytest.raises(StoreUnavailableError):
-        await policy.again(lambda: policy.once(policy.breaker("s3://b"), unreachable, request))
+        await policy.again(lambda: once(policy, policy.breaker("s3://b"), unreachable, request))
     assert len(calls) == 1
     assert policy.counts["retries_refused"] == 3
 
@@ -210,7 +221,7 @@ async def test_work_in_one_piece_is_tried_again_as_a_whole() -> None:
     policy = retries()
     breaker = policy.breaker("s3://b")
     request, calls = failing(2)
-    assert await policy.again(lambda: policy.once(breaker, unreachable, request)) == "done"
+    assert await policy.again(lambda: once(policy, breaker, unreachable, request)) == "done"
     assert len(calls) == 3
 
 
@@ -314,7 +325,7 @@ async def test_a_refusal_is_an_answer(status: int) -> None:
     breaker = policy.breaker("s3://b")
     for _ in range(2 * FAILURES_TO_OPEN):
         with pytest.raises(StoreUnavailableError):
-            await policy.run(breaker, unreachable, failing(9, lambda: failure(status=status))[0])
+            await run(policy, breaker, unreachable, failing(9, lambda: failure(status=status))[0])
     assert not breaker.is_open
 
 
@@ -324,10 +335,10 @@ async def test_while_it_is_down_no_request_is_made(clock: VirtualTime) -> None:
     request, calls = failing(10**9)
     for _ in range(20):
         with pytest.raises(StoreUnavailableError):
-            await policy.run(breaker, unreachable, request)
+            await run(policy, breaker, unreachable, request)
     assert len(calls) <= FAILURES_TO_OPEN + 1
     assert policy.breaker("s3://other") is not breaker
-    assert await policy.run(policy.breaker("s3://other"), unreachable, failing(0)[0]) == "done"
+    assert await run(policy, policy.breaker("s3://other"), unreachable, failing(0)[0]) == "done"
 
 
 # --- damaged answers -----------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ progress file. What they wait for is bounded: a holder that ends is noticed at o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,13 +29,13 @@ from ..errors import (
 )
 from ..format.manifest import digest_of
 from ..poll import LOCAL, Poll
-from ..stores.base import RangeSource, ReadsInto, Store
+from ..stores.base import RangeSource, ReadsInto
 from ..stores.common import settled
-from ..stores.verified_read import verified
+from ..stores.verified_read import reread
 from ..telemetry import BYTES, ignore_progress, logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
 from .direct_write import landing_memory
-from .fetch_job import FetchJob, FetchStats
+from .fetch_job import FetchJob, FetchStats, Turn
 from .file_set import FileSet, FileSpec, Receipt
 from .partial_entry import PartialEntry, read_file, read_receipt, same_digest, tidy, whole_receipt
 from .pool import Lease, Pool
@@ -397,9 +398,11 @@ class CacheEntry:
             filling.refresh()
             if filling.has(index, chunk):
                 return None
-            async with self._read_gate:
-                if await self.claim(filling, index, chunk):
-                    return (await self.fetch_claimed(filling, index, chunk, keep=True))[1]
+            async with self._read_gate, self.claimed(filling, index, chunk) as turn:
+                if turn == "fetch":
+                    return await self.fetch(filling, index, chunk, keep=True)
+                if turn == "landed":
+                    return None
             found = await self._await_other(filling, index, chunk)
             if found == "free":
                 await asyncio.sleep(LOCAL.first_seconds)  # who keeps us from a free claim does not make us spin
@@ -408,27 +411,25 @@ class CacheEntry:
                 async with self._read_gate:
                     return await self.fetch(filling, index, chunk, keep=True)
 
-    async def claim(self, filling: PartialEntry, index: int, chunk: int) -> bool:
+    @contextlib.asynccontextmanager
+    async def claimed(self, filling: PartialEntry, index: int, chunk: int) -> AsyncIterator[Turn]:
+        """Within it a chunk is fetched, or not: what is said to do with it. A claim is released at the end."""
         name = f"{index}-{chunk}"
         try:
-            return await settled(asyncio.to_thread(filling.claims.take, name))
+            is_ours = await settled(asyncio.to_thread(filling.claims.take, name))
         except FileNotFoundError:  # published meanwhile: the claims are gone with the rest, and all has landed
-            return True
+            is_ours = True
         except asyncio.CancelledError:
             filling.claims.release(name)
             raise
-
-    async def fetch_claimed(
-        self, filling: PartialEntry, index: int, chunk: int, *, keep: bool
-    ) -> tuple[bool, Buffer | None]:
-        """Fetch unless it has landed before the claim: look again. Returns whether it was fetched, and ``_fetch``'s."""
+        if not is_ours:
+            yield "later"
+            return
         try:
-            filling.refresh()
-            if filling.has(index, chunk):
-                return False, None
-            return True, await self.fetch(filling, index, chunk, keep=keep)
+            filling.refresh()  # it may have landed before the claim
+            yield "landed" if filling.has(index, chunk) else "fetch"
         finally:
-            await settled(asyncio.to_thread(filling.claims.release, f"{index}-{chunk}"))
+            await settled(asyncio.to_thread(filling.claims.release, name))
 
     async def _await_other(self, filling: PartialEntry, index: int, chunk: int) -> str:
         """Wait for whoever has claimed a chunk: ``landed``, ``free`` (it has let go or ended), or ``stalled``."""
@@ -501,35 +502,39 @@ class CacheEntry:
 
     async def get(self, index: int, chunk: int, memory: memoryview | None) -> tuple[Buffer, str]:
         """Return one chunk, in ``memory`` if there is some, and its digest, verified as far as anybody knows it."""
-        item, at = self.frozen.files[index], self.frozen.chunk_range(index, chunk)
-
-        async def read() -> tuple[Buffer, str]:
-            if memory is not None and isinstance(self.store, ReadsInto):
-                await self.store.get_range_into(item.key, at, memory, if_match=item.etag)
-                data: Buffer = memory
-            else:
-                data = await self.store.get_range(item.key, at, if_match=item.etag)
-            digest = await asyncio.to_thread(digest_of, data)
-            BYTES.emit(at.size_bytes, tier=Tier.SHARED, direction="read")
-            if item.digests and not same_digest(data, digest, item.digests[chunk]):
+        item, at, reads = self.frozen.files[index], self.frozen.chunk_range(index, chunk), 0
+        while True:
+            try:
+                if memory is not None and isinstance(self.store, ReadsInto):
+                    await self.store.get_range_into(item.key, at, memory, if_match=item.etag)
+                    data: Buffer = memory
+                else:
+                    data = await self.store.get_range(item.key, at, if_match=item.etag)
+                digest = await asyncio.to_thread(digest_of, data)
+                self._check_digest(item, chunk, at, data, digest)
+                return data, digest
+            except IntegrityError as damage:
+                reads += 1
+                if not await reread(self.store, damage, reads):
+                    raise
+            except PreconditionFailedError as error:
                 raise IntegrityError(
-                    f"bytes {at.start}-{at.stop} of {item.path} are not the bytes that were saved",
-                    hint="Restore reads another copy when there is one; `tierckpt verify --read-data` lists bad files",
+                    f"{item.key} changed in the store while it was being fetched",
+                    hint="Run it again to fetch the new version whole",
                     file=item.path,
                     tier=Tier.SHARED,
-                    where=self.store.uri,
-                )
-            return data, digest
+                ) from error
 
-        try:
-            return await verified(_as_store(self.store), read)
-        except PreconditionFailedError as error:
+    def _check_digest(self, item: FileSpec, chunk: int, at: ByteRange, data: Buffer, digest: str) -> None:
+        BYTES.emit(at.size_bytes, tier=Tier.SHARED, direction="read")
+        if item.digests and not same_digest(data, digest, item.digests[chunk]):
             raise IntegrityError(
-                f"{item.key} changed in the store while it was being fetched",
-                hint="Run it again to fetch the new version whole",
+                f"bytes {at.start}-{at.stop} of {item.path} are not the bytes that were saved",
+                hint="Restore reads another copy when there is one; `tierckpt verify --read-data` lists bad files",
                 file=item.path,
                 tier=Tier.SHARED,
-            ) from error
+                where=self.store.uri,
+            )
 
     # --- filling -------------------------------------------------------------------------------------------------
 
@@ -570,8 +575,3 @@ class CacheEntry:
         if self.pool is not None:
             await asyncio.to_thread(self.pool.note, self.frozen.name)
         return True
-
-
-def _as_store(origin: RangeSource) -> Store:
-    """``verified`` asks of a store only whether it is ``Recoverable``."""
-    return origin  # type: ignore[return-value]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from ..errors import CapacityError, IntegrityError, PartialTransferError, TierckptError
 from ..poll import Poll
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 log = logger("prefetch")
 
+Turn: TypeAlias = Literal["fetch", "landed", "later"]
+"""What to do with a chunk: fetch it; nothing, it has landed; come back, another process has claimed it."""
+
 
 class Entry(Protocol):
     """What is filled (``entry.CacheEntry``)."""
@@ -35,11 +39,9 @@ class Entry(Protocol):
     stall_seconds: float
     fetches_max: int
 
-    async def claim(self, filling: PartialEntry, index: int, chunk: int) -> bool: ...
-
-    async def fetch_claimed(
-        self, filling: PartialEntry, index: int, chunk: int, *, keep: bool
-    ) -> tuple[bool, Buffer | None]: ...
+    def claimed(
+        self, filling: PartialEntry, index: int, chunk: int
+    ) -> contextlib.AbstractAsyncContextManager[Turn]: ...
 
     async def fetch(self, filling: PartialEntry, index: int, chunk: int, *, keep: bool) -> Buffer | None: ...
 
@@ -113,9 +115,14 @@ class FetchJob:
                 self._advance(index, chunk, others=True)
                 continue
             try:
-                if not await self._try(index, chunk):
+                async with self.cached.gate, self._turn(index, chunk) as turn:
+                    if turn == "fetch":
+                        await self.cached.fetch(self.filling, index, chunk, keep=False)
+                if turn == "later":
                     self.order.put_back(work)
                     await self._rest()
+                else:
+                    self._advance(index, chunk, others=turn == "landed")
             except NotNowError:
                 pass  # the schedule has had it back since, and another worker may be at it: it is not ours to put back
             except TierckptError as error:
@@ -123,22 +130,18 @@ class FetchJob:
                 self.failures.setdefault(index, error)
                 self.fatal |= isinstance(error, IntegrityError | CapacityError)
 
-    async def _try(self, index: int, chunk: int) -> bool:
-        """Fetch one chunk if nobody else is at it; False to come back to it later."""
-        async with self.cached.gate:
-            if time.monotonic() < self.moved_at + self.cached.stall_seconds:
-                if self.filling.claims.count() >= self.cached.fetches_max:
-                    return False  # the node fetches enough of it
-                if not await self.cached.claim(self.filling, index, chunk):
-                    return False
-                fetched, _ = await self.cached.fetch_claimed(self.filling, index, chunk, keep=False)
-            else:
-                log.warning("%s: other processes do not get on, fetching what they claim", self.filling.incoming)
-                self.moved_at = time.monotonic()
-                await self.cached.fetch(self.filling, index, chunk, keep=False)
-                fetched = True
-        self._advance(index, chunk, others=not fetched)
-        return True
+    @contextlib.asynccontextmanager
+    async def _turn(self, index: int, chunk: int) -> AsyncIterator[Turn]:
+        """Within it a chunk is fetched if nobody else is at it."""
+        if time.monotonic() >= self.moved_at + self.cached.stall_seconds:
+            log.warning("%s: other processes do not get on, fetching what they claim", self.filling.incoming)
+            self.moved_at = time.monotonic()
+            yield "fetch"
+        elif self.filling.claims.count() >= self.cached.fetches_max:
+            yield "later"  # the node fetches enough of it
+        else:
+            async with self.cached.claimed(self.filling, index, chunk) as turn:
+                yield turn
 
     async def _rest(self) -> None:
         """Wait a moment for others. One worker at a time looks; the rest wait for it."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,7 +104,14 @@ def prefetch(
             return client.run(lambda engine: work(engine, locations))
     with progress_bar(as_json=as_json) as listener, open_client(local_root, listener) as client:
         if not check and not dry_run:
-            return _fetch_all(locations, lambda at: client.run(lambda engine: job.fetch(engine, at)))
+            reports: list[Report] = []
+            errors: dict[str, TierckptError] = {}
+            for location in locations:  # what fails does not keep the rest
+                try:
+                    reports.append(client.start(partial(job.fetch, location)).result())
+                except TierckptError as error:
+                    errors[location.uri] = error
+            return _joined(reports, errors)
 
         async def look(engine: Engine) -> list[Report]:
             if check:
@@ -127,12 +135,13 @@ class _Job:
         self.to = to
         self.include, self.exclude, self.pin, self.wait_seconds = include, exclude, pin, wait_seconds
 
-    async def fetch(self, engine: Engine, location: Location) -> Report:
+    async def fetch(self, location: Location, engine: Engine) -> Report:
         begun = time.monotonic()
-        result = await self._retry_until_available(
-            location,
-            lambda: engine.prefetch(location, self.to, include=self.include, exclude=self.exclude, pin=self.pin),
-        )
+        work = partial(engine.prefetch, location, self.to, include=self.include, exclude=self.exclude, pin=self.pin)
+        if self.wait_seconds is None:
+            result = await work()
+        else:
+            result = await retry_until_available(work, self.wait_seconds, location.uri)
         document: Json = {"uri": location.uri, **result.to_json(), "seconds": time.monotonic() - begun}
         came_bytes = result.fetched_bytes + result.peer_bytes
         rate = came_bytes / max(document["seconds"], 1e-3)
@@ -185,44 +194,26 @@ class _Job:
         }
         return Report(document, [facts(summary)], 0 if fits else 1)
 
-    async def _retry_until_available(self, location: Location, work: Callable[[], Awaitable[Any]]) -> Any:
-        return (
-            await work()
-            if self.wait_seconds is None
-            else await retry_until_available(work, self.wait_seconds, location.uri)
-        )
-
 
 def _watched(location: Location, job: _Job, local_root: Path | None, *, as_json: bool) -> Report:
     """Fetch to this node, and show all nodes until each has it."""
     with open_client(local_root) as client:
-        fetching = client.start(lambda engine: job.fetch(engine, location))
+        fetching = client.start(partial(job.fetch, location))
         seen = watch_rollout(location, load_settings(local_root), as_json=as_json, fetching=fetching)
         fetched = fetching.result()
     return Report({**seen.document, "fetched": fetched.document}, [*seen.view, *fetched.view], fetched.exit_code)
 
 
-def _fetch_all(locations: Sequence[Location], fetch: Callable[[Location], Report]) -> Report:
-    """Fetch one after the other; what fails does not keep the rest. Raises the error, or that it is partial."""
-    reports: list[Report] = []
-    errors: dict[str, TierckptError] = {}
-    for location in locations:
-        try:
-            reports.append(fetch(location))
-        except TierckptError as error:
-            errors[location.uri] = error
-    if len(errors) == len(locations) == 1 or (errors and not reports):
+def _joined(reports: Sequence[Report], errors: Mapping[str, TierckptError] | None = None) -> Report:
+    """All reports as one. Raises the error, or that it is partial, when there are ``errors``, by URI."""
+    if errors and not reports:
         raise next(iter(errors.values()))
     if errors:
         raise PartialTransferError(
-            f"{len(errors)} of {len(locations)} URIs could not be fetched; the others are whole",
+            f"{len(errors)} of {len(errors) + len(reports)} URIs could not be fetched; the others are whole",
             hint="Run it again: it fetches only what is missing",
             failures={uri: f"{type(error).__name__}: {error}" for uri, error in errors.items()},
         )
-    return _joined(reports)
-
-
-def _joined(reports: Sequence[Report]) -> Report:
     if len(reports) == 1:
         return reports[0]
     code = max(report.exit_code for report in reports)

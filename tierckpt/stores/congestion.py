@@ -11,7 +11,6 @@ Source: additive increase, multiplicative decrease (RFC 5681, 3.1).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import deque
@@ -38,10 +37,6 @@ CROWDED_MAX = 8
 """So many halvings lead from 256 GETs, more than any caller has, to one."""
 
 
-class _Crowded(Exception):
-    """A GET crept because of those beside it."""
-
-
 class Congestion:
     """The GETs of one store under way. Of one event loop."""
 
@@ -64,29 +59,26 @@ class Congestion:
         (``crowded_seconds``), which is not to be counted against it either.
         """
         asked_at = time.monotonic()
-        for _ in range(CROWDED_MAX):
-            with contextlib.suppress(_Crowded):
-                return await self._get(get, asked_at)
-        return await self._get(get, asked_at, is_last=True)
-
-    async def _get(self, get: Callable[[], Awaitable[Buffer]], asked_at: float, *, is_last: bool = False) -> Buffer:
-        await self._begin()
-        begun, crowd = time.monotonic(), self._running
-        try:
-            data = await get()
-            self._went_well(len(data), time.monotonic() - begun)
-            return data
-        except StoreUnavailableError as error:
-            crowd = max(crowd, self._running)
-            if error.context.get("too_slow"):
-                self.reduce(begun)
-                is_alive = error.context.get("moved_bytes") or self._arrived_at > begun
-                if crowd > 1 and is_alive and not is_last:
-                    raise _Crowded from error
-            error.context["crowded_seconds"] = round(begun - asked_at, 1)
-            raise
-        finally:
-            self._end()
+        for crept in range(CROWDED_MAX + 1):
+            await self._begin()
+            begun, crowd = time.monotonic(), self._running
+            try:
+                data = await get()
+                self._went_well(len(data), time.monotonic() - begun)
+                return data
+            except StoreUnavailableError as error:
+                crowd = max(crowd, self._running)
+                is_crowded = False
+                if error.context.get("too_slow"):
+                    self.reduce(begun)
+                    is_alive = error.context.get("moved_bytes") or self._arrived_at > begun
+                    is_crowded = crowd > 1 and bool(is_alive)
+                if not is_crowded or crept == CROWDED_MAX:
+                    error.context["crowded_seconds"] = round(begun - asked_at, 1)
+                    raise
+            finally:
+                self._end()
+        raise AssertionError("unreachable")
 
     async def _begin(self) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -26,6 +26,7 @@ import termios
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
@@ -122,17 +123,18 @@ class Connections:
             NotThisWay: any other answer.
         """
         url = urlsplit(get.url)
-        connection = self._take(url)
-        if connection is not None:
+        idle = self._take(url)
+        while True:
+            connection = idle or self._open(url, get)
             try:
-                self._on(connection, url, get)
+                with self._lent(connection, url, get), _ask(connection, url, get) as answer:
+                    _check(answer, get)
+                    _receive(answer, get, Watermark(connection.sock, get.enough_bytes))
                 return
-            except _Stale:
-                pass  # the server had closed it before we asked: that is no failure
-        try:
-            self._on(self._open(url, get), url, get)
-        except _Stale as error:
-            raise get.unavailable(str(error)) from None
+            except _Stale as error:
+                if idle is None:
+                    raise get.unavailable(str(error)) from None
+                idle = None  # the server had closed it before we asked: that is no failure
 
     def close(self) -> None:
         """Close what is idle. Idempotent; it can be used on."""
@@ -178,17 +180,15 @@ class Connections:
             raise get.unavailable(_said(error)) from None
         return connection
 
-    def _on(self, connection: http.client.HTTPConnection, url: SplitResult, get: Get) -> None:
-        """Make the request on ``connection``, which is kept when the answer was whole, closed when not."""
+    @contextlib.contextmanager
+    def _lent(self, connection: http.client.HTTPConnection, url: SplitResult, get: Get) -> Iterator[None]:
+        """Within it a request is made on ``connection``, which is kept when the answer was whole, closed when not."""
         is_good = False
         try:
             get.use(connection)
             connection.sock.settimeout(get.window_seconds)
-            answer = _ask(connection, url, get)
-            with answer:
-                _check(answer, get)
-                _receive(answer, get, Watermark(connection.sock, get.enough_bytes))
-            is_good = not answer.will_close
+            yield
+            is_good = connection.sock is not None  # else the server has closed it after its answer
         except TimeoutError:
             raise get.too_slow(_waiting_bytes(connection.sock)) from None
         except (OSError, http.client.HTTPException) as error:
@@ -212,12 +212,14 @@ class Ranges:
         self.is_usable = True
         """False once it is clear that this way does not work here."""
 
-    async def read(self, get: Get) -> None:
-        """``Connections.read``. Cancelled, it returns only when nothing writes to ``get.into`` any more."""
+    async def read(self, get: Get) -> memoryview:
+        """``Connections.read``; return what it filled. Cancelled, it returns only when nothing writes to ``get.into``
+        any more."""
         future = asyncio.get_running_loop().run_in_executor(_threads, self._connections.read, get)
         try:
             await asyncio.shield(future)
             self._misses = 0
+            return get.into[: get.byte_range.size_bytes]
         except asyncio.CancelledError:
             get.abort()
             await ended(future)

@@ -19,6 +19,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,7 +64,7 @@ from .remote_errors import (
     still_refused,
     translate,
 )
-from .retry import PROBE_SECONDS_MAX, Retries
+from .retry import PROBE_SECONDS_MAX, Retries, Tries
 from .signed import delete_if
 
 if TYPE_CHECKING:
@@ -115,26 +116,29 @@ class RemoteStore:
     # --- one request ---------------------------------------------------------------------------------------------
 
     async def _request(self, key: str | None, call: Callable[[Client], Awaitable[T]], *, writing: bool = False) -> T:
-        """Make one request by ``call``, again where that helps. ``key`` None: the request is about the bucket."""
-        return await self.retries.run(self._breaker, self._probe, lambda: self._permitted(key, call, writing))
+        """Make one idempotent request by ``call``, again while it fails in a way that may pass; when it is refused
+        because the credentials have expired, once more with newer ones. ``key`` None: it is about the bucket.
 
-    async def _permitted(self, key: str | None, call: Callable[[Client], Awaitable[T]], writing: bool) -> T:
-        """Make one request; when it is refused because the credentials have expired, once more with newer ones."""
-        generation = self._bucket.generation
-        try:
-            return await self._call(key, call, writing)
-        except PermissionDeniedError as refusal:
-            if not await self._bucket.renewed(generation, refusal):
-                raise
-        try:
-            return await self._call(key, call, writing)
-        except PermissionDeniedError as error:
-            raise still_refused(error) from error
-
-    async def _call(self, key: str | None, call: Callable[[Client], Awaitable[T]], writing: bool) -> T:
-        client = await self._client()
-        async with self._errors(key, writing=writing):
-            return await call(client)
+        Raises:
+            StoreUnavailableError: attempts, time (``store_timeout_seconds``) or budget are spent, or the store is down.
+        """
+        tries, is_renewed = Tries(self.retries, self.settings.store_timeout_seconds), False
+        while True:
+            generation = self._bucket.generation
+            try:
+                async with self.retries.asking(self._breaker, self._probe):
+                    client = await self._client()
+                    async with self._errors(key, writing=writing):
+                        return await call(client)
+            except PermissionDeniedError as refusal:
+                if is_renewed:
+                    raise still_refused(refusal) from refusal
+                if not await self._bucket.renewed(generation, refusal):
+                    raise
+                is_renewed = True
+            except StoreUnavailableError as error:
+                if not await tries.pause(error):
+                    raise
 
     async def _probe(self) -> bool:
         """Ask for something cheap, once. True when the store answered, if only to refuse or to say "not found"."""
@@ -239,12 +243,8 @@ class RemoteStore:
             raise NotThisWay("there is a proxy", for_good=True)
         window = self._limit_seconds(0)
         enough = max(1, int(congestion.BYTES_PER_SECOND_MIN * window))
-
-        async def get() -> Buffer:
-            await self._bucket.ranges.read(Get(f"{self.uri}/{key}", url, byte_range, into, if_match, window, enough))
-            return into[: byte_range.size_bytes]
-
-        await self._congestion.run(get)
+        get = Get(f"{self.uri}/{key}", url, byte_range, into, if_match, window, enough)
+        await self._congestion.run(partial(self._bucket.ranges.read, get))
 
     async def _read(self, client: Client, key: str, options: GetOptions) -> Buffer:
         """Return the body of one GET. Broken off when a window passes in which too little of it came."""
@@ -406,7 +406,8 @@ class RemoteStore:
                 return
             generation = self._bucket.generation
             try:
-                await self.retries.once(self._breaker, self._probe, lambda: self._put_parts(key, pieces, size_bytes))
+                async with self.retries.asking(self._breaker, self._probe):
+                    await self._put_parts(key, pieces, size_bytes)
             except PermissionDeniedError as error:
                 if await self._bucket.renewed(generation, error):
                     raise renewed_meanwhile(error) from error

@@ -16,11 +16,12 @@ breakers"; Nygard, "Release It!" (circuit breaker).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from ..config import Settings
@@ -222,24 +223,16 @@ class Retries:
         for bucket in self._buckets.values():
             bucket.close()
 
-    async def run(self, breaker: Breaker, probe: Probe, request: Callable[[], Awaitable[T]]) -> T:
-        """Make one idempotent request, again while it fails in a way that may pass, with full jitter.
+    @contextlib.asynccontextmanager
+    async def asking(self, breaker: Breaker, probe: Probe) -> AsyncIterator[None]:
+        """Within it one request is made, once the store is up; how it ends counts for ``breaker`` and the budget.
 
-        Raises:
-            StoreUnavailableError: attempts, time (``store_timeout_seconds``) or budget are spent, or the store is down.
-        Cost: at most ``1 + RETRIES_MAX`` requests, each made up to ``1 + CROWDED_MAX`` times when it is a GET in
-            a crowd; none while the store is known to be down.
+        Raises StoreUnavailableError, and asks for nothing, while the store is known to be down.
         """
-        return await self.again(
-            lambda: self.once(breaker, probe, request), timeout_seconds=self.settings.store_timeout_seconds
-        )
-
-    async def once(self, breaker: Breaker, probe: Probe, request: Callable[[], Awaitable[T]]) -> T:
-        """Make one request that cannot be repeated as it is, when the store is up."""
         await breaker.passed(probe)
         self.counts["requests"] += 1
         try:
-            result = await request()
+            yield
         except StoreUnavailableError as error:
             self.counts["failures"] += 1
             if _is_answer(error):
@@ -251,33 +244,22 @@ class Retries:
             self._went_well(breaker)  # "not found" is an answer
             raise
         self._went_well(breaker)
-        return result
 
     def _went_well(self, breaker: Breaker) -> None:
         self.budget.earn()
         breaker.succeeded()
 
     async def again(self, work: Callable[[], Awaitable[T]], *, timeout_seconds: float = math.inf) -> T:
-        """Do ``work``, which makes its requests by ``once``, again while it fails in a way that may pass.
+        """Do ``work``, which makes its requests by ``asking``, again while it fails in a way that may pass (``Tries``).
 
-        A failure that went through here before, further down, is not tried again: retries do not multiply. What a GET
-        waited for others beside it (``crowded_seconds``, congestion.py) is no part of ``timeout_seconds``.
+        A failure that went through here before, further down, is not tried again: retries do not multiply.
         """
-        attempts, tries = 0, 0  # a retry that the budget refuses is a try, though nothing was asked
-        deadline = time.monotonic() + timeout_seconds
+        tries = Tries(self, timeout_seconds)
         while True:
             try:
-                attempts, tries = attempts + 1, tries + 1
                 return await work()
             except StoreUnavailableError as error:
-                deadline += error.context.get("crowded_seconds", 0.0)
-                while _may_pass(error) and tries <= RETRIES_MAX and time.monotonic() < deadline:
-                    await asyncio.sleep(jitter_seconds(tries, BACKOFF_SECONDS_MIN, BACKOFF_SECONDS_MAX))
-                    if await self.pay(deadline):
-                        break
-                    tries += 1
-                else:
-                    error.context.setdefault("attempts", attempts)
+                if not await tries.pause(error):
                     raise
 
     async def pay(self, deadline: float = math.inf) -> bool:
@@ -289,6 +271,30 @@ class Retries:
         self.counts["retries"] += 1
         RETRIES.emit(1, operation="request")
         return True
+
+
+class Tries:
+    """The tries of one piece of work: at most 1 + ``RETRIES_MAX``, within a time, each again paid from the budget.
+
+    What a GET waited for others beside it (``crowded_seconds``, congestion.py) is no part of that time.
+    """
+
+    def __init__(self, retries: Retries, timeout_seconds: float) -> None:
+        self._retries = retries
+        self._deadline = time.monotonic() + timeout_seconds
+        self._attempts = self._tries = 0  # a retry that the budget refuses is a try, though nothing was asked
+
+    async def pause(self, error: StoreUnavailableError) -> bool:
+        """Wait until the next try, with full jitter. False when ``error`` is the end of it."""
+        self._attempts, self._tries = self._attempts + 1, self._tries + 1
+        self._deadline += error.context.get("crowded_seconds", 0.0)
+        while _may_pass(error) and self._tries <= RETRIES_MAX and time.monotonic() < self._deadline:
+            await asyncio.sleep(jitter_seconds(self._tries, BACKOFF_SECONDS_MIN, BACKOFF_SECONDS_MAX))
+            if await self._retries.pay(self._deadline):
+                return True
+            self._tries += 1
+        error.context.setdefault("attempts", self._attempts)
+        return False
 
 
 def jitter_seconds(tries: int, seconds_min: float, seconds_max: float) -> float:

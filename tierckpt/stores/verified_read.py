@@ -39,15 +39,23 @@ async def verified(store: Store, read: Callable[[], Awaitable[T]]) -> T:
         IntegrityError: damaged every time, so it is not the way but what lies there; or the retry budget is spent.
     Cost: nothing while the bytes are good; up to ``READS_MAX`` reads of what is damaged in the store.
     """
-    for _ in range(READS_MAX - 1):
+    reads = 0
+    while True:
         try:
             return await read()
         except IntegrityError as damage:
-            if not isinstance(store, Recoverable):
+            reads += 1
+            if not await reread(store, damage, reads):
                 raise
-            log.warning("%s: a damaged answer, asking again on a new connection: %s", store.uri, damage.message)
-            await store.reconnect(damage)
-    return await read()
+
+
+async def reread(store: RangeSource, damage: IntegrityError, reads: int) -> bool:
+    """Take a new connection to ``store`` after ``reads`` damaged answers. False when it is not to be asked again."""
+    if reads >= READS_MAX or not isinstance(store, Recoverable):
+        return False
+    log.warning("%s: a damaged answer, asking again on a new connection: %s", store.uri, damage.message)
+    await store.reconnect(damage)
+    return True
 
 
 async def available(store: Store) -> bool:
