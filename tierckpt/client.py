@@ -354,12 +354,24 @@ def wait(
 ) -> None:
     """Return when the newest save to ``uri`` is committed on ``tier`` (``"local"`` or ``"shared"``).
 
-    Saves that this process has begun, and that still are in the hands of another thread, count.
+    Saves that this process has begun, and that another thread is still writing, count.
+
+    Args:
+        uri: one checkpoint (``s3://bucket/run/step-100``), not a run.
+        tier: ``"local"``: durable on this node. ``"shared"``: drained, and visible to other nodes.
+        timeout_seconds: of the whole call.
+        settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``).
 
     Raises:
-        OperationTimeoutError: not within ``timeout_seconds``.
+        ConfigError: another ``tier``, or a URI or setting that cannot work.
+        OperationTimeoutError: not within ``timeout_seconds``, or nobody saves to ``uri``.
         TierckptError: a save that another thread of this process began failed; or its drain failed for a reason that
             waiting does not mend (permission, damage, a rival save).
+
+    Example:
+        >>> dcp.save({"weight": torch.ones(4)}, storage_writer=TierStorageWriter("run/step-1"))
+        Metadata(...)
+        >>> tierckpt.wait("run/step-1", tier="shared", timeout_seconds=60)
     """
     try:
         wanted = Tier(tier)
@@ -383,8 +395,22 @@ def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **o
     ``store_wait_seconds``, unless the newest step on this node was saved here and has not been drained: that is
     returned, with a warning.
 
+    Args:
+        uri: a run (``s3://bucket/run``), or one checkpoint.
+        settings: a ``Settings``; ``overrides`` are single fields of it (``store_wait_seconds=0``).
+
     Raises:
+        ConfigError: a URI or setting that cannot work.
         StoreUnavailableError, PermissionDeniedError: shared storage could not be asked.
+    Cost: one listing of ``uri``, and the manifest of each checkpoint looked at, newest first.
+
+    Example:
+        >>> tierckpt.latest("run") is None
+        True
+        >>> for step in (9, 10):
+        ...     metadata = dcp.save({"weight": torch.ones(4)}, storage_writer=TierStorageWriter(f"run/step-{step}"))
+        >>> tierckpt.latest("run")
+        '.../run/step-10'
     """
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
@@ -418,11 +444,22 @@ def prefetch(
         exclude: globs of files to leave out.
         pin: keep it in the node cache until it is unpinned; other versions of ``uri`` are unpinned.
         wait_seconds: wait so long for what is not committed or not there yet. None: that is an error.
+        settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``).
+        listener: called with a ``Progress`` as bytes arrive, on the client's thread: it must return at once.
 
     Raises:
-        PartialTransferError: some files could not be had; ``.failures`` names them.
-        CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError, CapacityError, StoreError.
+        PartialTransferError: some files could not be fetched; ``.failures`` names them.
+        CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError: nothing usable at ``uri``.
+        CapacityError: the files do not fit on the disk; nothing was fetched.
+        IntegrityError, StoreError, ConfigError.
         OperationTimeoutError: ``wait_seconds`` have passed.
+    Cost: each byte is read from shared storage once per cluster, and written once per node.
+
+    Example:
+        >>> save_file({"weight": torch.ones(4)}, "model.safetensors")
+        >>> directory = tierckpt.prefetch(pathlib.Path.cwd(), to="copy", include=["*.safetensors"])
+        >>> tierckpt.load_safetensors(directory)["weight"].sum().item()
+        4.0
     """
     location = check_location(parse_uri(uri))
     include, exclude = _globs(include), _globs(exclude)

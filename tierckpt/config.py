@@ -89,7 +89,19 @@ REMOVED = {
 
 
 class Settings(BaseSettings):
-    """All settings. Build one with ``Settings.load(**overrides)``, which turns bad values into ``ConfigError``."""
+    """All settings. Build one with ``Settings.load(**overrides)``, which turns bad values into ``ConfigError``.
+
+    Each is also an environment variable (``TIERCKPT_LOCAL_ROOT``) and a keyword of every verb. Frozen and hashable.
+
+    Example:
+        >>> settings = tierckpt.Settings.load(local_root="ssd", drain=False)
+        >>> tierckpt.latest("run", settings=settings) is None
+        True
+        >>> tierckpt.Settings.load(local_rot="ssd")
+        Traceback (most recent call last):
+            ...
+        tierckpt.errors.ConfigError: ...
+    """
 
     model_config = SettingsConfigDict(env_prefix="TIERCKPT_", extra="forbid", frozen=True)
 

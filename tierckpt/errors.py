@@ -27,6 +27,10 @@
 
 Each class inherits the builtin that callers already catch. Every instance pickles, because DCP ships exceptions
 between ranks. ``retryable`` is the only thing that decides whether the mover tries again.
+
+Example:
+    >>> issubclass(tierckpt.errors.CheckpointNotFoundError, FileNotFoundError)
+    True
 """
 
 from __future__ import annotations
@@ -38,7 +42,17 @@ from .redaction import redact, redact_all
 
 
 class TierckptError(Exception):
-    """Base of all errors here. ``message`` says what and which object; ``hint`` says what to do next."""
+    """Base of all errors here. ``message`` says what and which object; ``hint`` says what to do next.
+
+    ``exit_code`` is what the command line ends with; ``retryable`` whether the same call may succeed later.
+
+    Example:
+        >>> try:
+        ...     tierckpt.prefetch("run/step-7", to="copy")
+        ... except tierckpt.TierckptError as error:
+        ...     error.exit_code, error.to_json()["error"]
+        (4, 'ObjectNotFoundError')
+    """
 
     exit_code: int = 1
     retryable: bool = False

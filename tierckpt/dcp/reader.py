@@ -83,6 +83,14 @@ class TierStorageReader(Mount, StorageReader):
         CheckpointNotFoundError, UncommittedCheckpointError, IntegrityError (names tensor, file and tiers), StoreError.
         StoreUnavailableError after ``store_wait_seconds``, when files are neither on this node nor its peers.
         UnsafeCheckpointError: metadata or an object asks for code, or metadata says what cannot be.
+    Cost: each byte that this rank needs is read once, from the nearest copy.
+
+    Example:
+        >>> metadata = dcp.save({"weight": torch.ones(4)}, storage_writer=TierStorageWriter("run/step-1"))
+        >>> state = {"weight": torch.empty(4)}
+        >>> dcp.load(state, storage_reader=tierckpt.TierStorageReader("run/step-1"))
+        >>> state["weight"].sum().item()
+        4.0
     """
 
     def __init__(
@@ -112,6 +120,7 @@ class TierStorageReader(Mount, StorageReader):
 
     @short_traceback
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load, of ``checkpoint_id`` if one is given. Raises ConfigError for a URI that cannot work."""
         self.storage_data = {}
         self._release()
         self._error = None
@@ -154,6 +163,7 @@ class TierStorageReader(Mount, StorageReader):
 
     @short_traceback
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take the metadata that the plan is made from. Raises what ``read_metadata`` raised, typed."""
         if self._error is not None:
             raise self._error
         if metadata.storage_data is None:
@@ -176,15 +186,24 @@ class TierStorageReader(Mount, StorageReader):
 
     @short_traceback
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return ``plan`` with the byte ranges of this rank, so that ranks of a node can share their reads."""
         checkpoint = self._found().checkpoint
         return self._neighbours.offered(plan, self._spans, checkpoint, lambda: self._names_to_fetch(plan))
 
     @short_traceback
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return each rank's plan with the byte ranges that other ranks of its node read too. On the coordinator."""
         return self._neighbours.answered(plans)
 
     @short_traceback
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of ``plan`` with verified bytes. The future that it returns is done.
+
+        Raises:
+            IntegrityError: no good copy of some file; names tensor, file and tiers.
+            StoreUnavailableError, StoreError: the files are not on this node, and cannot be fetched.
+            UnsafeCheckpointError: an object asks for code.
+        """
         try:
             self._read(plan, planner)
         finally:

@@ -45,8 +45,8 @@ class TierStager:
 
     ``stage`` returns when the copy is complete: training may change the tensors at once. With ``mode="lazy"`` it
     returns at once, and a step of any of ``optimizers`` waits for what is not copied yet. The copy is valid until it
-    has been saved, or until nothing refers to it. A ``TierStorageWriter`` that saves it leaves a will with the node's
-    agent, which finishes the save should this process end (``Settings.staging_memory``).
+    has been saved, or until nothing refers to it. A ``TierStorageWriter`` that saves it hands it to the node's agent
+    as well, which finishes the save should this process end (``Settings.staging_memory``).
 
     Args:
         mode: "eager" or "lazy".
@@ -63,6 +63,14 @@ class TierStager:
         minutes (policy "wait").
 
     Cost: one copy of the state; the first call also pays for the memory. Not thread-safe.
+
+    Example:
+        >>> weight = torch.ones(4)
+        >>> stager = tierckpt.TierStager()
+        >>> staged = stager.stage({"weight": weight})
+        >>> weight.zero_().sum().item(), staged["weight"].sum().item()
+        (0.0, 4.0)
+        >>> stager.close()
     """
 
     _synchronize_after_execute = False
@@ -94,6 +102,7 @@ class TierStager:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
+        """False: ``stage`` is complete when it returns, and in lazy mode the optimizer step waits."""
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any], **_: Any) -> Any:
@@ -163,6 +172,7 @@ class TierStager:
         self._fences.clear()
 
     def wait_before_step(self, *_: Any) -> None:
+        """Wait for the copies, as a hook of ``optimizer.step``. Raises what went wrong with them."""
         self.synchronize_staging()
 
     def _changed_by_step(self) -> set[int]:

@@ -162,6 +162,14 @@ class TierStorageWriter(Mount, StorageWriter):
 
     Raises (inside DCP's CheckpointException, by rank):
         AlreadyCommittedError, CapacityError, PermissionDeniedError, ConfigError, StateMismatchError (meta tensors).
+    Cost: one copy of the state to staging memory, one write of it to the SSD.
+
+    Example:
+        >>> state = {"weight": torch.ones(4)}
+        >>> metadata = dcp.save(state, storage_writer=TierStorageWriter("run/step-1"))
+        >>> future = dcp.async_save(state, storage_writer=TierStorageWriter("run/step-2"))  # returns when copied
+        >>> metadata = future.result()  # committed on the local tier
+        >>> tierckpt.wait("run/step-2", tier="shared")
     """
 
     def __init__(
@@ -232,6 +240,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self.save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save. An unfinished one of this object is given up; what it committed stays."""
         with self._working():
             self._abort()
         rank = kwargs.get("rank")
@@ -245,6 +254,12 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @short_traceback
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Check ``local_root`` and the target, and return ``plan``.
+
+        Raises:
+            ConfigError, PermissionDeniedError: this node cannot save there.
+            AlreadyCommittedError: the id holds a checkpoint, and ``overwrite`` is False.
+        """
         with self._telling():
             check_local_root(self.settings)
             self._client.enter(self.location.parent, trains=True)  # what is about to be committed here must be known
@@ -259,6 +274,8 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @short_traceback
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans, with replicated items spread evenly over ranks and a token of this save. On the
+        coordinator."""
         plans, save = split.balance_replicated(plans), secrets.token_hex(8)
         return [
             dataclasses.replace(plan, storage_data=_Turn(f"__{rank}_", save, len(plans), self.path))
@@ -269,6 +286,12 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @short_traceback
     def write_data(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Future[list[WriteResult]]:
+        """Write this rank's shards to the SSD, durably. The future that it returns is done.
+
+        Raises:
+            CapacityError: the SSD is full, and eviction cannot make room.
+            PermissionDeniedError, ConfigError, StateMismatchError (meta tensors).
+        """
         future: Future[list[WriteResult]] = Future()
         with self._telling(), self._working():
             if isinstance(plan.storage_data, _Turn):
@@ -383,6 +406,7 @@ class TierStorageWriter(Mount, StorageWriter):
         return epochs.committing(self.settings.local_root, self.location.parent, self._epoch)
 
     def storage_meta(self) -> StorageMeta:
+        """Return the id and the save's token, which DCP puts into the metadata."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def settle(self, error: BaseException | None = None) -> None:
@@ -411,6 +435,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @property
     def should_synchronize_after_execute(self) -> bool:
+        """False: ``stage`` is complete when it returns."""
         return self._synchronize_after_execute
 
     @short_traceback

@@ -69,6 +69,8 @@ def load_safetensors(
 ) -> dict[str, Tensor] | LazyTensors:
     """Return every tensor of a model, by name: all of them, or an error that says which is missing.
 
+    Each has the dtype and the shape (or the part of it that was asked for) that its file gives it.
+
     Headers are checked before anything is allocated. Bytes are read once, past the page cache unless they are in it,
     and straight into the memory of the tensors. The tensors are ordinary ones: writable, each with a storage of its
     own; the large ones of one file share an allocation, which goes with the last of them.
@@ -99,6 +101,13 @@ def load_safetensors(
         ConfigError, StoreError: a bad argument, or a store that cannot be read.
     Cost: a request for each 8 MiB, as many at a time as the device likes best (``disk/read_tuner.py``); memory for the
         tensors, and a buffer of 8 MiB for each where a tensor is cut by columns or goes to a device.
+
+    Example:
+        >>> save_file({"layer.weight": torch.ones(4, 2), "layer.bias": torch.zeros(4)}, "model.safetensors")
+        >>> tierckpt.load_safetensors("model.safetensors")["layer.weight"].shape
+        torch.Size([4, 2])
+        >>> tierckpt.load_safetensors("model.safetensors", shard=(0, 2, 0))["layer.weight"].shape
+        torch.Size([2, 2])
     """
     wanted = WantedTensors(uri_or_dir, device, names, prefix, Parts(shard, plan), Settings.load(settings, **overrides))
     if lazy:
@@ -128,7 +137,25 @@ def stream_safetensors(
     more than ``bytes_in_flight_max``, or one tensor that is larger; so a model larger than memory goes through. The
     tensors of a window (half of that) share memory: keep a clone of those you keep, or all of them.
 
-    Everything is found and checked before this returns. Arguments and errors are those of ``load_safetensors``.
+    Args:
+        bytes_in_flight_max: see above; at least one tensor is read at a time.
+        Others: as in ``load_safetensors``.
+
+    Returns a generator of ``(name, tensor)``, each tensor of the dtype and shape (or part) that its file gives it.
+
+    Raises:
+        ConfigError: ``bytes_in_flight_max`` is not above 0.
+        IntegrityError: before this returns, for what headers and index show; while iterating, for bytes that are bad.
+        CheckpointNotFoundError, ObjectNotFoundError, StateMismatchError, CapacityError, StoreError: as in
+            ``load_safetensors``, before anything is read.
+    Cost: as ``load_safetensors``, with memory for one window instead of the model.
+
+    Example:
+        >>> save_file({"a": torch.zeros(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}, "model.safetensors")
+        >>> for name, tensor in tierckpt.stream_safetensors("model.safetensors"):
+        ...     print(name, tuple(tensor.shape), tensor.dtype)
+        a (2, 3) torch.float32
+        b (4,) torch.bfloat16
     """
     if bytes_in_flight_max <= 0:
         raise ConfigError(f"bytes_in_flight_max is {bytes_in_flight_max}", hint="Give a number of bytes above 0")

@@ -108,6 +108,19 @@ class Checkpointer:
     Attributes:
         stats: one SaveRecord for each save of this object, the latest 4096.
         restore_seconds: time of the last ``restore``, None before.
+
+    Source: the interval of "auto" is that of docs/adr/0012-planning.md.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 4)
+        >>> state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+        >>> with tierckpt.Checkpointer("run", keep_last=2, interval=10) as checkpointer:
+        ...     start = checkpointer.restore(state) or 0
+        ...     for step in range(start + 1, 26):
+        ...         committed = checkpointer.step(step, state)
+        >>> with tierckpt.Checkpointer("run") as checkpointer:
+        ...     checkpointer.latest_step()
+        25
     """
 
     def __init__(

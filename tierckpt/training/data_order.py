@@ -47,6 +47,15 @@ class DataOrder:
 
     Raises:
         ConfigError: an empty dataset, or a size below 1; names which.
+
+    Example:
+        >>> order = tierckpt.DataOrder(6, batch_size=2, shuffle=False, epochs=1)
+        >>> first = next(iter(order.over(order)))
+        >>> place = order.state_dict()
+        >>> resumed = tierckpt.DataOrder(6, batch_size=2, shuffle=False, epochs=1)
+        >>> resumed.load_state_dict(place)
+        >>> first, list(resumed.over(resumed))
+        ([0, 1], [[2, 3], [4, 5]])
     """
 
     def __init__(

@@ -219,6 +219,13 @@ def load_model(
         StoreUnavailableError, PermissionDeniedError: which checkpoints there are could not be asked.
         CheckpointNotFoundError, UncommittedCheckpointError, IntegrityError, StoreError: from the reader.
     Cost: the bytes of the model are read once, a seventh of an Adam checkpoint in mixed precision.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 3)
+        >>> with tierckpt.Checkpointer("run") as checkpointer:
+        ...     copied = checkpointer.save(1, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+        >>> {name: tuple(tensor.shape) for name, tensor in tierckpt.load_model("run").items()}
+        {'weight': (3, 2), 'bias': (3,)}
     """
     settings = Settings.load(settings, **overrides)
     device = check_device(device)
