@@ -5,7 +5,7 @@
     8             8      bytes of the header, little endian
     16            16     XXH3-128 of the header
     32            n      header: JSON
-    then          m      gradients, one behind the other, in the order of the header
+    then          m      gradients, one behind the other, in the order of the header; the attachment
 
 Invariants:
     F1  Whole or refused: the header has the digest of each chunk of the gradients, and its own comes before it.
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -50,6 +50,12 @@ class Frame:
     """``optimizers.layout_digest``."""
     previous: str = FIRST
     """``digest`` of the frame before."""
+    number: int = 0
+    """The step as training counts it."""
+    attachment: bytes = b""
+    """What else belongs to the step; whoever wrote it knows what it is."""
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Of gradients that are narrower here than they were; the others have their own."""
     digest: str = ""
     """Of the header, which has those of all gradients: it names the frame. Set by ``encode`` and ``decode``."""
 
@@ -67,16 +73,20 @@ def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
         digests = [
             xxhash.xxh3_128_hexdigest(view[begin : begin + CHUNK_BYTES]) for begin in range(0, len(view), CHUNK_BYTES)
         ]
-        entries.append([key, _name(gradient.dtype), _name(stored.dtype), list(gradient.shape), digests])
+        dtype = frame.dtypes.get(key, gradient.dtype)
+        entries.append([key, _name(dtype), _name(stored.dtype), list(gradient.shape), digests])
         views.append(view)
+    views.append(memoryview(frame.attachment))
     header = json.dumps(
         {
             "version": frame.step.version,
+            "number": frame.number,
             "previous": frame.previous,
             "layout": frame.layout,
             "skipped": frame.step.is_skipped,
             "hyperparameters": [_to_json(group) for group in frame.step.hyperparameters],
             "gradients": entries,
+            "attachment": [len(frame.attachment), xxhash.xxh3_128_hexdigest(frame.attachment)],
         },
         separators=(",", ":"),
     ).encode()
@@ -84,44 +94,54 @@ def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
     return _HEAD.pack(MAGIC, len(header), digest) + header, views, digest.hex()
 
 
-def decode(data: memoryview, *, where: str) -> tuple[Frame, int]:
-    """Return the frame at the head of ``data``, and its size in bytes. Its gradients are copies.
+def decode(read: Callable[[int, int], memoryview], *, where: str) -> tuple[Frame, int]:
+    """Return a frame and its size in bytes. Its gradients are copies.
+
+    Args:
+        read: returns bytes of the log, given offset from the head of the frame and size; fewer at the end of the log.
 
     Raises:
         IntegrityError: it is cut short, damaged, or no frame at all. ``where`` says which log it is in.
     """
-    if len(data) < _HEAD.size:
-        raise _damaged(where, "it is cut short")
-    magic, header_bytes, digest = _HEAD.unpack_from(data)
+
+    def part(offset: int, size_bytes: int) -> memoryview:
+        found = read(offset, size_bytes)
+        if len(found) < size_bytes:
+            raise _damaged(where, "it is cut short")
+        return found
+
+    magic, header_bytes, digest = _HEAD.unpack(part(0, _HEAD.size))
     if magic != MAGIC:
         raise _damaged(where, f"it begins with {magic!r} and not {MAGIC!r}")
-    body = _HEAD.size + header_bytes
-    if header_bytes > HEADER_BYTES_MAX or len(data) < body:
+    if header_bytes > HEADER_BYTES_MAX:
         raise _damaged(where, "it is cut short")
-    header = bytes(data[_HEAD.size : body])
+    header = bytes(part(_HEAD.size, header_bytes))
     if xxhash.xxh3_128_digest(header) != digest:
         raise _damaged(where, "its header is not what was written")
-    fields = json.loads(header)
+    fields, at = json.loads(header), _HEAD.size + header_bytes
     gradients: dict[str, torch.Tensor] = {}
     for key, dtype, stored, shape, digests in fields["gradients"]:
         tensor = torch.empty(shape, dtype=_DTYPES[stored])
         view = _bytes_of(tensor)
-        if len(data) < body + len(view):
-            raise _damaged(where, "it is cut short")
-        view[:] = data[body : body + len(view)]
+        view[:] = part(at, len(view))
         for number, wanted in enumerate(digests):
             chunk = view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
             if xxhash.xxh3_128_hexdigest(chunk) != wanted:
                 raise _damaged(where, f"the gradient of parameter {key} is not what was written")
-        body += len(view)
+        at += len(view)
         gradients[key] = tensor.to(_DTYPES[dtype])
+    size_bytes, wanted = fields["attachment"]
+    attachment = bytes(part(at, size_bytes))
+    if xxhash.xxh3_128_hexdigest(attachment) != wanted:
+        raise _damaged(where, "its attachment is not what was written")
     step = Step(
         fields["version"],
         [_from_json(group) for group in fields["hyperparameters"]],
         gradients,
         torch.ones(()) if fields["skipped"] else None,
     )
-    return Frame(step, fields["layout"], fields["previous"], digest.hex()), body
+    frame = Frame(step, fields["layout"], fields["previous"], fields["number"], attachment, digest=digest.hex())
+    return frame, at + size_bytes
 
 
 def _narrowed(gradient: torch.Tensor) -> torch.Tensor:
