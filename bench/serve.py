@@ -39,6 +39,7 @@ from rich.table import Table
 from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
+from tierckpt.peer import server as peer_server
 from tierckpt.peer.auth import Signer, read_secret
 from tierckpt.peer.client import PeerClient
 from tierckpt.peer.inventory import Holdings
@@ -73,13 +74,14 @@ class Alone:
 
 
 def settings_of(root: Path) -> Settings:
-    return Settings.load(local_root=root, peer_listen="127.0.0.1:0", peer_secret=SECRET, peer_serves_max=256)
+    return Settings.load(local_root=root, peer_listen="127.0.0.1:0", peer_secret=SECRET)
 
 
 # --- the servers: each prints its port, and serves until it is ended -------------------------------------------
 
 
 async def serve_tierckpt(root: Path) -> None:
+    peer_server.SERVES_MAX = 256
     server = PeerServer(settings_of(root), Holdings(root), Alone())
     await server.start()
     print(server.address.rpartition(":")[2], flush=True)

@@ -105,10 +105,16 @@ def settings_of(root: Path, **changed: Any) -> Settings:
 class Node:
     """A running server. ``client`` makes one more client of it; all are closed at the end."""
 
-    def __init__(self, root: Path, **changed: Any) -> None:
+    def __init__(self, root: Path, *, bytes_per_second: int | None = None, **changed: Any) -> None:
         self.root, self.settings = root, settings_of(root, **changed)
         self.members, self.holdings = Alone(), Holdings(root)
-        self.server = PeerServer(self.settings, self.holdings, self.members, fresh=lambda: {"runs": []})
+        self.server = PeerServer(
+            self.settings,
+            self.holdings,
+            self.members,
+            fresh=lambda: {"runs": []},
+            bytes_per_second=bytes_per_second,
+        )
         self._clients: list[PeerClient] = []
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -34,7 +34,6 @@ GiB = 1 << 30
 PEER_SECRET_BYTES_MIN = 16
 
 _LISTEN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
-_ADVERTISE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:(?P<port>\d{1,5}))?")
 
 StagingPolicy: TypeAlias = Literal["wait", "skip", "drop_oldest_unflushed"]
 PreemptSignal: TypeAlias = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"]
@@ -59,6 +58,7 @@ def _default_local_root() -> Path:
 
 
 REMOVED = {
+    "agent_idle_seconds": "It is the option --idle-seconds of `tierckpt agent`",
     "allow_tmpfs": "It only silenced a warning about local_root on tmpfs; leave it out",
     "cache_high_water": "Set local_high_water, which bounds checkpoints and the node cache",
     "cache_low_water": "Eviction goes to 10 points below local_high_water; set that",
@@ -68,6 +68,13 @@ REMOVED = {
     "flush_nice": "The flush always runs at nice 10, or lower where the process does already; leave it out",
     "flush_threads_max": "The number of threads is chosen by measurement, at most 8; leave it out",
     "local_full_timeout_seconds": "A save waits 600 seconds for room; local_full_policy says what else it may do",
+    "log_format": "It is an option of the command: `tierckpt --log-format json VERB`",
+    "log_level": "It is an option of the command: `tierckpt --log-level debug VERB`",
+    "metrics_port": "It is the option --metrics-port of `tierckpt agent`",
+    "peer_advertise": "It is the option --advertise of `tierckpt agent`; a peer_listen with a host is told as it is",
+    "peer_bytes_per_second": "It is the option --network-bytes-per-second of `tierckpt agent`",
+    "peer_serve_bytes_per_second": "It is the option --serve-bytes-per-second of `tierckpt agent`",
+    "peer_serves_max": "A node serves 64 chunks at a time; leave it out",
     "preempt_endpoint": "preempt_notices names the cloud, whose metadata address is known; leave it out",
     "preempt_poll_seconds": "Notices are looked for every 5 seconds; leave it out",
     "read_mode": "How a disk is read is chosen by measurement; leave it out",
@@ -139,9 +146,6 @@ class Settings(BaseSettings):
     """Who drains: the node's agent, a process that outlives this one and is started when there is none, or this
     process itself (for tests, notebooks and commands)."""
 
-    agent_idle_seconds: float = Field(default=30.0, gt=0)
-    """An agent with nothing to drain and nobody connected leaves after this long."""
-
     grace_seconds: float = Field(default=25.0, ge=0)
     """What a process takes, after SIGTERM, to bring checkpoints to safety before it ends."""
 
@@ -187,9 +191,6 @@ class Settings(BaseSettings):
     peer_listen: str = "0.0.0.0:7117"
     """Where this node's agent serves the others, when there are ``peers``. Beyond loopback: a secret, or TLS."""
 
-    peer_advertise: str | None = None
-    """``host[:port]`` by which the others reach this node. None: found out from the route to them."""
-
     peer_secret: SecretStr | None = None
     """What all nodes of the cluster know and nobody else: requests are signed with it (HMAC-SHA256)."""
 
@@ -203,15 +204,6 @@ class Settings(BaseSettings):
 
     peer_domain: str = ""
     """This node's failure domain (rack, power feed): replicas go to other domains first."""
-
-    peer_bytes_per_second: ByteSize | None = Field(default=None, gt=0)
-    """Speed of this node's network, which decides its part of the work. None: what the kernel says of the interface."""
-
-    peer_serve_bytes_per_second: ByteSize | None = Field(default=None, gt=0)
-    """Most bytes per second that this node serves, to all peers together. None: what the network takes."""
-
-    peer_serves_max: int = Field(default=64, ge=1, le=4096)
-    """Chunks that this node serves at a time, to all peers together; a quarter of them to any one."""
 
     replicas: int = Field(default=1, ge=1, le=16)
     """Nodes that hold each shard of a checkpoint after a save, its own among them. More than 1 needs ``peers``."""
@@ -229,15 +221,6 @@ class Settings(BaseSettings):
     store_wait_seconds: float = Field(default=60.0, ge=0)
     """How long a restore, or a look for the newest checkpoint, waits for a store that does not answer. Then it raises
     ``StoreUnavailableError``: it never takes a store that it could not ask for an empty one."""
-
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port on which the agent serves Prometheus metrics, on the loopback address only. 0: any free one. None: none."""
-
-    log_format: Literal["text", "json"] = "text"
-    """How the command line and the agent write events to stderr. ``json``: one object a line."""
-
-    log_level: Literal["debug", "info", "warning", "error"] = "warning"
-    """The least serious events that the command line and the agent write."""
 
     @field_validator("local_root")
     @classmethod
@@ -263,17 +246,13 @@ class Settings(BaseSettings):
             name if not isinstance(name, str) or name.startswith("SIG") else f"SIG{name}" for name in names or ()
         )
 
-    @field_validator("peer_listen", "peer_advertise")
+    @field_validator("peer_listen")
     @classmethod
-    def _address(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _address(cls, value: str) -> str:
         """Form only: what it means is found out where it is used."""
-        form = _LISTEN if info.field_name == "peer_listen" else _ADVERTISE
-        match = form.fullmatch(value) if value is not None else None
-        if value is not None and (match is None or int(match["port"] or 0) > 65535):
-            example = (
-                "0.0.0.0:7117 or [::]:7117" if form is _LISTEN else "10.0.0.1, host.example:7117 or [fd00::1]:7117"
-            )
-            raise ValueError(f"{value[:100]!r} is no address; write {example}")
+        match = _LISTEN.fullmatch(value)
+        if match is None or int(match["port"]) > 65535:
+            raise ValueError(f"{value[:100]!r} is no address; write 0.0.0.0:7117 or [::]:7117")
         return value
 
     @field_validator("peer_secret")

@@ -193,13 +193,11 @@ def _world(setup: Setup, fleet: Fleet, model: Model, folder: Path) -> Iterator[W
         with Origin.running(store, host=at, port=STORE_PORT, within=network.within(ORIGIN)) as origin:
             cluster = Cluster(fleet, origin, model, folder)
             cluster.deadline_seconds = DEADLINE_FACTOR * setup.direct_seconds + DEADLINE_EXTRA_SECONDS
+            cluster.agent_options = ("--network-bytes-per-second", str(int(setup.rate)))
             numbers = range(1, setup.nodes + 1)
             cluster.add(
                 [f"{network.address(number)}:{PORT}" for number in numbers],
-                {
-                    "TIERCKPT_CHUNK_SIZE_BYTES": str(setup.chunk_bytes),
-                    "TIERCKPT_PEER_BYTES_PER_SECOND": str(int(setup.rate)),
-                },
+                {"TIERCKPT_CHUNK_SIZE_BYTES": str(setup.chunk_bytes)},
                 namespaces=[network.namespace(number) for number in numbers],
                 peers=setup.case != "direct",
             )

@@ -65,7 +65,7 @@ def soak(folder: Path, seconds: float, chance: random.Random) -> int:
             os.environ["TIERCKPT_LOCAL_ROOT"] = str(folder / f"{name}-local")
             return nursery.start("train", folder, uri=f"s3://{bucket}/run", name=name, seconds=left, **settings)
 
-        agent = {"mover": "agent", "agent_idle_seconds": 5.0}
+        agent = {"mover": "agent", "idle_seconds": 5.0}
         begun = time.monotonic()
         steady = start("steady", seconds, mover="inline")
         victim = start("victim", seconds, **agent)

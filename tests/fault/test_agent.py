@@ -42,12 +42,19 @@ from tierckpt.quantities import human_bytes
 pytestmark = pytest.mark.distributed
 
 IDLE_SECONDS = 0.7
-SETTINGS = {"agent_idle_seconds": IDLE_SECONDS, "mover": "agent"}
+SETTINGS = {"mover": "agent"}
+JOB = {"idle_seconds": IDLE_SECONDS, **SETTINGS}
 
 
 WAYS = ("Checkpointer", "async_save", "async_save, ours", "without collectives")
 POINTS = ("not begun", "handed in", "half flushed", "flushed", "ready", "committed")
 OF_ASYNC_SAVE = ("noted", "told")
+
+
+@pytest.fixture(autouse=True)
+def short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that this process starts leave soon."""
+    monkeypatch.setattr(contacts, "IDLE_SECONDS", IDLE_SECONDS)
 
 
 def points_of(way: str, world_size: int) -> tuple[str, ...]:
@@ -166,9 +173,10 @@ ASKS = (
     "import sys, time\n"
     "from pathlib import Path\n"
     "from tierckpt.config import Settings\n"
-    "from tierckpt.ipc.client import contact_for\n"
+    "from tierckpt.ipc import client\n"
     "folder, root = map(Path, sys.argv[1:])\n"
-    "contact = contact_for(Settings.load(local_root=root, mover='agent', agent_idle_seconds=0.7))\n"
+    "client.IDLE_SECONDS = 0.7\n"
+    "contact = client.contact_for(Settings.load(local_root=root, mover='agent'))\n"
     "(folder / f'ready.{id(folder)}.{time.monotonic_ns()}').touch()\n"
     "while len(list(folder.glob('ready.*'))) < 4: time.sleep(0.001)\n"
     "print(contact.ask({'op': 'status'})['pid'], flush=True)\n"
@@ -308,7 +316,7 @@ def test_another_user_is_refused_by_the_directory_and_by_the_agent(local_root: P
 def test_what_was_staged_when_all_ranks_were_killed_is_committed(
     way: str, point: str, world_size: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = nursery.start("all_die", tmp_path / "job", world_size, uri=file_uri, way=way, point=point, **SETTINGS)
+    job = nursery.start("all_die", tmp_path / "job", world_size, uri=file_uri, way=way, point=point, **JOB)
     assert job.codes() == [-signal.SIGKILL] * world_size, job.output()
     assert len(list(job.folder.glob("killed.*"))) == world_size  # every kill hit where it was meant to
     manifest = read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-2")))
@@ -338,7 +346,7 @@ def test_what_was_staged_on_two_nodes_when_all_ranks_were_killed_is_committed(
     way: str, point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     """The nodes meet on the shared tier; nothing of that is left there."""
-    job = nursery.start("all_die", tmp_path / "job", 4, uri=file_uri, way=way, point=point, nodes=2, **SETTINGS)
+    job = nursery.start("all_die", tmp_path / "job", 4, uri=file_uri, way=way, point=point, nodes=2, **JOB)
     assert job.codes() == [-signal.SIGKILL] * 4, job.output()
     assert len(list(job.folder.glob("killed.*"))) == 4
     roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
@@ -359,7 +367,7 @@ def test_a_save_of_two_nodes_that_one_rank_had_not_staged_is_none(
 ) -> None:
     patience = {"commit_timeout_seconds": 3.0}
     job = nursery.start(
-        "all_die", tmp_path / "job", 4, uri=file_uri, point="handed in", nodes=2, late=late, **SETTINGS | patience
+        "all_die", tmp_path / "job", 4, uri=file_uri, point="handed in", nodes=2, late=late, **JOB | patience
     )
     assert job.codes() == [-signal.SIGKILL] * 4, job.output()
     roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
@@ -378,7 +386,7 @@ def test_the_agent_keeps_nothing_of_a_save_that_has_ended_though_its_trainers_li
     way: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     """Only the coordinator of ``dcp.async_save`` hears how it ends: it takes back the wills of all."""
-    job = nursery.start("saves_and_lives_on", tmp_path / "job", 3, uri=file_uri, way=way, **SETTINGS)
+    job = nursery.start("saves_and_lives_on", tmp_path / "job", 3, uri=file_uri, way=way, **JOB)
     until(lambda: len(list(job.folder.glob("saved.*"))) == 3, 60, "the saves")
     assert not list(job.folder.glob("failed-*"))
     assert len(list(job.folder.glob("handed in.*"))) == 3
@@ -396,7 +404,7 @@ def test_a_job_of_two_nodes_that_ends_in_order_leaves_no_will_to_execute(
     nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     """The second node never hears how a save ends: its agent finds that all of it is drained."""
-    job = nursery.start("saves_and_lives_on", tmp_path / "job", 2, uri=file_uri, way="async_save", nodes=2, **SETTINGS)
+    job = nursery.start("saves_and_lives_on", tmp_path / "job", 2, uri=file_uri, way="async_save", nodes=2, **JOB)
     until(lambda: len(list(job.folder.glob("saved.*"))) == 2, 60, "the saves")
     roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
     until(lambda: not any(Journal(root).entries() for root in roots), 60, "the drains")
@@ -414,9 +422,7 @@ def test_a_job_of_two_nodes_that_ends_in_order_leaves_no_will_to_execute(
 def test_the_agent_keeps_nothing_of_a_save_that_failed_on_one_rank(
     fails: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = nursery.start(
-        "saves_and_lives_on", tmp_path / "job", 3, uri=file_uri, way="async_save", fails=fails, **SETTINGS
-    )
+    job = nursery.start("saves_and_lives_on", tmp_path / "job", 3, uri=file_uri, way="async_save", fails=fails, **JOB)
     until(lambda: len(list(job.folder.glob("saved.*"))) == 3, 60, "the saves")
     assert sorted(path.name for path in job.folder.glob("failed-*")) == [f"failed-2.{rank}" for rank in range(3)]
     until(lambda: not status(local_root)["staged_saves"], 60, "the wills to go")
@@ -434,7 +440,7 @@ def test_what_was_on_its_way_straight_to_the_shared_tier_is_committed(
     point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     """Shards that had arrived are taken as they are; those that had not are written from memory, to the SSD."""
-    job = nursery.start("all_die", tmp_path / "job", 2, uri=file_uri, point=point, is_straight=True, **SETTINGS)
+    job = nursery.start("all_die", tmp_path / "job", 2, uri=file_uri, point=point, is_straight=True, **JOB)
     assert job.codes() == [-signal.SIGKILL] * 2, job.output()
     assert len(list(job.folder.glob("killed.*"))) == 2
     settle(local_root, job)
@@ -468,7 +474,7 @@ def _attempt(root: Path, uri: str) -> str:
 def test_a_save_that_one_rank_had_not_staged_is_none(
     world_size: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = nursery.start("one_never_stages", tmp_path / "job", world_size, uri=file_uri, **SETTINGS)
+    job = nursery.start("one_never_stages", tmp_path / "job", world_size, uri=file_uri, **JOB)
     assert job.codes() == [-signal.SIGKILL] * world_size, job.output()
     assert len(list(job.folder.glob("killed.*"))) == world_size
     settle(local_root, job)
@@ -481,7 +487,7 @@ def test_a_save_that_one_rank_had_not_staged_is_none(
 def test_the_newest_that_a_dead_job_has_kept_on_the_ssd_is_drained(
     nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = nursery.start("keeps_and_dies", tmp_path / "job", uri=file_uri, **SETTINGS)
+    job = nursery.start("keeps_and_dies", tmp_path / "job", uri=file_uri, **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
     until(lambda: not runs(local_root), 60, "the agent to leave")  # unasked: who asks it keeps it busy
     assert not Journal(local_root).entries()
@@ -499,7 +505,7 @@ def test_a_rank_that_is_killed_fails_the_save_on_all(
     nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     """The coordinator lives and says so: nothing is committed, and no memory is kept while the others live on."""
-    job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=2, point="handed in", **SETTINGS)
+    job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=2, point="handed in", **JOB)
     outcomes = _outcomes_of(job, [0, 1])
     assert {outcome for outcome, _ in outcomes} == {"OperationTimeoutError"}, job.output()
     assert max(float(seconds) for _, seconds in outcomes) < 40
@@ -517,7 +523,7 @@ def test_when_the_coordinator_is_killed_what_the_others_wrote_is_not_thrown_away
     nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     """Nobody alive knows whether it was committed. It was not, and when the others have ended too, it is."""
-    job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=0, point="flushed", **SETTINGS)
+    job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=0, point="flushed", **JOB)
     outcomes = _outcomes_of(job, [1, 2])
     assert "no error" not in {outcome for outcome, _ in outcomes}
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
@@ -531,7 +537,7 @@ def test_when_the_coordinator_is_killed_what_the_others_wrote_is_not_thrown_away
 def test_when_the_coordinator_is_killed_after_its_commit_the_others_keep_what_it_names(
     nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=0, point="committed", **SETTINGS)
+    job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=0, point="committed", **JOB)
     outcomes = _outcomes_of(job, [1, 2])
     assert "no error" not in {outcome for outcome, _ in outcomes}  # they cannot know
     assert_is_step(file_uri, 2, local_root, 3)  # while they live
@@ -576,7 +582,7 @@ def test_no_checkpoint_is_ever_made_of_memory_that_another_one_has_taken(
     for seeded in (False, True):
         place = tmp_path / str(seeded)
         monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(place / "local"))
-        jobs[seeded] = nursery.start(scenario, place / "job", uri=str(place / "run"), seeded=seeded, **SETTINGS)
+        jobs[seeded] = nursery.start(scenario, place / "job", uri=str(place / "run"), seeded=seeded, **JOB)
     for job in jobs.values():
         assert job.codes() == [-signal.SIGKILL], job.output()
         assert (job.folder / "killed.0").exists()
@@ -590,7 +596,7 @@ def test_a_will_is_worth_nothing_once_it_is_taken_back_though_the_agent_could_no
     nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     scenario = "killed_when_a_staged_one_was_dropped"
-    job = nursery.start(scenario, tmp_path / "job", uri=file_uri, is_deaf=True, **SETTINGS)
+    job = nursery.start(scenario, tmp_path / "job", uri=file_uri, is_deaf=True, **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
     assert (job.folder / "memory used again.0").exists(), job.output()
     settle(local_root, job)
@@ -614,12 +620,12 @@ def _committed_after(job: Job) -> dict[int, bool]:
 def test_a_restarted_trainer_waits_for_what_was_staged_though_workers_of_the_dead_one_live_on(
     nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = nursery.start("killed_while_workers_live_on", tmp_path / "job", uri=file_uri, **SETTINGS)
+    job = nursery.start("killed_while_workers_live_on", tmp_path / "job", uri=file_uri, **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
     assert (job.folder / "killed.0").exists()
     workers = [int((job.folder / name).read_text()) for name in ("worker", "forked")]
     try:
-        again = nursery.start("restarts", tmp_path / "again", uri=file_uri, **SETTINGS)
+        again = nursery.start("restarts", tmp_path / "again", uri=file_uri, **JOB)
         assert again.codes() == [0], again.output()
         step, is_same, _ = (again.folder / "restored").read_text().split("|")
         assert (step, is_same) == ("2", "True"), log_of(local_root)
@@ -636,9 +642,9 @@ def test_who_looks_for_the_newest_waits_for_what_was_staged(
     point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     """And who saves under the same id again replaces it."""
-    job = nursery.start("all_die", tmp_path / "job", uri=file_uri, way="async_save", point=point, **SETTINGS)
+    job = nursery.start("all_die", tmp_path / "job", uri=file_uri, way="async_save", point=point, **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
-    again = nursery.start("restarts_plainly", tmp_path / "again", uri=file_uri, **SETTINGS)
+    again = nursery.start("restarts_plainly", tmp_path / "again", uri=file_uri, **JOB)
     assert again.codes() == [0], again.output()
     assert (again.folder / "restored").read_text() == f"{file_uri}/step-2"
     settle(local_root, again)
@@ -668,7 +674,7 @@ def test_the_drain_outlives_trainer_and_agent_and_sends_no_finished_shard_again(
     slow = {"shard_size_bytes_max": 150_000, "concurrency": 1, "staging_memory": "private"}
     with proxy.running() as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        settings = SETTINGS | slow | {"drain_bytes_per_second": 500_000}
+        settings = JOB | slow | {"drain_bytes_per_second": 500_000}
         job = nursery.start("saves_and_stays", tmp_path / "job", uri=s3_uri, **settings)
         until(lambda: len(puts.of) >= 2, 60, "the drain to begin")
         job.kill()
@@ -682,7 +688,7 @@ def test_the_drain_outlives_trainer_and_agent_and_sends_no_finished_shard_again(
         shards = [file for file in entry.files if file.path.endswith(".distcp")]
         assert finished < len(shards)  # both were killed in the middle of it
         assert Journal(local_root).entries() == [entry]
-        nursery.start("restarts", tmp_path / "again", uri=s3_uri, **SETTINGS | slow).codes()
+        nursery.start("restarts", tmp_path / "again", uri=s3_uri, **JOB | slow).codes()
         until(lambda: is_quiet(local_root), 60, "the next agent to finish")
     assert len(puts.of) == len(shards)
     assert sum(puts.of.values()) <= len(shards) + 1, puts.of  # the one that was on its way when the agent was killed
@@ -695,7 +701,7 @@ def test_the_drain_outlives_trainer_and_agent_and_sends_no_finished_shard_again(
 def test_a_job_that_ends_in_order_leaves_nothing_to_do(
     nursery: Nursery, s3_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = nursery.start("saves_and_ends", tmp_path / "job", uri=s3_uri, **SETTINGS)
+    job = nursery.start("saves_and_ends", tmp_path / "job", uri=s3_uri, **JOB)
     assert job.codes() == [0], job.output()
     assert_is_step(s3_uri, 1, tmp_path / "another node")
     assert Journal(local_root).entries() == []
@@ -737,7 +743,10 @@ def _agent(root: Path, **settings: Any) -> subprocess.Popen[bytes]:
     agent_dir(root).mkdir(mode=0o700, exist_ok=True)
     with (agent_dir(root) / "agent.log").open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tierckpt.agent"], stdin=subprocess.PIPE, stdout=output, stderr=output
+            [sys.executable, "-m", "tierckpt.agent", str(IDLE_SECONDS)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
         )
     assert process.stdin is not None
     with process.stdin as pipe:

@@ -33,7 +33,8 @@ from tierckpt.ipc.client import SOCKET
 
 pytestmark = pytest.mark.distributed
 
-SETTINGS: dict[str, Any] = {"agent_idle_seconds": 0.7, "mover": "agent"}
+SETTINGS: dict[str, Any] = {"mover": "agent"}
+JOB = {"idle_seconds": 0.7, **SETTINGS}
 OTHER = 77
 """The state that the restarted job saves as step 2."""
 
@@ -54,6 +55,12 @@ if "tierckpt.dcp.handoff.finish" in sys.orig_argv:
         return call
     setattr(commit, name, wrapped(getattr(commit, name)))
 """
+
+
+@pytest.fixture(autouse=True)
+def short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that this process starts leave soon."""
+    monkeypatch.setattr(contacts, "IDLE_SECONDS", 0.7)
 
 
 def in_full(cases: list[Any]) -> list[Any]:
@@ -101,7 +108,7 @@ def slow_agent(tmp_path: Path, local_root: Path) -> Iterator[Callable[..., subpr
         directory = contacts.private_directory(local_root)
         with (directory / "agent.log").open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tierckpt.agent"],
+                [sys.executable, "-m", "tierckpt.agent", "60"],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -110,8 +117,7 @@ def slow_agent(tmp_path: Path, local_root: Path) -> Iterator[Callable[..., subpr
         started.append(process)
         assert process.stdin is not None
         with process.stdin as pipe:
-            settings = SETTINGS | {"agent_idle_seconds": 60.0}
-            pipe.write(Settings.load(local_root=local_root, **settings).to_private_json().encode())
+            pipe.write(Settings.load(local_root=local_root, **SETTINGS).to_private_json().encode())
         until((directory / SOCKET).exists, 60, "the agent to start")
         return process
 
@@ -158,15 +164,13 @@ def test_a_staged_save_is_not_committed_beside_the_job_that_was_started_again(
 ) -> None:
     agent = slow_agent(at, lives=ill == "stopped")
     reached = tmp_path / "points" / "reached"
-    job = nursery.start("all_die", tmp_path / "job", uri=s3_uri, way=way, point="handed in", **SETTINGS)
+    job = nursery.start("all_die", tmp_path / "job", uri=s3_uri, way=way, point="handed in", **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
     finisher = int(until(lambda: reached.exists() and reached.read_text(), 120, "the save to be finished"))
     os.kill(agent.pid, signal.SIGKILL if ill == "killed" else signal.SIGSTOP)
     if ill == "killed":
         until(lambda: is_gone(finisher), 60, "the process that finishes it to end with its agent")
-    again = nursery.start(
-        "restarts_and_saves", tmp_path / "again", uri=s3_uri, way=way, step=2, as_step=OTHER, **SETTINGS
-    )
+    again = nursery.start("restarts_and_saves", tmp_path / "again", uri=s3_uri, way=way, step=2, as_step=OTHER, **JOB)
     until(lambda: list(again.folder.glob("commits.*")) or again.codes(0.0) != [None], 120, "the save")
     (tmp_path / "points" / "go").touch()  # the old one comes first, when the new one has seen that nothing stands there
     until(lambda: is_gone(finisher), 60, "the process that finishes the old save to give up")

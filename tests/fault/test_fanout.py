@@ -38,7 +38,7 @@ SERVED_SECONDS = 60.0
 POLL_SECONDS = 0.02
 IN_FLIGHT_MAX = 16
 """Chunks that one node has on their way at a time: what it may have asked the store for and lost when it was killed."""
-SETTINGS = {"TIERCKPT_CHUNK_SIZE_BYTES": str(CHUNK_BYTES), "TIERCKPT_LOG_LEVEL": "info"}
+SETTINGS = {"TIERCKPT_CHUNK_SIZE_BYTES": str(CHUNK_BYTES)}
 SWEEP_ROUNDS = 100 if os.environ.get("TIERCKPT_TEST_SWEEP") == "full" else 2
 
 
@@ -65,6 +65,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     (store / "models").mkdir(parents=True)
     with Origin.running(store) as origin, Fleet.running(folder / "logs", "tests.fault.fanout_bugs") as fleet:
         cluster = Cluster(fleet, origin, Model(store, "none", {}, 0), folder / "nodes")
+        cluster.log_level = "info"
         cluster.add([f"127.0.0.1:{free_port()}" for _ in range(NODES)], SETTINGS)
         try:
             cluster.start_agents()

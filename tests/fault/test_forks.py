@@ -58,7 +58,7 @@ def test_children_can_do_all_that_their_parent_can(
     done = subprocess.run(
         [sys.executable, "-m", "tests.fault.fork_scenarios", root, *ways],
         cwd=REPOSITORY,
-        env={**os.environ, **environment, "TIERCKPT_MOVER": mover, "TIERCKPT_AGENT_IDLE_SECONDS": "1"},
+        env={**os.environ, **environment, "TIERCKPT_MOVER": mover},
         capture_output=True,
         text=True,
         check=False,

@@ -17,12 +17,19 @@ from tierckpt.agent import orphans
 from tierckpt.agent.orphans import OrphanedSave, Owner, Save
 from tierckpt.config import Settings
 from tierckpt.format.layout import agent_dir
+from tierckpt.ipc import client as contacts
 from tierckpt.ipc.child_process import clean_environment, start_python
 from tierckpt.ipc.circuit_breaker import LOCK
 from tierckpt.ipc.client import AgentClient
 
 PLANTED = ("torch", "json", "socket", "asyncio", "pydantic", "obstore", "typer", "numpy", "sitecustomize", "tierckpt")
-SETTINGS = {"mover": "agent", "agent_idle_seconds": 0.5}
+SETTINGS = {"mover": "agent"}
+
+
+@pytest.fixture(autouse=True)
+def short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that this process starts leave soon."""
+    monkeypatch.setattr(contacts, "IDLE_SECONDS", 0.5)
 
 
 @pytest.fixture

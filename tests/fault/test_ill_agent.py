@@ -42,8 +42,14 @@ from tierckpt.ipc.client import SOCKET, AgentClient, AgentUnavailableError, enco
 
 BUDGET_SECONDS = 0.5
 MARGIN = 6.0
-SETTINGS: dict[str, Any] = {"mover": "agent", "agent_idle_seconds": 0.7, "staging_memory": "shared"}
+SETTINGS: dict[str, Any] = {"mover": "agent", "staging_memory": "shared"}
 WARNING = "does not answer"
+
+
+@pytest.fixture(autouse=True)
+def short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that this process starts leave soon."""
+    monkeypatch.setattr(contacts, "IDLE_SECONDS", 0.7)
 
 
 def until(is_true: Callable[[], Any], timeout_seconds: float, what: str) -> Any:
@@ -155,11 +161,10 @@ def assert_cost_nothing(waits: Waits, caplog: pytest.LogCaptureFixture, took: li
 
 
 @pytest.fixture
-def real_agent(s3_uri: str, local_root: Path) -> int:
+def real_agent(s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """One that has drained a first step, and stays."""
-    with contextlib.closing(
-        AgentClient(Settings.load(local_root=local_root, **SETTINGS | {"agent_idle_seconds": 60}))
-    ) as it:
+    monkeypatch.setattr(contacts, "IDLE_SECONDS", 60.0)
+    with contextlib.closing(AgentClient(Settings.load(local_root=local_root, **SETTINGS))) as it:
         return int(it.ask({"op": "status"})["pid"])
 
 

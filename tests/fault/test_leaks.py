@@ -43,7 +43,7 @@ def test_nothing_stays_without_a_collector(server: S3Server, tmp_path: Path, mov
         arguments = [f"s3://{bucket}/run", str(OPERATIONS), *SCENARIOS[mover]]
         done = subprocess.run(
             [sys.executable, "-m", "tests.fault.leak_scenarios", *arguments],
-            env={**os.environ, **server.environment(), "TIERCKPT_MOVER": mover, "TIERCKPT_AGENT_IDLE_SECONDS": "1"},
+            env={**os.environ, **server.environment(), "TIERCKPT_MOVER": mover},
             capture_output=True,
             text=True,
             check=False,

@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_on_the_ssd_and_said_and_drained_by_the_next_proces
 def test_with_an_agent_the_trainer_leaves_when_its_step_is_safe_and_the_agent_drains_it(
     nursery: Nursery, tmp_path: Path, shared: str, time_of: int
 ) -> None:
-    settings = {"mover": "agent", "agent_idle_seconds": IDLE_SECONDS}
+    settings = {"mover": "agent", "idle_seconds": IDLE_SECONDS}
     code, seconds, log = preempt(nursery, tmp_path, shared, grace_seconds=25, **settings)
     assert (code, seconds < KILL_SECONDS) == (-signal.SIGTERM, True), log[-2000:]
     assert comes_back(nursery, tmp_path, shared, drain=True, **settings) == (2, True)

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tierckpt import TierStorageReader, TierStorageWriter, latest, ownership, prefetch
+from tierckpt.agent.options import AgentOptions
 from tierckpt.agent.server import run as run_agent
 from tierckpt.cli.prune import prune
 from tierckpt.cli.status import status
@@ -53,7 +54,6 @@ class Node:
         self.settings: dict[str, Any] = {
             "local_root": root,
             "mover": "inline",
-            "agent_idle_seconds": 0.05,
             "exit_timeout_seconds": 5,
         }
 
@@ -89,7 +89,7 @@ async def _evict(engine: Engine, uri: str) -> None:
 
 
 def _agent(node: Node) -> None:
-    run_agent(Settings.load(**{**node.settings, "mover": "agent"}))
+    run_agent(Settings.load(**{**node.settings, "mover": "agent"}), AgentOptions(idle_seconds=0.05))
 
 
 VERBS: dict[str, Verb] = {

@@ -144,7 +144,7 @@ def test_alerts_and_the_scrape_configuration_name_what_there_is() -> None:
     (containers,) = (one["containers"] for one in configurations if "containers" in one)
     assert f'up{{job="{scrape["job_name"]}"}}' in (ROOT / "deploy/prometheus/tierckpt-alerts.yaml").read_text()
     variables = {item["name"]: item["value"] for item in containers[0]["env"]}
-    port = variables["TIERCKPT_METRICS_PORT"]
+    port = containers[0]["command"][-1]
     assert f"127.0.0.1:{port}" in containers[1]["args"][1]
     assert {name.removeprefix("TIERCKPT_").lower() for name in variables} <= Settings.model_fields.keys()
 

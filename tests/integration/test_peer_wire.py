@@ -207,7 +207,7 @@ async def test_a_file_system_without_sendfile_is_read(tmp_path: Path, monkeypatc
 async def test_after_a_request_was_given_up_nothing_is_written_to_its_memory(tmp_path: Path) -> None:
     big = {"big": os.urandom(64 * CHUNK)}
     frozen = publish(tmp_path, big, chunk_size_bytes=64 * CHUNK)
-    async with serving(tmp_path, peer_serve_bytes_per_second=16 * CHUNK) as node:
+    async with serving(tmp_path, bytes_per_second=16 * CHUNK) as node:
         client, into = node.client(), memoryview(bytearray(64 * CHUNK))
         asking = asyncio.ensure_future(client.chunk(node.member, frozen.version, 64 * CHUNK, 0, into))
         await until(lambda: into[100] != 0 or into[1000] != 0)
@@ -261,9 +261,12 @@ async def test_a_node_with_nothing_says_so(tmp_path: Path) -> None:
 # --- bounds --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_peer_gets_a_quarter_of_what_is_served_at_a_time_and_is_told_to_come_again(tmp_path: Path) -> None:
+async def test_a_peer_gets_a_quarter_of_what_is_served_at_a_time_and_is_told_to_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SERVES_MAX", 8)
     frozen = publish(tmp_path, DATA)
-    async with serving(tmp_path, peer_serves_max=8) as node:
+    async with serving(tmp_path) as node:
         node.server.serving["greedy"] = 2
         with pytest.raises(PeerBusyError) as caught:
             await get(node.client("greedy"), node.member, frozen, 0)
@@ -283,7 +286,7 @@ async def test_a_peer_gets_a_quarter_of_what_is_served_at_a_time_and_is_told_to_
 async def test_the_rate_of_all_together_is_bounded(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
     rate = 16 * CHUNK
-    async with serving(tmp_path, peer_serve_bytes_per_second=rate) as node:
+    async with serving(tmp_path, bytes_per_second=rate) as node:
         begun = time.monotonic()
         await asyncio.gather(*(get(node.client(f"c{at}"), node.member, frozen, at) for at in range(10)))
         took = time.monotonic() - begun

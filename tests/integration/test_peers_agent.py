@@ -311,8 +311,8 @@ def test_an_agent_leaves_though_others_ask_for_members_and_stays_while_somebody_
     nodes: Callable[..., list[Node]], tmp_path: Path
 ) -> None:
     (staying,) = (node.start() for node in nodes(1))
-    (leaving,) = nodes(1, peers=staying.address, TIERCKPT_AGENT_IDLE_SECONDS="3")
-    leaving.start("--leave-when-idle")
+    (leaving,) = nodes(1, peers=staying.address)
+    leaving.start("--leave-when-idle", "--idle-seconds", "3")
     until(lambda: agree([staying, leaving]), "two that know each other")
     with leaving.contact() as contact:
         contact.ask({"op": "peers", "version": "0" * 32, "directory": str(tmp_path / "model")}, start=False)
@@ -374,7 +374,7 @@ def said(process: Process) -> Json:
 
 
 def test_status_shows_members_and_what_would_survive(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
-    cluster = [node.start() for node in nodes(4, TIERCKPT_REPLICAS="2", TIERCKPT_PEER_BYTES_PER_SECOND="25MB")]
+    cluster = [node.start("--network-bytes-per-second", "25MB") for node in nodes(4, TIERCKPT_REPLICAS="2")]
     until(lambda: agree(cluster), "four agents that know each other")
     node, version = cluster[0], "ab" * 16
     with node.contact() as contact:
@@ -403,13 +403,14 @@ def test_status_shows_members_and_what_would_survive(nodes: Callable[..., list[N
 
 @pytest.mark.slow
 def test_the_agents_page_tells_prometheus_who_is_there(nodes: Callable[..., list[Node]]) -> None:
-    (one,) = nodes(1, TIERCKPT_METRICS_PORT=str(free_port()))
+    port = free_port()
+    (one,) = nodes(1)
     (other,) = nodes(1, peers=one.address)
-    cluster = [one.start(), other.start()]
+    cluster = [one.start("--metrics-port", str(port)), other.start()]
     until(lambda: agree(cluster), "two that know each other")
 
     def told() -> bool:
-        with urllib.request.urlopen(f"http://127.0.0.1:{one.more['TIERCKPT_METRICS_PORT']}/metrics", timeout=5) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
             return 'tierckpt_peer_members{state="live"} 1.0' in page.read().decode()
 
     until(told, "the gauge")

@@ -167,7 +167,7 @@ def test_leaving_while_the_store_is_away_ends_when_it_was_said(
     """One timeout for all of it: the saves, the drains, retention, the records, and the end of the process."""
     endpoint = os.environ["AWS_ENDPOINT_URL"] if kind == "hanging" else f"http://127.0.0.1:{free_port()}"
     env = {**os.environ, "AWS_ENDPOINT_URL": endpoint, "TIERCKPT_EXIT_TIMEOUT_SECONDS": "2", "TIERCKPT_MOVER": mover}
-    env |= {"TIERCKPT_LOCAL_ROOT": str(tmp_path / "l"), "TIERCKPT_AGENT_IDLE_SECONDS": "1"}
+    env["TIERCKPT_LOCAL_ROOT"] = str(tmp_path / "l")
     if kind == "hanging":
         proxy.plans[run.split("/")[2]] = Plan(Kind.HANG, share=1.0)
     process = subprocess.Popen(

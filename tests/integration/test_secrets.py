@@ -101,16 +101,14 @@ class Runs:
         lines = [[part.format(run=uri, to=to) for part in verb] for uri in uris for verb in verbs]
         code = (
             f"{before}\nimport json, sys\nfrom tierckpt.cli.ui.app import run\n"
-            "for line in json.loads(sys.argv[1]):\n    print('##', line[0], run(line), flush=True)"
+            "LOGS = ['--log-format', 'json', '--log-level', 'debug']\n"
+            "for line in json.loads(sys.argv[1]):\n    print('##', line[0], run([*LOGS, *line]), flush=True)"
         )
         every = [[*line, "--json"] for line in lines] + [line for line in lines if line[0] in FOR_PEOPLE]
-        logs = {"TIERCKPT_LOG_FORMAT": "json", "TIERCKPT_LOG_LEVEL": "debug"}
-        self._run("verbs", [sys.executable, "-c", code, json.dumps(every)], logs)
+        self._run("verbs", [sys.executable, "-c", code, json.dumps(every)])
 
-    def _run(self, name: str, command: list[str], more: dict[str, str] | None = None) -> None:
-        done = subprocess.run(
-            command, env={**self.environment, **(more or {})}, capture_output=True, text=True, timeout=120
-        )
+    def _run(self, name: str, command: list[str]) -> None:
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr[-2000:]
         self.said |= {f"{name} stdout": done.stdout, f"{name} stderr": done.stderr}
 

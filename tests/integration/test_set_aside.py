@@ -31,9 +31,11 @@ from tierckpt.stores import retry
 AGENT = (
     "import sys\n"
     "from pathlib import Path\n"
+    "from tierckpt.agent.options import AgentOptions\n"
     "from tierckpt.agent.server import run\n"
     "from tierckpt.config import Settings\n"
-    "sys.exit(run(Settings.load(local_root=Path(sys.argv[1]), agent_idle_seconds=0.5, commit_timeout_seconds=1.0)))\n"
+    "settings = Settings.load(local_root=Path(sys.argv[1]), commit_timeout_seconds=1.0)\n"
+    "sys.exit(run(settings, AgentOptions(idle_seconds=0.5)))\n"
 )
 
 

@@ -87,7 +87,8 @@ def test_without_an_agent_that_takes_part_everything_comes_from_the_store(cluste
         "lonely", tmp_path / "lonely", "", {**node.env, "TIERCKPT_LOCAL_ROOT": str(tmp_path / "lonely")}
     )
     cluster.origin.reset()
-    lonely.env |= {"TIERCKPT_PEER_LISTEN": cluster.nodes[1].address, "TIERCKPT_LOG_LEVEL": "info"}  # which is taken
+    lonely.env["TIERCKPT_PEER_LISTEN"] = cluster.nodes[1].address  # which is taken
+    cluster.log_level = "info"
     cluster.fetch([lonely])
     [result] = cluster.results([lonely])
     assert result.is_right, dumped([result])

@@ -118,6 +118,8 @@ class Cluster:
     root: Path
     nodes: list[Node] = field(default_factory=list)
     deadline_seconds: float = 60.0
+    agent_options: tuple[str, ...] = ()
+    log_level: str = "warning"
     _judged: dict[int, Result] = field(default_factory=dict)
 
     def add(
@@ -141,7 +143,6 @@ class Cluster:
                 env |= {
                     "TIERCKPT_PEERS": ",".join(addresses),
                     "TIERCKPT_PEER_LISTEN": address,
-                    "TIERCKPT_PEER_ADVERTISE": address,
                     "TIERCKPT_PEER_SECRET": SECRET,
                 }
             else:
@@ -160,7 +161,8 @@ class Cluster:
     def start_agent(self, node: Node, *, bug: str = "") -> None:
         """Start the agent of one node, and do not wait for it."""
         name = f"{node.name}-agent"
-        node.agent = self.fleet.start(["agent"], node.env, namespace=node.namespace, bug=bug, name=name)
+        command = ["agent", *self.agent_options]
+        node.agent = self.fleet.start(command, node.env, namespace=node.namespace, bug=bug, name=name)
 
     def await_members(self, count: int, timeout_seconds: float = READY_SECONDS) -> None:
         """Return when every agent that runs knows ``count`` live members. Raises with their logs."""
@@ -194,7 +196,7 @@ class Cluster:
         """Begin to prefetch the model on each of ``nodes``, all at once."""
         for node in self.nodes if nodes is None else nodes:
             node.fetch = self.fleet.start(
-                ["prefetch", self.model.uri, "--json", *more],
+                ["--log-level", self.log_level, "prefetch", self.model.uri, "--json", *more],
                 node.env,
                 namespace=node.namespace,
                 bug=bug,

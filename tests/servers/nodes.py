@@ -122,7 +122,6 @@ def cluster(
         given = {
             "local_root": str(folder / f"node-{number}"),
             "mover": "agent",
-            "agent_idle_seconds": 120.0,
             "peers": ",".join(addresses),
             "peer_listen": address,
             "peer_secret": SECRET,

@@ -39,7 +39,7 @@ def flood():
         print("line", number, "x" * 200, file=sys.stderr, flush=True)
         time.sleep(0.0005)
 threading.Thread(target=flood).start()
-sys.exit(main.main())
+sys.exit(main.main(4.0))
 """
 
 
@@ -65,7 +65,7 @@ def test_a_log_that_is_full_is_put_aside_and_the_newest_is_kept(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_an_agent_keeps_its_log_small_while_it_runs(tmp_path: Path) -> None:
-    settings = f'{{"local_root": "{tmp_path}", "agent_idle_seconds": 4}}'
+    settings = f'{{"local_root": "{tmp_path}"}}'
     run(AGENT, tmp_path / "agent", stdin=settings)
     sizes = [path.stat().st_size for path in (tmp_path / "agent").glob(f"{LOG}*")]
     assert len(sizes) == 2

@@ -30,7 +30,6 @@ OTHER: dict[str, Any] = {
     "staging_policy": "skip",
     "concurrency": 7,
     "mover": "agent",  # the tests say inline
-    "agent_idle_seconds": 2.5,
     "grace_seconds": 0.0,
     "staging_memory": "shared",
     "preempt_signals": ("SIGUSR1", "SIGTERM"),
@@ -40,13 +39,9 @@ OTHER: dict[str, Any] = {
     "local_full_policy": "error",
     "peers": "node[01-03]",
     "peer_listen": "[::1]:7118",
-    "peer_advertise": "node01:7118",
     "peer_secret": SECRET,
     "peer_domain": "rack 1",
     "replicas": 2,
-    "metrics_port": 0,
-    "log_format": "json",
-    "log_level": "debug",
 }
 
 

@@ -1,19 +1,22 @@
-"""``python -m tierckpt.agent``: how the first process of a job starts the agent. Its settings come as JSON on stdin."""
+"""``python -m tierckpt.agent IDLE_SECONDS``: how the first process of a job starts the agent. Its settings come as JSON
+on stdin."""
 
 from __future__ import annotations
 
 import sys
 
 from ..config import Settings
+from ..ipc.client import IDLE_SECONDS
 from ..telemetry import log_to
+from .options import AgentOptions
 from .server import run
 
 
-def main() -> int:
+def main(idle_seconds: float = IDLE_SECONDS) -> int:
     settings = Settings.model_validate_json(sys.stdin.read())
-    log_to(sys.stderr, settings.log_format, "info", is_sparing=True)
-    return run(settings)
+    log_to(sys.stderr, "text", "info", is_sparing=True)
+    return run(settings, AgentOptions(idle_seconds=idle_seconds))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*map(float, sys.argv[1:])))

@@ -100,7 +100,8 @@ class Metrics:
             server, thread = start_http_server(port, addr=host, registry=self.registry)
         except OSError as error:
             raise ConfigError(
-                f"metrics cannot be served on port {port}: {error.strerror or error}", hint="Set another metrics_port"
+                f"metrics cannot be served on port {port}: {error.strerror or error}",
+                hint="Give another --metrics-port",
             ) from error
 
         def stop() -> None:

@@ -40,6 +40,7 @@ from ..peer.server import PeerServer
 from ..planning.placement import survival_probability, survives
 from ..telemetry import PEER_MEMBERS, PEER_REFUSED, logger
 from ..types import Json
+from .options import AgentOptions
 
 log = logger("peer")
 
@@ -64,11 +65,19 @@ class Peers:
 
     Args:
         directory: the agent's own, where the node's name is kept.
+        options: the agent's.
         fresh: what ``/v1/fresh`` answers; None: nothing.
     """
 
-    def __init__(self, settings: Settings, directory: Path, *, fresh: Callable[[], Json | None] | None = None) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        settings: Settings,
+        directory: Path,
+        options: AgentOptions,
+        *,
+        fresh: Callable[[], Json | None] | None = None,
+    ) -> None:
+        self.settings, self.options = settings, options
         self.holdings = Holdings(settings.local_root)
         self.problem = ""
         """Why this node does not serve or does not look for others; "" when all is well."""
@@ -139,7 +148,14 @@ class Peers:
         table = Table(Member(name, settings.peer_listen, 0.0, settings.peer_domain))
         self._client = PeerClient(settings, name)
         self.gossip = Gossip(table, self._client.members, self._look_up)
-        self.server = PeerServer(settings, self.holdings, self.gossip, fresh=self._fresh, asked=self.gossip.asked)
+        self.server = PeerServer(
+            settings,
+            self.holdings,
+            self.gossip,
+            fresh=self._fresh,
+            asked=self.gossip.asked,
+            bytes_per_second=self.options.serve_bytes_per_second,
+        )
         await self.server.start()
         self._lookup = lookup
         await self._find_me()
@@ -157,8 +173,8 @@ class Peers:
         table = self.gossip.table
         if seeds is None:
             seeds = await self._lookup.addresses()
-        address, source = await asyncio.to_thread(_my_address, self.settings, self.server.address, seeds)
-        weight = float(self.settings.peer_bytes_per_second or 0)
+        address, source = await asyncio.to_thread(_my_address, self.options.advertise, self.server.address, seeds)
+        weight = float(self.options.network_bytes_per_second or 0)
         weight = weight or await asyncio.to_thread(discovery.network_bytes_per_second, source)
         table.me = replace(table.me, address=address, weight=weight)
 
@@ -198,7 +214,7 @@ class Peers:
     @property
     def is_needed(self) -> bool:
         """True while somebody on this node fills something, or another node has asked for chunks a moment ago."""
-        return bool(self._fills) or time.monotonic() - self._asked_at < self.settings.agent_idle_seconds
+        return bool(self._fills) or time.monotonic() - self._asked_at < self.options.idle_seconds
 
     # --- what the node's processes ask -----------------------------------------------------------------------------
 
@@ -365,14 +381,14 @@ def node_name(directory: Path) -> str:
     return name
 
 
-def _my_address(settings: Settings, listening: str, seeds: Sequence[str]) -> tuple[str, str]:
+def _my_address(advertise: str | None, listening: str, seeds: Sequence[str]) -> tuple[str, str]:
     """(address for the others, IP address from which we talk to them). Blocking: a name may have to be looked up."""
     host, _, port = listening.rpartition(":")
     host = host.strip("[]")
     others = [seed for seed in seeds if seed != listening]
     source = discovery.source_address(others) or discovery.source_address(NOWHERE) or "127.0.0.1"
-    if settings.peer_advertise is not None:
-        address = discovery.resolve(settings.peer_advertise, int(port))
+    if advertise is not None:
+        address = discovery.resolve(advertise, int(port))
         return address, address.rpartition(":")[0].strip("[]")
     if host not in ("0.0.0.0", "::"):
         return listening, host

@@ -35,6 +35,7 @@ from ..telemetry import emit_rows, logger
 from ..types import Json, Progress
 from .connection import Connection, close_all
 from .log_file import LogFile
+from .options import AgentOptions
 from .orphans import OrphanedSaves
 from .peers import Peers
 
@@ -54,9 +55,9 @@ SENT_AT_ONCE_BYTES_MAX = 1 << 16
 SEND_SECONDS = 10.0
 
 
-def run(settings: Settings, *, stay: bool = False) -> int:
-    """Run the agent of ``settings.local_root`` until it may leave (or, with ``stay``, until a signal). Returns the exit
-    code: 0, or 3 when a signal came and not all is on the shared tier.
+def run(settings: Settings, options: AgentOptions | None = None) -> int:
+    """Run the agent of ``settings.local_root`` until it may leave, or a signal comes. Returns the exit code: 0, or 3
+    when a signal came and not all is on the shared tier.
 
     Returns 0 at once when an agent runs already.
     """
@@ -71,18 +72,18 @@ def run(settings: Settings, *, stay: bool = False) -> int:
         _allow_descriptors()
         priority.lower_this_thread(priority.BACKGROUND_NICE)  # the threads it will start inherit that
         # Whatever this process drains, it drains itself.
-        return asyncio.run(Agent(settings.model_copy(update={"mover": "inline"}), directory, stay=stay).run())
+        inline = settings.model_copy(update={"mover": "inline"})
+        return asyncio.run(Agent(inline, directory, options or AgentOptions()).run())
 
 
 class Agent:
     """One agent. ``run`` is its whole life."""
 
-    def __init__(self, settings: Settings, directory: Path, *, stay: bool = False) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, directory: Path, options: AgentOptions) -> None:
+        self.settings, self.options = settings, options
         self.engine = Engine(settings, self._on_progress, live=self._live)
         self.estate = OrphanedSaves(lambda: self._spawn(self._recover()))  # what no will protects any more is put away
         self._directory = directory
-        self._stay = stay
         self._connections: set[Connection] = set()
         self._watched: set[Connection] = set()
         """Whose process has not ended, closed ones among them when there is a will of theirs."""
@@ -106,7 +107,7 @@ class Agent:
                 self._on_progress,
             )
         fresh = self.replicator.fresh if self.replicator is not None else None
-        self.peers = Peers(self.settings, directory, fresh=fresh) if settings.peers is not None else None
+        self.peers = Peers(self.settings, directory, options, fresh=fresh) if settings.peers is not None else None
         self._recovered_at = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -149,13 +150,13 @@ class Agent:
 
     def _serve_metrics(self) -> None:
         """Prometheus, where it is asked for. An agent that cannot serve it drains all the same."""
-        if self.settings.metrics_port is None:
+        if self.options.metrics_port is None:
             return
         try:
             from .metrics import Metrics
 
             self._metrics = Metrics(self.settings.local_root, self.engine.budget)
-            self._metrics.serve(self.settings.metrics_port)
+            self._metrics.serve(self.options.metrics_port)
         except (ImportError, TierckptError) as error:
             log.error("no metrics are served: %s", error)
 
@@ -183,11 +184,11 @@ class Agent:
                 await self._recover()  # what a rank has written and nobody has named is put away when its time is up
             if not self._may_leave():
                 self._busy_at = time.monotonic()
-            elif time.monotonic() - self._busy_at >= self.settings.agent_idle_seconds:
+            elif time.monotonic() - self._busy_at >= self.options.idle_seconds:
                 if await self._release_kept():
                     continue
-                if not self._stay:
-                    log.info("agent leaves: nothing to do for %g s", self.settings.agent_idle_seconds)
+                if not self.options.stay:
+                    log.info("agent leaves: nothing to do for %g s", self.options.idle_seconds)
                     return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), RESCAN_SECONDS)

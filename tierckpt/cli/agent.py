@@ -9,29 +9,55 @@ from typing import Annotated
 
 import typer
 
+from ..agent.options import AgentOptions
 from ..agent.server import run
 from ..config import Settings
 from ..errors import OperationTimeoutError
-from ..ipc.client import AgentClient, AgentUnavailableError
+from ..ipc.client import IDLE_SECONDS, AgentClient, AgentUnavailableError
 from ..poll import LOCAL, Poll
 from ..telemetry import log_to
 from ..types import Json
 from .ui.output import Report
-from .ui.session import JsonOption, LocalRootOption, load_settings
+from .ui.session import JsonOption, LocalRootOption, load_settings, rate_of
 
 STOP_SECONDS_EXTRA = 10.0
 
 WhenIdle = Annotated[
     bool,
+    typer.Option("--leave-when-idle", help="End after --idle-seconds with nothing to do, as one started on demand."),
+]
+Idle = Annotated[float, typer.Option("--idle-seconds", min=0.0, help="Idle after this long with nothing to do.")]
+Port = Annotated[
+    int | None,
+    typer.Option("--metrics-port", min=0, max=65535, help="Serve Prometheus metrics on this port of 127.0.0.1."),
+]
+Advertise = Annotated[
+    str | None,
     typer.Option(
-        "--leave-when-idle", help="End after agent_idle_seconds with nothing to do, as one started on demand."
+        "--advertise", metavar="HOST[:PORT]", help="Where the other nodes reach this one. Default: found out."
     ),
+]
+Network = Annotated[
+    str | None,
+    typer.Option(
+        "--network-bytes-per-second", metavar="RATE", help="Speed of this node's network. Default: the kernel's."
+    ),
+]
+Serve = Annotated[
+    str | None,
+    typer.Option("--serve-bytes-per-second", metavar="RATE", help="Most that is served to all peers together."),
 ]
 Stop = Annotated[bool, typer.Option("--stop", help="Ask the agent that runs to finish within its grace, and wait.")]
 
 
 def agent(
+    context: typer.Context,
     leave_when_idle: WhenIdle = False,
+    idle_seconds: Idle = IDLE_SECONDS,
+    metrics_port: Port = None,
+    advertise: Advertise = None,
+    network_bytes_per_second: Network = None,
+    serve_bytes_per_second: Serve = None,
     stop: Stop = False,
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
@@ -40,9 +66,17 @@ def agent(
     settings = load_settings(local_root)
     if stop:
         return _stop(settings)
-    stop_logging = log_to(sys.stderr, settings.log_format, "info", is_sparing=True)
+    options = AgentOptions(
+        stay=not leave_when_idle,
+        idle_seconds=idle_seconds,
+        metrics_port=metrics_port,
+        advertise=advertise,
+        network_bytes_per_second=rate_of("--network-bytes-per-second", network_bytes_per_second),
+        serve_bytes_per_second=rate_of("--serve-bytes-per-second", serve_bytes_per_second),
+    )
+    stop_logging = log_to(sys.stderr, context.obj.log_format, "info", is_sparing=True)
     try:
-        code = run(settings, stay=not leave_when_idle)
+        code = run(settings, options)
     finally:
         stop_logging()
     document: Json = {"local_root": str(settings.local_root), "exit_code": code}

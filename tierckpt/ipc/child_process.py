@@ -21,11 +21,11 @@ DROPPED = frozenset({"PYTHONPATH", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREA
 and what is relative in them is looked for in ``DIRECTORY``."""
 
 
-def start_python(module: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Start ``python -m module``; ``options`` are those of ``Popen``. Raises OSError."""
+def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Start ``python -m module arguments``; ``options`` are those of ``Popen``. Raises OSError."""
     if not Path(sys.executable or "").is_absolute():
         raise FileNotFoundError(f"sys.executable is {sys.executable!r}, which does not say where Python is")
-    command = [sys.executable, "-P", "-m", module]
+    command = [sys.executable, "-P", "-m", module, *arguments]
     return subprocess.Popen(command, cwd=DIRECTORY, env=clean_environment(os.environ), **options)
 
 

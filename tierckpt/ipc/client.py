@@ -52,6 +52,8 @@ ANSWER_SECONDS = 10.0
 BUSY_SECONDS = 0.1
 """Between two messages of an agent that still works on the answer."""
 START_SECONDS = 20.0
+IDLE_SECONDS = 30.0
+"""An agent that a process has started leaves after this long with nothing to drain and nobody connected."""
 STARTS_MAX = 4
 """Agents started one after the other that all found another one at work, which cannot be reached."""
 
@@ -469,7 +471,12 @@ def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
             log_file.replace(directory / f"{LOG}.1")
     with open(open_regular(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:  # noqa: PTH123
         process = start_python(
-            "tierckpt.agent", stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+            "tierckpt.agent",
+            str(IDLE_SECONDS),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     _children.append(process)
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # type: ignore[union-attr]

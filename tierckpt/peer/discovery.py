@@ -176,7 +176,7 @@ def resolve(text: str, port: int) -> str:
         found = socket.getaddrinfo(host, given, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"{host} cannot be looked up: {error}", hint="peer_advertise is host[:port] of this node"
+            f"{host} cannot be looked up: {error}", hint="--advertise is host[:port] of this node"
         ) from None
     for item in found:
         address = address_of(str(item[4][0]), given if has_port else port)

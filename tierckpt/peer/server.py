@@ -58,6 +58,8 @@ log = logger("peer")
 
 T = TypeVar("T")
 THREADS_MAX = 16
+SERVES_MAX = 64
+"""Chunks that this node serves at a time, to all peers together; a quarter of them to any one."""
 CONNECTIONS_MAX = 2048
 """Never more than half of the files that this process may have open; and from one address half of what is left."""
 HEAD_SECONDS = 10.0
@@ -164,8 +166,10 @@ class PeerServer:
         *,
         fresh: Callable[[], Json | None] | None = None,
         asked: Callable[[str], None] | None = None,
+        bytes_per_second: int | None = None,
     ) -> None:
         """``asked`` is told the name of each member that asks for something, once it has proven it.
+        ``bytes_per_second``: most that is served to all peers together.
 
         Raises ConfigError: see ``check_listen``; or the secret or the certificates cannot be used."""
         self.settings, self.holdings, self.members = settings, holdings, members
@@ -180,7 +184,8 @@ class PeerServer:
         self._server: asyncio.Server | None = None
         self.connections: set[asyncio.Task[None]] = set()
         self._from: Counter[str] = Counter()
-        self._bucket = Bucket(settings.peer_serve_bytes_per_second)
+        self.bytes_per_second = bytes_per_second
+        self._bucket = Bucket(bytes_per_second)
         self.serving: Counter[str] = Counter()
         self.freed = asyncio.Event()
         self._looks: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -382,8 +387,7 @@ class PeerServer:
 
     async def _slot(self, name: str, deadline: float) -> bool:
         """Take one of the places there are for chunks under way; False when none is free in time."""
-        most = self.settings.peer_serves_max
-        while self.serving.total() >= most or self.serving[name] >= max(1, most // 4):
+        while self.serving.total() >= SERVES_MAX or self.serving[name] >= max(1, SERVES_MAX // 4):
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
@@ -524,9 +528,8 @@ class _Reply:
 
     def _seconds(self, size_bytes: int) -> float:
         """What sending may take, before who receives it counts as hung."""
-        settings = self._server.settings
-        bound = settings.peer_serve_bytes_per_second
-        paced = settings.peer_serves_max * size_bytes / bound if bound else 0.0
+        bound = self._server.bytes_per_second
+        paced = SERVES_MAX * size_bytes / bound if bound else 0.0
         return congestion.WINDOW_SECONDS + size_bytes / congestion.BYTES_PER_SECOND_MIN + paced
 
 

@@ -12,11 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from ... import __version__
-from ...config import Settings
 from ...disk.durable import translate_os_error
 from ...errors import ConfigError, TierckptError
 from ...redaction import redact, redact_all
-from ...telemetry import log_to
+from ...telemetry import LogFormat, LogLevel, log_to
 from ...tracebacks import TRACEBACK_VARIABLE, keeps_tracebacks
 from ...types import Tier
 from .. import (
@@ -74,22 +73,49 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+class Logs:
+    """How a command writes events to stderr: beyond the printer's own warnings only when it is asked to."""
+
+    def __init__(self, output: Output) -> None:
+        self.log_format: LogFormat = "text"
+        self._output = output
+        self._stop: Callable[[], None] | None = None
+
+    def begin(self, log_format: LogFormat, level: LogLevel) -> None:
+        self.log_format = log_format
+        if log_format == "text" and level in {"warning", "error"}:
+            return
+        if not self._output.as_json:
+            self._output.close()  # each event once
+        self._stop = log_to(sys.stderr, log_format, level)
+
+    def close(self) -> None:
+        if self._stop is not None:
+            self._stop()
+
+
 @app.callback()
 def _root(
+    context: typer.Context,
+    log_level: Annotated[LogLevel, typer.Option("--log-level", help="The least serious events on stderr.")] = "warning",
+    log_format: Annotated[LogFormat, typer.Option("--log-format", help="json: one object a line.")] = "text",
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Checkpoints and models on node-local SSD and shared storage."""
+    context.obj.begin(log_format, log_level)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; print its report or its error. Returns the exit code, never raises."""
     output = Output(as_json="--json" in arguments)
-    stop_logs = _start_logs(output)
+    logs = Logs(output)
     command = typer.main.get_command(app)
     try:
-        outcome: Any = command.main(list(arguments) or ["--help"], prog_name="tierckpt", standalone_mode=False)
+        outcome: Any = command.main(
+            list(arguments) or ["--help"], prog_name="tierckpt", standalone_mode=False, obj=logs
+        )
         if isinstance(outcome, Report):
             output.show(replace(outcome, document=redact_all(outcome.document)))
             return outcome.exit_code
@@ -107,23 +133,10 @@ def run(arguments: Sequence[str]) -> int:
         return ours.exit_code
     finally:
         output.close()
-        stop_logs()
+        logs.close()
     if code == INTERRUPTED:  # some releases of typer turn Ctrl-C into this code
         output.error(TierckptError("interrupted", hint="Nothing partial was published; run it again to go on"))
     return code
-
-
-def _start_logs(output: Output) -> Callable[[], None]:
-    """Write events to stderr, when the settings ask for more than the printer's own warnings. Returns what ends it."""
-    try:
-        settings = Settings.load()
-    except ConfigError:
-        return lambda: None  # the verb will say what is wrong with them
-    if settings.log_format == "text" and settings.log_level in {"warning", "error"}:
-        return lambda: None
-    if not output.as_json:
-        output.close()  # each event once
-    return log_to(sys.stderr, settings.log_format, settings.log_level)
 
 
 def _as_ours(error: Exception) -> TierckptError:

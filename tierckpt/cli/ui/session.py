@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ...client import Client, close_all
 from ...config import Settings
 from ...disk.local_root import use_local_root
+from ...errors import ConfigError
 from ...format.layout import Location, parse_uri
 from ...stores.schemes import check_location
 from ...telemetry import ignore_progress
@@ -41,6 +43,16 @@ def load_settings(local_root: Path | None, **overrides: Any) -> Settings:
     settings = Settings.load(**overrides)
     use_local_root(settings)
     return settings
+
+
+def rate_of(option: str, text: str | None) -> int | None:
+    """Read ``200MiB/s``. Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text.removesuffix("/s")))
+    except ValidationError:
+        raise ConfigError(f"{option} is {text!r}", hint="Write it like 200MiB/s") from None
 
 
 def location_of(uri: str) -> Location:
