@@ -156,7 +156,7 @@ def test_a_disk_that_fails_ends_the_log_and_not_the_training(tmp_path: Path, mon
     with GradientLog(job.optimizer, tmp_path) as log:
         log.begin(BASE)
         job.train()
-        log.end_of_step(1)
+        log.end_of_step(1, job.others())
         log.sync()
 
         def full(*_: object) -> int:
@@ -164,7 +164,7 @@ def test_a_disk_that_fails_ends_the_log_and_not_the_training(tmp_path: Path, mon
 
         monkeypatch.setattr(logs.os, "write", full)
         job.train()
-        log.end_of_step(2)
+        log.end_of_step(2, job.others())
         with pytest.raises(CheckpointError, match="no room"):
             log.sync()
         job.train()
