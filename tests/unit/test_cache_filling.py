@@ -335,7 +335,6 @@ def test_a_short_write_past_the_page_cache_goes_on_from_its_last_whole_block(
 
 
 def test_where_there_is_no_o_direct_the_page_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_write, "no_direct", set())
     real, path, data = os.open, tmp_path / "file", os.urandom(CHUNK)
     path.write_bytes(bytes(CHUNK))
     refused = []
@@ -349,5 +348,5 @@ def test_where_there_is_no_o_direct_the_page_cache_does(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "open", refuse)
     direct_write.write_at(path, data, 0)
     direct_write.write_at(path, data, 0)
-    assert len(refused) == 1
+    assert len(refused) == 2
     assert digest_of(path.read_bytes()) == digest_of(data)

@@ -27,7 +27,7 @@ from tests.open_files import open_files
 from tests.services import REPOSITORY
 from tests.unit.flush_elsewhere import Frame
 from tierckpt.arena.memory import Memory
-from tierckpt.disk import priority
+from tierckpt.disk import file_io, priority
 from tierckpt.disk.cpu_throttle import CpuThrottle
 from tierckpt.disk.write_tuner import IoShape, segment_bytes
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError
@@ -416,13 +416,17 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 
 def test_without_o_direct_it_goes_through_the_page_cache_and_says_so(
-    mounted: Callable[..., Path], slots: list[Memory], caplog: pytest.LogCaptureFixture
+    mounted: Callable[..., Path],
+    slots: list[Memory],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """ramfs knows neither O_DIRECT nor fallocate."""
+    monkeypatch.setattr(file_io, "_devices_without", set())
     place, items = mounted("ramfs"), plain_items()
     with pytest.raises(OSError, match="Invalid argument"):
         os.open(place / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
-    with caplog.at_level(logging.INFO, "tierckpt.flush"):
+    with caplog.at_level(logging.INFO, "tierckpt.disk"):
         check(run(place / "shard", records_of(items), slots, durable=True), items, 4096)
     assert [record.getMessage() for record in caplog.records if "no O_DIRECT" in record.getMessage()]
 
@@ -432,7 +436,7 @@ def test_direct_writes_without_fallocate(
 ) -> None:
     """ext4 without extents, as ext3 was: the file grows as it is written, by workers out of order."""
     place, items = mounted("ext4", "-O", "^extent,^64bit", size_bytes=8 * MiB), plain_items(9)
-    with caplog.at_level(logging.INFO, "tierckpt.flush"):
+    with caplog.at_level(logging.INFO, "tierckpt.disk"):
         check(run(place / "shard", records_of(items), slots, shape=IoShape(8, 4096)), items, 4096)
     assert not caplog.records, "O_DIRECT was taken"
 

@@ -8,20 +8,17 @@ are.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..arena.slots import BounceBufferPool
 from ..disk.durable import translated
+from ..disk.file_io import DIRECT_REFUSED, DirectFile, address_of, open_direct
 from ..errors import CapacityError, OperationTimeoutError
 from ..quantities import DISK_BLOCK_BYTES
-from ..telemetry import BYTES, logger
+from ..telemetry import BYTES
 from ..types import Buffer, Tier
-
-log = logger("cache")
 
 DIRECT_BYTES_MIN = 64 << 10
 """Less than this is written through the page cache."""
@@ -33,8 +30,6 @@ _buffers = BounceBufferPool(BUFFERS, "cache")
 _landing = BounceBufferPool(LANDING, "cache")
 """Apart from ``_buffers``: these are held while a request is under way, and whoever waits for those must not wait for
 these."""
-no_direct: set[int] = set()
-"""Devices that refuse O_DIRECT."""
 
 
 def write_at(path: Path, data: Buffer, offset: int) -> None:
@@ -49,8 +44,7 @@ def write_at(path: Path, data: Buffer, offset: int) -> None:
         if done < len(view):
             file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                while done < len(view):
-                    done += os.pwrite(file, view[done:], offset + done)
+                DirectFile(file, direct=False).write(view[done:], offset + done)
             finally:
                 os.close(file)
     BYTES.emit(len(view), tier=Tier.LOCAL, direction="written")
@@ -59,30 +53,28 @@ def write_at(path: Path, data: Buffer, offset: int) -> None:
 def _write_direct(path: Path, view: memoryview, offset: int) -> int:
     """Return how many bytes, in whole blocks, went this way: 0 where the file system has no O_DIRECT."""
     whole = len(view) // DISK_BLOCK_BYTES * DISK_BLOCK_BYTES
-    if whole < DIRECT_BYTES_MIN or no_direct:
-        return 0
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        no_direct.add(0)
-        log.info("%s: no O_DIRECT here, writing through the page cache", path)
+    if whole < DIRECT_BYTES_MIN or (file := open_direct(path, os.O_WRONLY)) is None:
         return 0
     try:
         if is_aligned(view):
-            return _write_blocks(file, view[:whole], offset)
-        with _buffers.take(1, whole, BUFFER_SECONDS) as [slot]:
-            slot.view[:whole] = view[:whole]
-            return _write_blocks(file, slot.view[:whole], offset)
+            DirectFile(file).write(view[:whole], offset)
+        else:
+            with _buffers.take(1, whole, BUFFER_SECONDS) as [slot]:
+                slot.view[:whole] = view[:whole]
+                DirectFile(file).write(slot.view[:whole], offset)
+    except OSError as error:
+        if error.errno not in DIRECT_REFUSED:
+            raise
+        return 0  # this file system wants more alignment than we have: all of it goes through the page cache
     finally:
         os.close(file)
+    return whole
 
 
 def is_aligned(view: memoryview) -> bool:
     """True for memory that O_DIRECT can write from as it is."""
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(view)) % DISK_BLOCK_BYTES == 0
+        return address_of(view) % DISK_BLOCK_BYTES == 0
     except (TypeError, ValueError):  # read-only, or empty
         return False
 
@@ -103,22 +95,6 @@ def landing_memory(size_bytes: int) -> Iterator[memoryview | None]:
         yield memory.view[:size_bytes]
     finally:
         taken.__exit__(None, None, None)
-
-
-def _write_blocks(file: int, view: memoryview, offset: int) -> int:
-    done = 0
-    while done < len(view):
-        try:
-            count = os.pwrite(file, view[done:], offset + done)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            break  # this file system wants more alignment than we have: the rest goes through the page cache
-        count -= count % DISK_BLOCK_BYTES  # a short write goes on from the last whole block
-        if not count:
-            break
-        done += count
-    return done
 
 
 def _start_anew() -> None:

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from ..disk.claims import TRIES, Claims, Heartbeat, is_live
 from ..disk.durable import fsync_dir, make_dirs, matching, read_whole, translated
-from ..disk.file_io import allocate
+from ..disk.file_io import allocate, read_into
 from ..disk.quarantine import open_regular
 from ..errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import PRIVATE_DIR
@@ -507,14 +507,8 @@ def read_file(path: Path, byte_range: ByteRange, into: memoryview) -> bool:
     except FileNotFoundError:
         return False
     try:
-        done = 0
         with translated(path):
-            while done < byte_range.size_bytes:
-                count = os.preadv(file, [into[done : byte_range.size_bytes]], byte_range.start + done)
-                if not count:
-                    return False
-                done += count
-        return True
+            return read_into(file, into[: byte_range.size_bytes], byte_range.start) == byte_range.size_bytes
     finally:
         os.close(file)
 

@@ -22,6 +22,7 @@ from ..arena import memory, pages
 from ..checkpoint.journal import Journal
 from ..checkpoint.retention import nearest_existing
 from ..config import GiB, Settings
+from ..disk.file_io import open_direct
 from ..disk.local_root import MEMORY_FILESYSTEMS, filesystem_type
 from ..disk.read_tuner import MODEL_WAYS, WAYS, ReadMode, device_of, read_tuner_for, recorded
 from ..engine import Engine
@@ -158,21 +159,24 @@ def _filesystem(base: Path) -> Check:
 def _probe_disk(directory: Path) -> tuple[bool, float]:
     """Write one block and fsync it some times. Returns whether O_DIRECT works, and the median time of a write."""
     path = directory / f".tierckpt-doctor-{secrets.token_hex(6)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT
     with mmap.mmap(-1, DISK_BLOCK_BYTES) as block:
         try:
             try:
-                _timed_write(path, flags | os.O_DIRECT, block)
-                direct = True
+                file = open_direct(path, flags)
+                direct = file is not None
+                if file is not None:
+                    _timed_write(file, block)
             except OSError:
                 direct = False
-            return direct, statistics.median(_timed_write(path, flags, block) for _ in range(FSYNC_ROUNDS))
+            times = [_timed_write(os.open(path, flags | os.O_CLOEXEC, 0o600), block) for _ in range(FSYNC_ROUNDS)]
+            return direct, statistics.median(times)
         finally:
             path.unlink(missing_ok=True)
 
 
-def _timed_write(path: Path, flags: int, block: mmap.mmap) -> float:
-    file = os.open(path, flags, 0o600)
+def _timed_write(file: int, block: mmap.mmap) -> float:
+    """Closes ``file``."""
     try:
         begun = time.monotonic()
         os.pwrite(file, block, 0)

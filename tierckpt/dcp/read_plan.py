@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from ..disk.file_io import address_of
 from ..read.parallel_read import Piece
 from .items import item_format
 
@@ -187,7 +188,7 @@ class RawRead:
     def pieces(self) -> Iterator[Piece]:
         head = self.frame.head
         self._head = bytearray(len(head))
-        yield Piece(self.offset, self.offset + len(head), _address(self._head), is_unverified=True)
+        yield Piece(self.offset, self.offset + len(head), address_of(self._head), is_unverified=True)
         if not self._size_bytes:
             return
         into = self.target
@@ -236,7 +237,7 @@ class WholeRead:
     def pieces(self) -> Iterator[Piece]:
         self._data = bytearray(self.length)
         if self.length:
-            yield Piece(self.offset, self.offset + self.length, _address(self._data))
+            yield Piece(self.offset, self.offset + self.length, address_of(self._data))
 
     def finish(self) -> Iterator[Finished]:
         data, self._data = self._data, bytearray()
@@ -277,11 +278,11 @@ class GroupRead:
 
     def pieces(self) -> Iterator[Piece]:
         self._data = bytearray(self.stop - self.start)
-        yield Piece(self.start, self.stop, _address(self._data))
+        yield Piece(self.start, self.stop, address_of(self._data))
 
     def finish(self) -> Iterator[Finished]:
         data, self._data = self._data, bytearray()
-        base = _address(data) - self.start
+        base = address_of(data) - self.start
         for item, offset, frame, target in self.members:
             head = frame.head
             if data.startswith(head, offset - self.start):
@@ -409,7 +410,3 @@ def by_file(reads: Sequence[Read]) -> dict[str, list[tuple[Piece, Read]]]:
     for pieces in files.values():
         pieces.sort(key=lambda owned: owned[0].start)
     return files
-
-
-def _address(memory: bytearray) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

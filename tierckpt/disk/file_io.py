@@ -1,16 +1,118 @@
-"""Reads and writes of local files at an offset, whole or with an error of ours."""
+"""Reads and writes of local files at an offset: past the page cache (direct I/O), or through it.
+
+Direct I/O takes whole disk blocks, from and to memory that begins on one. Whoever writes pads the last block with
+zeros, and ``cut`` takes them off.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 from pathlib import Path
 
-from ..telemetry import BYTES
+from ..quantities import DISK_BLOCK_BYTES
+from ..telemetry import BYTES, logger
 from ..types import Buffer, ByteRange, Tier
 from .durable import translated
 from .quarantine import open_regular
+
+log = logger("disk")
+
+DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}
+"""What a file system without direct I/O answers: most when a file is opened, some when it is written."""
+_devices_without: set[int] = set()
+
+
+def open_direct(path: Path, flags: int) -> int | None:
+    """Open ``path`` for direct I/O; None where the file system has none, said once a device. Raises OSError."""
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o644)
+    except OSError as error:
+        if error.errno not in DIRECT_REFUSED:
+            raise
+        device = path.parent.stat().st_dev
+        if device not in _devices_without:
+            _devices_without.add(device)
+            log.info("%s: no O_DIRECT here (%s), the page cache is used", path.parent, error.strerror)
+        return None
+
+
+class DirectFile:
+    """A file written at offsets, by any number of threads: past the page cache (``direct``) or through it."""
+
+    def __init__(self, fd: int = -1, *, direct: bool = True) -> None:
+        self.fd = fd
+        self.direct = direct
+
+    def create(self, path: Path) -> None:
+        """Make the file. Where the file system has no direct I/O, it is written through the page cache."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        if self.direct:
+            fd = open_direct(path, flags)
+            if fd is not None:
+                self.fd = fd
+                return
+            path.unlink(missing_ok=True)  # some systems make the file before they refuse
+        self.direct = False
+        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write all of ``view``. A short direct write goes on from the last whole block."""
+        while view:
+            count = os.pwrite(self.fd, view, offset)
+            if self.direct and count < len(view):
+                count -= count % DISK_BLOCK_BYTES
+            if count <= 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            view, offset = view[count:], offset + count
+
+    def cut(self, size_bytes: int, *, durable: bool) -> None:
+        """Cut off what pads the last block, and have all bytes on the disk. The name is the caller's to fsync."""
+        if size_bytes % DISK_BLOCK_BYTES:
+            os.ftruncate(self.fd, size_bytes)
+        if durable:
+            os.fsync(self.fd)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def read_direct(file: int, into: memoryview, offset: int, through: memoryview | None = None) -> int:
+    """Read whole blocks into ``into``, ``through`` a buffer if there is one. Returns how many bytes came.
+
+    An error ends it as the end of the file does: who reads the rest through the page cache is told what is wrong.
+    """
+    done = 0
+    with contextlib.suppress(OSError):
+        while done < len(into):
+            part = into[done:] if through is None else through[: len(into) - done]
+            count = os.preadv(file, [part], offset + done)
+            if through is not None:
+                ctypes.memmove(address_of(into) + done, address_of(through), count)  # without the interpreter lock
+            done += count
+            if not count or count % DISK_BLOCK_BYTES:
+                break
+    return done
+
+
+def read_into(file: int, into: memoryview, offset: int) -> int:
+    """Read through the page cache until ``into`` is full. Returns how many bytes there were. Raises OSError."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(file, [into[done:]], offset + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def address_of(memory: memoryview | bytearray) -> int:
+    """Where ``memory``, which is writable and not empty, begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def open_file(path: Path) -> int:
@@ -32,10 +134,7 @@ def pread_all(file: int, byte_range: ByteRange, path: Path) -> bytes:
 
 def pwrite_all(file: int, chunk: Buffer, offset: int, path: Path) -> None:
     with translated(path):
-        view = memoryview(chunk)
-        while view:
-            written = os.pwrite(file, view, offset)
-            view, offset = view[written:], offset + written
+        DirectFile(file, direct=False).write(memoryview(chunk), offset)
         BYTES.emit(len(chunk), tier=Tier.LOCAL, direction="written")
 
 

@@ -8,10 +8,8 @@ it (all of it, or some of its rows); however it was sharded when it was saved, i
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ..arena.memory import Memory
 from ..config import MiB
 from ..dcp.reader import TierStorageReader
+from ..disk.file_io import DirectFile
 from ..errors import IntegrityError
 from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..read.parallel_read import windows
@@ -120,8 +119,11 @@ def write_file(
     header = header_of(items)
     memory_bytes = min(window_bytes, sum(item.size_bytes for item in items)) + 2 * DISK_BLOCK_BYTES
     ordered = windows(blocks(items, len(header), window_bytes), lambda block: block.memory_bytes, window_bytes)
-    with _File(path) as file, ThreadPoolExecutor(1, "tierckpt-export") as writer:
-        file.write_small(header)
+    with contextlib.closing(DirectFile()) as file, ThreadPoolExecutor(1, "tierckpt-export") as writer:
+        file.create(path)
+        with contextlib.closing(Memory.allocate(len(header))) as memory:
+            memory.view[: len(header)] = header
+            file.write(memory.view[: len(header)], 0)
         writing: Future[None] | None = None
         end = len(header)
         memories: list[Memory] = []
@@ -143,7 +145,7 @@ def write_file(
             writing = writer.submit(file.write, view[: round_up(end - begin)], begin)
         if writing is not None:
             writing.result()
-        file.finish(end)
+        file.cut(end, durable=True)
 
 
 # --- cutting -------------------------------------------------------------------------------------------------------
@@ -225,47 +227,3 @@ class _Into:
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
         """It is where it belongs."""
-
-
-# --- writing -------------------------------------------------------------------------------------------------------
-
-
-class _File:
-    """A new file, written in whole blocks: past the page cache where the file system can."""
-
-    def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            self._file = os.open(path, flags | os.O_DIRECT, 0o644)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()  # some systems make the file before they refuse
-            self._file = os.open(path, flags, 0o644)
-
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
-
-    def write_small(self, data: bytes) -> None:
-        """Write ``data``, whole blocks of it, to the beginning."""
-        memory = Memory.allocate(len(data))
-        memory.view[: len(data)] = data
-        self.write(memory.view[: len(data)], 0)
-        memory.close()
-
-    def write(self, view: memoryview, at: int) -> None:
-        while view:
-            count = os.pwrite(self._file, view, at)
-            if count % DISK_BLOCK_BYTES and count < len(view):  # O_DIRECT goes on from a whole block only
-                count -= count % DISK_BLOCK_BYTES
-                if not count:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            view, at = view[count:], at + count
-
-    def finish(self, size_bytes: int) -> None:
-        os.ftruncate(self._file, size_bytes)
-        os.fsync(self._file)

@@ -14,6 +14,7 @@ from xxhash import xxh3_128
 from ..cache.file_set import FileSet, Receipt, decode, from_manifest
 from ..cache.partial_entry import ENTRY, FILLING, RECEIPT, SHARED, ProgressLog
 from ..disk.claims import is_live
+from ..disk.file_io import read_into
 from ..disk.open_beneath import open_beneath
 from ..errors import ManifestError
 from ..format.layout import MANIFEST
@@ -348,7 +349,7 @@ def digest_at(file: int, at: ByteRange, like: str = "t") -> str:
     piece = memoryview(bytearray(min(4 * DIGEST_BLOCK_BYTES, at.size_bytes)))
     for start in range(at.start, at.stop, max(1, len(piece))):
         view = piece[: min(len(piece), at.stop - start)]
-        if not _read_all(file, view, start):
+        if read_into(file, view, start) < len(view):
             return ""
         if is_plain:
             plain.update(view)
@@ -358,16 +359,6 @@ def digest_at(file: int, at: ByteRange, like: str = "t") -> str:
                 for offset in range(0, len(view), DIGEST_BLOCK_BYTES)
             ]
     return plain.hexdigest() if is_plain else digest_of_blocks(b"".join(blocks) or block_digest(b""))
-
-
-def _read_all(file: int, view: memoryview, offset: int) -> bool:
-    done = 0
-    while done < len(view):
-        count = os.preadv(file, [view[done:]], offset + done)
-        if not count:
-            return False
-        done += count
-    return True
 
 
 def bring_in(file: int, at: ByteRange) -> None:

@@ -7,12 +7,11 @@ import io
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import addressof, c_char, memmove
 from pathlib import Path
 from typing import Protocol
 
 from ..disk.durable import translated
-from ..disk.file_io import open_file, pread_all
+from ..disk.file_io import open_direct, open_file, pread_all, read_direct, read_into
 from ..disk.page_cache import Resident
 from ..disk.read_tuner import WAYS, ReadMode, ReadTuner, device_of
 from ..errors import IntegrityError, PermissionDeniedError, StoreUnavailableError, TierckptError
@@ -68,7 +67,7 @@ class LocalCopy:
         self._path = path
         self._file = -1
         self._device = ""
-        self._direct_file = -1
+        self._direct_file: int | None = None
         self._may_direct = True
         self._resident: Resident | None = None
         self._lock = threading.Lock()
@@ -103,14 +102,13 @@ class LocalCopy:
             if not (is_cached := self.is_in_memory(byte_range)):
                 self.cold_bytes += byte_range.size_bytes
             if self.is_direct and not is_cached and byte_range.start % DISK_BLOCK_BYTES == 0:
-                done = self.read_direct(into, byte_range, None if self.is_straight else through)
+                file, blocks = self._direct(), into[: round_up(byte_range.size_bytes)]
+                if file is not None:
+                    done = read_direct(file, blocks, byte_range.start, None if self.is_straight else through)
+                    done = min(done, byte_range.size_bytes)
             if not done and not is_cached:  # all of it at once, where the kernel would read ahead in small steps
                 os.posix_fadvise(self._file, byte_range.start, byte_range.size_bytes, os.POSIX_FADV_WILLNEED)
-            while done < byte_range.size_bytes:
-                count = os.preadv(self._file, [into[done : byte_range.size_bytes]], byte_range.start + done)
-                if not count:
-                    break  # the file is too short
-                done += count
+            done += read_into(self._file, into[done : byte_range.size_bytes], byte_range.start + done)
         return into[:done]
 
     def open(self) -> None:
@@ -140,30 +138,14 @@ class LocalCopy:
                 self._resident = Resident(self._file)
         return self._resident.has(byte_range)
 
-    def read_direct(self, into: memoryview, byte_range: ByteRange, through: memoryview | None) -> int:
+    def _direct(self) -> int | None:
+        """The file, opened past the page cache at the first call; None where that cannot be had."""
         with self._lock:
-            if self._may_direct and self._direct_file < 0:
-                self._open_direct()
-        if not self._may_direct:
-            return 0
-        done, wanted = 0, round_up(byte_range.size_bytes)
-        with contextlib.suppress(OSError):  # read again through the page cache, which tells what is wrong
-            while done < wanted:
-                part = into[done:wanted] if through is None else through[: wanted - done]
-                count = os.preadv(self._direct_file, [part], byte_range.start + done)
-                if through is not None:
-                    memmove(_address(into) + done, _address(through), count)  # without the interpreter lock
-                done += count
-                if not count or count % DISK_BLOCK_BYTES:
-                    break  # the end of the file
-        return min(done, byte_range.size_bytes)
-
-    def _open_direct(self) -> None:
-        try:
-            self._direct_file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except OSError as error:
-            self._may_direct = False
-            log.info("%s: no O_DIRECT here (%s), reading through the page cache", self._path, error.strerror)
+            if self._may_direct and self._direct_file is None:
+                self._may_direct = False
+                with contextlib.suppress(OSError):  # what is wrong is said when it is read through the page cache
+                    self._direct_file = open_direct(self._path, os.O_RDONLY)
+            return self._direct_file
 
     def quarantine(self) -> None:
         if self.tier is not Tier.LOCAL:
@@ -176,14 +158,10 @@ class LocalCopy:
 
     def close(self) -> None:
         for file in (self._file, self._direct_file):
-            if file >= 0:
+            if file is not None and file >= 0:
                 os.close(file)
-        self._file = self._direct_file = -1
+        self._file, self._direct_file = -1, None
         self._resident = None
-
-
-def _address(memory: memoryview) -> int:
-    return addressof(c_char.from_buffer(memory))
 
 
 class RemoteCopy:

@@ -24,8 +24,6 @@ Works in the process that owns the data or in another that has mapped the same m
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
 import threading
 import time
 from bisect import bisect_left, bisect_right
@@ -40,18 +38,14 @@ from ..arena.memory import Memory
 from ..disk import priority
 from ..disk.cpu_throttle import CpuThrottle
 from ..disk.durable import translated
-from ..disk.file_io import allocate
+from ..disk.file_io import DirectFile, allocate
 from ..disk.write_tuner import IoShape, segment_bytes
 from ..errors import OperationTimeoutError
 from ..format.manifest import DIGEST_BLOCK_BYTES, block_digest, blocks_of, digest_of_blocks
 from ..format.shard import Flushed
-from ..quantities import DISK_BLOCK_BYTES, round_up
-from ..telemetry import logger
+from ..quantities import round_up
 from .shard_plan import Record, Shard
 
-log = logger("flush")
-
-DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _ZEROS = bytes(64 * 1024)
 HOT_BYTES = 2 * DIGEST_BLOCK_BYTES
 """A quarter of the smallest second-level cache of today's servers, since source, target and more go through it."""
@@ -145,18 +139,17 @@ class Stream:
         return self._job.files[0].flushed()
 
 
-class ShardFile:
+class ShardFile(DirectFile):
     """One shard being written: its descriptor, and how many segments are still to come."""
 
     def __init__(self, shard: Shard, segment_bytes: int, *, direct: bool) -> None:
+        super().__init__(direct=direct)
         self.shard = shard
         self.blocks: dict[int, bytes] = {}
         """The digests of each chunk's blocks."""
         self.ahead = shard.image.ahead if direct and shard.image is not None else None
         self.segments = -(-shard.size_bytes // segment_bytes)
         self.left = self.segments
-        self.direct = direct
-        self.fd = -1
 
     def open(self) -> None:
         with translated(self.shard.path):
@@ -182,41 +175,15 @@ class ShardFile:
         first, last = record.data_offset, record.data_offset + record.size_bytes
         return not others and first <= place.start and place.end <= last and self.ahead.covers(place.start, place.end)
 
-    def _open(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        path = self.shard.path
-        try:
-            self.fd = os.open(path, flags | (os.O_DIRECT if self.direct else 0), 0o644)
-        except OSError as error:
-            if error.errno not in DIRECT_REFUSED:
-                raise
-            path.unlink(missing_ok=True)
-            log.info("%s: no O_DIRECT here (%s), writing through the page cache", path.parent, error.strerror)
-            self.fd = os.open(path, flags, 0o644)
-            self.direct = False
-
-    def write(self, view: memoryview, offset: int) -> None:
-        """Write all of ``view``. A short write goes on from the last whole block, which O_DIRECT demands."""
-        end = offset + len(view)
-        while view:
-            count = os.pwrite(self.fd, view, offset)
-            if self.direct and count < len(view):
-                count -= count % DISK_BLOCK_BYTES
-            if count <= 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            view, offset = view[count:], offset + count
-        if offset != end:
-            raise OSError(errno.EIO, "wrote another number of bytes than asked")
-
     def flushed(self) -> Flushed:
         blocks = [self.blocks[index] for index in sorted(self.blocks)]
         return Flushed(self.shard.path, self.shard.size_bytes, tuple(map(digest_of_blocks, blocks)), b"".join(blocks))
 
+    def _open(self) -> None:
+        self.create(self.shard.path)
+
     def finish(self, durable: bool) -> None:
-        if round_up(self.shard.size_bytes) != self.shard.size_bytes:
-            os.ftruncate(self.fd, self.shard.size_bytes)
-        if durable:
-            os.fsync(self.fd)
+        self.cut(self.shard.size_bytes, durable=durable)
 
 
 class _Job:
@@ -479,9 +446,7 @@ class _Job:
         for file in self.files:
             if file.ahead is not None and not file.ahead.end(max(0.0, self.deadline - time.monotonic())):
                 continue  # the same (A5)
-            if file.fd >= 0:
-                os.close(file.fd)
-                file.fd = -1
+            file.close()
 
 
 class _Place:

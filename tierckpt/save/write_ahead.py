@@ -33,7 +33,7 @@ from pathlib import Path
 from ..arena.memory import Memory
 from ..arena.slots import Lease
 from ..config import Settings
-from ..disk.file_io import allocate
+from ..disk.file_io import DirectFile, allocate, open_direct
 from ..disk.write_tuner import segment_bytes
 from ..quantities import round_up
 from ..telemetry import logger
@@ -199,7 +199,9 @@ class WriteAhead:
     def _open_files(self) -> None:
         for file in self._files:
             # Under the directory of the local tier: on its file system, as only there can the file get its name.
-            fd = os.open(self._directory, os.O_TMPFILE | os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC, 0o644)
+            fd = open_direct(self._directory, os.O_TMPFILE | os.O_WRONLY)
+            if fd is None:
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
             try:
                 allocate(fd, file.span.size_bytes)
             except BaseException:
@@ -232,9 +234,7 @@ class WriteAhead:
     def _write(self, file: TempFile, offset: int) -> None:
         start = file.span.address + offset - self._memory.address
         try:
-            count = os.pwrite(file.fd, self._memory.view[start : start + self.unit_bytes], offset)
-            if count != self.unit_bytes:
-                file.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            DirectFile(file.fd).write(self._memory.view[start : start + self.unit_bytes], offset)
         except BaseException as error:
             file.error = error
         finally:

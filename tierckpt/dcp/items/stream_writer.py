@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import mmap
-import os
 from pathlib import Path
 
 from ...disk.durable import translated
+from ...disk.file_io import DirectFile
 from ...errors import TierckptError
 from ...format.manifest import blocks_of, digest_of_blocks
 from ...format.shard import Flushed
 from ...quantities import DISK_BLOCK_BYTES, round_up
-from ...telemetry import logger
 from ...types import Buffer
-
-log = logger("flush")
-
-_DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 class ShardWriter(io.RawIOBase):
@@ -34,7 +28,6 @@ class ShardWriter(io.RawIOBase):
     def __init__(self, path: Path, chunk_size_bytes: int) -> None:
         self.path = path
         self._chunk_size_bytes = chunk_size_bytes
-        self._aligned = chunk_size_bytes % DISK_BLOCK_BYTES == 0
         self._buffer = mmap.mmap(-1, round_up(chunk_size_bytes))  # mmap memory is page-aligned
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._buffer.madvise(mmap.MADV_HUGEPAGE)  # O_DIRECT from huge pages is 2 to 3 times faster
@@ -44,20 +37,9 @@ class ShardWriter(io.RawIOBase):
         self._blocks: list[bytes] = []
         self.error: TierckptError | None = None
         """The first error of a write. torch.save hides it behind one of its own, so the caller looks here."""
-        self._file = self._open()
-
-    def _open(self) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._file = DirectFile(direct=chunk_size_bytes % DISK_BLOCK_BYTES == 0)
         with translated(self.path):
-            if self._aligned:
-                try:
-                    return os.open(self.path, flags | os.O_DIRECT, 0o644)
-                except OSError as error:
-                    if error.errno not in _DIRECT_REFUSED:
-                        raise
-                    self.path.unlink(missing_ok=True)
-                    log.info("%s: no O_DIRECT here, writing through the page cache", self.path.parent)
-            return os.open(self.path, flags, 0o644)
+            self._file.create(path)
 
     def writable(self) -> bool:
         return True
@@ -80,36 +62,28 @@ class ShardWriter(io.RawIOBase):
     def _flush_chunk(self) -> None:
         self._blocks.append(blocks_of(self._view[: self._filled]))
         padded = round_up(self._filled)
-        self._write_all(self._view[:padded])
-        self._written += self._filled
-        self._filled = 0
-
-    def _write_all(self, view: memoryview) -> None:
         try:
             with translated(self.path):
-                offset = self._written
-                while view:
-                    count = os.pwrite(self._file, view, offset)
-                    view, offset = view[count:], offset + count
+                self._file.write(self._view[:padded], self._written)
         except TierckptError as error:
             self.error = self.error or error
             raise
+        self._written += self._filled
+        self._filled = 0
 
     def finish(self, *, durable: bool) -> Flushed:
         """Write what is left, cut the padding, fsync if ``durable``."""
         if self._filled:
             self._flush_chunk()
         with translated(self.path):
-            os.ftruncate(self._file, self._written)
-            if durable:
-                os.fsync(self._file)
+            self._file.cut(self._written, durable=durable)
         return Flushed(self.path, self._written, tuple(map(digest_of_blocks, self._blocks)), b"".join(self._blocks))
 
     def close(self) -> None:
         if self.closed:
             return
         super().close()
-        os.close(self._file)
+        self._file.close()
         self._view.release()
         try:
             self._buffer.close()

@@ -1,0 +1,152 @@
+"""Local files past the page cache and through it: whole, or an error."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tierckpt.disk import file_io
+from tierckpt.disk.file_io import DirectFile, open_direct, read_direct, read_into
+from tierckpt.quantities import DISK_BLOCK_BYTES
+
+SIZE = 5 * DISK_BLOCK_BYTES + 777
+PADDED = 6 * DISK_BLOCK_BYTES
+
+
+@pytest.fixture
+def memory() -> Iterator[memoryview]:
+    with mmap.mmap(-1, 2 * PADDED) as block:
+        view = memoryview(block)
+        view[:SIZE] = os.urandom(SIZE)
+        yield view
+        view.release()
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A file system that makes a file before it refuses to open it for direct I/O. Returns what was refused."""
+    real, names = os.open, []
+
+    def refuse(path: Path, flags: int, *more: int) -> int:
+        if flags & os.O_DIRECT:
+            names.append(path)
+            if flags & os.O_CREAT:
+                os.close(real(path, flags & ~os.O_DIRECT, *more))
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(file_io, "_devices_without", set())
+    return names
+
+
+def written(path: Path, memory: memoryview) -> tuple[bytes, bool]:
+    file = DirectFile()
+    file.create(path)
+    try:
+        file.write(memory[:PADDED], 0)
+        file.cut(SIZE, durable=True)
+    finally:
+        file.close()
+    return path.read_bytes(), file.direct
+
+
+def test_a_file_that_ends_within_a_block_is_cut(tmp_path: Path, memory: memoryview) -> None:
+    assert written(tmp_path / "file", memory)[0] == memory[:SIZE]
+
+
+def test_a_file_that_is_there_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"kept")
+    with pytest.raises(FileExistsError):
+        DirectFile().create(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"kept"
+
+
+def test_where_direct_io_is_refused_the_page_cache_takes_it_and_one_line_says_so(
+    tmp_path: Path, memory: memoryview, refused: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "tierckpt.disk"):
+        for name in ("one", "two"):
+            assert written(tmp_path / name, memory) == (memory[:SIZE], False)
+        assert open_direct(tmp_path / "one", os.O_RDONLY) is None
+    assert len(refused) == 3
+    assert ["no O_DIRECT" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOSPC])
+def test_other_errors_are_raised(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        DirectFile().create(tmp_path / "file")
+
+
+def test_a_short_direct_write_goes_on_from_the_last_whole_block(
+    tmp_path: Path, memory: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, offsets = os.pwrite, []
+
+    def short(file: int, view: memoryview, offset: int) -> int:
+        offsets.append(offset)
+        return real(file, view[: DISK_BLOCK_BYTES + 512], offset)
+
+    monkeypatch.setattr(os, "pwrite", short)
+    assert written(tmp_path / "file", memory)[0] == memory[:SIZE]
+    assert all(offset % DISK_BLOCK_BYTES == 0 for offset in offsets)
+    assert len(offsets) == 6
+
+
+def test_a_write_that_takes_nothing_is_a_full_disk(
+    tmp_path: Path, memory: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwrite", lambda *_: 511)
+    file = DirectFile()
+    file.create(tmp_path / "file")
+    file.direct = True
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        file.write(memory[:PADDED], 0)
+    file.close()
+
+
+@pytest.mark.parametrize("is_buffered", [False, True])
+def test_reads_end_with_the_file(tmp_path: Path, memory: memoryview, is_buffered: bool) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(memory[:SIZE])
+    through = memory[:DISK_BLOCK_BYTES] if is_buffered else None
+    expected = path.read_bytes()
+    into = memory[PADDED:]
+    file = open_direct(path, os.O_RDONLY)
+    if file is not None:  # where the file system of the tests has direct I/O
+        assert read_direct(file, into, 0, through) == SIZE
+        assert into[:SIZE] == expected
+        os.close(file)
+    file = os.open(path, os.O_RDONLY)
+    assert read_into(file, into, 100) == SIZE - 100
+    assert into[: SIZE - 100] == expected[100:]
+    assert read_into(file, into[:5], SIZE) == 0
+    os.close(file)
+
+
+def test_an_error_ends_a_direct_read_with_what_there_was(
+    tmp_path: Path, memory: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "file", os.preadv
+    path.write_bytes(memory[:SIZE])
+
+    def fail(file: int, into: list[memoryview], offset: int) -> int:
+        if offset:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, [into[0][:DISK_BLOCK_BYTES]], offset)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    file = os.open(path, os.O_RDONLY)
+    assert read_direct(file, memory[PADDED:], 0) == DISK_BLOCK_BYTES
+    os.close(file)
