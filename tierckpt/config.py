@@ -75,6 +75,9 @@ REMOVED = {
     "peer_bytes_per_second": "It is the option --network-bytes-per-second of `tierckpt agent`",
     "peer_serve_bytes_per_second": "It is the option --serve-bytes-per-second of `tierckpt agent`",
     "peer_serves_max": "A node serves 64 chunks at a time; leave it out",
+    "peer_tls_authority": "Set peer_tls_dir, a directory with tls.crt, tls.key and ca.crt",
+    "peer_tls_certificate": "Set peer_tls_dir, a directory with tls.crt, tls.key and ca.crt",
+    "peer_tls_key": "Set peer_tls_dir, a directory with tls.crt, tls.key and ca.crt",
     "preempt_endpoint": "preempt_notices names the cloud, whose metadata address is known; leave it out",
     "preempt_poll_seconds": "Notices are looked for every 5 seconds; leave it out",
     "read_mode": "How a disk is read is chosen by measurement; leave it out",
@@ -197,10 +200,9 @@ class Settings(BaseSettings):
     peer_secret_file: Path | None = None
     """A file with that secret, readable by its owner alone."""
 
-    peer_tls_certificate: Path | None = None
-    peer_tls_key: Path | None = None
-    peer_tls_authority: Path | None = None
-    """All three: peers speak TLS, and each shows a certificate of this authority (mutual TLS)."""
+    peer_tls_dir: Path | None = None
+    """A directory with ``tls.crt``, ``tls.key`` and ``ca.crt``, as a Kubernetes TLS secret has them: peers speak TLS,
+    and each shows a certificate of this authority (mutual TLS)."""
 
     peer_domain: str = ""
     """This node's failure domain (rack, power feed): replicas go to other domains first."""
@@ -271,9 +273,6 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _peers_fit(self) -> Self:
-        tls = (self.peer_tls_certificate, self.peer_tls_key, self.peer_tls_authority)
-        if any(tls) and not all(tls):
-            raise ValueError("peer_tls_certificate, peer_tls_key and peer_tls_authority go together: set all three")
         if self.peer_secret is not None and self.peer_secret_file is not None:
             raise ValueError("peer_secret and peer_secret_file are both set: set one of them")
         if self.replicas > 1 and self.peers is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -198,7 +199,10 @@ def certified(authority: Authority, folder: Path, host: str = "127.0.0.1") -> di
     folder.mkdir()
     authority.directory = folder
     certificate, key = authority.issue(host)
-    return {"peer_tls_certificate": certificate, "peer_tls_key": key, "peer_tls_authority": authority.path}
+    certificate.rename(folder / "tls.crt")
+    key.rename(folder / "tls.key")
+    shutil.copy(authority.path, folder / "ca.crt")
+    return {"peer_tls_dir": folder}
 
 
 def contexts(files: Mapping[str, Path]) -> dict[str, ssl.SSLContext]:
@@ -207,7 +211,7 @@ def contexts(files: Mapping[str, Path]) -> dict[str, ssl.SSLContext]:
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
-    old.load_cert_chain(files["peer_tls_certificate"], files["peer_tls_key"])
+    old.load_cert_chain(files["peer_tls_dir"] / "tls.crt", files["peer_tls_dir"] / "tls.key")
     old.set_ciphers("ALL:@SECLEVEL=0")
     old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
     return {"no certificate": trusting, "TLS 1.1": old}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -402,7 +403,10 @@ def certified(authority: Authority, folder: Path, host: str = "127.0.0.1") -> di
     folder.mkdir()
     authority.directory = folder
     certificate, key = authority.issue(host)
-    return {"peer_tls_certificate": certificate, "peer_tls_key": key, "peer_tls_authority": authority.path}
+    certificate.rename(folder / "tls.crt")
+    key.rename(folder / "tls.key")
+    shutil.copy(authority.path, folder / "ca.crt")
+    return {"peer_tls_dir": folder}
 
 
 async def test_peers_with_certificates_of_one_authority_need_no_secret(tmp_path: Path) -> None:
@@ -419,15 +423,16 @@ async def test_nobody_else_gets_or_gives_anything(tmp_path: Path, wrong: str) ->
     frozen: FileSet = publish(tmp_path, DATA)
     ours, other = Authority(tmp_path), Authority(tmp_path, "other")
     good = certified(ours, tmp_path / "good")
-    theirs = certified(other, tmp_path / "theirs")
+    believing = certified(other, tmp_path / "believing")  # their certificate, our authority
+    shutil.copy(ours.path, tmp_path / "believing" / "ca.crt")
     named = certified(ours, tmp_path / "named", "127.0.0.2")
     served = {
         "authority of the client": good,
-        "authority of the server": {**theirs, "peer_tls_authority": ours.path},
+        "authority of the server": believing,
         "name": named,
         "plain": good,
     }[wrong]
-    asked = {**theirs, "peer_tls_authority": ours.path} if wrong == "authority of the client" else good
+    asked = believing if wrong == "authority of the client" else good
     async with serving(tmp_path, peer_secret=None, **served) as node:
         if wrong == "plain":
             asked = dict.fromkeys(good)

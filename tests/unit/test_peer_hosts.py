@@ -127,7 +127,6 @@ def test_the_way_to_a_peer_tells_our_address_and_its_speed(tmp_path: Path) -> No
         ({"peer_listen": "host:70000"}, "no address"),
         ({"peer_secret": "short"}, "shorter than 16 bytes"),
         ({"peer_secret": "x" * 32, "peer_secret_file": "/x"}, "both set"),
-        ({"peer_tls_key": "/key"}, "set all three"),
         ({"peer_domain": "rack\n1"}, "printable"),
         ({"replicas": 2}, "needs peers"),
     ],

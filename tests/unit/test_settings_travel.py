@@ -62,11 +62,7 @@ def _another(name: str) -> Any:
     return default * 2
 
 
-TLS = {"peer_tls_certificate", "peer_tls_key", "peer_tls_authority"}
-
-
 def settings_of(names: set[str]) -> Settings:
-    names = names | TLS if names & TLS else names
     names = names - {"peer_secret_file"} if "peer_secret" in names else names
     names = names | {"peers"} if "replicas" in names else names
     return Settings.load(**{name: _another(name) for name in names})

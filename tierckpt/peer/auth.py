@@ -102,24 +102,13 @@ def _read_private(path: Path) -> bytes:
         return stream.read(4096).strip()
 
 
-def has_tls(settings: Settings) -> bool:
-    """Raises ConfigError: some of the three files are set, and not all."""
-    files = (settings.peer_tls_certificate, settings.peer_tls_key, settings.peer_tls_authority)
-    if any(files) and not all(files):
-        raise ConfigError(
-            "peer_tls_certificate, peer_tls_key and peer_tls_authority go together",
-            hint="Peers show each other certificates: each needs its own, its key, and the authority of all",
-        )
-    return all(files)
-
-
 def check_listen(settings: Settings) -> tuple[str, int]:
     """Where to listen. Raises ConfigError: beyond loopback, and nothing tells who asks."""
     host, port = host_and_port(settings.peer_listen)
-    if not (is_loopback(host) or read_secret(settings) is not None or has_tls(settings)):
+    if not (is_loopback(host) or read_secret(settings) is not None or settings.peer_tls_dir is not None):
         raise ConfigError(
             f"peers would be served on {host} to whoever asks",
-            hint="Set peer_secret_file (the same on all nodes) or the three peer_tls settings, or listen on 127.0.0.1",
+            hint="Set peer_secret_file (the same on all nodes) or peer_tls_dir, or listen on 127.0.0.1",
         )
     return host, port
 
@@ -142,17 +131,21 @@ def client_tls(settings: Settings) -> ssl.SSLContext | None:
 
 
 def _tls(settings: Settings, side: int) -> ssl.SSLContext | None:
-    if not has_tls(settings):
+    directory = settings.peer_tls_dir
+    if directory is None:
         return None
     context = ssl.SSLContext(side)  # the client's checks the host name, and both are told to ask for a certificate
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
     try:
-        context.load_verify_locations(cafile=str(settings.peer_tls_authority))
-        context.load_cert_chain(str(settings.peer_tls_certificate), str(settings.peer_tls_key))
+        context.load_verify_locations(cafile=str(directory / "ca.crt"))
+        context.load_cert_chain(str(directory / "tls.crt"), str(directory / "tls.key"))
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the peers' certificates cannot be used: {type(error).__name__}: {error}") from None
+        raise ConfigError(
+            f"the peers' certificates in {directory} cannot be used: {type(error).__name__}: {error}",
+            hint="peer_tls_dir has tls.crt, tls.key (of this node) and ca.crt (of all)",
+        ) from None
     return context
 
 
