@@ -26,7 +26,7 @@ from tierckpt.client import close_all, open_cached
 from tierckpt.disk.read_tuner import MODEL_WAYS, ReadMode, ReadTuner
 from tierckpt.errors import IntegrityError
 from tierckpt.format.layout import local_dir, parse_uri
-from tierckpt.read.replicated_file import LocalCopy
+from tierckpt.read.copies import LocalCopy
 from tierckpt.telemetry import QUARANTINES, Metric, listen
 
 FLIPS = int(os.environ.get("TIERCKPT_TEST_CACHE_FLIPS", "1"))

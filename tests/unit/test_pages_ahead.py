@@ -24,7 +24,7 @@ from tierckpt.loading import fill
 from tierckpt.loading.model import Directory
 from tierckpt.loading.parts import Parts
 from tierckpt.loading.safetensors import WantedTensors
-from tierckpt.read.replicated_file import LocalCopy
+from tierckpt.read.copies import LocalCopy
 from tierckpt.types import Buffer, ByteRange
 
 MIB = 1 << 20

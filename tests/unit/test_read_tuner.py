@@ -25,8 +25,9 @@ from tierckpt.format.layout import model_read_ways, read_ways
 from tierckpt.format.manifest import FileEntry
 from tierckpt.loading import fill
 from tierckpt.read import read_benchmark
+from tierckpt.read.copies import LocalCopy
 from tierckpt.read.parallel_read import Piece, pull
-from tierckpt.read.replicated_file import LocalCopy, ReplicatedFile
+from tierckpt.read.replicated_file import ReplicatedFile
 from tierckpt.types import ByteRange
 
 KiB = 1024

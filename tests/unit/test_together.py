@@ -21,8 +21,9 @@ from tierckpt.arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, Window,
 from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.errors import ConfigError
 from tierckpt.format.manifest import FileEntry, digest_of
+from tierckpt.read.copies import LocalCopy
 from tierckpt.read.parallel_read import Piece
-from tierckpt.read.replicated_file import LocalCopy, ReplicatedFile
+from tierckpt.read.replicated_file import ReplicatedFile
 from tierckpt.read.shared_read import (
     ReadInterest,
     SharedRead,

@@ -18,7 +18,8 @@ from ..format.layout import Location
 from ..format.manifest import FileEntry
 from ..peer.members import Member
 from ..read import block_digests
-from ..read.replicated_file import Copy, LocalCopy, RemoteCopy, ReplicatedFile
+from ..read.copies import Copy, LocalCopy, RemoteCopy
+from ..read.replicated_file import ReplicatedFile
 from ..read.sources import PEERS_TRIED_MAX
 from ..types import ByteRange, Tier
 

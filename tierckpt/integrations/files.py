@@ -19,7 +19,8 @@ from ..config import Settings
 from ..disk import read_lease
 from ..errors import PreconditionFailedError
 from ..format.manifest import FileEntry
-from ..read.replicated_file import Copy, LocalCopy, RangeFile, RemoteCopy, ReplicatedFile, VerifiedFile
+from ..read.copies import Copy, LocalCopy, RemoteCopy
+from ..read.replicated_file import RangeFile, ReplicatedFile, VerifiedFile
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo
 

@@ -31,9 +31,9 @@ from ..arena.pinning import pin
 from ..arena.slots import read_buffers
 from ..errors import CapacityError, IntegrityError, TierckptError
 from ..quantities import DISK_BLOCK_BYTES, human_bytes, round_up
+from ..read.copies import Copy, LocalCopy
 from ..read.read_benchmark import opened_disk, tried
 from ..read.read_threads import ReadThreads, Worker
-from ..read.replicated_file import Copy, LocalCopy
 from ..telemetry import BYTES
 from ..types import ByteRange
 from .dtypes import of_entry

@@ -19,7 +19,7 @@ from ..disk.read_tuner import MODEL_WAYS, ReadTuner, device_of
 from ..errors import CheckpointNotFoundError, IntegrityError
 from ..format.manifest import is_safe_path
 from ..quantities import round_up
-from ..read.replicated_file import Copy, LocalCopy
+from ..read.copies import Copy, LocalCopy
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .header import HEADER_BYTES_MAX, Entry, Malformed, read_header, strict_json
 

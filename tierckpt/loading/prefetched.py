@@ -12,7 +12,7 @@ from ..client import open_entry
 from ..config import Settings
 from ..disk.read_tuner import MODEL_WAYS, ReadTuner, read_tuner_for
 from ..errors import IntegrityError, StoreError, TierckptError
-from ..read.replicated_file import LocalCopy
+from ..read.copies import LocalCopy
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .model import Directory

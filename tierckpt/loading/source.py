@@ -12,8 +12,8 @@ from ..config import Settings
 from ..disk.read_tuner import MODEL_WAYS, read_tuner_for
 from ..errors import CheckpointNotFoundError, TierckptError
 from ..format.layout import parse_uri
+from ..read.copies import Copy, LocalCopy
 from ..read.parallel_read import REQUESTS_MAX
-from ..read.replicated_file import Copy, LocalCopy
 from ..stores.schemes import check_location
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .model import SUFFIX, Model, Place, open_model

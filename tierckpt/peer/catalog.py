@@ -1,7 +1,7 @@
 """What the other nodes have of a checkpoint: found by asking their agents, read chunk by chunk, every one verified.
 
 Nothing here decides what is right: a manifest carries its own digest, and the chunks that a peer gives are checked
-against the manifest by whoever reads them (read/replicated_file.py, drain/transfer.py).
+against the manifest by whoever reads them (read/copies.py, drain/transfer.py).
 
 Every question has a deadline, and no answer is no answer: who does not reply in ``ASK_SECONDS`` has nothing.
 """

@@ -31,9 +31,10 @@ from ..disk.read_tuner import WAYS
 from ..errors import TierckptError
 from ..quantities import round_up
 from ..types import Buffer, ByteRange
+from .copies import LocalCopy
 from .read_benchmark import opened_disk, tried
 from .read_threads import ReadThreads, Worker
-from .replicated_file import LocalCopy, ReplicatedFile
+from .replicated_file import ReplicatedFile
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from ..disk.read_tuner import ReadMode, ReadTuner
 from ..errors import TierckptError
-from .replicated_file import LocalCopy
+from .copies import LocalCopy
 
 MiB = 1 << 20
 

@@ -1,7 +1,7 @@
 """Ranges of a checkpoint's files from other nodes, and from them or the shared tier.
 
 Each is a ``RangeSource`` (stores/base.py), as are stores and ``LocalFiles``: whoever moves bytes on the event loop
-takes any of them. Threads read through a ``Copy`` (replicated_file.py).
+takes any of them. Threads read through a ``Copy`` (copies.py).
 """
 
 from __future__ import annotations
