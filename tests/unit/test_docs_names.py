@@ -1,0 +1,110 @@
+"""What the documents name exists: modules, classes and functions of ours, tests, settings, and links between pages."""
+
+import ast
+import builtins
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint
+
+from tierckpt.config import REMOVED, Settings
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    page.relative_to(ROOT).as_posix()
+    for page in (*ROOT.glob("docs/guide/*.md"), *ROOT.glob("docs/internals/*.md"), *ROOT.glob("*.md"))
+    if page.name not in ("CHANGELOG.md", "AGENTS.md")
+)
+FOREIGN = {
+    *(
+        "AsyncCheckpointerType",
+        "CheckpointException",
+        "DataLoader",
+        "DefaultStager",
+        "DTensor",
+        "FsspecReader",
+        "FsspecWriter",
+    ),
+    *(
+        "GradScaler",
+        "MultiStepLR",
+        "Counter",
+        "Namespace",
+        "StatefulDataLoader",
+        "If-Match",
+        "If-None-Match",
+        "Retry-After",
+    ),
+    *dir(builtins),
+    *dir(torch.distributed.checkpoint),
+}
+"""Names of Python, PyTorch and HTTP that look like classes of ours."""
+
+
+@functools.cache
+def our_files() -> frozenset[str]:
+    tops = ("tierckpt", "tests", "bench", "tools", "examples")
+    return frozenset(f"/{path.relative_to(ROOT).as_posix()}" for top in tops for path in (ROOT / top).rglob("*.py"))
+
+
+@functools.cache
+def our_names() -> frozenset[str]:
+    """Return the classes and functions that are defined in this repository, and the names that it assigns to."""
+    names: set[str] = set()
+    for path in our_files():
+        for node in ast.walk(ast.parse((ROOT / path[1:]).read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+    return frozenset(names)
+
+
+def unknown_names(text: str) -> list[str]:
+    """Return what ``text`` names in backticks and this repository does not have."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    wrong = []
+    for quoted in re.findall(r"`([^`\n]+)`", text):
+        if re.fullmatch(r"[\w./-]+\.py", quoted):
+            if not any(path.endswith(f"/{quoted}") for path in our_files()):
+                wrong.append(quoted)
+        elif re.fullmatch(r"TIERCKPT_(?!TEST_)[A-Z_]+", quoted):
+            field = quoted.removeprefix("TIERCKPT_").lower()
+            if field not in Settings.model_fields and field not in REMOVED:
+                wrong.append(quoted)
+        else:
+            word = re.match(r"(?:tierckpt\.)?([A-Z][a-z0-9]+[A-Za-z0-9]*)(?:[.(].*)?$", quoted)
+            if word and word[1] not in our_names() and word[1] not in FOREIGN:
+                wrong.append(quoted)
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_exists(page: str) -> None:
+    assert unknown_names((ROOT / page).read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_links_to_what_is_there(page: str) -> None:
+    place = (ROOT / page).parent
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", (ROOT / page).read_text())
+    assert [link for link in links if not (place / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/internals/")])
+def test_an_internals_page_opens_with_a_figure_and_has_no_line_that_is_too_long(page: str) -> None:
+    text = (ROOT / page).read_text()
+    head = text.split("\n## ")[0]
+    assert head.count("```") == 2, "no figure before the first section"
+    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+def test_a_name_that_nothing_has_is_found() -> None:
+    assert unknown_names("see `tierckpt/mover/copies.py`, `Testament(1)`, `TIERCKPT_SHELF`") == [
+        "tierckpt/mover/copies.py",
+        "Testament(1)",
+        "TIERCKPT_SHELF",
+    ]
+    assert unknown_names("see `tierckpt/client.py`, `Checkpointer`, `TIERCKPT_LOCAL_ROOT`") == []
