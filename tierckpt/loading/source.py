@@ -81,7 +81,11 @@ class CachedPlace:
 
 
 class _CachedCopy:
-    """One file of a ``CachedPlace``. What has landed is read as any file of this node is, the rest by chunks."""
+    """One file of a ``CachedPlace``. What has landed is read as any file of this node is, the rest by chunks.
+
+    It is no ``LocalCopy``, as files of a prefetched directory are: while bytes come from a store, how long reads take
+    says nothing of the disk, so no way to read it is tried on them (``read/read_benchmark.py``).
+    """
 
     tier = Tier.LOCAL  # what comes from the store is counted as such where it comes in
 

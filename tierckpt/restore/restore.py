@@ -88,7 +88,10 @@ async def restore(
 
 
 class RestoreSource:
-    """A ``RangeSource`` of one checkpoint: this node's chunks where the digest is right, else the nearest others'."""
+    """A ``RangeSource`` of one checkpoint: this node's chunks where the digest is right, else the nearest others'.
+
+    Digests are compared here and not only by who asks: the error of a restore names every copy, and what is wrong.
+    """
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
         self.uri = checkpoint.location.uri
