@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Settings
-from ..disk.durable import read_whole, replace_file
+from ..disk.durable import durable_write, read_whole
 from ..errors import ConfigError, TierckptError
 from ..peer import discovery
 from ..peer.client import PeerClient
@@ -366,7 +366,7 @@ def node_name(directory: Path) -> str:
     """The name of this node among its peers: made once, kept beside the agent's lock for as long as the local root.
 
     Raises:
-        OSError: it can be neither read nor kept.
+        OSError, TierckptError: it can be neither read nor kept.
     """
     path = directory / NODE_NAME
     with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
@@ -375,9 +375,7 @@ def node_name(directory: Path) -> str:
             return known
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip(".-")[:80] or "node"
     name = f"{host}-{secrets.token_hex(4)}"
-    temporary = directory / f"{NODE_NAME}.{secrets.token_hex(4)}"
-    temporary.write_text(name + "\n")
-    replace_file(temporary, path)  # the agent's lock is ours: nobody else makes one
+    durable_write(path, f"{name}\n".encode())  # the agent's lock is ours: nobody else makes one
     return name
 
 

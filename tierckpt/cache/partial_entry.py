@@ -34,7 +34,7 @@ import threading
 from pathlib import Path
 
 from ..disk.claims import TRIES, Claims, Heartbeat, is_live
-from ..disk.durable import fsync_dir, make_dirs, matching, read_whole, translated
+from ..disk.durable import fsync_dir, make_dirs, matching, publish, read_whole, translated, write_new
 from ..disk.file_io import allocate, read_into
 from ..disk.quarantine import open_regular
 from ..errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
@@ -231,7 +231,7 @@ class PartialEntry:
             except ObjectNotFoundError:
                 pass  # the first, or one of them
             temporary = path.with_name(f"entry.{secrets.token_hex(6)}")
-            _write_durable(temporary, frozen.encode())
+            write_new(temporary, frozen.encode(), 0o644)
             try:
                 os.link(temporary, path)  # of several that are first, one is
             except FileExistsError:
@@ -435,8 +435,7 @@ class PartialEntry:
             self._put_receipt(self.incoming, receipt)
             for folder in self._folders(self.incoming):
                 fsync_dir(folder)
-            self.incoming.rename(self.directory)  # over an empty directory too: one instant at which all appears
-            fsync_dir(self.directory.parent)
+            publish(self.incoming, self.directory)  # over an empty directory too: one instant at which all appears
         else:
             self._move_in(receipt)
         tidy(self.directory)
@@ -461,9 +460,8 @@ class PartialEntry:
     def _put_receipt(self, directory: Path, receipt: bytes) -> None:
         """Written where everything that is left over goes away with the rest."""
         temporary = self.incoming / FILLING / f"receipt.{secrets.token_hex(6)}"
-        _write_durable(temporary, receipt)
-        temporary.replace(directory / RECEIPT)
-        fsync_dir((directory / RECEIPT).parent)
+        write_new(temporary, receipt, 0o644)
+        publish(temporary, directory / RECEIPT)
 
     def _folders(self, base: Path) -> list[Path]:
         """Every directory below ``base`` that holds a file or a directory of ours, deepest first."""
@@ -511,14 +509,6 @@ def read_file(path: Path, byte_range: ByteRange, into: memoryview) -> bool:
             return read_into(file, into[: byte_range.size_bytes], byte_range.start) == byte_range.size_bytes
     finally:
         os.close(file)
-
-
-def _write_durable(path: Path, data: bytes) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    with open(file, "wb") as stream:  # noqa: PTH123
-        stream.write(data)
-        stream.flush()
-        os.fsync(file)
 
 
 def tidy(directory: Path) -> None:

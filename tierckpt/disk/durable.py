@@ -179,8 +179,19 @@ def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:
     """
     with translated(path, tier), temporary_beside(path, is_owned=tier is Tier.LOCAL) as temporary:
         write_new(temporary, data, 0o644 if check(path.parent) else 0o666)
-        replace_file(temporary, path)
-        fsync_dir(path.parent)
+        publish(temporary, path)
+
+
+def publish(new: Path, path: Path, file: int | None = None) -> None:
+    """Give ``new``, whose bytes are durable, the name ``path``, durably: rename, fsync of the directory.
+
+    ``file``: its descriptor, where its bytes are not durable yet. A directory takes the place of an empty one only.
+    Raises OSError, or an error of ours.
+    """
+    if file is not None:
+        os.fsync(file)
+    replace_file(new, path)
+    fsync_dir(path.parent)
 
 
 def replace_file(new: Path, path: Path) -> None:

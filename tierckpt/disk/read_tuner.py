@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from ..errors import TierckptError
 from ..format.layout import model_read_ways, read_ways
 from ..telemetry import logger
 from ..types import Json
-from .durable import make_dirs, read_whole, replace_file
+from .durable import durable_write, make_dirs, read_whole
 from .file_lock import try_lock
 from .local_root import use_local_root
 
@@ -145,10 +144,8 @@ class ReadTuner:
         entry = {"way": str(way), "bytes_per_second": {str(tried): round(rate) for tried, rate in rates.items()}}
         boot = device.rpartition(" ")[2]
         kept = {known: value for known, value in recorded(self.path).items() if known.endswith(boot)}
-        temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            temporary.write_text(json.dumps({**kept, device: entry}, indent=1))
-            replace_file(temporary, self.path)
+            durable_write(self.path, json.dumps({**kept, device: entry}, indent=1).encode())
         except (OSError, TierckptError) as error:
             log.debug("%s: %s", self.path, error)
 

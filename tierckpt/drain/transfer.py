@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..disk.durable import fsync_dir, make_dirs, matching, translated
+from ..disk.durable import make_dirs, matching, publish, translated
 from ..disk.file_io import open_file, pread_all, pwrite_all
 from ..disk.file_lock import lock_async
 from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
@@ -146,7 +146,8 @@ async def fetch(
             async with asyncio.TaskGroup() as group:
                 for byte_range, digest in entry.chunks(chunk_size_bytes):
                     group.create_task(move(byte_range, digest))
-            await settled(asyncio.to_thread(_publish, file, temporary, path))
+            with translated(path):
+                await settled(asyncio.to_thread(publish, temporary, path, file))
             _count("fetch", begun)
         except BaseException as error:
             temporary.unlink(missing_ok=True)
@@ -186,10 +187,3 @@ def create_file(path: Path, size_bytes: int) -> int:
             path.unlink(missing_ok=True)
             raise
         return file
-
-
-def _publish(file: int, temporary: Path, path: Path) -> None:
-    with translated(path):
-        os.fsync(file)
-        temporary.replace(path)
-        fsync_dir(path.parent)

@@ -17,7 +17,7 @@ from ..client import latest
 from ..config import GiB, Settings
 from ..dcp.reader import TierStorageReader
 from ..disk import read_lease
-from ..disk.durable import durable_write, fsync_dir, make_dirs, translated
+from ..disk.durable import durable_write, fsync_dir, make_dirs, publish, translated
 from ..disk.file_lock import try_lock
 from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError
 from ..format.layout import local_dir
@@ -242,8 +242,7 @@ def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
             try:
                 yield directory
                 fsync_dir(directory)
-                directory.rename(target)  # over an empty directory too; refused if somebody has filled it meanwhile
-                fsync_dir(target.parent)
+                publish(directory, target)  # over an empty directory too; refused if somebody has filled it meanwhile
             except BaseException:
                 shutil.rmtree(directory, ignore_errors=True)
                 raise

@@ -10,7 +10,7 @@ from ..cache.entry import CacheEntry
 from ..cache.file_set import FileSet, wanted_of
 from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import Checkpoint
-from ..disk.durable import fsync_dir, make_dirs, translated
+from ..disk.durable import make_dirs, publish, translated
 from ..disk.file_lock import lock_async
 from ..drain.transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
 from ..errors import IntegrityError, StoreError, TierckptError
@@ -76,8 +76,7 @@ class _Counted:
 def _put(place: Path, entry: FileEntry, path: Path) -> None:
     """Give the file its name. It is durable already."""
     with translated(path, is_above=True):
-        (place / entry.path).replace(path)
-        fsync_dir(path.parent)
+        publish(place / entry.path, path)
         shutil.rmtree(place, ignore_errors=True)
 
 

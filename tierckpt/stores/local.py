@@ -21,6 +21,7 @@ from ..disk.durable import (
     durable_write,
     fsync_dir,
     make_dirs,
+    publish,
     temporary_beside,
     translated,
     write_all,
@@ -212,8 +213,7 @@ class LocalStore:
 
     def _publish(self, temporary: Path, path: Path) -> None:
         with translated(path, self.tier):
-            temporary.replace(path)
-            fsync_dir(path.parent)
+            publish(temporary, path)
 
     async def link(self, key: str, source: Path) -> bool:
         path = self._path(key)
