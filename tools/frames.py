@@ -123,7 +123,7 @@ def main() -> None:
                 with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
                     run(["prefetch", f"s3://{bucket}/model", "--to", f"{folder}/here", "--json"])
 
-            show("tierckpt prefetch", "recv_into", traced(socket.SocketIO, "readinto", prefetch, across_threads=True))
+            show("tierckpt prefetch", "recv_into", traced(socket.socket, "recv_into", prefetch, across_threads=True))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from tierckpt.errors import IntegrityError, ObjectNotFoundError, PreconditionFai
 from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import digest_of
 from tierckpt.stores import congestion, retry
-from tierckpt.stores.http_range import IDLE_SECONDS_MAX, MISSES_MAX, Connections, Get
+from tierckpt.stores.http_client import IDLE_SECONDS_MAX, Connections
+from tierckpt.stores.http_range import MISSES_MAX, Get
 from tierckpt.stores.remote import DIRECT_BYTES_MIN, RemoteStore
 from tierckpt.types import ByteRange
 
@@ -153,12 +154,14 @@ async def test_ranges_come_one_after_the_other_on_one_connection(store: RemoteSt
 
 def test_what_came_with_the_head_is_not_waited_for(server: Server) -> None:
     """Some of the body is read with the head: of the rest, less is to come than the range is long."""
-    connections, into = Connections(), memoryview(bytearray(SIZE))
+    connections, into = Connections("get", 1, 1), memoryview(bytearray(SIZE))
     before = [WHOLE] * 8  # so that the kernel would hold all of it back, and not only what a new connection may
     server.plan.extend(["well"] * len(before) + ["comes with its head"])
     for at in (*before, ByteRange(0, 100_000)):
         part = into[: at.size_bytes]
-        connections.read(Get("s3://bucket/object", f"{server.endpoint}/bucket/object", at, part, None, 2.0, 1 << 20))
+        connections.exchange(
+            Get("s3://bucket/object", f"{server.endpoint}/bucket/object", at, part, None, 2.0, 1 << 20)
+        )
         assert digest_of(part) == expected(at)
     assert len(server.connections) == 1
     connections.close()
@@ -209,8 +212,8 @@ async def test_an_idle_connection_that_the_server_has_closed_is_no_failure(
     store: RemoteStore, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await read(store) == expected()
-    [[(_, connection)]] = store._bucket.ranges._connections._idle.values()
-    connection.sock.shutdown(socket.SHUT_RDWR)
+    [[(_, connection)]] = store._bucket.ranges.connections._idle.values()
+    connection.shutdown(socket.SHUT_RDWR)
     assert await read(store) == expected()
     assert store.retries.counts["failures"] == 0
     assert len(server.connections) == 2

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tierckpt.stores.http_range import WAKE_BYTES, Watermark
+from tierckpt.stores.http_client import WAKE_BYTES, Watermark
 
 
 @pytest.fixture

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
-import time
-from collections import deque
 from dataclasses import dataclass
 
 from ..cache.partial_entry import same_digest
@@ -20,9 +17,9 @@ from ..config import Settings
 from ..errors import IntegrityError, ObjectNotFoundError, PeerBusyError, PeerError, TierckptError
 from ..format.manifest import digest_of
 from ..stores import congestion
+from ..stores.http_client import Answer, Call, Connections, HttpError, TlsError, TooSlow
 from ..types import Json, Tier
 from .auth import Signer, client_tls, denied, read_secret
-from .connection import Link, Stale
 from .members import Member, is_plain_address
 from .messages import (
     DIGEST,
@@ -31,20 +28,18 @@ from .messages import (
     MANIFEST_BYTES_MAX,
     ME,
     TIME,
-    Answer,
     ChunkReport,
     WireError,
     chunk_target,
     encode_head,
     held_target,
     host_and_port,
+    parse_answer,
     parse_json,
 )
 
 CONNECT_SECONDS = 2.0
 FIRST_BYTE_SECONDS = 5.0
-IDLE_SECONDS_MAX = 15.0
-"""Half of what a server keeps an idle connection for."""
 IDLE_MAX = 8
 """Idle connections to one peer."""
 CONNECTIONS_MAX = 256
@@ -64,12 +59,9 @@ class PeerClient:
 
     def __init__(self, settings: Settings, me: Member | str) -> None:
         """Raises ConfigError: the secret or the certificates cannot be used."""
-        self._settings = settings
-        self._signer = Signer(read_secret(settings), me if isinstance(me, str) else me.name)
-        self._tls = client_tls(settings)
-        self._idle: dict[str, deque[tuple[float, Link]]] = {}
-        self._links: set[Link] = set()
-        self._gate = asyncio.Semaphore(CONNECTIONS_MAX)
+        self.signer = Signer(read_secret(settings), me if isinstance(me, str) else me.name)
+        self.tls = client_tls(settings)
+        self._connections = Connections("peer", CONNECTIONS_MAX, IDLE_MAX)
         self._ahead: dict[str, float] = {}
         """By how many seconds the clocks of peers are ahead of ours, of those that have told."""
 
@@ -83,11 +75,7 @@ class PeerClient:
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
-        self._idle.clear()
-        for link in list(self._links):
-            link.abort()
-        self._links.clear()
-        await asyncio.sleep(0)
+        self._connections.abort()
 
     # --- what can be asked ---------------------------------------------------------------------------------------
 
@@ -197,173 +185,94 @@ class PeerClient:
         address = member if isinstance(member, str) else member.address
         if not is_plain_address(address):
             raise PeerError(f"{address!r:.100} is no address that a peer can have", tier=Tier.PEER)
-        exchange = _Exchange(self, member, target, into, most, about_me, patience_seconds)
-        async with self._gate:
-            link = self._take(address)
-            if link is not None:
-                try:
-                    return await exchange.on(link)
-                except (Stale, _OtherClock):
-                    pass  # the peer had closed it before we asked: that is no failure
-            for is_last in (False, True):
-                try:
-                    return await exchange.on(await self._open(member, address), learns_clock=not is_last)
-                except _OtherClock:
-                    pass  # now it is known
-                except Stale as error:
-                    raise _broken(member, str(error)) from None
+        for is_last in (False, True):
+            call = _PeerCall(self, member, address, target, into, most, about_me, patience_seconds)
+            body = await self._connections.run(call)
+            if call.answer.status == 200:
+                return call.answer, body
+            ahead = self.signer.ahead_seconds(call.answer.headers) if call.answer.status == 401 else None
+            if ahead is None or is_last:
+                raise _refusal(member, call.answer)
+            self.learn_clock(address, ahead)
         raise AssertionError("unreachable")
 
-    def _take(self, address: str) -> Link | None:
-        idle = self._idle.get(address)
-        while idle:
-            since, link = idle.pop()
-            if time.monotonic() - since < IDLE_SECONDS_MAX and link.is_usable():
-                return link
-            self.drop(link)
-        return None
 
-    def keep(self, address: str, link: Link) -> None:
-        """Have a connection for the next request to the same peer."""
-        idle = self._idle.setdefault(address, deque())
-        if len(idle) >= IDLE_MAX or sum(map(len, self._idle.values())) >= CONNECTIONS_MAX:
-            self.drop(idle.popleft()[1] if idle else link)
-        if link in self._links:
-            idle.append((time.monotonic(), link))
+class _PeerCall(Call):
+    """One request to one peer."""
 
-    def drop(self, link: Link) -> None:
-        link.abort()
-        self._links.discard(link)
-
-    async def _open(self, member: Member | str, address: str) -> Link:
-        loop, (host, port) = asyncio.get_running_loop(), host_and_port(address)
-        name = host if self._tls is not None else None
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                _, link = await loop.create_connection(Link, host, port, ssl=self._tls, server_hostname=name)
-        except ssl.SSLError as error:
-            raise denied(f"TLS: {error.reason or error}", _name(member)) from None
-        except (OSError, TimeoutError) as error:
-            raise _broken(
-                member, f"{type(error).__name__}: {getattr(error, 'strerror', None) or 'no connection'}"
-            ) from None
-        self._links.add(link)
-        return link
-
-
-class _OtherClock(Exception):
-    """The peer's clock is another than was thought, and is known by now: the request can be made again."""
-
-
-class _Exchange:
-    """One request and its answer."""
+    connect_seconds = CONNECT_SECONDS
 
     def __init__(
         self,
         client: PeerClient,
         member: Member | str,
+        address: str,
         target: str,
         into: memoryview | None,
         most: int,
         about_me: str,
         patience_seconds: float,
     ) -> None:
-        self._client, self._member, self._target = client, member, target
+        super().__init__()
+        self._client, self._member, self._address, self._target = client, member, address, target
         self._into, self._most, self._about_me = into, most, about_me
-        self._patience_seconds = patience_seconds
-        self._address = member if isinstance(member, str) else member.address
+        self.host, self.port = host_and_port(address)
+        self.tls, self.head_seconds = client.tls, patience_seconds
+        self.window_seconds = congestion.WINDOW_SECONDS
+        self.enough_bytes = max(1, int(congestion.WINDOW_SECONDS * congestion.BYTES_PER_SECOND_MIN))
         self._nonce = ""
 
-    async def on(self, link: Link, *, learns_clock: bool = True) -> tuple[Answer, memoryview]:
-        """Raises Stale: the connection was closed before anything came, so another one may be tried. _OtherClock: it
-        may be tried again, where the caller ``learns_clock``."""
-        is_good = False
-        try:
-            link.ask(self._request(), self._into, self._judge)
-            await self._wait(link)
-            answer, body = link.result()
-            self._check_proof(answer, body)
-            if learns_clock:
-                self._learn_clock(answer)
-            is_good = answer.keeps
-            self._check_status(answer)
-            return answer, body
-        except WireError as error:
-            raise _broken(self._member, str(error)) from None
-        finally:
-            if is_good:
-                link.rest()
-                self._client.keep(self._address, link)
-            else:
-                self._client.drop(link)
-
-    def _request(self) -> bytes:
+    def head(self) -> bytes:
         to = "" if isinstance(self._member, str) else self._member.name
-        signer = self._client._signer
-        authorization, self._nonce = signer.sign(
-            "GET", self._target, to, self._about_me, ahead_seconds=self._client.ahead_seconds(self._address)
-        )
+        ahead_seconds = self._client.ahead_seconds(self._address)
+        signer = self._client.signer
+        authorization, self._nonce = signer.sign("GET", self._target, to, self._about_me, ahead_seconds=ahead_seconds)
         headers = {"Host": self._address, "Authorization": authorization}
         if self._about_me:
             headers[ME] = self._about_me
         return encode_head(f"GET {self._target} HTTP/1.1", headers)
 
-    def _judge(self, answer: Answer) -> int:
-        """How long the body may be, before a byte of it is received or memory is taken for it. Raises WireError."""
-        if answer.status != 200:
-            most = 0
-        elif self._into is not None:
+    def parse(self, head: bytes) -> Answer:
+        return parse_answer(head)
+
+    def judge(self, answer: Answer) -> memoryview:
+        if answer.status == 200 and self._into is not None:
             if answer.length != len(self._into):
                 raise _lies(self._member, f"{answer.length} bytes of a chunk of {len(self._into)}")
-            most = answer.length
-        else:
-            most = self._most
+            return self._into
+        most = self._most if answer.status == 200 else 0
         if answer.length > most:
             raise WireError(f"a body of {answer.length} bytes, {most} may be")
-        return answer.length
+        return memoryview(bytearray(answer.length))
 
-    async def _wait(self, link: Link) -> None:
-        """Wait for the answer: its first byte, then no window of time in which too little comes."""
-        window = congestion.WINDOW_SECONDS
-        enough = max(1, int(window * congestion.BYTES_PER_SECOND_MIN))
-        patience, had = self._patience_seconds, -1
-        while not link.is_done():
-            await link.changed(patience)
-            if link.is_done():
-                return
-            if not link.has_head or (had >= 0 and link.done_bytes - had < enough):
-                what = "too little of its answer comes" if link.has_head else "it does not answer"
-                raise _broken(self._member, f"{what} in {patience:g} s", too_slow=True)
-            patience, had = window, link.done_bytes
-
-    def _check_proof(self, answer: Answer, body: memoryview) -> None:
+    def check(self, answer: Answer, body: memoryview) -> None:
+        """See that the answer is proven to be of a member."""
         if answer.status in (400, 401, 405) and TIME not in answer.headers:
             return
         said = None if self._into is not None and answer.status == 200 else body
-        if not self._client._signer.is_proven(self._nonce, answer.status, answer.headers, said):
+        if not self._client.signer.is_proven(self._nonce, answer.status, answer.headers, said):
             raise denied("its answer is not proven to be of a member", _name(self._member))
 
-    def _learn_clock(self, answer: Answer) -> None:
-        ahead = self._client._signer.ahead_seconds(answer.headers) if answer.status == 401 else None
-        if ahead is not None:
-            self._client.learn_clock(self._address, ahead)
-            raise _OtherClock
+    def failure(self, error: HttpError) -> Exception:
+        if isinstance(error, TlsError):
+            return denied(str(error), _name(self._member))
+        return _broken(self._member, str(error), **({"too_slow": True} if isinstance(error, TooSlow) else {}))
 
-    def _check_status(self, answer: Answer) -> None:
-        if answer.status == 200:
-            return
-        name = _name(self._member)
-        if answer.status == 404:
-            raise ObjectNotFoundError(f"peer {name} does not have it", tier=Tier.PEER, peer=name)
-        if answer.status == 503:
-            after = answer.headers.get("retry-after", "1")
-            seconds = min(60.0, float(after)) if after.isdecimal() else 1.0
-            raise PeerBusyError(
-                f"peer {name} serves as much as it may", tier=Tier.PEER, peer=name, retry_after_seconds=seconds
-            )
-        if answer.status == 401:
-            raise denied("it refuses the request", name)
-        raise _broken(self._member, f"HTTP {answer.status}")
+
+def _refusal(member: Member | str, answer: Answer) -> TierckptError:
+    """What an answer says that is not the one that was asked for."""
+    name = _name(member)
+    if answer.status == 404:
+        return ObjectNotFoundError(f"peer {name} does not have it", tier=Tier.PEER, peer=name)
+    if answer.status == 503:
+        after = answer.headers.get("retry-after", "1")
+        seconds = min(60.0, float(after)) if after.isdecimal() else 1.0
+        return PeerBusyError(
+            f"peer {name} serves as much as it may", tier=Tier.PEER, peer=name, retry_after_seconds=seconds
+        )
+    if answer.status == 401:
+        return denied("it refuses the request", name)
+    return _broken(member, f"HTTP {answer.status}")
 
 
 def _name(member: Member | str) -> str:

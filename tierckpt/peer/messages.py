@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from ..errors import ConfigError
+from ..stores.http_client import HEAD_BYTES_MAX as HEAD_BYTES_MAX
+from ..stores.http_client import Answer as Answer
+from ..stores.http_client import HttpError
 from ..types import Json
 
-HEAD_BYTES_MAX = 16 << 10
-"""A longer head of a request or an answer ends the connection."""
 HEADERS_MAX = 32
 JSON_BYTES_MAX = 16 << 20
 MANIFEST_BYTES_MAX = 256 << 20
@@ -57,7 +58,7 @@ _PATHS = {
 }
 
 
-class WireError(Exception):
+class WireError(HttpError):
     """The other end does not speak as it should. The connection is of no use any more."""
 
 
@@ -66,17 +67,6 @@ class Request:
     method: str
     target: str
     headers: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    status: int
-    headers: Mapping[str, str]
-    length: int
-
-    @property
-    def keeps(self) -> bool:
-        return self.headers.get("connection", "").lower() != "close"
 
 
 @dataclass(frozen=True, slots=True)

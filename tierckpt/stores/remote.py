@@ -227,6 +227,7 @@ class RemoteStore:
         if size_bytes >= DIRECT_BYTES_MIN and self.location.scheme == "s3" and self._bucket.ranges.is_usable:
             try:
                 await self._request(key, lambda client: self._receive(client, key, byte_range, into, if_match))
+                self._bucket.ranges.hit()
                 return
             except NotThisWay as reason:
                 self._bucket.ranges.miss(reason)
@@ -243,8 +244,9 @@ class RemoteStore:
             raise NotThisWay("there is a proxy", for_good=True)
         window = self._limit_seconds(0)
         enough = max(1, int(congestion.BYTES_PER_SECOND_MIN * window))
-        get = Get(f"{self.uri}/{key}", url, byte_range, into, if_match, window, enough)
-        await self._congestion.run(partial(self._bucket.ranges.read, get))
+        tls = self._bucket.ranges.tls if url.startswith("https:") else None
+        get = Get(f"{self.uri}/{key}", url, byte_range, into, if_match, window, enough, tls)
+        await self._congestion.run(partial(self._bucket.ranges.connections.run, get))
 
     async def _read(self, client: Client, key: str, options: GetOptions) -> Buffer:
         """Return the body of one GET. Broken off when a window passes in which too little of it came."""
