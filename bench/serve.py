@@ -36,6 +36,7 @@ from pydantic import ByteSize, TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
+from tests.peer_node import secret_file
 from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
@@ -74,7 +75,7 @@ class Alone:
 
 
 def settings_of(root: Path) -> Settings:
-    return Settings.load(local_root=root, peer_listen="127.0.0.1:0", peer_secret=SECRET)
+    return Settings.load(local_root=root, peer_listen="127.0.0.1:0", peer_secret_file=secret_file(root, SECRET))
 
 
 # --- the servers: each prints its port, and serves until it is ended -------------------------------------------

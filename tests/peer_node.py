@@ -98,8 +98,21 @@ class Alone:
         return {"me": self.me.to_json(), "members": []}
 
 
+def secret_file(folder: Path, secret: str = SECRET, mode: int = 0o600) -> Path:
+    """A file in ``folder`` with the cluster's secret."""
+    path = folder / f"secret-{digest_of(secret.encode())}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(secret + "\n")
+    path.chmod(mode)
+    return path
+
+
 def settings_of(root: Path, **changed: Any) -> Settings:
-    return Settings.load(**{"local_root": root, "peer_listen": "127.0.0.1:0", "peer_secret": SECRET, **changed})
+    """Settings of a node whose secret lies beside its local root."""
+    given = {"local_root": root, "peer_listen": "127.0.0.1:0", **changed}
+    if "peer_secret_file" not in given:
+        given["peer_secret_file"] = secret_file(root.with_name(f"{root.name}-secrets"))
+    return Settings.load(**given)
 
 
 class Node:

@@ -6,7 +6,6 @@ Sizes are written like ``"200GiB"``. Every field ends in its unit.
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -31,7 +30,6 @@ from .settings_file import NAME, read_settings_file
 KiB = 1 << 10
 MiB = 1 << 20
 GiB = 1 << 30
-PEER_SECRET_BYTES_MIN = 16
 
 _LISTEN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
 
@@ -73,6 +71,7 @@ REMOVED = {
     "metrics_port": "It is the option --metrics-port of `tierckpt agent`",
     "peer_advertise": "It is the option --advertise of `tierckpt agent`; a peer_listen with a host is told as it is",
     "peer_bytes_per_second": "It is the option --network-bytes-per-second of `tierckpt agent`",
+    "peer_secret": "Write it to a file of mode 600 and set peer_secret_file: a value shows in the environment",
     "peer_serve_bytes_per_second": "It is the option --serve-bytes-per-second of `tierckpt agent`",
     "peer_serves_max": "A node serves 64 chunks at a time; leave it out",
     "peer_tls_authority": "Set peer_tls_dir, a directory with tls.crt, tls.key and ca.crt",
@@ -113,7 +112,7 @@ class Settings(BaseSettings):
         tierckpt.errors.ConfigError: ...
     """
 
-    model_config = SettingsConfigDict(env_prefix="TIERCKPT_", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="TIERCKPT_", extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
     local_root: Path = Field(default_factory=_default_local_root)
     """Directory on node-local SSD that holds the local tier and the journal. This user's own: one that somebody else
@@ -194,11 +193,9 @@ class Settings(BaseSettings):
     peer_listen: str = "0.0.0.0:7117"
     """Where this node's agent serves the others, when there are ``peers``. Beyond loopback: a secret, or TLS."""
 
-    peer_secret: SecretStr | None = None
-    """What all nodes of the cluster know and nobody else: requests are signed with it (HMAC-SHA256)."""
-
     peer_secret_file: Path | None = None
-    """A file with that secret, readable by its owner alone."""
+    """A file with what all nodes of the cluster know and nobody else, readable by its owner alone: requests are signed
+    with it (HMAC-SHA256)."""
 
     peer_tls_dir: Path | None = None
     """A directory with ``tls.crt``, ``tls.key`` and ``ca.crt``, as a Kubernetes TLS secret has them: peers speak TLS,
@@ -224,10 +221,11 @@ class Settings(BaseSettings):
     """How long a restore, or a look for the newest checkpoint, waits for a store that does not answer. Then it raises
     ``StoreUnavailableError``: it never takes a store that it could not ask for an empty one."""
 
-    @field_validator("local_root")
+    @field_validator("local_root", "peer_secret_file", "peer_tls_dir")
     @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return local_path(value.expanduser(), "it")
+    def _absolute(cls, value: Path | None) -> Path | None:
+        """The agent works in another directory."""
+        return None if value is None else local_path(value.expanduser(), "it")
 
     @field_validator("chunk_size_bytes")
     @classmethod
@@ -257,13 +255,6 @@ class Settings(BaseSettings):
             raise ValueError(f"{value[:100]!r} is no address; write 0.0.0.0:7117 or [::]:7117")
         return value
 
-    @field_validator("peer_secret")
-    @classmethod
-    def _long_enough(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and len(value.get_secret_value().encode()) < PEER_SECRET_BYTES_MIN:
-            raise ValueError(f"shorter than {PEER_SECRET_BYTES_MIN} bytes; `openssl rand -hex 32` makes a good one")
-        return value
-
     @field_validator("peer_domain")
     @classmethod
     def _printable(cls, value: str) -> str:
@@ -273,20 +264,9 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _peers_fit(self) -> Self:
-        if self.peer_secret is not None and self.peer_secret_file is not None:
-            raise ValueError("peer_secret and peer_secret_file are both set: set one of them")
         if self.replicas > 1 and self.peers is None:
             raise ValueError(f"replicas is {self.replicas}, which needs peers: other nodes to hold them")
         return self
-
-    def to_private_json(self) -> str:
-        """The settings with the secret in plain: for a pipe to a process of our own, or memory that it
-        alone is handed, never for a file or a log. ``model_dump_json`` has a mask in its place, which is no setting."""
-        document = self.model_dump(mode="json")
-        for name, value in self:
-            if isinstance(value, SecretStr):
-                document[name] = value.get_secret_value()
-        return json.dumps(document)
 
     @classmethod
     def settings_customise_sources(

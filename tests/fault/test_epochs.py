@@ -117,7 +117,7 @@ def slow_agent(tmp_path: Path, local_root: Path) -> Iterator[Callable[..., subpr
         started.append(process)
         assert process.stdin is not None
         with process.stdin as pipe:
-            pipe.write(Settings.load(local_root=local_root, **SETTINGS).to_private_json().encode())
+            pipe.write(Settings.load(local_root=local_root, **SETTINGS).model_dump_json().encode())
         until((directory / SOCKET).exists, 60, "the agent to start")
         return process
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.certificates import Authority
 from tests.fault import evil_client, evil_peer
-from tests.peer_node import CHUNK, begin, freeze, get, land, publish, serving, until
+from tests.peer_node import CHUNK, begin, freeze, get, land, publish, secret_file, serving, until
 from tierckpt.errors import IntegrityError, PeerError, PermissionDeniedError
 from tierckpt.peer import chunk_files, client, inventory, server
 from tierckpt.peer.auth import Signer, Verifier
@@ -110,7 +110,7 @@ async def test_the_harness_finds_a_server_that_lets_everybody_in(
 ) -> None:
     monkeypatch.setattr(Verifier, "check", lambda *asked: ("anybody", "0" * 32))
     frozen, _ = evil_client.entry(tmp_path / "node")
-    async with serving(tmp_path / "node", peer_secret="0" * 16) as node:
+    async with serving(tmp_path / "node", peer_secret_file=secret_file(tmp_path / "secrets", "0" * 16)) as node:
         report = await _run_on(node, frozen)
     assert "no proof: bytes have got out" in report.wrong
     assert "a replay is answered" in report.wrong
@@ -222,7 +222,7 @@ def contexts(files: Mapping[str, Path]) -> dict[str, ssl.SSLContext]:
 async def test_a_server_with_certificates_does_not_answer(tmp_path: Path, how: str) -> None:
     frozen, _ = evil_client.entry(tmp_path)
     files = certified(Authority(tmp_path), tmp_path / "tls")
-    async with serving(tmp_path, peer_secret=None, **files) as node:
+    async with serving(tmp_path, peer_secret_file=None, **files) as node:
         host, port = node.server.address.split(":")
         answer = b""
         with pytest.raises((ssl.SSLError, OSError, asyncio.IncompleteReadError)):
@@ -239,6 +239,6 @@ async def test_a_node_with_a_certificate_for_another_address_is_not_believed(tmp
     authority = Authority(tmp_path)
     good = certified(authority, tmp_path / "good")
     other = certified(authority, tmp_path / "other", "127.0.0.2")
-    async with serving(tmp_path, peer_secret=None, **other) as node:
+    async with serving(tmp_path, peer_secret_file=None, **other) as node:
         with pytest.raises((PermissionDeniedError, PeerError)):
             await get(node.client(**good), node.member, frozen, 1)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.peer_node import secret_file
 from tests.servers.cluster import SECRET, Cluster, Model, Node, Result, dumped, flip
 from tests.servers.fleet import Fleet
 from tests.servers.origin import Origin
@@ -180,7 +181,7 @@ async def served_to(count: int, member: Member, local_root: Path, model: Model) 
     """
     data = (model.bucket / model.name / "model.safetensors").read_bytes()
     wanted = [digest_of(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
-    settings = Settings.load(peer_secret=SECRET, local_root=local_root)
+    settings = Settings.load(peer_secret_file=secret_file(local_root, SECRET), local_root=local_root)
     clients = [PeerClient(settings, f"client-{number}") for number in range(count)]
 
     async def version() -> str:

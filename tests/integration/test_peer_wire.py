@@ -16,7 +16,6 @@ from tests.certificates import Authority
 from tests.peer_node import (
     CHUNK,
     EVENT_SECONDS,
-    SECRET,
     Node,
     begin,
     bytes_of,
@@ -26,6 +25,7 @@ from tests.peer_node import (
     land,
     model,
     publish,
+    secret_file,
     serving,
     until,
 )
@@ -349,15 +349,20 @@ async def test_another_secret_is_no_member(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
     async with serving(tmp_path) as node:
         with pytest.raises(PermissionDeniedError):
-            await get(node.client(peer_secret="the secret of another job"), node.member, frozen, 0)
+            await get(
+                node.client(peer_secret_file=secret_file(tmp_path / "secrets", "the secret of another job")),
+                node.member,
+                frozen,
+                0,
+            )
         assert node.server.counts["refused"] == 1
 
 
 async def test_who_has_taken_the_place_of_a_node_without_the_secret_is_not_believed(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
-    async with serving(tmp_path, peer_secret=None) as impostor:
+    async with serving(tmp_path, peer_secret_file=None) as impostor:
         with pytest.raises(PermissionDeniedError, match="not proven"):
-            await get(impostor.client(peer_secret=SECRET), impostor.member, frozen, 0)
+            await get(impostor.client(peer_secret_file=secret_file(tmp_path / "secrets")), impostor.member, frozen, 0)
 
 
 async def test_a_request_for_another_node_is_not_answered(tmp_path: Path) -> None:
@@ -412,7 +417,7 @@ def certified(authority: Authority, folder: Path, host: str = "127.0.0.1") -> di
 async def test_peers_with_certificates_of_one_authority_need_no_secret(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
     tls = certified(Authority(tmp_path), tmp_path / "tls")
-    async with serving(tmp_path, peer_secret=None, **tls) as node:
+    async with serving(tmp_path, peer_secret_file=None, **tls) as node:
         client = node.client()
         for ordinal in range(10):
             assert same(await get(client, node.member, frozen, ordinal), bytes_of(frozen, DATA, ordinal))
@@ -433,7 +438,7 @@ async def test_nobody_else_gets_or_gives_anything(tmp_path: Path, wrong: str) ->
         "plain": good,
     }[wrong]
     asked = believing if wrong == "authority of the client" else good
-    async with serving(tmp_path, peer_secret=None, **served) as node:
+    async with serving(tmp_path, peer_secret_file=None, **served) as node:
         if wrong == "plain":
             asked = dict.fromkeys(good)
         with pytest.raises((PermissionDeniedError, PeerError)):
@@ -469,7 +474,9 @@ async def test_nodes_whose_clocks_are_hours_apart_talk_after_one_more_request(tm
 async def test_who_is_no_member_learns_no_time_and_teaches_none(tmp_path: Path) -> None:
     async with serving(tmp_path) as node:
         node.server.verifier.clock = lambda: time.time() + 3600
-        stranger = node.client(peer_secret="another secret, of 16 bytes or more")
+        stranger = node.client(
+            peer_secret_file=secret_file(tmp_path / "secrets", "another secret, of 16 bytes or more")
+        )
         with pytest.raises(PermissionDeniedError, match="refuses"):
             await stranger.members(node.member)
         assert node.server.counts["other_time"] == 0

@@ -105,7 +105,7 @@ def test_all_ranks_of_a_job_restore_when_any_of_its_nodes_is_lost(fleet: Fleet, 
     """Each rank saved its part on its own node; only the coordinator's had the manifest."""
     uri = str(tmp_path / "shared" / "run")
     with cluster(fleet, tmp_path, 3, replicas=2, drain=False, domains=("a", "a", "b")) as nodes:
-        ranks = [node.settings.to_private_json() for node in nodes][:2]
+        ranks = [node.settings.model_dump_json() for node in nodes][:2]
         launch(f"{SCENARIOS}:save_locally", 2, uri=uri, nodes=ranks, step=1)
         all_copied(nodes, f"{uri}/step-1", 0, 1)
         assert sum(len(shards(node)) for node in nodes) == 4, "two copies of two shards"

@@ -16,7 +16,7 @@ from tierckpt.errors import ConfigError
 __all__ = ["machine"]
 TEXT = """
 peers = "10.6.6.6:7117"
-peer_secret = "known-to-its-author-alone"
+peer_secret_file = "/tmp/known-to-its-author-alone"
 peer_listen = "0.0.0.0:6666"
 local_root = "/tmp/planted"
 concurrency = 7
@@ -39,7 +39,7 @@ def believe(directory: Path, *, is_believed: bool) -> None:
     settings = Settings.load(), Settings.load()
     assert {one.concurrency for one in settings} == {7 if is_believed else 4}
     assert {one.peers for one in settings} == {"10.6.6.6:7117" if is_believed else None}
-    assert all(is_believed or one.peer_secret is None for one in settings)
+    assert all(is_believed or one.peer_secret_file is None for one in settings)
     said = [record.getMessage() for record in records if record.levelno == logging.WARNING]
     assert len(said) == (0 if is_believed else 1), said
     assert is_believed or str(directory / "tierckpt.toml") in said[0]

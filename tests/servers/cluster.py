@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.peer_node import secret_file
 from tests.servers.fleet import Ended, Fleet, Process
 from tests.servers.origin import Origin
 
@@ -143,7 +144,7 @@ class Cluster:
                 env |= {
                     "TIERCKPT_PEERS": ",".join(addresses),
                     "TIERCKPT_PEER_LISTEN": address,
-                    "TIERCKPT_PEER_SECRET": SECRET,
+                    "TIERCKPT_PEER_SECRET_FILE": str(secret_file(self.root, SECRET)),
                 }
             else:
                 env["TIERCKPT_MOVER"] = "inline"

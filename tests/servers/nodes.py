@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.peer_node import secret_file
 from tests.servers.fleet import OUR_ENV, Fleet, Process
 from tests.services import free_port
 from tierckpt.config import Settings
@@ -124,7 +125,7 @@ def cluster(
             "mover": "agent",
             "peers": ",".join(addresses),
             "peer_listen": address,
-            "peer_secret": SECRET,
+            "peer_secret_file": str(secret_file(folder, SECRET)),
             "peer_domain": domains[number] if domains else "",
             **overrides,
         }

@@ -125,22 +125,10 @@ def test_the_way_to_a_peer_tells_our_address_and_its_speed(tmp_path: Path) -> No
         ({"peer_listen": "7117"}, "no address"),
         ({"peer_listen": "host"}, "no address"),
         ({"peer_listen": "host:70000"}, "no address"),
-        ({"peer_secret": "short"}, "shorter than 16 bytes"),
-        ({"peer_secret": "x" * 32, "peer_secret_file": "/x"}, "both set"),
         ({"peer_domain": "rack\n1"}, "printable"),
         ({"replicas": 2}, "needs peers"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_without_telling_the_secret(fields: dict[str, str], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as caught:
+def test_settings_that_do_not_fit_are_refused(fields: dict[str, str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         Settings.load(**fields)
-    assert fields.get("peer_secret") == "short" or str(fields.get("peer_secret")) not in str(caught.value)
-
-
-def test_the_secret_goes_through_a_pipe_to_the_agent_and_nowhere_else() -> None:
-    settings = Settings.load(peers="a", peer_secret="canary-of-32-bytes-canary-of-32", peer_listen="[::1]:0")
-    assert "canary" not in f"{settings!r}{settings}{settings.model_dump_json()}"
-    received = Settings.model_validate_json(settings.to_private_json())
-    assert received == settings
-    assert received.peer_secret is not None
-    assert received.peer_secret.get_secret_value() == "canary-of-32-bytes-canary-of-32"

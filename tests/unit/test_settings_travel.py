@@ -1,4 +1,4 @@
-"""Settings on their way to another process, or into a table, are what they were: the secret among them."""
+"""Settings on their way to another process, or into a table, are what they were."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tierckpt.config import MiB, Settings
 from tierckpt.dcp.handoff import client
 from tierckpt.dcp.handoff import description as descriptions
 
-SECRET = "a secret of the test, given by value"
 OTHER: dict[str, Any] = {
     "local_root": "/elsewhere",
     "drain": False,
@@ -39,7 +38,6 @@ OTHER: dict[str, Any] = {
     "local_full_policy": "error",
     "peers": "node[01-03]",
     "peer_listen": "[::1]:7118",
-    "peer_secret": SECRET,
     "peer_domain": "rack 1",
     "replicas": 2,
 }
@@ -63,7 +61,6 @@ def _another(name: str) -> Any:
 
 
 def settings_of(names: set[str]) -> Settings:
-    names = names - {"peer_secret_file"} if "peer_secret" in names else names
     names = names | {"peers"} if "replicas" in names else names
     return Settings.load(**{name: _another(name) for name in names})
 
@@ -73,53 +70,48 @@ def settings_of(names: set[str]) -> Settings:
 def test_settings_come_out_of_a_pipe_and_of_a_pickle_as_they_went_in(names: set[str]) -> None:
     settings = settings_of(names)
     for came in (
-        Settings.model_validate_json(settings.to_private_json()),
+        Settings.model_validate_json(settings.model_dump_json()),
         pickle.loads(pickle.dumps(settings)),
         Settings.load(settings, commit_timeout_seconds=settings.commit_timeout_seconds),
     ):
         assert came == settings
-        assert came.to_private_json() == settings.to_private_json()
-    if "peer_secret" in names:
-        assert SECRET not in f"{settings!r}{settings}{settings.model_dump_json()}"
+        assert came.model_dump_json() == settings.model_dump_json()
 
 
 def test_no_bound_comes_out_as_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERCKPT_EXPOSURE_SECONDS_MAX", "inf")
     settings = Settings.load()
     assert settings.exposure_seconds_max == math.inf
-    assert Settings.model_validate_json(settings.to_private_json()) == settings
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings
 
 
 def test_each_field_is_among_them() -> None:
-    changed = settings_of(set(Settings.model_fields) - {"peer_secret"})
+    changed = settings_of(set(Settings.model_fields))
     plain = Settings.load()
     same = {name for name in Settings.model_fields if getattr(changed, name) == getattr(plain, name)}
-    assert same == {"peer_secret"}, "a field whose other value is not another"
+    assert not same, "a field whose other value is not another"
 
 
-def test_clients_with_other_secrets_are_others(local_root: Path) -> None:
-    one, two = (get_client(Settings.load(local_root=local_root, peer_secret=SECRET + end)) for end in "ab")
-    assert one is not two
-    assert one is get_client(Settings.load(local_root=local_root, peer_secret=SECRET + "a"))
+def test_clients_with_other_secrets_are_others(local_root: Path, tmp_path: Path) -> None:
+    def client_of(name: str) -> object:
+        return get_client(Settings.load(local_root=local_root, peer_secret_file=tmp_path / name))
+
+    assert client_of("a") is not client_of("b")
+    assert client_of("a") is client_of("a")
 
 
-def test_a_will_has_the_secret_and_the_credentials_and_shows_neither(
+def test_a_will_has_the_settings_and_the_credentials_and_does_not_show_these(
     local_root: Path, file_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "only this trainer knows")
     left: list[descriptions.SaveHandoff] = []
     monkeypatch.setattr(client, "hand_in", lambda settings, save, will, *_: left.append(will))
-    with tierckpt.Checkpointer(
-        file_uri, local_root=local_root, mover="agent", staging_memory="shared", peer_secret=SECRET
-    ) as checkpointer:
+    with tierckpt.Checkpointer(file_uri, local_root=local_root, mover="agent", staging_memory="shared") as checkpointer:
         checkpointer.save(1, small_state(1)).result(60)
     written = left[0].written()
     read = descriptions.read(os.dup(written.fileno()))
     assert read is not None
     found = Settings.model_validate_json(read.settings)
-    assert found.peer_secret is not None
-    assert found.peer_secret.get_secret_value() == SECRET
     assert found == checkpointer.settings
     assert read.environment["AWS_SECRET_ACCESS_KEY"] == "only this trainer knows"
-    assert SECRET not in repr(read)
     assert "only this trainer" not in repr(read)

@@ -16,7 +16,7 @@ from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.format.layout import Location, local_dir, parse_uri, step_of
 from tierckpt.stores.schemes import check_location
 
-SETTINGS_MAX = 31
+SETTINGS_MAX = 30
 ALL_ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, TierckptError)]
 
 

@@ -602,7 +602,7 @@ class TierStorageWriter(Mount, StorageWriter):
             use_collectives=self.use_collectives,
             token=laid_out.token if laid_out is not None else "",
             uri=self.path,
-            settings=self.settings.to_private_json(),
+            settings=self.settings.model_dump_json(),
             save_id=self.save_id,
             replaces=self._replaces,
             epoch=epoch,

@@ -480,7 +480,7 @@ def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
         )
     _children.append(process)
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # type: ignore[union-attr]
-        pipe.write(settings.to_private_json().encode())
+        pipe.write(settings.model_dump_json().encode())
     log.info("started the agent of %s (process %d)", settings.local_root, process.pid)
     return process
 

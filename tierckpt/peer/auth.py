@@ -70,14 +70,9 @@ def read_secret(settings: Settings) -> bytes | None:
     Raises:
         ConfigError: it is too short, or in a file that others can read, or that is not there.
     """
-    if settings.peer_secret is not None and settings.peer_secret_file is not None:
-        raise ConfigError("peer_secret and peer_secret_file are both set", hint="Set one of them")
-    if settings.peer_secret is not None:
-        secret = settings.peer_secret.get_secret_value().encode()
-    elif settings.peer_secret_file is not None:
-        secret = _read_private(settings.peer_secret_file)
-    else:
+    if settings.peer_secret_file is None:
         return None
+    secret = _read_private(settings.peer_secret_file)
     if len(secret) < SECRET_BYTES_MIN:
         raise ConfigError(
             f"the peers' secret is shorter than {SECRET_BYTES_MIN} bytes",
@@ -283,7 +278,7 @@ def prove(secret: bytes, nonce: str, status: int, headers: Mapping[str, str], bo
 def denied(reason: str, name: str) -> PermissionDeniedError:
     return PermissionDeniedError(
         f"peer {name} does not take this node for a member: {reason}",
-        hint="All nodes need the same peer_secret, or certificates of one authority",
+        hint="All nodes need the same secret (peer_secret_file), or certificates of one authority",
         tier=Tier.PEER,
         peer=name,
     )
