@@ -26,6 +26,7 @@ import tierckpt
 from tierckpt.arena import slots
 from tierckpt.checkpoint import local_commit
 from tierckpt.dcp.handoff import client
+from tierckpt.dcp.save_session import SaveSession
 from tierckpt.dcp.writer import TierStorageWriter
 from tierckpt.errors import OperationTimeoutError, TierckptError
 from tierckpt.ipc.client import AgentClient
@@ -181,13 +182,13 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
     elif points.rank and way.startswith("async_save") and point == "noted":
         _replace(client.HandoffHandle, "hand_in_durable", instead)
     elif points.rank and way.startswith("async_save") and point == "told":
-        _replace(TierStorageWriter, "hand_over_save", instead)
+        _replace(SaveSession, "hand_over", instead)
     elif way.startswith("async_save") and point in ("noted", "told"):
-        _replace(TierStorageWriter, "_note", after)
+        _replace(SaveSession, "note", after)
     elif points.rank and way.startswith("async_save"):
-        _replace(TierStorageWriter, "hand_over_save", after)
+        _replace(SaveSession, "hand_over", after)
     elif points.rank and way == "Checkpointer":
-        _replace(TierStorageWriter, "_note", after)
+        _replace(SaveSession, "note", after)
     elif point == "flushed":
         _replace(local_commit, "write_attempt_metadata", instead)
     elif point == "ready":
@@ -196,7 +197,7 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
     elif point == "committed":
         _replace(local_commit, "commit_local", after)
         _replace(local_commit, "commit_local_fragment", after)
-        _replace(TierStorageWriter, "hand_over_save", lambda _: stay)
+        _replace(SaveSession, "hand_over", lambda _: stay)
     else:
         raise ValueError(point)
 
@@ -349,7 +350,7 @@ def killed_while_a_slot_is_used_again(uri: str, folder: str, seeded: bool = Fals
     checkpointer.wait("local")
     _arm(points, "flushed", lambda: points.reach("flushed"))
     if seeded:
-        _replace(TierStorageWriter, "_note", lambda _: _note_nothing)
+        _replace(SaveSession, "note", lambda _: _note_nothing)
     before = _allocations()
     checkpointer.save(2, state_of(0, 2))
     points.await_all("flushed")
@@ -361,8 +362,8 @@ def killed_while_a_slot_is_used_again(uri: str, folder: str, seeded: bool = Fals
     points.die()
 
 
-def _note_nothing(_: Any, save: Any, files: Any) -> None:
-    save.entry = dataclasses.replace(save.entry, files=files)
+def _note_nothing(session: Any, files: Any) -> None:
+    session.entry = dataclasses.replace(session.entry, files=files)
 
 
 def _allocations() -> int:

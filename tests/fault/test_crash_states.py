@@ -34,7 +34,7 @@ from tierckpt.checkpoint import journal, local_commit
 from tierckpt.checkpoint.retention import Policy
 from tierckpt.client import Client, close_all, get_client
 from tierckpt.config import Settings
-from tierckpt.dcp import shard_delivery
+from tierckpt.dcp import save_session, shard_delivery
 from tierckpt.dcp import writer as dcp_writer
 from tierckpt.disk import durable, file_io
 from tierckpt.drain import transfer
@@ -245,7 +245,7 @@ def no_links() -> Iterator[None]:
 def no_drain() -> Iterator[None]:
     """The process dies, as it were, right after the local commit: its entry stays in the journal."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcp_writer.TierStorageWriter, "hand_over_save", lambda self, save: self._release())
+        patch.setattr(save_session.SaveSession, "hand_over", lambda self: self.release())
         yield
 
 

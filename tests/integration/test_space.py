@@ -117,7 +117,7 @@ def test_the_oldest_step_goes_first_whatever_the_clock_said(
     """The clock of this node is set back by a year between two saves."""
     save_step(uri, 1, disk)
     set_back = SimpleNamespace(time=lambda: time.time() - 3e7, monotonic=time.monotonic)
-    monkeypatch.setattr("tierckpt.dcp.writer.time", set_back)
+    monkeypatch.setattr("tierckpt.dcp.save_session.time", set_back)
     for step in (2, 3):
         save_step(uri, step, disk)
     save_step(uri, 4, disk, local_high_water=0.75)

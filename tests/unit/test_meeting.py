@@ -16,7 +16,7 @@ from tierckpt.client import Client
 from tierckpt.config import Settings
 from tierckpt.dcp import split
 from tierckpt.dcp.handoff.multi_node import ResultExchange
-from tierckpt.dcp.writer import TierWriteResult, told
+from tierckpt.dcp.save_session import TierWriteResult, told
 from tierckpt.errors import ManifestError, OperationTimeoutError
 from tierckpt.format.layout import WILLS_DIR, parse_uri
 from tierckpt.format.manifest import FileEntry, digests_of

@@ -383,7 +383,7 @@ class Checkpointer:
     def _hand_in_will(self, job: Job) -> HandoffHandle | None:
         """Have the agent see to this save if this process ends before it is on the SSD."""
         job.staged.wait(slots.SLOT_SECONDS)
-        return job.writer.leave_will(job.plan, job.staged, job.metadata, job.exchange.key)
+        return job.writer.offer_handoff(job.plan, job.staged, job.metadata, job.exchange.key)
 
     def _write(self, job: Job) -> None:
         record, is_settled = job.record, True

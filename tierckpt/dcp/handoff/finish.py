@@ -19,20 +19,23 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ...arena.memory import Memory
 from ...checkpoint import epoch, local_commit
 from ...checkpoint.journal import Entry, Journal
-from ...client import get_client
+from ...client import Client, get_client
 from ...config import Settings
 from ...errors import OperationTimeoutError
-from ...format.layout import local_dir, parse_uri
+from ...format.layout import Location, blocks_file, local_dir, parse_uri
+from ...format.manifest import FileEntry
 from ...ipc.client import LOCK_NAME, WILL_NAME
 from ...telemetry import log_to, logger
 from ...types import Json
-from ..writer import TierStorageWriter
+from ..save_session import SaveRole, SaveSession, require_files, told
 from . import description as descriptions
 from .description import SaveHandoff
 from .multi_node import WAIT_SECONDS, ResultExchange
@@ -52,33 +55,42 @@ def execute(order: Json) -> bool:
     settings = Settings.model_validate_json(found[0].settings)
     if _is_fenced_off(settings, found[0]):
         return False
-    writers = [TierStorageWriter(will.uri, settings=settings) for will in found]
+    client, location = get_client(settings), parse_uri(found[0].uri)
     coordinator = next((will for will in found if will.is_coordinator), None)
-    directory = local_dir(settings.local_root, writers[0].location)
-    if coordinator is not None and local_commit.is_committed(directory, coordinator.token):
+    if coordinator is not None and local_commit.is_committed(
+        local_dir(settings.local_root, location), coordinator.token
+    ):
         return False  # the shards of the other ranks are named by it: recovering finds that
     journal = Journal(settings.local_root)
     if coordinator is None and all(will.files is not None and journal.read(will.token) is None for will in found):
         return False  # drained, and committed: nobody has told these ranks, the coordinator being on another node
     memories = _mapped(found, left)
+    sessions: dict[int, SaveSession] = {}
     try:
         results: dict[int, list[WriteResult]] = {}
-        for will, writer, lock, has_begun in zip(found, writers, locks, begun, strict=True):
-            written = writer.finish_for_dead_rank(will, memories, lock, has_begun=has_begun) if will.token else []
-            if written is None:
-                return False
-            results[will.rank] = written
-        meeting = _meeting(order["save"], writers[0])
+        for will, lock, has_begun in zip(found, locks, begun, strict=True):
+            if not will.token:
+                results[will.rank] = []
+            elif will.files is not None:
+                require_files(client, location, will.files)
+                results[will.rank] = told(will.results.list(), will.files, will.parts)
+            else:
+                session = _resume(client, location, will, lock, has_begun=has_begun)
+                if session is None:
+                    return False
+                sessions[will.rank] = session
+                results[will.rank] = _finish_shards(session, will, memories)
+        meeting = _meeting(order["save"], client, location)
         if coordinator is None:
             _tell(meeting, results, found)
         else:
             others = set(range(coordinator.world_size)) - results.keys() if coordinator.use_collectives else set()
-            _commit(meeting, others, results, coordinator, writers[found.index(coordinator)])
-        for writer in writers:
-            writer.hand_over()
+            _commit(meeting, others, results, coordinator, sessions[coordinator.rank])
+        for session in sessions.values():
+            session.hand_over()
     finally:
-        for writer in writers:
-            writer.let_go()
+        for session in sessions.values():
+            session.let_go()
         for memory in memories.values():
             memory.close()
     log.info("%s: staged by a trainer that has ended, committed now", found[0].uri)
@@ -112,10 +124,63 @@ def _end() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _meeting(save: str, writer: TierStorageWriter) -> ResultExchange:
-    settings = writer.settings
-    wait_seconds = min(WAIT_SECONDS, settings.commit_timeout_seconds)
-    return ResultExchange(get_client(settings), writer.location, save, int(settings.chunk_size_bytes), wait_seconds)
+def _resume(
+    client: Client, location: Location, will: SaveHandoff, lock: int | None, *, has_begun: bool
+) -> SaveSession | None:
+    """The save of a rank that has ended, in this process. None when it is settled already.
+
+    Args:
+        lock: the rank's hold on its journal entry, if it was left to us; closed with the session.
+        has_begun: the rank has had a journal entry, as far as it said; without one there is no shard of it.
+    """
+    role = SaveRole(
+        save_id=will.save_id,
+        rank=will.rank,
+        world_size=will.world_size,
+        is_coordinator=will.is_coordinator,
+        use_collectives=will.use_collectives,
+        replaces=will.replaces,
+        holds_back=True,
+        epoch=will.epoch,
+    )
+    transforms = _StorageWriterTransforms()
+    if has_begun:
+        return SaveSession.take_over(client, location, role, will.token, transforms, lock)
+    return SaveSession.open(client, location, role, will.token, transforms)
+
+
+def _finish_shards(session: SaveSession, will: SaveHandoff, memories: Mapping[str, Memory]) -> list[WriteResult]:
+    """Bring the shards of a rank that has ended to the SSD.
+
+    Those that its journal entry calls durable are taken as they are: the memory they were written from may hold
+    another checkpoint by now. Else all are written from memory: how much of one was durable nobody knows.
+    """
+    try:
+        files = _durable(session, will)
+        if files is None:
+            log.info("%s: rank %d is written from memory", session.location.uri, will.rank)
+            files = session.delivery.write_from_memory(will.shards_in(session.directory, memories))
+        session.note(files)
+        return session.report(will.results.list(), files, will.parts)
+    except BaseException:
+        session.abort()
+        raise
+
+
+def _durable(session: SaveSession, will: SaveHandoff) -> tuple[FileEntry, ...] | None:
+    """The shards of ``will``, if the journal calls them durable. Raises CheckpointError if they are not there."""
+    noted = {file.path: file for file in session.entry.files}
+    if any(shard.name not in noted for shard in will.shards):
+        return None
+    names = [*(shard.name for shard in will.shards), blocks_file(will.token)]
+    files = tuple(noted[name] for name in names if name in noted)
+    session.delivery.is_direct_put = not require_files(session.client, session.location, files)
+    return files
+
+
+def _meeting(save: str, client: Client, location: Location) -> ResultExchange:
+    wait_seconds = min(WAIT_SECONDS, client.settings.commit_timeout_seconds)
+    return ResultExchange(client, location, save, int(client.settings.chunk_size_bytes), wait_seconds)
 
 
 def _tell(meeting: ResultExchange, results: dict[int, list[WriteResult]], found: list[SaveHandoff]) -> None:
@@ -142,7 +207,7 @@ def _commit(
     others: set[int],
     results: dict[int, list[WriteResult]],
     coordinator: SaveHandoff,
-    writer: TierStorageWriter,
+    session: SaveSession,
 ) -> None:
     """Commit as the coordinator would have; ``others`` are the ranks of other nodes."""
     if coordinator.metadata is None:
@@ -150,7 +215,7 @@ def _commit(
     try:
         results = results | (meeting.hear(others) if others else {})
         ranks = range(coordinator.world_size) if coordinator.use_collectives else [coordinator.rank]
-        writer.finish(coordinator.metadata, [results.get(rank, []) for rank in ranks])
+        session.commit(coordinator.metadata, [results.get(rank, []) for rank in ranks])
     finally:
         if others:
             meeting.forget(others)

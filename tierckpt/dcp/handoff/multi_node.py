@@ -30,7 +30,7 @@ from ...format.layout import WILLS_DIR, Location
 from ...poll import SHARED, Poll
 from ...telemetry import logger
 from .. import split
-from ..writer import told
+from ..save_session import told
 
 log = logger("agent")
 
