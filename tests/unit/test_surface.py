@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tierckpt import errors
@@ -224,3 +226,20 @@ def test_a_process_without_torch_ends_in_order() -> None:
     code = "import sys; sys.modules['torch'] = None; import tierckpt; assert tierckpt.latest('/none/here') is None"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_python_m_tierckpt_is_the_command() -> None:
+    usage = subprocess.run([sys.executable, "-m", "tierckpt", "--help"], capture_output=True, text=True, timeout=120)
+    assert usage.returncode == 0
+    assert "prefetch" in usage.stdout and "restore" in usage.stdout
+
+
+def test_an_id_that_holds_a_checkpoint_is_refused_in_the_words_of_stock_dcp(file_uri: str) -> None:
+    state = {"weight": torch.ones(4)}
+    dcp.save(state, storage_writer=tierckpt.TierStorageWriter(f"{file_uri}/step-1"), no_dist=True)
+    writer = tierckpt.TierStorageWriter(f"{file_uri}/step-1", overwrite=False)
+    with pytest.raises(dcp.api.CheckpointException) as refused:
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    (error, _) = refused.value.failures[0]
+    assert isinstance(error, errors.AlreadyCommittedError)
+    assert "Checkpoint already exists" in str(error).splitlines()[0]
