@@ -259,7 +259,7 @@ def _running(command: list[str], url: str, environment: dict[str, str]) -> Itera
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
     )
     try:
         _wait_for_answer(url, process)
@@ -273,7 +273,7 @@ def _running(command: list[str], url: str, environment: dict[str, str]) -> Itera
             process.wait(10)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask Linux to end this server when the test process goes, even by SIGKILL."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

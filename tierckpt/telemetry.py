@@ -207,19 +207,19 @@ class Repeats:
     def __init__(self, log: logging.Logger, level: int, what: str) -> None:
         """``what``: a format of the source and of the reason."""
         self._log, self._level, self._what = log, level, what
-        self._seen: dict[str, tuple[float, int]] = {}
+        self.seen: dict[str, tuple[float, int]] = {}
         self._lock = threading.Lock()
 
     def note(self, source: str, reason: object) -> None:
         now = time.monotonic()
         with self._lock:
-            if source not in self._seen and len(self._seen) >= SOURCES_MAX:
-                self._seen = {key: one for key, one in self._seen.items() if now - one[0] < REPEAT_SECONDS}
-                if len(self._seen) >= SOURCES_MAX:
+            if source not in self.seen and len(self.seen) >= SOURCES_MAX:
+                self.seen = {key: one for key, one in self.seen.items() if now - one[0] < REPEAT_SECONDS}
+                if len(self.seen) >= SOURCES_MAX:
                     source = "others"
-            said_at, count = self._seen.get(source, (-REPEAT_SECONDS, 0))
+            said_at, count = self.seen.get(source, (-REPEAT_SECONDS, 0))
             is_due = now - said_at >= REPEAT_SECONDS
-            self._seen[source] = (now, 0) if is_due else (said_at, count + 1)
+            self.seen[source] = (now, 0) if is_due else (said_at, count + 1)
         if is_due:
             more = f" (and {count} more since it was said last)" if count else ""
             self._log.log(self._level, f"{self._what}%s", source, reason, more)

@@ -173,7 +173,7 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
         return call
 
     if point == "not begun":
-        _replace(TierStorageWriter, "_begin", instead)
+        _replace(TierStorageWriter, "begin_save", instead)
     elif point == "handed in":
         _replace(client.HandoffHandle, "hand_in", after)
         flush.ShardFile.write = stay  # type: ignore[method-assign]
@@ -367,7 +367,7 @@ def _note_nothing(session: Any, files: Any) -> None:
 
 
 def _allocations() -> int:
-    return sum(arena.allocations for arena in slots._shared.values())
+    return sum(arena.allocations for arena in slots.shared_arenas.values())
 
 
 def killed_when_a_staged_one_was_dropped(

@@ -118,7 +118,7 @@ class Node:
 
     def engine(self) -> Engine:
         engine = Engine(self.settings)
-        engine.shelf._store_at = lambda location: CountingStore(Path(location.path), self.log)
+        engine.shelf.store_at = lambda location: CountingStore(Path(location.path), self.log)
         return engine
 
 

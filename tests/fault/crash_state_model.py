@@ -139,7 +139,7 @@ class Recorder:
             self._stand_in(os, name, self._refusing_descriptor)
         self._stand_in(io, "open", self._open_file)
         self._stand_in(builtins, "open", self._open_file)
-        self._stand_in(file_io, "_libc", lambda real: _Libc(real, self))
+        self._stand_in(file_io, "libc", lambda real: _Libc(real, self))
         return self
 
     def _stand_in(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:

@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.services import REPOSITORY, _die_with_parent, free_port
+from tests.services import REPOSITORY, die_with_parent, free_port
 
 OUR_ENV = ("TIERCKPT_", "AWS_", "AZURE_", "AZURITE_", "GOOGLE_")
 
@@ -66,7 +66,7 @@ class Nursery:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1"},
         )
         try:
@@ -140,7 +140,7 @@ def _start(request: dict[str, Any], scenarios: Any) -> list[int]:
 
 def _become_rank(request: dict[str, Any], scenarios: Any, rank: int, port: str) -> None:
     os.setsid()
-    _die_with_parent()
+    die_with_parent()
     log = os.open(Path(request["arguments"]["folder"]) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, nothing), (1, log), (2, log)):

@@ -87,12 +87,12 @@ def wait_for_ever() -> None:
         while True:
             time.sleep(1)
 
-    Exchange._get = get  # type: ignore[method-assign]
+    Exchange.get_value = get  # type: ignore[method-assign]
 
 
 def commit_without_the_dead() -> None:
     """Seeded bug: the coordinator commits what it has heard of when the time is up."""
-    real = Exchange._get
+    real = Exchange.get_value
 
     def get(self: Exchange, store: Any, key: str, what: str, deadline: float) -> Any:
         try:
@@ -100,7 +100,7 @@ def commit_without_the_dead() -> None:
         except TierckptError:
             return "ok", ([], False)
 
-    Exchange._get = get  # type: ignore[method-assign]
+    Exchange.get_value = get  # type: ignore[method-assign]
 
 
 BUGS = {"wait for ever": wait_for_ever, "commit without the dead": commit_without_the_dead}

@@ -104,14 +104,14 @@ def _at_read(nth: int, folder: Path, number: signal.Signals) -> None:
 
 
 def _take_slowly(folder: Path) -> None:
-    real = shared_read.Crew._take
+    real = shared_read.Crew.take_unit
 
     def take(self: shared_read.Crew, unit: int) -> None:
         (folder / "fired").touch()
         time.sleep(0.1)  # the others are quicker, on a busy machine too
         real(self, unit)
 
-    shared_read.Crew._take = take  # type: ignore[method-assign]
+    shared_read.Crew.take_unit = take  # type: ignore[method-assign]
 
 
 def _reuse_at_once() -> None:

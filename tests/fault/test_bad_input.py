@@ -247,12 +247,13 @@ def test_without_a_good_copy_the_error_names_tensor_file_and_tier(
     assert target["only"].unique().tolist() == [7.0]  # never wrong bytes
 
 
-def test_damage_is_found_before_the_drain_publishes_it(s3_uri: str, local_root: Path) -> None:
+def test_damage_is_found_before_the_drain_publishes_it(
+    s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uri = f"{s3_uri}/step-1"
-    writer = tierckpt.TierStorageWriter(uri)
-    writer._client.engine.submit = lambda token: None  # type: ignore[method-assign]
-    dcp.save(small_state(1), storage_writer=writer, no_dist=True)
-    del writer._client.engine.submit
+    with monkeypatch.context() as patch:
+        patch.setattr("tierckpt.engine.Engine.submit", lambda *_: None)
+        dcp.save(small_state(1), storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)
     flip(local_shard(local_root, uri))
     with pytest.raises(IntegrityError):
         tierckpt.wait(uri, timeout_seconds=60)

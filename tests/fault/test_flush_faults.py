@@ -86,13 +86,13 @@ class Disk:
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
         self._known = threading.Event()
-        fail = flush._Job.fail
+        fail = flush.FlushJob.fail
 
         def fails(job: Any, error: BaseException) -> None:
             fail(job, error)
             self._known.set()
 
-        monkeypatch.setattr(flush._Job, "fail", fails)
+        monkeypatch.setattr(flush.FlushJob, "fail", fails)
         self._real = {name: getattr(os, name) for name in ("pwrite", "fsync", "ftruncate")}
         for name in self._real:
             monkeypatch.setattr(os, name, lambda *arguments, name=name: self._call(name, *arguments))

@@ -193,7 +193,7 @@ def test_the_control_a_check_that_is_missing_is_found(
 
 def test_a_refusal_reads_nothing_but_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fill, "Memory", None)
-    monkeypatch.setattr(fill._Reading, "run", None)
+    monkeypatch.setattr(fill.ReadThreads, "run", None)
     generator, refused = random.Random(5), 0
     while refused < 50:
         _, content = damaged(generator)

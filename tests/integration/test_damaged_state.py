@@ -122,7 +122,6 @@ def test_an_undrained_step_behind_a_damaged_manifest_is_drained_all_the_same(
     assert local_commit.read_local_manifest(directory) is not None
     state = zeros_like(small_state())
     assert Checkpointer(s3_uri).restore(state) == 1 and same(state, small_state(1))
-    checkpointer._closed = True
 
 
 def test_a_step_that_was_refused_for_ever_is_still_refused(file_uri: str, local_root: Path) -> None:

@@ -72,7 +72,7 @@ LOOKS: dict[str, Callable[[Settings], object]] = {
     "bytes": lambda settings: eviction.space_counter(settings.local_root).total(exact=True),
     "room": lambda settings: eviction.evict(settings, 1 << 50, settings.local_root),
     "whose": lambda settings: LocalIndex(settings.local_root).look(),
-    "metrics": lambda settings: list(NodeState(settings.local_root, None)._committed()),
+    "metrics": lambda settings: list(NodeState(settings.local_root, None).committed()),
     "leftovers": lambda settings: clear_leftovers(settings.local_root),
     "journal": lambda settings: Journal(settings.local_root).entries(),
     "cache": lambda settings: Pool(settings).scan(),

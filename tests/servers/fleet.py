@@ -99,7 +99,7 @@ class Fleet:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         )
         try:
@@ -224,7 +224,7 @@ class Nest:
         code = 1
         try:
             os.setsid()
-            _die_with_parent()
+            die_with_parent()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _redirect(out, err)
@@ -272,7 +272,7 @@ def _redirect(out: str, err: str) -> None:
         os.dup2(source, target)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -133,7 +133,7 @@ def test_of_a_process_in_another_container_only_the_heartbeat_counts(beats: Path
 
 def test_a_heart_beats_until_it_lets_go(beats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "BEAT_SECONDS", 0.01)
-    owner._start_anew()
+    owner.start_anew()
     presence = Heartbeat(beats)
     presence.begin()
     path, past = beats / presence.name, time.time() - 100

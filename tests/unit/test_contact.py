@@ -280,12 +280,13 @@ def test_a_forked_child_neither_uses_the_connection_nor_keeps_it_open(contact: A
         if child == 0:
             own = contacts.contact_for(settings)
             sockets = [f for f in os.listdir("/proc/self/fd") if _is_connected_socket(int(f))]  # noqa: PTH208
-            os.write(writer, json.dumps([own is ours, own._socket is None, ours._socket is None, sockets]).encode())
+            said = [own is ours, own.connection is None, ours.connection is None, sockets]
+            os.write(writer, json.dumps(said).encode())
             os._exit(0)
         os.waitpid(child, 0)
         is_same, own_is_new, parents_is_dropped, sockets = json.loads(os.read(reader, 1000))
         assert (is_same, own_is_new, parents_is_dropped) == (False, True, True)
-        assert ours._socket is not None  # and the parent's is as it was
+        assert ours.connection is not None  # and the parent's is as it was
         ends = [fd for fd in os.listdir("/proc/self/fd") if _is_connected_socket(int(fd))]  # noqa: PTH208
         assert len(ends) == len(sockets) + 1  # the server's end is in this process too, and stays with the child
         contacts.close_contacts()

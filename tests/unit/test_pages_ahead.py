@@ -68,7 +68,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
     class Own(Watched):
         found: list[tuple[int, float]] = []
 
-    monkeypatch.setattr(Directory, "open", lambda place, name: Own(place._path / name, tuner=place._tuner))
+    monkeypatch.setattr(Directory, "open", lambda place, name: Own(place.path / name, tuner=place.tuner))
     monkeypatch.setattr(Directory, "threads", READERS)
     monkeypatch.setattr(fill, "paging", Paging())
     return Own

@@ -111,7 +111,7 @@ def test_lines_of_another_boot_and_torn_ones_are_not_believed(root: Path) -> Non
     land(filling, DATA, [0])
     folder = filling.incoming / FILLING
     (folder / f"progress-ffffffff-{CHUNK}").write_text(f"\n0 1 {'0' * 32}\n")
-    with (folder / filling._progress.name).open("ab") as stream:
+    with (folder / filling.progress_path.name).open("ab") as stream:
         stream.write(b"\n0 2 " + b"0" * 20)
     assert [at for at, _ in here.held(frozen.version, CHUNK).new] == [0]
     land(filling, DATA, [2])
@@ -124,7 +124,7 @@ def test_what_was_forgotten_is_not_given_and_is_listed_again_when_it_is_back(roo
     filling = begin(root, frozen)
     land(filling, DATA, [0, 6])
     assert same(here, frozen, DATA) == 2
-    filling._append("!0.")
+    filling.append_line("!0.")
     filling.refresh()
     assert given(here, frozen, 0) is None
     land(filling, DATA, [0])
@@ -151,7 +151,7 @@ def test_a_chunk_that_lands_between_two_looks_is_never_nowhere(root: Path, monke
     filling = begin(root, frozen)
     filling.fetching.take("1-3")
     assert here.held(frozen.version, CHUNK).fetching == {5 + 3}
-    source = here._by_version[frozen.version][0]
+    source = here.by_version[frozen.version][0]
     assert isinstance(source, chunk_files.Incoming)
     look = source.look_at_claims
 

@@ -44,12 +44,12 @@ def from_store(asks: Iterable[ChunkRequest]) -> list[int]:
 
 def owned_later(made: Schedule, name: str) -> list[int]:
     """``owned``, once the first moment has passed."""
-    made._settle(SETTLED)
+    made.settle(SETTLED)
     return owned(made, name)
 
 
 def owned(made: Schedule, name: str) -> list[int]:
-    return [chunk for chunk, owner in enumerate(made._owners) if owner == name]
+    return [chunk for chunk, owner in enumerate(made.chunk_owners) if owner == name]
 
 
 def test_alone_everything_comes_from_the_store_at_once_and_in_all_slots() -> None:
@@ -124,7 +124,7 @@ def test_helpers_of_one_that_is_behind_take_different_chunks_from_the_end_of_its
             made.hear(other, 0.1, new=[chunk for chunk in range(TOTAL) if owned_later(made, "a").count(chunk) == 0])
         asks = fetch_all(made, "a")
         taken += [ask.chunk for ask in asks if ask.reason == "owner is behind"]
-    order = made._order("a", owned_later(made, "a"))
+    order = made.order_of("a", owned_later(made, "a"))
     assert len(taken) == len(set(taken))
     assert set(taken) <= set(order[TUNING.steal_margin :])
 
@@ -326,7 +326,7 @@ def test_of_a_slow_peer_nothing_is_asked_that_another_holds() -> None:
     now = slow_b(made)
     for ask in [ask for asks in list(made.flying.values()) for ask, _ in asks if ask.source == "b"]:
         made.failed(ask, now, "given up")
-    only_b = [chunk for chunk in range(1000, 2048) if made._my_rank(chunk) <= 1][:3]
+    only_b = [chunk for chunk in range(1000, 2048) if made.my_rank(chunk) <= 1][:3]
     made.hear("b", now, new=only_b)
     for _ in range(40):
         for ask in all_asks(made, now):
@@ -371,7 +371,7 @@ def test_a_chunk_of_one_holder_is_everybodys_turn_once_those_before_could_have_p
         made.came(ask, now + answer_seconds)
     now += answer_seconds
     made.hear("n2", now, new=range(1000, 1200))
-    late = [chunk for chunk in range(1000, 1200) if made._my_rank(chunk) > TUNING.copies_first]
+    late = [chunk for chunk in range(1000, 1200) if made.my_rank(chunk) > TUNING.copies_first]
     assert late
 
     def open_after(seconds: float) -> bool:
@@ -413,7 +413,7 @@ def test_one_answer_that_is_late_as_some_are_does_not_make_a_peer_slow(owed_seco
     made = schedule(others=("b", "c", "d"), total=2048)
     for name in "bcd":
         made.hear(name, 0.2, new=range(400))
-    made._settle(now := SETTLED)
+    made.settle(now := SETTLED)
     made._own.clear()
     for number in range(40):
         ask = made.choose(now)
@@ -425,13 +425,13 @@ def test_one_answer_that_is_late_as_some_are_does_not_make_a_peer_slow(owed_seco
         if ask is not asked:
             made.came(ask, now + 0.1)
     made.choose(now + owed_seconds)
-    assert ("b" in made._slow) == is_slow
+    assert ("b" in made.slow) == is_slow
 
 
 def test_of_an_owner_that_is_behind_the_chunks_it_comes_to_next_are_left_to_it() -> None:
     made = schedule(others=("b", "c"), total=2048)
-    in_order = made._order("b", owned_later(made, "b"))
-    ours = {chunk for chunk in in_order if made._standin(chunk, "b", SETTLED) == "a"}
+    in_order = made.order_of("b", owned_later(made, "b"))
+    ours = {chunk for chunk in in_order if made.standin(chunk, "b", SETTLED) == "a"}
     made._own.clear()
     made.hear("b", SETTLED)
     taken = []
@@ -441,7 +441,7 @@ def test_of_an_owner_that_is_behind_the_chunks_it_comes_to_next_are_left_to_it()
     margin = TUNING.steal_margin * made.store_slots()
     assert margin > 1 and ours & set(in_order[:margin])
     assert taken == [chunk for chunk in reversed(in_order[margin:]) if chunk in ours]
-    made._moved_at = SETTLED - TUNING.still_seconds
+    made.moved_at = SETTLED - TUNING.still_seconds
     assert made._from_laggard(SETTLED, made.missing) is not None, "unless nothing moves"
 
 
@@ -455,7 +455,7 @@ def test_when_nothing_moves_any_node_ends_up_at_the_store() -> None:
         for ask in all_asks(made, now):
             seen.add(ask.chunk)
             made.came(ask, now)
-        made._moved_at = min(made._moved_at, now - 10.0)  # what it fetches for itself does not count here
+        made.moved_at = min(made.moved_at, now - 10.0)  # what it fetches for itself does not count here
     assert seen == set(range(TOTAL))
 
 
@@ -464,7 +464,8 @@ def test_members_that_do_not_agree_are_not_believed_and_the_store_decides() -> N
     for name in "bc":
         made.hear(name, 0.2, new=[7])
     made.distrust(7, ["b", "c"])
-    assert made.source(7, SETTLED) == ChunkRequest(7, SHARED, made._why_mine(7))
+    asked = made.source(7, SETTLED)
+    assert isinstance(asked, ChunkRequest) and asked.source is SHARED
     made.trust("c")
     made.hear("c", SETTLED, new=[8])
     asked = made.source(8, SETTLED)
@@ -505,6 +506,6 @@ def test_of_far_more_members_than_chunks_it_watches_some_that_own_any() -> None:
     made = Schedule(VERSION, 4, "a", rng=random.Random(3))
     names = ["a", *(f"n{number}" for number in range(500))]
     made.meet([member(name) for name in names], names, 0.0)
-    made._settle(SETTLED + TUNING.settle_seconds_max)
-    assert len(made.peers.keys() & set(made._owners)) >= 2
+    made.settle(SETTLED + TUNING.settle_seconds_max)
+    assert len(made.peers.keys() & set(made.chunk_owners)) >= 2
     assert len(made.peers) <= TUNING.watched_max + 2

@@ -44,7 +44,7 @@ State = dict[str, Any]
 @pytest.fixture(autouse=True)
 def memory_of_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Nothing is remembered when a test begins. Call it to go on with what another rank, played here, remembers."""
-    memories = [planner_module._Cache() for _ in range(8)]
+    memories = [planner_module.PlanCache() for _ in range(8)]
 
     def act_as(rank: int) -> None:
         monkeypatch.setattr(planner_module, "cache", memories[rank])

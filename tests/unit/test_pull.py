@@ -270,8 +270,8 @@ def test_the_kernel_is_asked_once_about_many_reads_of_what_is_not_there(
     path, asked = tmp_path / "file", []
     path.write_bytes(content())
     forget(path)
-    real = Resident._pages
-    monkeypatch.setattr(Resident, "_pages", lambda self, *at: (asked.append(at), real(self, *at))[1])
+    real = Resident.pages
+    monkeypatch.setattr(Resident, "pages", lambda self, *at: (asked.append(at), real(self, *at))[1])
     with path.open("rb") as file:
         resident = Resident(file.fileno())
         for start in range(0, SIZE, CHUNK):

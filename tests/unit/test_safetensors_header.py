@@ -170,5 +170,5 @@ def test_a_file_that_changes_while_it_is_read_is_not_believed(tmp_path: Path, mo
     write(tmp_path / "other", encode(GOOD, bytes(28))).replace(file)
     with pytest.raises(IntegrityError, match="changed while it was read"):
         lazy["b"]
-    monkeypatch.setattr(fill._Filling, "finish", lambda self: None)  # the control: nobody looks
+    monkeypatch.setattr(fill.FileFill, "finish", lambda self: None)  # the control: nobody looks
     assert lazy["b"].tolist() == [0, 0, 0, 0]

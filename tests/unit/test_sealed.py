@@ -513,8 +513,8 @@ def test_a_stream_is_data(file_uri: str) -> None:
 
 def test_small_objects_are_remembered_and_large_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = itertools.count()
-    right = objects._load
-    monkeypatch.setattr(objects, "_load", lambda *given: next(passes) * 0 or right(*given))
+    right = objects.load_object
+    monkeypatch.setattr(objects, "load_object", lambda *given: next(passes) * 0 or right(*given))
     known = Objects()
     for _ in range(10):
         known.inert(saved(0.1), "lr")

@@ -258,7 +258,7 @@ def test_sources_without_number_are_bounded(caplog: pytest.LogCaptureFixture, mo
     for minute in range(3):
         for number in range(5000):
             repeats.note(f"{minute}-{number}", "no proof")
-        assert len(repeats._seen) <= telemetry.SOURCES_MAX + 1
+        assert len(repeats.seen) <= telemetry.SOURCES_MAX + 1
         seconds.now += telemetry.REPEAT_SECONDS + 1
     assert len(caplog.messages) <= 3 * (telemetry.SOURCES_MAX + 1)
 

@@ -196,7 +196,7 @@ class NodeState:
 
     def _commits(self) -> Iterator[Sample]:
         newest: dict[Tier, _Commit] = {}
-        for found in self._committed():
+        for found in self.committed():
             tiers = [Tier.LOCAL]
             if marks.is_drained(found.directory, found.attempt):
                 tiers.append(Tier.SHARED)
@@ -209,7 +209,7 @@ class NodeState:
                 yield "tierckpt_last_commit_step", {"tier": tier}, step
             yield "tierckpt_last_commit_time_seconds", {"tier": tier}, found.saved_unix_seconds
 
-    def _committed(self) -> Iterator[_Commit]:
+    def committed(self) -> Iterator[_Commit]:
         """Yield the committed checkpoints of the local tier; a manifest is decoded once."""
         root = self.local_root / "checkpoints"
         known: dict[Path, tuple[tuple[int, int], _Commit]] = {}

@@ -394,7 +394,7 @@ class BounceBufferPool:
         return fitting
 
 
-_shared: dict[tuple[object, ...], Arena] = {}
+shared_arenas: dict[tuple[object, ...], Arena] = {}
 _bounces: dict[tuple[str, int], BounceBufferPool] = {}
 _shared_lock = threading.Lock()
 
@@ -412,8 +412,8 @@ def arena_for(
         tuple(numa_nodes),
     )
     with _shared_lock:
-        if key not in _shared:
-            _shared[key] = Arena(
+        if key not in shared_arenas:
+            shared_arenas[key] = Arena(
                 slots_max=settings.checkpoints_in_flight_max,
                 size_bytes_max=settings.staging_bytes_max,
                 policy=Policy(settings.staging_policy),
@@ -421,7 +421,7 @@ def arena_for(
                 read_elsewhere=read_elsewhere,
                 numa_nodes=numa_nodes,
             )
-        return _shared[key]
+        return shared_arenas[key]
 
 
 def write_buffers() -> BounceBufferPool:
@@ -438,15 +438,15 @@ def read_buffers() -> BounceBufferPool:
 
 def leases() -> list[Lease]:
     """All leases of this process."""
-    return [lease for arena in tuple(_shared.values()) for lease in arena.leases()]
+    return [lease for arena in tuple(shared_arenas.values()) for lease in arena.leases()]
 
 
 def close_arenas() -> None:
     """Release all staging memory of this process that nothing refers to."""
     with _shared_lock:
-        for arena in _shared.values():
+        for arena in shared_arenas.values():
             arena.close()
-        _shared.clear()
+        shared_arenas.clear()
         _bounces.clear()
 
 
@@ -454,7 +454,7 @@ def _start_anew() -> None:
     """In a forked child: the parent's leases are not ours (its memory reads as zeros here), nor are its locks."""
     global _shared_lock
     _shared_lock = threading.Lock()
-    _shared.clear()
+    shared_arenas.clear()
     _bounces.clear()
 
 

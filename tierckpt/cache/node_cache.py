@@ -108,7 +108,7 @@ class NodeCache:
         """``sharing``: the other nodes; None where there are none."""
         self.settings, self.sharing = settings, sharing
         self.pool = Pool(settings)
-        self._store_at, self._listener = store_at, listener
+        self.store_at, self._listener = store_at, listener
         self._gate = asyncio.Semaphore(2 * settings.concurrency)
         self._receipts: dict[str, Receipt] = {}
 
@@ -151,14 +151,14 @@ class NodeCache:
                 raise error from None
 
     async def _object(self, location: Location, info: ObjectInfo | None) -> ResolvedUri:
-        store, name = self._store_at(location.parent), location.name
+        store, name = self.store_at(location.parent), location.name
         if info is None:
             info = await store.head(name)
         wanted = FileSpec(name, name, info.size_bytes, info.etag)
         return ResolvedUri(location, store, self._frozen(location, [wanted]), only=wanted)
 
     async def _directory(self, location: Location, include: Sequence[str], exclude: Sequence[str]) -> ResolvedUri:
-        store = self._store_at(location)
+        store = self.store_at(location)
         manifest = await shared_commit.read_shared_manifest(store)
         if manifest is None and await _claimed(store):
             raise _uncommitted(location)
@@ -213,14 +213,14 @@ class NodeCache:
         """Open an entry by its receipt. The store is not asked for anything. Close what is returned."""
         location, files = parse_uri(frozen.uri), frozen.files
         is_object = len(files) == 1 and files[0].key == location.name
-        held = ResolvedUri(location, self._store_at(location.parent if is_object else location), frozen)
+        held = ResolvedUri(location, self.store_at(location.parent if is_object else location), frozen)
         return await self.open(held)
 
     def _store_of(self, frozen: FileSet, held: ResolvedUri) -> Store:
         location = held.location
         while location.uri != frozen.uri:
             location = location.parent
-        return self._store_at(location)
+        return self.store_at(location)
 
     def _only(self, held: ResolvedUri, frozen: FileSet) -> FileSpec | None:
         if held.only is None or frozen is held.frozen or frozen.version == held.frozen.version:
@@ -302,7 +302,7 @@ class NodeCache:
             if frozen is None:
                 raise
             log.warning("%s cannot be asked whether it has changed: %s", location.uri, error.message)
-            held = ResolvedUri(location, self._store_at(location), frozen)
+            held = ResolvedUri(location, self.store_at(location), frozen)
         return await asyncio.to_thread(self.check, held, place(held))
 
     def check(self, held: ResolvedUri, directory: Path | None = None) -> Check:

@@ -200,8 +200,8 @@ class PartialEntry:
                 make_dirs(folder, is_durable=False)
             self.frozen = self._agree(frozen)
             self._lines = ProgressLog(self.frozen)
-            self._progress = self._lines.path(self.incoming)
-            self._log = open_regular(self._progress, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self.progress_path = self._lines.path(self.incoming)
+            self._log = open_regular(self.progress_path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             self.presence = Heartbeat(base / "owners")
             with translated(self.incoming):
@@ -268,7 +268,7 @@ class PartialEntry:
 
     def refresh(self) -> None:
         """See what others have landed since. Cost: one fstat when nothing has."""
-        with self._lock, translated(self._progress):
+        with self._lock, translated(self.progress_path):
             if self._log < 0 or os.fstat(self._log).st_size <= self._offset:
                 return
             data = b""
@@ -315,10 +315,10 @@ class PartialEntry:
             )
         write_at(self.prepare(index), data, at.start)
         self._put_blocks(index, chunk, digest.blocks if isinstance(digest, ChunkDigest) else blocks_of(data))
-        self._append(f"{index} {chunk} {digest}")
+        self.append_line(f"{index} {chunk} {digest}")
         self.refresh()
         if not self.has(index, chunk):
-            raise StoreError(f"{self._progress} does not keep what is appended to it", tier=Tier.LOCAL)
+            raise StoreError(f"{self.progress_path} does not keep what is appended to it", tier=Tier.LOCAL)
         if self.has_file(index):
             self._make_durable(index)
 
@@ -334,13 +334,13 @@ class PartialEntry:
             finally:
                 os.close(file)
 
-    def _append(self, line: str) -> None:
+    def append_line(self, line: str) -> None:
         record = f"\n{line}\n".encode()
-        with translated(self._progress):
+        with translated(self.progress_path):
             for _ in range(APPENDS_MAX):  # one that was cut short is a torn line, and the whole one follows it
                 if os.write(self._log, record) == len(record):
                     return
-        raise StoreError(f"{self._progress} could not be appended to", path=self._progress, tier=Tier.LOCAL)
+        raise StoreError(f"{self.progress_path} could not be appended to", path=self.progress_path, tier=Tier.LOCAL)
 
     def prepare(self, index: int) -> Path:
         """Return the path of a file, which is there with its full size.
@@ -361,7 +361,7 @@ class PartialEntry:
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
                 if had:  # somebody has removed the file and left its lines
                     log.warning("%s has gone: fetching it again", path)
-                    self._append(f"!{index}.")
+                    self.append_line(f"!{index}.")
             except FileExistsError:
                 file = open_regular(path, os.O_RDWR)
             try:
@@ -485,11 +485,11 @@ class PartialEntry:
             try:
                 os.fsync(file)
             except OSError:
-                self._append(f"!{index}.")
+                self.append_line(f"!{index}.")
                 raise
             finally:
                 os.close(file)
-        self._append(f"={index}.")
+        self.append_line(f"={index}.")
         self.refresh()
 
 

@@ -267,7 +267,7 @@ class _Generation:
         return sum(len(plan.items) for plan in self.locals)
 
 
-class _Cache:
+class PlanCache:
     """Memories of this process, newest first. Bounded; shared by all planners, because many jobs make one per save."""
 
     def __init__(self) -> None:
@@ -347,7 +347,7 @@ class _Cache:
         self._memories = [other for other in self._memories if other is not memory]
 
 
-cache = _Cache()
+cache = PlanCache()
 os.register_at_fork(after_in_child=cache.start_anew)
 
 

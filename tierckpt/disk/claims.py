@@ -276,11 +276,11 @@ class _Heart:
 _heart = _Heart()
 
 
-def _start_anew() -> None:
+def start_anew() -> None:
     """In a forked child nothing of the parent's beats, and its locks may be held for ever."""
     global _heart
     _heart = _Heart()
     _namespace.cache_clear()
 
 
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=start_anew)

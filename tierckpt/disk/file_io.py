@@ -139,8 +139,8 @@ def pwrite_all(file: int, chunk: Buffer, offset: int, path: Path) -> None:
 
 
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EPERM}
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+libc = ctypes.CDLL(None, use_errno=True)
+libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
 def allocate(file: int, size_bytes: int) -> None:
@@ -149,7 +149,7 @@ def allocate(file: int, size_bytes: int) -> None:
     The system call itself and not ``posix_fallocate``: where a file system has none, that one writes zeros, over what
     another process may just have written. There the room is not taken.
     """
-    while size_bytes and _libc.fallocate(file, 0, 0, size_bytes):
+    while size_bytes and libc.fallocate(file, 0, 0, size_bytes):
         number = ctypes.get_errno()
         if number in _NO_FALLOCATE:
             return

@@ -43,16 +43,16 @@ class Resident:
         windows = range(start // WINDOW_BYTES, -(-byte_range.stop // WINDOW_BYTES))
         if all(self._was_empty(window) for window in windows):
             return False
-        return b"\0" not in self._pages(start, byte_range.stop)
+        return b"\0" not in self.pages(start, byte_range.stop)
 
     def _was_empty(self, window: int) -> bool:
         """True when nothing of it was in the page cache the first time that it was looked at."""
         if window not in self._is_empty:
             start = window * WINDOW_BYTES
-            self._is_empty[window] = b"\1" not in self._pages(start, min(start + WINDOW_BYTES, self._size_bytes))
+            self._is_empty[window] = b"\1" not in self.pages(start, min(start + WINDOW_BYTES, self._size_bytes))
         return self._is_empty[window]
 
-    def _pages(self, start: int, stop: int) -> bytes:
+    def pages(self, start: int, stop: int) -> bytes:
         """One byte for each page: 1 where it is in the page cache, 0 where it is not, or the kernel does not tell."""
         pages = -(-(stop - start) // PAGE_BYTES)
         found = ctypes.create_string_buffer(pages)

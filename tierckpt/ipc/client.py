@@ -171,7 +171,7 @@ class AgentClient:
         use_local_root(settings)
         self.settings = settings
         self._breaker = breaker
-        self._socket: socket.socket | None = None
+        self.connection: socket.socket | None = None
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Json] = queue.SimpleQueue()
         self._sending: threading.Thread | None = None
@@ -281,10 +281,10 @@ class AgentClient:
         timeout_seconds: float,
         on_busy: Callable[[Any], None],
     ) -> Any:
-        if self._socket is None:
-            self._socket = self._connect(start)
+        if self.connection is None:
+            self.connection = self._connect(start)
         try:
-            answer = self._exchange(self._socket, message, descriptors, timeout_seconds, on_busy)
+            answer = self._exchange(self.connection, message, descriptors, timeout_seconds, on_busy)
         except BaseException as error:
             self._drop()  # the answer may still come, and it is not that to the next message
             if isinstance(error, TierckptError):
@@ -384,9 +384,9 @@ class AgentClient:
             ) from error
 
     def _drop(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
 
     def close(self) -> None:
         """Hang up, once the agent has what it was told; one that does not answer is not waited for."""

@@ -203,7 +203,7 @@ class Job:
         return self.copy if isinstance(self.copy, LocalCopy) else None
 
 
-class _Filling:
+class FileFill:
     """The tensors of one file: memory for them, and the jobs that fill it."""
 
     def __init__(self, file: ModelFile, wants: Sequence[Want], device: torch.device) -> None:
@@ -332,7 +332,7 @@ def fill(wants: Sequence[Want], device: torch.device, stop: threading.Event | No
     by_file: dict[int, list[Want]] = {}
     for want in wants:
         by_file.setdefault(id(want.file), []).append(want)
-    fillings = [_Filling(group[0].file, group, device) for group in by_file.values()]
+    fillings = [FileFill(group[0].file, group, device) for group in by_file.values()]
     if device.type == "cpu":
         _check_room(sum(max(filling.size_bytes, sum(w.size_bytes for w in filling.wants)) for filling in fillings))
     tensors: dict[str, Tensor] = {}

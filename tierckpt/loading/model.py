@@ -58,24 +58,24 @@ class Directory:
 
     def __init__(self, path: Path, tuner: ReadTuner) -> None:
         self.where = str(path)
-        self._path, self._tuner = path, tuner
+        self.path, self.tuner = path, tuner
 
     @property
     def threads(self) -> int:
         with contextlib.suppress(OSError):
-            directory = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                return self._tuner.way(device_of(directory)).threads
+                return self.tuner.way(device_of(directory)).threads
             finally:
                 os.close(directory)
         return MODEL_WAYS[0].threads
 
     def files(self) -> list[str]:
-        return sorted(path.name for path in self._path.iterdir() if path.is_file())
+        return sorted(path.name for path in self.path.iterdir() if path.is_file())
 
     def info(self, name: str) -> ObjectInfo | None:
         try:
-            found = (self._path / name).stat()
+            found = (self.path / name).stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         if not stat.S_ISREG(found.st_mode):
@@ -83,7 +83,7 @@ class Directory:
         return ObjectInfo(name, found.st_size, f"{found.st_ino}-{found.st_mtime_ns}")
 
     def open(self, name: str) -> LocalCopy:
-        return LocalCopy(self._path / name, Tier.LOCAL, self._tuner)
+        return LocalCopy(self.path / name, Tier.LOCAL, self.tuner)
 
     def begin(self, names: list[str]) -> None:
         """They are here."""

@@ -52,7 +52,7 @@ class PrefetchedDirectory(Directory):
         index = self._index.get(self._place / name)
         if index is None:
             return super().open(name)
-        return _CheckedCopy(self._place / name, self._tuner, self, index)
+        return _CheckedCopy(self._place / name, self.tuner, self, index)
 
     def is_good(self, index: int, byte_range: ByteRange, data: memoryview) -> bool:
         return self._checker.is_good(index, byte_range, data)

@@ -75,7 +75,7 @@ class Holdings:
         self._lock = threading.RLock()
         self._named: dict[tuple[str, Path], int] = {}
         self._sources: dict[Path, Source] = {}
-        self._by_version: dict[str, list[Source]] = {}
+        self.by_version: dict[str, list[Source]] = {}
         self._views: dict[str, dict[int, ChunkIndex]] = {}
         self._manifests: dict[str, Path] = {}
         self._steps: dict[str, dict[str, str]] = {}
@@ -107,11 +107,11 @@ class Holdings:
         """What is here of ``version``, in chunks of this size: an empty ``ChunkReport`` when nothing is known of it."""
         with self._lock:
             # Looked at before what has landed: a chunk that lands between the two is then in both, never in neither.
-            claims = {source: list(source.claimed()) for source in self._by_version.get(version, [])}
+            claims = {source: list(source.claimed()) for source in self.by_version.get(version, [])}
             view = self._view(version, chunk_size_bytes)
             if view is None:
                 return ChunkReport()
-            sources = self._by_version.get(version, [])
+            sources = self.by_version.get(version, [])
             for source in sources:
                 if source not in claims:
                     claims[source] = list(source.claimed())
@@ -124,11 +124,11 @@ class Holdings:
             view = self._view(version, chunk_size_bytes)
             if view is None or not 0 <= ordinal < view.total:
                 return None
-            return self._place(view, self._by_version.get(version, []), ordinal)
+            return self._place(view, self.by_version.get(version, []), ordinal)
 
     def has_seen(self, version: str, chunk_size_bytes: int, ordinal: int) -> bool:
         """True when a chunk was here at the last look. Never waits, neither for a disk nor for a lock."""
-        view, sources = self._views.get(version, {}).get(chunk_size_bytes), self._by_version.get(version, [])
+        view, sources = self._views.get(version, {}).get(chunk_size_bytes), self.by_version.get(version, [])
         return view is not None and ordinal < view.total and self._place(view, sources, ordinal) is not None
 
     def _place(self, view: ChunkIndex, sources: list[Source], ordinal: int) -> Place | None:
@@ -194,7 +194,7 @@ class Holdings:
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            view, sources = self._views.get(version, {}).get(chunk_size_bytes), self._by_version.get(version, [])
+            view, sources = self._views.get(version, {}).get(chunk_size_bytes), self.by_version.get(version, [])
             for source in sources:
                 if not source.is_whole:
                     source.refresh()
@@ -216,7 +216,7 @@ class Holdings:
         """True while a live process fills a directory of this node with ``version``."""
         with self._lock:
             self._find(version)
-            return any(source.is_filled_now() for source in self._by_version.get(version, []))
+            return any(source.is_filled_now() for source in self.by_version.get(version, []))
 
     def manifest(self, uri_digest: str) -> bytes | None:
         """The manifest of the checkpoint whose URI has this digest, when it is committed on this node."""
@@ -284,13 +284,13 @@ class Holdings:
 
     def _find(self, version: str) -> list[Source]:
         """The sources of a version, looked at again: what has gone is dropped, what is new is found."""
-        sources = self._by_version.get(version, [])
+        sources = self.by_version.get(version, [])
         are_there = [source.refresh() for source in sources]
         if not all(are_there):
             self._scanned_at = float("-inf")
         if self._scanned_at == float("-inf") or not any(source.is_whole for source in sources):
             self._scan()  # more of it may have landed in another directory meanwhile
-        return self._by_version.get(version, [])
+        return self.by_version.get(version, [])
 
     def _scan(self) -> None:
         if time.monotonic() - self._scanned_at < SCAN_SECONDS:
@@ -323,7 +323,7 @@ class Holdings:
             if isinstance(source, Committed):
                 for version, single in source.singles.items():
                     by_version.setdefault(version, []).append(single)
-        self._sources, self._by_version = found, by_version
+        self._sources, self.by_version = found, by_version
         self._views = {version: views for version, views in self._views.items() if version in by_version}
         self._index_checkpoints()
 

@@ -399,7 +399,7 @@ class Crew(ReadThreads):
             unit, is_claimed = task
             if is_claimed:
                 self._fill(unit)
-            self._take(unit)
+            self.take_unit(unit)
 
     def _next(self) -> tuple[int, bool] | None:
         """Wait for a unit to copy, or to read first (True). None: there is nothing more to do. One thread looks."""
@@ -451,7 +451,7 @@ class Crew(ReadThreads):
         finally:
             self._window.release(unit, filled=filled)
 
-    def _take(self, unit: int) -> None:
+    def take_unit(self, unit: int) -> None:
         job, base = self._jobs[unit], self._window.address(unit)
         for piece in job.pieces:
             ctypes.memmove(piece.address, base + piece.start - job.at.start, piece.stop - piece.start)

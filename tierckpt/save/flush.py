@@ -90,7 +90,7 @@ def flush(
     deadline = time.monotonic() + timeout_seconds
     pace = pace or CpuThrottle()
     foreground = not nice and pace.share >= 1.0
-    job = _Job(shards, slots, shape, chunk_size_bytes, durable, base, pace, deadline, cached, foreground)
+    job = FlushJob(shards, slots, shape, chunk_size_bytes, durable, base, pace, deadline, cached, foreground)
     try:
         threads = job.open(nice)
         try:
@@ -120,7 +120,9 @@ class Stream:
             record.forget()
         deadline = time.monotonic() + timeout_seconds
         one_by_one = IoShape(1, chunk_size_bytes)
-        self._job = _Job([shard], [slot], one_by_one, chunk_size_bytes, False, 0, CpuThrottle(), deadline, True, True)
+        self._job = FlushJob(
+            [shard], [slot], one_by_one, chunk_size_bytes, False, 0, CpuThrottle(), deadline, True, True
+        )
         self._slot = slot
 
     def pieces(self) -> Iterator[memoryview]:
@@ -154,7 +156,7 @@ class ShardFile(DirectFile):
     def open(self) -> None:
         with translated(self.shard.path):
             if not self._take():
-                self._open()
+                self.open_file()
             allocate(self.fd, round_up(self.shard.size_bytes))
 
     def _take(self) -> bool:
@@ -179,14 +181,14 @@ class ShardFile(DirectFile):
         blocks = [self.blocks[index] for index in sorted(self.blocks)]
         return Flushed(self.shard.path, self.shard.size_bytes, tuple(map(digest_of_blocks, blocks)), b"".join(blocks))
 
-    def _open(self) -> None:
+    def open_file(self) -> None:
         self.create(self.shard.path)
 
     def finish(self, durable: bool) -> None:
         self.cut(self.shard.size_bytes, durable=durable)
 
 
-class _Job:
+class FlushJob:
     """The workers of one call of ``flush`` and what they share."""
 
     def __init__(

@@ -57,7 +57,7 @@ class Exchange:
             store.set(f"{self.key}/verdict", pickle.dumps(verdict))
         else:
             deadline = time.monotonic() + self.timeout_seconds + VERDICT_SECONDS
-            verdict = self._get(store, f"{self.key}/verdict", "rank 0 to commit", deadline)
+            verdict = self.get_value(store, f"{self.key}/verdict", "rank 0 to commit", deadline)
             self.may_be_done = verdict[0] == "ok"
         with contextlib.suppress(Exception):  # the store may end with rank 0, and what is decided is decided
             store.delete_key(f"{self.key}/{rank}")
@@ -71,7 +71,7 @@ class Exchange:
         deadline = time.monotonic() + self.timeout_seconds  # one for all: they write at the same time
         try:
             outcomes = [
-                self._get(store, f"{self.key}/{rank}", f"rank {rank} to write its shards", deadline)
+                self.get_value(store, f"{self.key}/{rank}", f"rank {rank} to write its shards", deadline)
                 for rank in range(world)
             ]
             if self.previous_key:
@@ -81,7 +81,7 @@ class Exchange:
         except BaseException as error:
             return "error", portable(error)
 
-    def _get(self, store: Any, key: str, what: str, deadline: float) -> Any:
+    def get_value(self, store: Any, key: str, what: str, deadline: float) -> Any:
         for _ in Poll(deadline - time.monotonic(), LOCAL):
             if store.check([key]):
                 return pickle.loads(store.get(key))

@@ -124,7 +124,7 @@ def data_name_reused() -> None:
         self.fd = os.open(self.shard.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self.direct = False
 
-    flush.ShardFile._open = open_again  # type: ignore[method-assign]
+    flush.ShardFile.open_file = open_again  # type: ignore[method-assign]
 
 
 def error_swallowed() -> None:

@@ -82,7 +82,7 @@ class Objects:
 
 def load_tensor(stream: Any, name: str) -> torch.Tensor:
     """Return the tensor in ``stream``, on the CPU. Raises UnsafeCheckpointError when it is no tensor, or more."""
-    value = _load(stream, "cpu", name)
+    value = load_object(stream, "cpu", name)
     if not isinstance(value, torch.Tensor):
         raise UnsafeCheckpointError(f"{name} is refused: a {type(value).__name__} stands where a tensor belongs")
     return value
@@ -91,7 +91,7 @@ def load_tensor(stream: Any, name: str) -> torch.Tensor:
 def _load_object(data: bytes, name: str) -> Any:
     try:
         with _lock, torch.serialization.safe_globals(_missing_data_classes()):
-            return _load(io.BytesIO(data), None, name)
+            return load_object(io.BytesIO(data), None, name)
     except UnsafeCheckpointError as error:
         if _WIDE not in str(error):
             raise
@@ -112,7 +112,7 @@ def _load_plain(data: bytes, error: UnsafeCheckpointError) -> Any:
         raise error from None
 
 
-def _load(stream: BinaryIO, map_location: str | None, name: str) -> Any:
+def load_object(stream: BinaryIO, map_location: str | None, name: str) -> Any:
     """``torch.load(weights_only=True)``, with one kind of error. What reading ``stream`` raised of ours stays as it is.
 
     Said explicitly, ``weights_only`` is not overridden by any environment variable of torch.

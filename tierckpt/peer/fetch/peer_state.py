@@ -137,7 +137,7 @@ class PeerState:
         self._placed: frozenset[str] = frozenset()
         """Those that chunks are placed on: the interested ones, from the end of the first moment on."""
         self._placement: Placement | None = None
-        self._owners: list[str] = []
+        self.chunk_owners: list[str] = []
         self._count = bytearray(total)
         """How many members are known to hold each chunk."""
         self._any = 0
@@ -151,14 +151,14 @@ class PeerState:
         self._turns_slow: deque[tuple[float, int]] = deque()
         self._my_ranks: dict[int, int] = {}
         self._settled_at: float | None = None
-        self._moved_at = 0.0
+        self.moved_at = 0.0
         self._hungry = False
         """The last choice found nothing to ask a peer for."""
         self._slow: frozenset[str] = frozenset()
-        self._am_slow = False
+        self.am_slow = False
         """Others say so."""
 
-    def _plan(self, now: float = 0.0) -> None:
+    def plan(self, now: float = 0.0) -> None:
         """Who counts has changed: work out again what is ours to do."""
 
     # --- who is there --------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class PeerState:
         ``slow_to``: members that have said lately that we are slow.
         """
         if self._settled_at is None:
-            self._settled_at = self._moved_at = now
+            self._settled_at = self.moved_at = now
         by_name = {member.name: member for member in live}
         by_name.setdefault(self.me, Member(self.me, ""))
         for name in [name for name in self.peers if name not in by_name]:
@@ -188,11 +188,11 @@ class PeerState:
         Fewer will not do: when a partition heals, each half finds the other slow, and somebody has to own the chunks.
         """
         is_slow = slow_to >= 2 and 3 * slow_to >= 2 * (len(self._interested) - 1)
-        if is_slow != self._am_slow:
-            self._am_slow = is_slow
-            self._plan(now)
+        if is_slow != self.am_slow:
+            self.am_slow = is_slow
+            self.plan(now)
 
-    def _settle(self, now: float) -> bool:
+    def settle(self, now: float) -> bool:
         """True when what is known is enough to decide by. Works out the placement anew when members came or went."""
         if self._settled_at is None:
             return False
@@ -201,12 +201,12 @@ class PeerState:
         if self._placed != self._interested:
             self._placed = self._interested
             self._placement = self._place(self.version, [self._live[name] for name in sorted(self._placed)])
-            self._owners = self._placement.owners(self.total)
+            self.chunk_owners = self._placement.owners(self.total)
             self._watch_owners()
             self._my_ranks.clear()
             self._turn = self._turn_slow = 0
             self._recount()
-            self._plan(now)
+            self.plan(now)
         return True
 
     def _is_early(self, now: float) -> bool:
@@ -231,7 +231,7 @@ class PeerState:
 
     def _watch_owners(self) -> None:
         """Of far more nodes than chunks few fetch anything: who hears of none of them takes the store to be asleep."""
-        owners = {name for name in self._owners if name in self._live} - {self.me}
+        owners = {name for name in self.chunk_owners if name in self._live} - {self.me}
         unknown = sorted(owners - self.peers.keys())
         room = min(len(unknown), OWNERS_WATCHED - (len(owners) - len(unknown)))
         for name in self.rng.sample(unknown, max(0, room)):
@@ -240,7 +240,7 @@ class PeerState:
     def _counts(self, name: str, now: float) -> bool:
         """True for a member that may own chunks: one that answers, and is not slow."""
         if name == self.me:
-            return not self._am_slow
+            return not self.am_slow
         return self._is_usable(name, now) and name not in self._slow
 
     @property
@@ -256,9 +256,9 @@ class PeerState:
         return self._placement.ranks(chunk) if self._placement is not None else (self.me,)
 
     def _owner(self, chunk: int, now: float) -> str:
-        if not self._owners:
+        if not self.chunk_owners:
             return self.me
-        first = self._owners[chunk]
+        first = self.chunk_owners[chunk]
         if self._counts(first, now):
             return first
         return next((name for name in self._ranks(chunk) if self._counts(name, now)), self.me)
@@ -303,7 +303,7 @@ class PeerState:
         peer.fetching.pop(chunk, None)
         if not self._any & bit:
             self._any |= bit
-            self._moved_at = now
+            self.moved_at = now
             self._turns.append((now, bit))
             self._turns_slow.append((now, bit))
         self._counted(chunk)
@@ -311,14 +311,14 @@ class PeerState:
     def _counted(self, chunk: int) -> None:
         """One more holds it. Copies spread as a tree does, each chunk's its own: first to a few, who pass it on."""
         count = self._count[chunk] = min(255, self._count[chunk] + 1)
-        rank = self._my_rank(chunk)
+        rank = self.my_rank(chunk)
         if rank <= count * self.tuning.copies_first:
             self._turn |= 1 << chunk
             if rank <= count:
                 self._turn_slow |= 1 << chunk
 
-    def _my_rank(self, chunk: int) -> int:
-        if not self._owners or len(self._placed) <= self.tuning.copies_first + 1:
+    def my_rank(self, chunk: int) -> int:
+        if not self.chunk_owners or len(self._placed) <= self.tuning.copies_first + 1:
             return 0
         rank = self._my_ranks.get(chunk)
         if rank is None:
@@ -410,7 +410,7 @@ class PeerState:
     def _left(self) -> None:
         """Some member counts no more: who owns what, and what is held, is worked out again."""
         self._recount()
-        self._plan()
+        self.plan()
 
 
 def mask(chunks: Iterable[int]) -> int:

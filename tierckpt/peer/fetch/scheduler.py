@@ -118,7 +118,7 @@ class Schedule(PeerState):
         """The chunk is here, whoever brought it."""
         if self.missing >> chunk & 1:
             self.missing &= ~(1 << chunk)
-            self._moved_at = now
+            self.moved_at = now
 
     def failed(self, ask: ChunkRequest, now: float, why: str) -> None:
         """The request brought nothing.
@@ -155,7 +155,7 @@ class Schedule(PeerState):
         """These are the chunks to fetch, and no others."""
         self.missing = mask(chunks)
         self._recount()
-        self._plan()
+        self.plan()
 
     def distrust(self, chunk: int, names: Iterable[str]) -> None:
         """Members do not agree on what a chunk is: it comes from the store, and they are not asked for anything."""
@@ -199,7 +199,7 @@ class Schedule(PeerState):
         open_ = self.missing & ~self._flying
         if not open_:
             return None
-        if not self._settle(now):
+        if not self.settle(now):
             return WaitUntil(now + SETTLE_PAUSE_SECONDS)
         self._look(now)
         self._take_turns(now, self._usual(0.5))
@@ -214,14 +214,14 @@ class Schedule(PeerState):
         self._hungry = found is None or found.source is SHARED
         if found is None:
             if not self._own and now - self._planned_at > self.tuning.turn_seconds:
-                self._plan(now)
+                self.plan(now)
             return WaitUntil(now + IDLE_SECONDS)
         return self._begin(found, now)
 
     def source(self, chunk: int, now: float, tried: Iterable[str | None] = ()) -> ChunkRequest | WaitUntil:
         """Say whom to ask for a chunk that somebody waits for, be it under way or not. It counts as asked."""
         tried = {*tried, *(ask.source for ask, _ in self.flying.get(chunk, ()))}
-        if not self._settle(now):
+        if not self.settle(now):
             return WaitUntil(now + SETTLE_PAUSE_SECONDS)
         holders = [peer for peer in self._holders(chunk, now) if peer.member.name not in tried]
         if holders:
@@ -316,7 +316,7 @@ class Schedule(PeerState):
             return "members disagree"
         if len(self._interested) <= 1:
             return "alone"
-        return "mine" if self._owners[chunk] == self.me else "owner is away"
+        return "mine" if self.chunk_owners[chunk] == self.me else "owner is away"
 
     def _fetched(self, now: float) -> set[int]:
         """Chunks that other members fetch from the store, and not for too long."""
@@ -345,32 +345,32 @@ class Schedule(PeerState):
             late = self._fetch_patience(peer) if peer.fetching else 0.0
             for chunk, since in peer.fetching.items():
                 is_late = open_ >> chunk & 1 and now - since >= late and not self._any >> chunk & 1
-                if is_late and self._standin(chunk, peer.member.name, now) == self.me:
+                if is_late and self.standin(chunk, peer.member.name, now) == self.me:
                     return ChunkRequest(chunk, SHARED, "owner is slow")
         by_owner: dict[str, list[int]] = {}
         fetched = self._fetched(now)
         for chunk in bits(open_ & ~self._any):
             if chunk not in fetched:
-                by_owner.setdefault(self._owners[chunk], []).append(chunk)
+                by_owner.setdefault(self.chunk_owners[chunk], []).append(chunk)
         for name, chunks in sorted(by_owner.items(), key=lambda item: -len(item[1])):
             owner = self.peers.get(name)
             if owner is None or now - owner.heard_at > 4 * self.tuning.poll_seconds:
                 continue
-            is_still = now - self._moved_at >= self.tuning.still_seconds
+            is_still = now - self.moved_at >= self.tuning.still_seconds
             margin = 0 if is_still else self.tuning.steal_margin * self.store_slots()
             if len(chunks) <= margin:
                 break
-            for chunk in reversed(self._order(name, chunks)[margin:]):
-                if self._standin(chunk, name, now) == self.me:
+            for chunk in reversed(self.order_of(name, chunks)[margin:]):
+                if self.standin(chunk, name, now) == self.me:
                     return ChunkRequest(chunk, SHARED, "owner is behind")
         return None
 
-    def _standin(self, chunk: int, name: str, now: float) -> str | None:
+    def standin(self, chunk: int, name: str, now: float) -> str | None:
         return next((other for other in self._ranks(chunk) if other != name and self._counts(other, now)), None)
 
     def _from_store_at_last(self, now: float, open_: int) -> ChunkRequest | None:
         """Nothing has moved for some time: one rank after the other goes to the store."""
-        tuning, still = self.tuning, now - self._moved_at
+        tuning, still = self.tuning, now - self.moved_at
         # While all that is fetched takes long, the store has enough to do: one more request helps nobody.
         patience = max(
             tuning.stall_seconds, min(tuning.fetch_factor * quantile(self._ages, 0.5), tuning.stall_seconds_max)
@@ -403,7 +403,7 @@ class Schedule(PeerState):
                 turn = turn_slow if peer.member.name in self._slow else self._turn
                 useful = peer.held & within & turn
                 if self.tuning.takes_from_owner_only:
-                    useful = mask(chunk for chunk in bits(useful) if self._owners[chunk] == peer.member.name)
+                    useful = mask(chunk for chunk in bits(useful) if self.chunk_owners[chunk] == peer.member.name)
                 if not useful:
                     continue
                 for _ in range(SAMPLES):
@@ -416,7 +416,7 @@ class Schedule(PeerState):
             if best >= 0:
                 holders = [peer for peer in ready if peer.held >> best & 1]
                 if self.tuning.takes_from_owner_only:
-                    holders = [peer for peer in holders if peer.member.name == self._owners[best]]
+                    holders = [peer for peer in holders if peer.member.name == self.chunk_owners[best]]
                 return ChunkRequest(best, self._better(holders).member.name, "holds it")
         return None
 
@@ -452,35 +452,35 @@ class Schedule(PeerState):
         for peer in peers:
             patience = self._fetch_patience(peer) if peer.fetching else 0.0
             for chunk, since in peer.fetching.items():
-                is_next = unheld >> chunk & 1 and self._my_rank(chunk) < self.tuning.copies_first
+                is_next = unheld >> chunk & 1 and self.my_rank(chunk) < self.tuning.copies_first
                 if is_next and now - since < patience:
                     return ChunkRequest(chunk, peer.member.name, "fetches it", self.tuning.wait_seconds)
         return None
 
     # --- who counts ----------------------------------------------------------------------------------------------
 
-    def _plan(self, now: float = 0.0) -> None:
+    def plan(self, now: float = 0.0) -> None:
         """Work out which chunks are ours to fetch from the store, in which order."""
         mine: list[int] = []
-        if not self._am_slow:
-            own = [chunk for chunk in bits(self.missing) if self._owners and self._owners[chunk] == self.me]
-            mine = self._order(self.me, own)
+        if not self.am_slow:
+            own = [chunk for chunk in bits(self.missing) if self.chunk_owners and self.chunk_owners[chunk] == self.me]
+            mine = self.order_of(self.me, own)
         instead: list[int] = []
         if any(not self._counts(name, now) for name in self._placed):
             others = [
                 chunk
                 for chunk in bits(self.missing & ~self._any)
-                if self._owners[chunk] != self.me and self._owner(chunk, now) == self.me
+                if self.chunk_owners[chunk] != self.me and self._owner(chunk, now) == self.me
             ]
             by_owner: dict[str, list[int]] = {}
             for chunk in others:
-                by_owner.setdefault(self._owners[chunk], []).append(chunk)
+                by_owner.setdefault(self.chunk_owners[chunk], []).append(chunk)
             for name, chunks in by_owner.items():
-                instead += reversed(self._order(name, chunks))
+                instead += reversed(self.order_of(name, chunks))
         self._own = deque(_interleaved(mine, instead))
         self._planned_at = now
 
-    def _order(self, name: str, chunks: list[int]) -> list[int]:
+    def order_of(self, name: str, chunks: list[int]) -> list[int]:
         """The order in which a member fetches its own: each begins at another place."""
         start = int(fraction(f"{self.version}/{name}") * self.total)
         return [c for c in chunks if c >= start] + [c for c in chunks if c < start]
@@ -505,7 +505,7 @@ class Schedule(PeerState):
             for name in slow - self._slow:
                 self._leave(self.peers[name])
             self._slow = frozenset(slow)
-            self._plan(now)
+            self.plan(now)
 
     def _ages_of_fetches(self, now: float) -> list[float]:
         ages = [now - since for peer in self.peers.values() if peer.usable(now) for since in peer.fetching.values()]
