@@ -77,17 +77,17 @@ class _Everything:
 
 
 BUGS: dict[str, tuple[Any, str, Any, str]] = {
-    "paths are not checked": (sealed, "_relative", lambda path: path, "path '../../etc/passwd'"),
-    "any global is known": (machine.PickleMachine, "_lookup", _any_global, "os.system in planner_data"),
-    "keys are not checked": (machine, "_KEYS", _Everything, "a million tuples deep as a key"),
-    "memo indices are not checked": (machine.PickleMachine, "_put_at", _any_memo_index, "memo bomb"),
-    "lengths are not checked": (machine.PickleMachine, "_take", lambda *given: bytes(given[-1]), "BINBYTES of 4 GiB"),
-    "nothing is counted": (sealed.MetadataBuilder, "_spend", lambda *_: None, "chunks of all tensors shared"),
-    "ends are not checked": (machine.PickleMachine, "_result", lambda *given: given[1][0], "a second pickle behind"),
-    "list positions are not checked": (sealed, "_check_positions", lambda _: None, "list of 2**40 items"),
-    "bytes of chunks are not counted": (sealed, "_check_stored", lambda *_: None, "item shorter than its tensor"),
-    "ranges are not checked": (TierStorageReader, "_check_inside", lambda *_: None, "item beyond its file"),
-    "items are trusted": (objects, "_load", _trusting_load, "os.system in an item"),
+    "paths are not checked": (sealed, "relative_of", lambda path: path, "path '../../etc/passwd'"),
+    "any global is known": (machine.PickleMachine, "lookup", _any_global, "os.system in planner_data"),
+    "keys are not checked": (machine, "KEYS", _Everything, "a million tuples deep as a key"),
+    "memo indices are not checked": (machine.PickleMachine, "put_at", _any_memo_index, "memo bomb"),
+    "lengths are not checked": (machine.PickleMachine, "take", lambda *given: bytes(given[-1]), "BINBYTES of 4 GiB"),
+    "nothing is counted": (sealed.MetadataBuilder, "spend", lambda *_: None, "chunks of all tensors shared"),
+    "ends are not checked": (machine.PickleMachine, "result", lambda *given: given[1][0], "a second pickle behind"),
+    "list positions are not checked": (sealed, "check_positions", lambda _: None, "list of 2**40 items"),
+    "bytes of chunks are not counted": (sealed, "check_stored", lambda *_: None, "item shorter than its tensor"),
+    "ranges are not checked": (TierStorageReader, "check_inside", lambda *_: None, "item beyond its file"),
+    "items are trusted": (objects, "load_object", _trusting_load, "os.system in an item"),
     "items are handed on as they are": (objects.Objects, "inert", lambda *given: given[1], "os.system in an item"),
 }
 """What to break (object, attribute, replacement), and the attack that must then get through."""

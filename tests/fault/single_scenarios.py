@@ -69,6 +69,7 @@ POINTS: dict[str, tuple[Any, str, Any]] = {
     "before shards": (ShardDelivery, "write", die),
     "in a shard": (flush.ShardFile, "write", die),
     "before the commit": (local_commit, "commit_local", die),
+    # private: between the two writes of one local commit there is nothing public
     "between metadata and manifest": (local_commit, "_publish", _half),
     "after the commit": (local_commit, "commit_local", _commits_and_dies),
 }

@@ -419,7 +419,7 @@ def no_seal(body: dict[str, Any], data: Any, bad: Any) -> None:
     ("owner", "name", "finish_for_dead_rank", "missed"),
     [
         (verify, "check", no_check, {"local shard", "shared shard", "local metadata", "shared stock metadata"}),
-        (manifests, "_check_seal", no_seal, {"local manifest", "shared claim", "local drained", "journal entry"}),
+        (manifests, "check_seal", no_seal, {"local manifest", "shared claim", "local drained", "journal entry"}),
     ],
 )
 def test_without_a_digest_flips_go_unseen(

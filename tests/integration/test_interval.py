@@ -183,7 +183,7 @@ def decide_together(uri: str, interval: Any, **options: Any) -> dict[str, Any]:
             time.sleep(0.003 + 0.004 * rank)
             dist.all_reduce(torch.ones(1))
             checkpointer.step(step, state)
-        pace = checkpointer._pacer.pace
+        pace = checkpointer._pacer.pace  # private: a Checkpointer's attributes are its users'
         told = [(record.step, record.is_sent) for record in checkpointer.stats], (pace.steps, pace.every)
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, told)
@@ -201,7 +201,7 @@ def decide_apart() -> None:
 
 def decide_apart_and_tell(uri: str) -> list[Any]:
     decide_apart()
-    pacer = Checkpointer(uri, interval="auto")._pacer
+    pacer = Checkpointer(uri, interval="auto")._pacer  # private: as above
     pacer.step_seconds = 0.1
     record = tierckpt.training.SaveRecord(1, "", 10, 0.1, 0.2)
     pacer.before_save(2, [record])

@@ -153,7 +153,7 @@ def test_a_torn_line_and_a_full_disk_cost_nothing_but_their_news(
                 raise OSError(28, "No space left on device")
 
             full.setattr(os, "pwrite", no_room)
-            checkpointer._ledger.saved(20)
+            checkpointer._ledger.saved(20)  # private: the disk is full for this line of the log alone
         checkpointer.save(21, {"w": torch.zeros(3)}).result(60)  # training has not noticed
     for path in [*local_dir(local_root, parse_uri(file_uri)).rglob("*.jsonl"), *Path(file_uri).rglob("*.jsonl")]:
         with path.open("a") as stream:

@@ -77,7 +77,8 @@ def goes_for_others_after(*, are_fetching: bool) -> float:
     for name in MANY if are_fetching else ():
         made.hear(name, SETTLED, fetching=owned(made, name)[:1])
     for tenth in range(int(SETTLED * 10), 1000):
-        made._look(tenth / 10)
+        made._look(tenth / 10)  # private: what `choose` does first
+        # private: the last rule of `choose`, by itself
         if made._from_store_at_last(tenth / 10, made.missing) is not None:
             return tenth / 10
         for name in MANY:
@@ -375,8 +376,8 @@ def test_a_chunk_of_one_holder_is_everybodys_turn_once_those_before_could_have_p
     assert late
 
     def open_after(seconds: float) -> bool:
-        made._take_turns(now + seconds, made._usual(0.5))
-        return all(made._turn >> chunk & 1 for chunk in late)
+        made._take_turns(now + seconds, made._usual(0.5))  # private: as `choose` does
+        return all(made._turn >> chunk & 1 for chunk in late)  # private: whose turn it is, of many chunks at once
 
     assert not open_after(0.9 * everybody_after)
     assert open_after(1.1 * everybody_after)
@@ -414,7 +415,7 @@ def test_one_answer_that_is_late_as_some_are_does_not_make_a_peer_slow(owed_seco
     for name in "bcd":
         made.hear(name, 0.2, new=range(400))
     made.settle(now := SETTLED)
-    made._own.clear()
+    made._own.clear()  # private: it has nothing of its own to fetch
     for number in range(40):
         ask = made.choose(now)
         assert isinstance(ask, ChunkRequest)
@@ -432,16 +433,17 @@ def test_of_an_owner_that_is_behind_the_chunks_it_comes_to_next_are_left_to_it()
     made = schedule(others=("b", "c"), total=2048)
     in_order = made.order_of("b", owned_later(made, "b"))
     ours = {chunk for chunk in in_order if made.standin(chunk, "b", SETTLED) == "a"}
-    made._own.clear()
+    made._own.clear()  # private: it has nothing of its own to fetch
     made.hear("b", SETTLED)
     taken = []
-    while (ask := made._from_laggard(SETTLED, made.missing)) is not None:
-        made.came(made._begin(ask, SETTLED), SETTLED)
+    while (ask := made._from_laggard(SETTLED, made.missing)) is not None:  # private: one rule of `choose`, by itself
+        made.came(made._begin(ask, SETTLED), SETTLED)  # private: as `choose` does
         taken.append(ask.chunk)
     margin = TUNING.steal_margin * made.store_slots()
     assert margin > 1 and ours & set(in_order[:margin])
     assert taken == [chunk for chunk in reversed(in_order[margin:]) if chunk in ours]
     made.moved_at = SETTLED - TUNING.still_seconds
+    # private: one rule of `choose`, by itself
     assert made._from_laggard(SETTLED, made.missing) is not None, "unless nothing moves"
 
 

@@ -308,10 +308,10 @@ async def test_nobody_is_left_without_a_prober() -> None:
 async def test_after_a_good_probe_one_failure_opens_it_again_with_longer_pauses() -> None:
     breaker = opened()
     await breaker.passed(always)
-    pause = breaker._pause_seconds
+    pause = breaker._pause_seconds  # private: the pause itself is drawn at random
     breaker.failed(failure())
     assert breaker.is_open
-    assert breaker._pause_seconds > pause or pause == 0.2
+    assert breaker._pause_seconds > pause or pause == 0.2  # private: see above
     breaker.succeeded()  # a request that was under way all the time
     assert not breaker.is_open
 

@@ -89,6 +89,7 @@ def test_every_protocol(protocol: int) -> None:
 @pytest.mark.parametrize("protocol", machine.PROTOCOLS)
 def test_the_pickler_in_python_writes_the_same_language(protocol: int) -> None:
     stream = io.BytesIO()
+    # private: Python's own, the one that is not in C
     pickle._Pickler(stream, protocol).dump(small())  # type: ignore[attr-defined]
     assert read(stream.getvalue()) == small()
 
@@ -200,7 +201,7 @@ def test_calls_are_checked_like_states(change: Callable[[Metadata], Any], match:
     meta = small()
     change(meta)
     stream = io.BytesIO()
-    metadata_pickle._Pickler(stream).dump(meta)
+    metadata_pickle._Pickler(stream).dump(meta)  # private: metadata that `encode` is never given
     with pytest.raises(UnsafeCheckpointError, match=match):
         read(stream.getvalue())
 

@@ -230,7 +230,7 @@ def test_values_that_are_easily_lost(value: Any) -> None:
 
 def test_attributes_of_a_state_dict_come_back() -> None:
     state = torch.nn.BatchNorm1d(1).state_dict()
-    assert round_trip(state)._metadata == state._metadata
+    assert round_trip(state)._metadata == state._metadata  # private: torch's own, of a module's state
 
 
 def test_a_generator_goes_on_where_it_was_and_stays_the_same_object() -> None:

@@ -260,7 +260,7 @@ def _problem(body: Json) -> str:
     """Name the first field whose value no entry has, '' when there is none."""
     checks = {
         "token": manifests.is_token(body["token"]),
-        "uri": _is_uri(body["uri"]),
+        "uri": is_uri(body["uri"]),
         "rank": _is_int(body["rank"]) and 0 <= body["rank"] < manifests.RANKS_MAX,
         "state": body["state"] in (WRITING, WRITTEN, READY, KEPT, SET_ASIDE),
         "created_unix_seconds": manifests.is_unix_seconds(body["created_unix_seconds"]),
@@ -273,7 +273,7 @@ def _problem(body: Json) -> str:
     return next((name for name, is_good in checks.items() if not is_good), "")
 
 
-def _is_uri(value: Any) -> bool:
+def is_uri(value: Any) -> bool:
     """True for a URI as ``Location.uri`` spells it, whose directory lies below the local root."""
     try:
         if not isinstance(value, str) or parse_uri(value).uri != value or "\0" in value:

@@ -247,10 +247,10 @@ class TierStorageReader(Mount, StorageReader):
             entry = entries.get(info.relative_path)
             if entry is None:
                 entry = entries[info.relative_path] = found.entry(info.relative_path)
-            self._check_inside(item, info.offset + info.length, entry.size_bytes)
+            self.check_inside(item, info.offset + info.length, entry.size_bytes)
         return entries
 
-    def _check_inside(self, item: ReadItem, end: int, size_bytes: int) -> None:
+    def check_inside(self, item: ReadItem, end: int, size_bytes: int) -> None:
         if end > size_bytes:
             raise self._unfit(item, f"should end at byte {end} of {size_bytes}")
 

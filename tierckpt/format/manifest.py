@@ -242,7 +242,7 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
             f"which reads version {VERSION} with digest {DIGEST!r} or {TREE_DIGEST!r}",
             hint="Read it with the release that wrote it. Its data files are plain DCP and load with stock PyTorch",
         )
-    _check_seal(body, data, bad)
+    check_seal(body, data, bad)
 
     chunk = body.get("chunk_size_bytes")
     if not _is_int(chunk) or not 4096 <= chunk <= SIZE_BYTES_MAX:
@@ -298,7 +298,7 @@ def unseal(
     if not isinstance(body, dict) or body.keys() - {"self_digest"} not in (fields, fields | newer):
         bad("not a record of these fields")
     if "self_digest" in body:
-        _check_seal(body, data, bad)
+        check_seal(body, data, bad)
     return body
 
 
@@ -311,7 +311,7 @@ def _parse(data: Buffer, size_bytes_max: int, bad: Bad) -> Any:
         bad(f"not valid JSON ({error})")
 
 
-def _check_seal(body: dict[str, Any], data: Buffer, bad: Bad) -> None:
+def check_seal(body: dict[str, Any], data: Buffer, bad: Bad) -> None:
     """Take ``self_digest`` out of ``body``, refuse if it is not that of the rest or ``data`` is not canonical (M3)."""
     claimed = body.pop("self_digest", None)
     try:

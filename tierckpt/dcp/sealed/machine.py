@@ -71,7 +71,7 @@ class Record:
 
 Globals = Mapping[tuple[str, str], Any]
 
-_KEYS = frozenset({str, int, Record})
+KEYS = frozenset({str, int, Record})
 _unpack_double = struct.Struct(">d").unpack_from
 _unpack_int = struct.Struct("<i").unpack_from
 _unpack_unsigned = struct.Struct("<I").unpack_from
@@ -204,7 +204,7 @@ class PickleMachine:
                 items = [stack.pop(-2), stack.pop()]
                 self._set_items(stack[-1], items)
             elif op == STOP:
-                return self._result(stack, outer, at)
+                return self.result(stack, outer, at)
             else:
                 rare = _RARE.get(op)
                 if rare is None:
@@ -216,14 +216,14 @@ class PickleMachine:
             raise Refused("it is no pickle of protocol 2 to 5")
         return 2
 
-    def _result(self, stack: list[Any], outer: list[list[Any]], at: int) -> Any:
+    def result(self, stack: list[Any], outer: list[list[Any]], at: int) -> Any:
         if len(stack) != 1 or outer:
             raise Refused(f"it ends at byte {at}, where something else is missing or left over")
         if at != len(self.data):
             raise Refused(f"it goes on after its end, at byte {at}")
         return stack[0]
 
-    def _take(self, at: int, count: int) -> bytes:
+    def take(self, at: int, count: int) -> bytes:
         taken = self.data[at : at + count]
         if len(taken) != count:
             raise Refused(f"a length of {count} at byte {at} is longer than the file")
@@ -233,7 +233,7 @@ class PickleMachine:
         keys = items[::2]
         if type(target) is not dict or len(items) % 2:
             _misused("puts items into", target)
-        if not _KEYS.issuperset(set(map(type, keys)) - self.keys):
+        if not KEYS.issuperset(set(map(type, keys)) - self.keys):
             raise Refused("a key of a dict is neither a string nor an integer nor an index")
         target.update(zip(keys, items[1::2], strict=True))
 
@@ -252,7 +252,7 @@ class PickleMachine:
         count = self.data[at]
         if count > 8:
             raise Refused(f"an integer of {count} bytes at byte {at}")
-        stack.append(int.from_bytes(self._take(at + 1, count), "little", signed=True))
+        stack.append(int.from_bytes(self.take(at + 1, count), "little", signed=True))
         return at + 1 + count
 
     def _float(self, stack: list[Any], at: int) -> int:
@@ -261,19 +261,19 @@ class PickleMachine:
 
     def _text(self, stack: list[Any], at: int) -> int:
         count: int = _unpack_unsigned(self.data, at)[0]
-        text = str(self._take(at + 4, count), "utf-8", "surrogatepass")
+        text = str(self.take(at + 4, count), "utf-8", "surrogatepass")
         # As keys of dicts two long texts that are equal would be compared letter by letter each time.
         stack.append(self.texts.setdefault(text, text))
         return at + 4 + count
 
     def _short_bytes(self, stack: list[Any], at: int) -> int:
         count = self.data[at]
-        stack.append(self._take(at + 1, count))
+        stack.append(self.take(at + 1, count))
         return at + 1 + count
 
     def _bytes(self, stack: list[Any], at: int) -> int:
         count: int = _unpack_unsigned(self.data, at)[0]
-        stack.append(self._take(at + 4, count))
+        stack.append(self.take(at + 4, count))
         return at + 4 + count
 
     def _frame(self, stack: list[Any], at: int) -> int:
@@ -284,12 +284,12 @@ class PickleMachine:
         return at + 8
 
     def _put(self, stack: list[Any], at: int) -> int:
-        return self._put_at(stack, self.data[at], at + 1)
+        return self.put_at(stack, self.data[at], at + 1)
 
     def _long_put(self, stack: list[Any], at: int) -> int:
-        return self._put_at(stack, _unpack_unsigned(self.data, at)[0], at + 4)
+        return self.put_at(stack, _unpack_unsigned(self.data, at)[0], at + 4)
 
-    def _put_at(self, stack: list[Any], index: int, at: int) -> int:
+    def put_at(self, stack: list[Any], index: int, at: int) -> int:
         """Picklers number what they remember one by one. Any other index would only make the memo large."""
         if index != len(self.memo):
             raise Refused(f"memo index {index} at byte {at} where {len(self.memo)} comes next")
@@ -298,16 +298,16 @@ class PickleMachine:
 
     def _stack_global(self, stack: list[Any], at: int) -> int:
         name, module = stack.pop(), stack.pop()
-        stack.append(self._lookup(module, name))
+        stack.append(self.lookup(module, name))
         return at
 
     def _global(self, stack: list[Any], at: int) -> int:
         middle = self.data.index(b"\n", at)
         end = self.data.index(b"\n", middle + 1)
-        stack.append(self._lookup(str(self.data[at:middle], "utf-8"), str(self.data[middle + 1 : end], "utf-8")))
+        stack.append(self.lookup(str(self.data[at:middle], "utf-8"), str(self.data[middle + 1 : end], "utf-8")))
         return end + 1
 
-    def _lookup(self, module: Any, name: Any) -> Any:
+    def lookup(self, module: Any, name: Any) -> Any:
         if type(module) is not str or type(name) is not str:
             raise Refused("the name of a global is not a string")
         if (module, name) not in self.known:

@@ -269,9 +269,9 @@ class MetadataBuilder:
         built = {_text(fqn, "a name"): self._entry(fqn, entry) for fqn, entry in entries.items()}
         if storage is not None:
             storage = self._places(_dict(storage, "storage_data"))
-            _check_stored(built, storage)
+            check_stored(built, storage)
         self._check_plain(planner, 0)
-        _check_positions(planner)
+        check_positions(planner)
         meta = state.get("storage_meta")
         return Metadata(
             state_dict_metadata=built,
@@ -296,7 +296,7 @@ class MetadataBuilder:
             raise Refused(f"{fqn:.200} has {elements} elements")
         if type(chunks) is not list:
             raise Refused(f"{fqn:.200} has no list of chunks")
-        self._spend(1 + len(chunks))
+        self.spend(1 + len(chunks))
         entry.chunks = [self._shared_chunk(chunk, size, fqn) for chunk in chunks]
         if not self._partial and sum(math.prod(chunk.sizes) for chunk in entry.chunks) < elements:
             raise Refused(f"the chunks of {fqn:.200} do not fill it")
@@ -331,9 +331,9 @@ class MetadataBuilder:
             state = _state(record, _StorageInfo, "relative_path", "offset", "length")
             info = _storage(*map(state.get, ("relative_path", "offset", "length", "transform_descriptors")))
         if info.relative_path not in self._paths:
-            self._paths.add(_relative(info.relative_path))
+            self._paths.add(relative_of(info.relative_path))
         if info.transform_descriptors is not None:
-            self._spend(len(_list(info.transform_descriptors, "transform_descriptors")))
+            self.spend(len(_list(info.transform_descriptors, "transform_descriptors")))
             _strings(info.transform_descriptors)
         return info
 
@@ -349,12 +349,12 @@ class MetadataBuilder:
             value = value.values()
         elif type(value) not in (tuple, list):
             raise Refused("planner_data holds more than plain data")
-        self._spend(1 + len(value))
+        self.spend(1 + len(value))
         if not _PLAIN.issuperset(map(type, value)):
             for item in value:
                 self._check_plain(item, depth + 1)
 
-    def _spend(self, count: int) -> None:
+    def spend(self, count: int) -> None:
         """What is written once may be referred to many times; looking at it each time could take forever."""
         self._budget -= count
         if self._budget < 0:
@@ -418,7 +418,7 @@ def _storage_meta(record: Any) -> StorageMeta:
 # --- checks of values -------------------------------------------------------------------------------------------
 
 
-def _relative(path: Any) -> str:
+def relative_of(path: Any) -> str:
     """Refuse any path that could lead out of the checkpoint's directory, on any store."""
     if type(path) is not str or any(character in path for character in "\\\0"):
         raise Refused("the path of a file is not acceptable")
@@ -427,7 +427,7 @@ def _relative(path: Any) -> str:
     return path
 
 
-def _check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, _StorageInfo]) -> None:
+def check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, _StorageInfo]) -> None:
     """The bytes of a dense chunk lie in its item. An item that is missing is told when it is asked for."""
     needed: dict[int, dict[Any, int]] = {}
     for index, info in storage.items():
@@ -456,7 +456,7 @@ def _sizes_bytes(entry: TensorStorageMetadata) -> dict[Any, int]:
     return needed
 
 
-def _check_positions(planner_data: Any) -> None:
+def check_positions(planner_data: Any) -> None:
     """Paths of DCP's planner name positions in lists, and loaders make lists that long: not longer than can be."""
     if type(planner_data) is not dict:
         return

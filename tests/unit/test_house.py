@@ -1,0 +1,120 @@
+"""Rules of this house that no linter knows: what tests may reach into, and what they may say about time."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+PRIVATE_MAX = 40
+REASON = "# private: "
+CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "time"}
+
+
+def is_private(name: str) -> bool:
+    return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
+
+
+DEFINITION = re.compile(
+    r"\b(?:def|class) (_[A-Za-z]\w*)|(?:^|self\.)(_[A-Za-z]\w*)(?:: [^=\n]+)?(?:, [\w., ]+)? = ", re.MULTILINE
+)
+
+
+@cache
+def ours() -> frozenset[str]:
+    """Private names that tierckpt defines: of functions, classes, variables and attributes."""
+    texts = (path.read_text() for path in (REPOSITORY / "tierckpt").rglob("*.py"))
+    return frozenset(found[1] or found[2] for text in texts for found in DEFINITION.finditer(text))
+
+
+def own(nodes: list[ast.AST]) -> Iterator[str]:
+    """Names that a module defines itself."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def private_uses(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Line and name of each use of a private name of tierckpt: as an attribute, imported, or replaced by its name."""
+    theirs = ours() - {*own(nodes)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and node.attr in theirs and not is_self(node.value):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tierckpt"):
+            yield from ((node.lineno, alias.name) for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.Call | ast.Tuple):  # setattr(owner, "_name", ...), (owner, "_name", ...)
+            owner, name, *_ = *(node.args if isinstance(node, ast.Call) else node.elts), None, None
+            if isinstance(owner, ast.Constant) and str(owner.value).startswith("tierckpt."):
+                found = str(owner.value).rpartition(".")[2]
+            elif isinstance(name, ast.Constant) and not isinstance(owner, ast.Constant):
+                found = str(name.value)
+            else:
+                continue
+            if found in theirs:
+                yield node.lineno, found
+
+
+def is_time_passed(node: ast.expr) -> bool:
+    """``time.monotonic() - begun``."""
+    return (
+        isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Sub)
+        and isinstance(node.left, ast.Call)
+        and isinstance(node.left.func, ast.Attribute)
+        and node.left.func.attr in CLOCKS
+    )
+
+
+def upper_bounds(nodes: list[ast.AST]) -> Iterator[int]:
+    """Lines that say that something took less than so long."""
+    for node in nodes:
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            for left, operator, right in zip(sides, node.ops, sides[1:], strict=False):
+                is_less, is_more = isinstance(operator, ast.Lt | ast.LtE), isinstance(operator, ast.Gt | ast.GtE)
+                if (is_less and is_time_passed(left)) or (is_more and is_time_passed(right)):
+                    yield node.lineno
+
+
+def nodes_of(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
+
+
+def test_tests_use_public_names_and_say_why_where_they_do_not() -> None:
+    used, without_reason = 0, []
+    for path in sorted((REPOSITORY / "tests").rglob("*.py")):
+        text = path.read_text()
+        lines = ["", *text.splitlines()]
+        for line, name in private_uses(nodes_of(text)):
+            used += 1
+            if REASON not in lines[line - 1] + lines[line]:
+                without_reason.append(f"{path.relative_to(REPOSITORY)}:{line}: {name}")
+    assert not without_reason, f"use a public name, or say why not after {REASON!r}:\n" + "\n".join(without_reason)
+    assert used < PRIVATE_MAX
+
+
+def test_no_unit_test_says_that_something_took_less_than_so_long() -> None:
+    """A busy machine is slow, and nothing is wrong with it: see CONTRIBUTING.md."""
+    files = sorted((REPOSITORY / "tests/unit").glob("*.py"))
+    assert [f"{path.name}:{line}" for path in files for line in upper_bounds(nodes_of(path.read_text()))] == []
+
+
+def test_both_rules_find_what_they_are_for() -> None:
+    name = min(ours())
+    uses = f"from tierckpt.x import {name}\nmade.{name}\nsetattr(made, '{name}', 1)\nBUGS = [(made, '{name}')]\n"
+    assert [line for line, _ in private_uses(nodes_of(uses))] == [1, 2, 3, 4]
+    assert list(private_uses(nodes_of(f"class Mine:\n    def {name}(self): ...\nMine().{name}()"))) == []
+    assert list(upper_bounds(nodes_of("assert 0.1 <= time.monotonic() - begun < 2"))) == [1]
+    assert list(upper_bounds(nodes_of("assert 2 > time.perf_counter() - begun"))) == [1]
+    assert list(upper_bounds(nodes_of("assert time.monotonic() - begun >= 2"))) == []
