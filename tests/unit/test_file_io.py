@@ -42,7 +42,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         return real(path, flags, *more)
 
     monkeypatch.setattr(os, "open", refuse)
-    monkeypatch.setattr(file_io, "_devices_without", set())
+    monkeypatch.setattr(file_io, "devices_without", set())
     return names
 
 

@@ -422,7 +422,7 @@ def test_without_o_direct_it_goes_through_the_page_cache_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """ramfs knows neither O_DIRECT nor fallocate."""
-    monkeypatch.setattr(file_io, "_devices_without", set())
+    monkeypatch.setattr(file_io, "devices_without", set())
     place, items = mounted("ramfs"), plain_items()
     with pytest.raises(OSError, match="Invalid argument"):
         os.open(place / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT)

@@ -387,7 +387,7 @@ class TierStorageWriter(Mount, StorageWriter):
                 return offer(self.settings, self.location, self._role, None, metadata, save)
             planned = self._lay_out(plan, planner)
             handle = offer(self.settings, self.location, self._role, planned, metadata, save)
-            session, self._planned = self._begin(handle, planned.token), planned
+            session, self._planned = self.begin_save(handle, planned.token), planned
             return handle if session.outlives else None
 
     # --- one save -----------------------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ class TierStorageWriter(Mount, StorageWriter):
         """Begin a save that DCP drives: no rank is told how it ends, but the coordinator."""
         planned = self._lay_out(plan, planner)
         handle = self._offer_plain(planned, plan, planner)
-        session = self._begin(handle, planned.token)
+        session = self.begin_save(handle, planned.token)
         session.handoff = handle if session.outlives else None
         return planned
 
@@ -417,7 +417,7 @@ class TierStorageWriter(Mount, StorageWriter):
             return None
         return offer(self.settings, self.location, self._role, planned, metadata, save)
 
-    def _begin(self, handle: HandoffHandle | None, token: str) -> SaveSession:
+    def begin_save(self, handle: HandoffHandle | None, token: str) -> SaveSession:
         """Begin the save that ``handle`` is of, and leave the agent the lock on its journal entry.
 
         The agent comes first: making an entry durable takes a moment, above all beside a write of another checkpoint,

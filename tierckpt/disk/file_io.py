@@ -22,7 +22,7 @@ log = logger("disk")
 
 DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}
 """What a file system without direct I/O answers: most when a file is opened, some when it is written."""
-_devices_without: set[int] = set()
+devices_without: set[int] = set()
 
 
 def open_direct(path: Path, flags: int) -> int | None:
@@ -33,8 +33,8 @@ def open_direct(path: Path, flags: int) -> int | None:
         if error.errno not in DIRECT_REFUSED:
             raise
         device = path.parent.stat().st_dev
-        if device not in _devices_without:
-            _devices_without.add(device)
+        if device not in devices_without:
+            devices_without.add(device)
             log.info("%s: no O_DIRECT here (%s), the page cache is used", path.parent, error.strerror)
         return None
 
