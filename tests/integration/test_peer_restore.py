@@ -163,7 +163,7 @@ def test_the_command_line_verifies_what_peers_have(
     assert found["checked_bytes"] == manifest.size_bytes
     tierckpt.prefetch(step, settings=nodes[1].settings)
     close_all()
-    await_holders(nodes, 0, step, 1, nodes[2])
+    await_holders(nodes, 1, step, 1, nodes[0])
     for shard in nodes[0].directory(step).glob("*.distcp"):
         shard.unlink()
     found = verify(nodes[0])

@@ -77,11 +77,6 @@ class PeerSource:
                 log.warning("%s is given up: %s", member.name, error)
         raise last
 
-    async def whole(self, key: str) -> bytes:
-        """Return the whole of a small file."""
-        chunks = self._entries[key].chunks(self._copies.manifest.chunk_size_bytes)
-        return b"".join([bytes(await self.get_range(key, at)) for at, _ in chunks])
-
 
 class NearestSource:
     """The files of one checkpoint: chunks of peers that have them, else ranges of the store, which it does not verify.

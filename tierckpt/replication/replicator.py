@@ -40,8 +40,8 @@ from ..peer.members import Member
 from ..peer.replica_policy import FRESH_MAX, Fresh, holders, outdated, sources
 from ..read.sources import PeerSource
 from ..save import eviction
-from ..stores import verified_read
 from ..stores.base import Store
+from ..stores.verified_read import get_whole
 from ..telemetry import REPLICAS, logger
 from ..types import Json, Progress, ProgressListener
 from .local_index import LocalCheckpoint, LocalIndex, note
@@ -209,8 +209,7 @@ class Replicator:
         manifest, taking = elsewhere.manifest, PeerSource(elsewhere, members)
         metadata = {}
         for entry in manifest.metadata:
-            metadata[entry.path] = await taking.whole(entry.key)
-            verified_read.check_bytes(metadata[entry.path], entry, manifest.chunk_size_bytes, taking.uri)
+            metadata[entry.path] = await get_whole(taking, entry, manifest.chunk_size_bytes)
         await asyncio.to_thread(local_commit.record_commit, directory, manifest, metadata)
         standing = await asyncio.to_thread(local_commit.read_local_manifest, directory)
         return standing is not None and standing.attempt == manifest.attempt

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from ..cache.entry import CacheEntry
@@ -18,9 +20,9 @@ from ..format.layout import BRINGING
 from ..format.manifest import FileEntry, Manifest
 from ..peer.fetch.join import SMALL_BYTES, PeerJoiner
 from ..read.sources import NearestSource
-from ..stores import verified_read
 from ..stores.base import RangeSource
 from ..stores.common import settled
+from ..stores.verified_read import LocalFiles, get_whole
 from ..telemetry import logger
 from ..types import Progress, Tier
 
@@ -106,17 +108,12 @@ async def metadata_of(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, b
         IntegrityError, StoreError: there is no good copy of one.
     """
     nearest, chunk = NearestSource(checkpoint.store, checkpoint.elsewhere), manifest.chunk_size_bytes
-    found = {}
+    here, found = LocalFiles(checkpoint.directory), {}
     for entry in manifest.metadata:
-        for name in (entry.key, entry.path):  # a prefetch fills directories as stock PyTorch reads them
-            try:
-                data = await asyncio.to_thread((checkpoint.directory / name).read_bytes)
-                verified_read.check_bytes(data, entry, chunk, str(checkpoint.directory))
+        for known in (entry, replace(entry, source="")):  # a prefetch fills directories as stock PyTorch reads them
+            with contextlib.suppress(OSError, IntegrityError, StoreError):
+                found[entry.path] = await get_whole(here, known, chunk)
                 break
-            except (OSError, IntegrityError, StoreError):
-                continue
         else:
-            data = b"".join([bytes(await nearest.get_range(entry.key, at)) for at, _ in entry.chunks(chunk)])
-            verified_read.check_bytes(data, entry, chunk, checkpoint.store.uri)
-        found[entry.path] = data
+            found[entry.path] = await get_whole(nearest, entry, chunk)
     return found

@@ -99,6 +99,12 @@ class LocalFiles:
             os.close(file)
 
 
+async def get_whole(source: RangeSource, entry: FileEntry, chunk_size_bytes: int) -> bytes:
+    """Return the whole of a small file, verified as ``get_checked`` does."""
+    chunks = entry.chunks(chunk_size_bytes)
+    return b"".join([bytes(await get_checked(source, entry, at, digest)) for at, digest in chunks])
+
+
 async def check_file(
     source: RangeSource, entry: FileEntry, chunk_size_bytes: int, on_bytes: Callable[[int], None] = lambda _: None
 ) -> None:
