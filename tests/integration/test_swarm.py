@@ -204,12 +204,12 @@ class Played:
             while (taken := await order.take()) is not None:
                 into = memoryview(bytearray(CHUNK))
                 try:
-                    await swarm.bring(*taken, into)
+                    await swarm.bring(taken.index, taken.chunk, into, taken.request)
                 except NotNowError:
                     pass
                 else:
-                    self.landed[taken[1]] = bytes(into)
-                    await swarm.landed(*taken)
+                    self.landed[taken.chunk] = bytes(into)
+                    await swarm.landed(taken.index, taken.chunk)
                     order.done(taken)
 
         try:

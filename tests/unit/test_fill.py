@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.peer_node import CHUNK, begin, freeze, land
 from tierckpt.cache.fetch_job import FetchJob, FetchStats
-from tierckpt.cache.peers import NotNowError
+from tierckpt.cache.peers import NotNowError, Work
 
 DATA = {"weights": bytes(2 * CHUNK)}  # two chunks, hence two workers
 
@@ -20,24 +20,24 @@ class Turns:
     """Gives the first chunk out twice, the second time while the first worker still ends."""
 
     def __init__(self) -> None:
-        self.given, self.planned = 0, False
+        self.given = 0
+        self.put: list[object] = []
         self.again, self.first_has_ended = asyncio.Event(), asyncio.Event()
 
-    async def take(self) -> tuple[int, int] | None:
+    async def take(self) -> Work | None:
         self.given += 1
         if self.given == 2:
             await self.again.wait()
         elif self.given > 2:
             self.first_has_ended.set()
             return None
-        self.planned = True
-        return 0, 0
+        return Work(0, 0, f"request {self.given}")
 
-    def put_back(self, work: tuple[int, int]) -> None:
-        self.planned = False
+    def put_back(self, work: Work) -> None:
+        self.put.append(work.request)
 
-    def done(self, work: tuple[int, int]) -> None:
-        self.put_back(work)
+    def done(self, work: Work) -> None:
+        pass
 
 
 async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_the_one_that_did_not_get_it(
@@ -45,21 +45,19 @@ async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_th
 ) -> None:
     frozen, order = freeze(DATA), Turns()
     filling = begin(tmp_path, frozen)
-    was_planned: list[bool] = []
+    fetched: list[object] = []
 
     @contextlib.asynccontextmanager
     async def claimed(*_: Any) -> AsyncIterator[str]:
         yield "fetch"
 
-    async def fetch(*_: Any, keep: bool) -> None:
-        if not was_planned:
-            was_planned.append(order.planned)
-            order.planned = False  # what was planned has been tried
+    async def fetch(*_: Any, keep: bool, request: object) -> None:
+        fetched.append(request)
+        if len(fetched) == 1:
             order.again.set()
             await asyncio.sleep(0.01)
             raise NotNowError
         await order.first_has_ended.wait()
-        was_planned.append(order.planned)
         land(filling, DATA)
 
     cached = SimpleNamespace(
@@ -75,5 +73,6 @@ async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_th
     )
     async with asyncio.timeout(60):
         await FetchJob(cached, filling, [0], lambda progress: None).run()  # type: ignore[arg-type]
-    assert was_planned == [True, True]
+    assert fetched == ["request 1", "request 2"]
+    assert order.put == []
     filling.close()

@@ -441,7 +441,9 @@ class CacheEntry:
                 return "free"
         return "stalled"
 
-    async def fetch(self, filling: PartialEntry, index: int, chunk: int, *, keep: bool) -> Buffer | None:
+    async def fetch(
+        self, filling: PartialEntry, index: int, chunk: int, *, keep: bool, request: object | None = None
+    ) -> Buffer | None:
         """Fetch one chunk and land it. Returns it to ``keep``; then it need not find room.
 
         Where the store can, it is received in aligned memory, and digested and written from there.
@@ -454,7 +456,7 @@ class CacheEntry:
                 data, digest = await self.get(index, chunk, memory)
             else:
                 data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
-                brought = await self.swarm.bring(index, chunk, data)
+                brought = await self.swarm.bring(index, chunk, data, request)
                 digest, peer = brought.digest, brought.source
             try:
                 await self._write_chunk(filling, index, chunk, data, digest, keep)

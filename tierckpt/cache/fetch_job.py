@@ -43,14 +43,16 @@ class Entry(Protocol):
         self, filling: PartialEntry, index: int, chunk: int
     ) -> contextlib.AbstractAsyncContextManager[Turn]: ...
 
-    async def fetch(self, filling: PartialEntry, index: int, chunk: int, *, keep: bool) -> Buffer | None: ...
+    async def fetch(
+        self, filling: PartialEntry, index: int, chunk: int, *, keep: bool, request: object | None = None
+    ) -> Buffer | None: ...
 
 
 class InOrder:
     """One after the other; what is put back comes last."""
 
-    def __init__(self, todo: Iterable[Work]) -> None:
-        self._todo = deque(todo)
+    def __init__(self, todo: Iterable[tuple[int, int]]) -> None:
+        self._todo = deque(Work(*one) for one in todo)
 
     async def take(self) -> Work | None:
         return self._todo.popleft() if self._todo else None
@@ -107,24 +109,24 @@ class FetchJob:
 
     async def _work(self) -> None:
         while not self.fatal and (work := await self.order.take()) is not None:
-            index, chunk = work
+            index, chunk = work.index, work.chunk
             if index in self.failures:
                 self.order.done(work)
                 continue
             if self.filling.has(index, chunk):
-                self._advance(index, chunk, others=True)
+                self._advance(work, others=True)
                 continue
             try:
                 async with self.cached.gate, self._turn(index, chunk) as turn:
                     if turn == "fetch":
-                        await self.cached.fetch(self.filling, index, chunk, keep=False)
+                        await self.cached.fetch(self.filling, index, chunk, keep=False, request=work.request)
                 if turn == "later":
                     self.order.put_back(work)
                     await self._rest()
                 else:
-                    self._advance(index, chunk, others=turn == "landed")
+                    self._advance(work, others=turn == "landed")
             except NotNowError:
-                pass  # the schedule has had it back since, and another worker may be at it: it is not ours to put back
+                pass  # the schedule has had it back since, and another worker may be at it
             except TierckptError as error:
                 self.order.done(work)
                 self.failures.setdefault(index, error)
@@ -154,11 +156,11 @@ class FetchJob:
         if self.filling.landed_bytes != before:
             self.poll, self.moved_at = Poll(), time.monotonic()
 
-    def _advance(self, index: int, chunk: int, *, others: bool) -> None:
-        size_bytes = self.frozen.chunk_range(index, chunk).size_bytes
+    def _advance(self, work: Work, *, others: bool) -> None:
+        size_bytes = self.frozen.chunk_range(work.index, work.chunk).size_bytes
         self.done_bytes += size_bytes
         self.moved_at = time.monotonic()
-        self.order.done((index, chunk))
+        self.order.done(work)
         if others:
             self.cached.tally.others_bytes += size_bytes
         self._say()

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from ..types import Json
 from .partial_entry import PartialEntry
 
-Work: TypeAlias = tuple[int, int]
-"""A file and a chunk of it."""
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A chunk to fetch: a file, a chunk of it, and with peers the request for it that has been decided on."""
+
+    index: int
+    chunk: int
+    request: object | None = None
 
 
 class NotNowError(Exception):
@@ -59,11 +65,11 @@ class PeerFill(Protocol):
     def slots(self) -> int:
         """Chunks that may be under way at a time."""
 
-    def order(self, todo: Iterable[Work], *, whole: bool) -> ChunkOrder:
-        """Which of ``todo`` comes next, and from whom."""
+    def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> ChunkOrder:
+        """Which of ``todo``, files and chunks, comes next, and from whom."""
 
-    async def bring(self, index: int, chunk: int, into: memoryview) -> ReceivedChunk:
-        """Fill ``into`` with a chunk, from a peer or from the store.
+    async def bring(self, index: int, chunk: int, into: memoryview, request: object | None = None) -> ReceivedChunk:
+        """Fill ``into`` with a chunk, from a peer or from the store. ``request``: that of its ``Work``.
 
         Raises:
             NotNowError: it is to be chosen again.

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
+from ..checkpoint.peers import Member as Member
 from ..types import Json
 
 MEMBERS_MAX = 8192
@@ -62,23 +63,6 @@ State: TypeAlias = Literal["live", "suspect", "dead", "left"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DOMAIN = re.compile(r"[\x20-\x7e]{0,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One node's agent, as it tells of itself."""
-
-    name: str
-    """Unique in the cluster, and the same for as long as its local root lives."""
-    address: str
-    """``host:port`` of its peer server."""
-    weight: float = 1.0
-    """Bytes per second of its network; only the ratio to others counts."""
-    domain: str = ""
-    """Its failure domain: a rack, a power feed."""
-
-    def to_json(self) -> Json:
-        return {"name": self.name, "address": self.address, "weight": self.weight, "domain": self.domain}
 
 
 def member_of(row: Any) -> Member:

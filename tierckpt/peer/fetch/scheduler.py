@@ -257,6 +257,9 @@ class Schedule(PeerState):
         asked_at = next((at for other, at in self.flying.get(ask.chunk, ()) if other is ask), 0.0)
         return asked_at + max(self.tuning.hedge_seconds_min, self.tuning.hedge_factor * self._usual(0.95))
 
+    def is_under_way(self, ask: ChunkRequest) -> bool:
+        return any(other is ask for other, _ in self.flying.get(ask.chunk, ()))
+
     @property
     def is_done(self) -> bool:
         return not self.missing

@@ -20,14 +20,13 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from ...cache.file_set import FileSet
-from ...cache.peers import NotNowError, ReceivedChunk
+from ...cache.peers import NotNowError, ReceivedChunk, Work
 from ...errors import IntegrityError, ObjectNotFoundError, PeerBusyError, TierckptError
 from ...telemetry import BYTES, PEER_BANS, logger
 from ...types import Json, Tier
-from ..client import ChunkAnswer
+from ..client import PeerClient
 from ..members import Member
 from ..messages import ChunkReport
-from .hedged_request import HedgedRequest
 from .scheduler import SHARED, ChunkRequest, Schedule, Tuning
 from .stats import Sources
 
@@ -36,6 +35,7 @@ log = logger("peer")
 TICK_SECONDS = 0.05
 VIEW_SECONDS = 0.25
 REPORT_SECONDS = 1.0
+LATE_SECONDS = 0.25
 POLL_TIMEOUT_SECONDS = 1.5
 INTEREST_SECONDS = 10.0
 WINDOW_CHUNKS = 64
@@ -53,31 +53,6 @@ class ClusterView:
     interested: frozenset[str] = frozenset()
     slow_to: frozenset[str] = frozenset()
     """Members that have told the agent lately that this node is slow."""
-
-
-class Asks(Protocol):
-    """What is needed of a ``PeerClient``."""
-
-    async def chunk(
-        self,
-        member: Member,
-        version: str,
-        chunk_size_bytes: int,
-        ordinal: int,
-        into: memoryview,
-        *,
-        expected: str = "",
-        after: int = 0,
-        wait_seconds: float = 0.0,
-    ) -> ChunkAnswer: ...
-
-    async def held(
-        self, member: Member, version: str, chunk_size_bytes: int, *, after: int = 0, interested: bool = False
-    ) -> ChunkReport: ...
-
-    async def tell_slow(self, member: Member, version: str) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 class Place(Protocol):
@@ -100,7 +75,7 @@ class FetchSession:
         frozen: FileSet,
         place: Place,
         view: Callable[[bool], Awaitable[ClusterView]],
-        client: Callable[[Member], Asks],
+        client: Callable[[Member], PeerClient],
         *,
         tell: Callable[[Json], Awaitable[None]] | None = None,
         leave: Callable[[], Awaitable[None]] | None = None,
@@ -121,12 +96,11 @@ class FetchSession:
         self._firsts = [0, *accumulate(frozen.chunks_of(index) for index in range(len(frozen.files)))]
         self._is_fetching = False
         self._schedule: Schedule | None = None
-        self._client: Asks | None = None
+        self._client: PeerClient | None = None
         self._members: dict[str, Member] = {}
         self._heard_interest: dict[str, float] = {}
         self._interested: frozenset[str] = frozenset()
         self._slow_to: frozenset[str] = frozenset()
-        self._planned: dict[int, ChunkRequest] = {}
         self.requests: dict[int, asyncio.Task[str]] = {}
         self._marked: set[int] = set()
         """Chunks that are said to be fetched from the store."""
@@ -177,7 +151,7 @@ class FetchSession:
     @property
     def schedule(self) -> Schedule:
         if self._schedule is None:
-            raise RuntimeError("the swarm has not been started")
+            raise RuntimeError("the session has not been started")
         return self._schedule
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -328,15 +302,15 @@ class FetchSession:
 
     # --- choosing ------------------------------------------------------------------------------------------------
 
-    def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> PeerOrder:
+    def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> FetchSession:
         """The chunks of a fill, in the order in which they are to be fetched. ``whole``: they are all that is missing,
         so that other nodes may count on this one."""
         self._is_fetching = whole
         self.schedule.want(self._firsts[index] + chunk for index, chunk in todo)
-        return PeerOrder(self)
+        return self
 
-    async def take(self) -> tuple[int, int] | None:
-        """The next chunk to fetch; None when none is left."""
+    async def take(self) -> Work | None:
+        """The next chunk to fetch, and from whom; None when none is left."""
         async with self._choosing:
             while True:
                 self._changed.clear()
@@ -346,20 +320,19 @@ class FetchSession:
                 if decision is None:
                     return None
                 if isinstance(decision, ChunkRequest):
-                    self._planned[decision.chunk] = decision
-                    return self._work[decision.chunk]
+                    return Work(*self._work[decision.chunk], decision)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(0.001, decision.until - now)):
                         await self._changed.wait()
 
-    def put_back(self, index: int, chunk: int) -> None:
-        ask = self._planned.pop(self._firsts[index] + chunk, None)
-        if ask is not None:
+    def put_back(self, work: Work) -> None:
+        ask = work.request
+        if isinstance(ask, ChunkRequest) and self.schedule.is_under_way(ask):
             self.schedule.failed(ask, time.monotonic(), "given up")
 
-    def done(self, index: int, chunk: int) -> None:
-        self.put_back(index, chunk)
-        self.schedule.landed(self._firsts[index] + chunk, time.monotonic())
+    def done(self, work: Work) -> None:
+        self.put_back(work)
+        self.schedule.landed(self._firsts[work.index] + work.chunk, time.monotonic())
 
     def _break_off(self) -> None:
         for ask in self.schedule.take_unwanted():
@@ -369,37 +342,36 @@ class FetchSession:
 
     # --- bringing ------------------------------------------------------------------------------------------------
 
-    async def bring(self, index: int, chunk: int, into: memoryview) -> ReceivedChunk:
+    async def bring(self, index: int, chunk: int, into: memoryview, request: object | None = None) -> ReceivedChunk:
         """Receive one chunk, verified, in ``into``: from whom the schedule says, from others too when it is late.
 
         What came from the store is still said to be on its way: say ``landed``, or that chunk seems to be nowhere for
         as long as it takes to write it, and another node fetches it too.
 
         Raises:
-            NotNowError: it was chosen by ``take``, and nobody has it now. It can be taken again at once: do not put it
-                back, or what another worker has planned with it is lost.
+            NotNowError: it was chosen by ``take`` (``request``), and nobody has it now. It can be taken again at once.
             StoreError, IntegrityError: nobody had it, and the store failed.
         """
         ordinal = self._firsts[index] + chunk
-        race, brought = HedgedRequest(self, ordinal, into), None
-        planned = self._planned.pop(ordinal, None)
+        hedged, brought = _HedgedRequest(self, ordinal, into), None
+        planned = request if isinstance(request, ChunkRequest) else None
         if planned is None:
             self._window = range(ordinal, min(ordinal + WINDOW_CHUNKS, len(self._work)))
-        ask = planned or await self._source(ordinal, race.tried)
+        ask = planned or await self._source(ordinal, hedged.tried)
         try:
             while True:
-                race.begin(ask)
-                while race.running:
-                    brought = await race.wait()
+                hedged.begin(ask)
+                while hedged.running:
+                    brought = await hedged.wait()
                     if brought is not None:
                         return brought
-                if race.store_error is not None:
-                    raise race.store_error
+                if hedged.store_error is not None:
+                    raise hedged.store_error
                 if planned is not None:
                     raise NotNowError
-                ask = await self._source(ordinal, race.tried)
+                ask = await self._source(ordinal, hedged.tried)
         finally:
-            await race.end()
+            await hedged.end()
             if brought is None:
                 await self._unmark(ordinal)
             self._changed.set()
@@ -486,17 +458,71 @@ class FetchSession:
             log.log(level, "chunk %d did not come from %s: %s", ask.chunk, ask.source, error)
 
 
-class PeerOrder:
-    """What a fill takes its chunks from (cache/fetch_job.py, ``ChunkOrder``)."""
+class _HedgedRequest:
+    """The requests for one chunk: one, or two when the first is late. The first answer counts.
 
-    def __init__(self, swarm: FetchSession) -> None:
-        self._swarm = swarm
+    Ends, whatever comes, with nothing under way that would write to the caller's memory."""
 
-    async def take(self) -> tuple[int, int] | None:
-        return await self._swarm.take()
+    def __init__(self, session: FetchSession, ordinal: int, into: memoryview) -> None:
+        self._session, self._ordinal, self._into = session, ordinal, into
+        self.running: dict[asyncio.Task[str], tuple[ChunkRequest, memoryview, float]] = {}
+        self.tried: set[str | None] = set()
+        self.store_error: BaseException | None = None
 
-    def put_back(self, work: tuple[int, int]) -> None:
-        self._swarm.put_back(*work)
+    def begin(self, ask: ChunkRequest) -> None:
+        is_second = any(memory is self._into for _, memory, _ in self.running.values())
+        memory = memoryview(bytearray(len(self._into))) if is_second else self._into
+        task = asyncio.ensure_future(self._session.ask(ask, memory))
+        self.running[task] = (ask, memory, time.monotonic())
+        self._session.requests[id(ask)] = task
 
-    def done(self, work: tuple[int, int]) -> None:
-        self._swarm.done(*work)
+    async def wait(self) -> ReceivedChunk | None:
+        """Wait for an answer, or until a second one should be asked for; None when there is nothing yet."""
+        schedule = self._session.schedule
+        now = time.monotonic()
+        due = min(schedule.hedge_at(ask) for ask, _, _ in self.running.values())
+        done, _ = await asyncio.wait(
+            self.running, timeout=max(due - now, LATE_SECONDS), return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in done:
+            brought = await self._finished(task)
+            if brought is not None:
+                return brought
+        if not done and time.monotonic() >= due:
+            other = schedule.hedge(self._ordinal, time.monotonic())
+            if other is not None:
+                self._session.sources.hedges += 1
+                self.begin(other)
+        return None
+
+    async def _finished(self, task: asyncio.Task[str]) -> ReceivedChunk | None:
+        ask, memory, begun = self.running.pop(task)
+        self._session.requests.pop(id(ask), None)
+        self.tried.add(ask.source)
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            self._session.failed(ask, error)
+            if error is not None and not isinstance(error, TierckptError | OSError | TimeoutError):
+                raise error
+            if ask.source is SHARED and error is not None:
+                self.store_error = error
+            return None
+        await self.end()
+        if memory is not self._into:
+            self._into[:] = memory
+        self._session.came(ask, time.monotonic() - begun)
+        return ReceivedChunk(task.result(), ask.source)
+
+    async def end(self) -> None:
+        """Break off what is still under way, and wait until nothing writes any more."""
+        left = dict(self.running)
+        self.running.clear()
+        for task, (ask, _, _) in left.items():
+            task.cancel()
+            self._session.requests.pop(id(ask), None)
+        if left:
+            await asyncio.wait(left)
+        for task, (ask, _, _) in left.items():
+            if not task.cancelled():
+                task.exception()  # it has been seen
+            self._session.failed(ask, None)
