@@ -3,7 +3,7 @@
     PRIVATE      anonymous, transparent huge pages; seen by this process and its threads only
     HUGETLB      a memory file out of the pool of huge pages (vm.nr_hugepages)
     HUGE_TMPFS   an unnamed file in a tmpfs that is mounted with huge=
-    SHM          a memory file; huge pages where the kernel makes them when told to (Linux 6.1) or shmem_enabled allows
+    SHM          a memory file; huge pages where the kernel makes them on request (Linux 6.1) or shmem_enabled allows
 
 Nothing here has a name in a file system, so nothing is left behind: however a process ends, the kernel frees the pages
 with the last mapping and the last descriptor. The three shared kinds are opened by other processes of the same user
@@ -389,7 +389,7 @@ def shared_is_huge(size_bytes: int = 1 << 30) -> bool:
 
 @functools.cache
 def collapses() -> bool:
-    """Return whether this kernel makes huge pages of a memory file when told to. Found by trying, once."""
+    """Return whether this kernel makes huge pages of a memory file on request. Found by trying, once."""
     try:
         with Memory.allocate(HUGE_PAGE_BYTES, kind=Kind.SHM) as memory:
             return memory.huge

@@ -2,7 +2,7 @@
 
 Huge pages are the better ones nearly everywhere: one fault instead of 512, and fewer pieces for the disk. But a virtual
 machine may give free memory back to its host (free page reporting), which takes huge pages only. Each used after that
-comes anew from there, at up to 2 s a GiB, where small pages that the guest has kept cost a quarter. No switch says so
+comes anew from there, at up to 2 s a GiB, where small pages that the guest still has cost a quarter. No switch says so
 and it changes with what the machine has done before, so it is measured while memory is filled in: all but a few pages
 are of the kind that is cheaper.
 """

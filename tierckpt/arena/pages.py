@@ -113,7 +113,8 @@ def private_is_huge(root: Path = ROOT) -> bool:
 def memory_files_are_huge(root: Path = ROOT) -> bool:
     """Return whether a memory file that asks for huge pages may get them.
 
-    ``deny`` and ``force`` of the general switch win; otherwise that of this page size, which may inherit (Linux 6.11).
+    ``deny`` and ``force`` of the general switch win; otherwise the switch of this page size decides, which may inherit
+    (Linux 6.11).
     """
     general = chosen(root / _THP / "shmem_enabled")
     own = chosen(root / _THP / "hugepages-2048kB/shmem_enabled")
@@ -139,7 +140,7 @@ def advice(shared_bytes: int = 1 << 30, root: Path = ROOT, *, collapses: bool = 
 
     Args:
         shared_bytes: The size that shared staging memory will have.
-        collapses: The kernel makes huge pages of memory files when told to (``memory.collapses``).
+        collapses: The kernel makes huge pages of memory files on request (``memory.collapses``).
     """
     why = "O_DIRECT from 4 KiB pages takes up to 3 times as long as from huge pages"
     said = []

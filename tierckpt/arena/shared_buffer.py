@@ -46,7 +46,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of this machine, told from a later one of the same number."""
+    """A process of this machine, distinct from a later one with the same pid."""
 
     pid: int
     began: str

@@ -91,9 +91,9 @@ class Lease:
     in_use: Callable[[], bool] = lambda: True
     """False when no tensor refers to the memory any more. Set by whoever made tensors of it."""
     storage: int = 0
-    """Identity of the storage those tensors share, so that stale ones are told from the present ones; 0 for unknown."""
+    """Identity of the storage those tensors share, which tells stale ones from the current ones; 0 for unknown."""
     took_place: bool = False
-    """The memory is that of a checkpoint which was dropped for this one."""
+    """The memory belonged to a checkpoint that was dropped for this one."""
     tensors: int | None = None
     """How many tensors with data were put there; None for unknown. Set by whoever made them."""
     ahead: AheadOfFlush | None = None
@@ -107,7 +107,7 @@ class Lease:
     def ask_before_drop(self, may_drop: Callable[[], bool]) -> None:
         """Have ``may_drop`` decide whether this may give its place to a newer checkpoint while it is only staged.
 
-        Another process may have to be told first.
+        Another process may have to be notified first.
 
         Raises:
             CheckpointSkippedError: it has given its place already.
@@ -270,7 +270,7 @@ class Arena:
             if not lease.in_use() and lease.try_reclaim():
                 self._give_back(lease)
         # Oldest first: what is safe on the SSD, or lost, though somebody still refers to it. Before a new slot is made:
-        # a thread that has just ended a save lets go of its tensors a moment after it says so.
+        # a thread that has just ended a save releases its tensors a moment after it reports the end.
         for lease in tuple(self._leases):
             if self._fits(size_bytes):
                 return False
@@ -345,7 +345,7 @@ class BounceBufferPool:
         at least.
 
         Raises:
-            OperationTimeoutError: other flushes have kept all of them for ``timeout_seconds``.
+            OperationTimeoutError: other flushes have used all of them for ``timeout_seconds``.
             CapacityError: the node has no memory for one.
         """
         taken = self._take(count, size_bytes, timeout_seconds)

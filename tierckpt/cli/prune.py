@@ -1,4 +1,4 @@
-"""``tierckpt prune``: remove the checkpoints of a run that a rule does not keep. Only looks, unless told ``--yes``."""
+"""``tierckpt prune``: remove the checkpoints of a run that a rule does not keep. Only lists them without ``--yes``."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def digest_of_blocks(blocks: bytes) -> str:
 
 
 def has_digest(data: Buffer, digest: str) -> bool:
-    """True when ``digest`` is that of the chunk ``data``, in the form of this release or of the first."""
+    """True when ``digest`` is the digest of the chunk ``data``, in the form of this release or of the first."""
     if digest.startswith("t") or len(data) <= DIGEST_BLOCK_BYTES:
         return digest_of(data) == digest
     return _plain_digest(data) == digest
@@ -169,7 +169,7 @@ class Manifest:
     metadata: tuple[FileEntry, ...]
     files: tuple[FileEntry, ...]
     replaces: tuple[str, ...] = ()
-    """Attempts this one was told to take the place of: what stood under the id when the save began."""
+    """Attempts that this one may replace: those that stood under the id when the save began."""
     created_unix_seconds: float = 0.0
 
     @property
@@ -312,7 +312,7 @@ def _parse(data: Buffer, size_bytes_max: int, bad: Bad) -> Any:
 
 
 def check_seal(body: dict[str, Any], data: Buffer, bad: Bad) -> None:
-    """Take ``self_digest`` out of ``body``, refuse if it is not that of the rest or ``data`` is not canonical (M3)."""
+    """Take ``self_digest`` out of ``body``; refuse if it is not the rest's digest, or ``data`` not canonical (M3)."""
     claimed = body.pop("self_digest", None)
     try:
         rest = canonical(body)

@@ -91,7 +91,7 @@ def export_safetensors(
         only: export the tensors below this name (``"model"``: those of ``model.*``), and drop it from their names.
         trust_pickle: as of ``TierStorageReader``.
         settings: a ``Settings``; ``overrides`` are single fields of it.
-        listener: told how many bytes are done.
+        listener: called with a ``Progress`` as bytes are written.
 
     Raises:
         ConfigError: ``to`` is not empty, an unknown dtype, or nothing below ``only``.

@@ -109,7 +109,7 @@ def write_file(
     on_bytes: Callable[[int], None],
     window_bytes: int = WINDOW_BYTES,
 ) -> None:
-    """Write ``items`` to the new file ``path``, durably. ``on_bytes`` is told of every stretch that was read.
+    """Write ``items`` to the new file ``path``, durably. ``on_bytes`` is called with the size of each stretch read.
 
     Raises:
         OSError: as the system refuses to write.

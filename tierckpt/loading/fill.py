@@ -61,7 +61,7 @@ FILLERS_MAX = 2
 by one thread ahead of them 2.2, by two 1.45."""
 
 AHEAD_MAX = 8
-"""So many jobs have their pages before a reader has time for them: which pages they get is known from those before."""
+"""Jobs whose pages are put in place ahead of the readers. Few: jobs before them decide which kind of pages they get."""
 
 FILES_AT_ONCE = 64
 """So many files have descriptors at a time."""
@@ -398,7 +398,7 @@ class _Reading(ReadThreads):
         super().__init__(workers, read_buffers())
 
     def fail(self, error: BaseException) -> None:
-        """Nobody may be left to make room for pages, or to put any in place: who waits for that is told."""
+        """Wake all waiters: nobody may be left to make room for pages, or to put them in place."""
         super().fail(error)
         self._room.release(FILLERS_MAX)
         self._end_readers()

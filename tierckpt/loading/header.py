@@ -94,7 +94,7 @@ class Header:
 
 
 class Malformed(Exception):
-    """What is wrong, before it is known of which file."""
+    """A defect, before the file is named."""
 
     def __init__(self, what: str, tensor: str | None = None) -> None:
         super().__init__(what)

@@ -1,4 +1,4 @@
-"""The safetensors files of a model: found, their headers checked, and each tensor's place known. Nothing is read yet.
+"""The safetensors files of a model: finds them, checks their headers, and locates each tensor. Reads no data.
 
 A directory with an index holds what the index names, no more and no less. Without one it holds what its files hold,
 and no name twice.
@@ -36,7 +36,7 @@ class Place(Protocol):
 
     @property
     def threads(self) -> int:
-        """How many threads read it best, as far as is known."""
+        """Return how many threads read it fastest, as measured so far."""
 
     def files(self) -> list[str]:
         """Return the names of the files here, sorted; not those in directories below."""

@@ -21,7 +21,7 @@ log = logger("load")
 
 
 class PrefetchedDirectory(Directory):
-    """``Directory`` whose files are verified while they are read, those of them that ``receipt`` tells of.
+    """``Directory`` whose files are verified while they are read, if ``receipt`` has their digests.
 
     What it names lies below ``root``. Damaged bytes of the node cache are mended.
     """

@@ -76,8 +76,8 @@ def load_safetensors(
     own; the large ones of one file share an allocation, which goes with the last of them.
 
     A path is read where it is. A URI (``s3://...``, ``file:///...``) is read through the node cache: one version of it,
-    from this node what is here, from the store the rest, which is kept for the next time; the processes of a node
-    that load it together fetch each chunk once. With an index, exactly the files it names are read.
+    chunks on this node from its disk, the rest from the store and then from the cache; the processes of a node that
+    load it together fetch each chunk once. With an index, exactly the files it names are read.
 
     Args:
         uri_or_dir: a directory of safetensors files, one such file, or the URI of either.
@@ -167,7 +167,7 @@ def stream_safetensors(
 class LazyTensors(Mapping[str, Tensor]):
     """The tensors of a model, each read when it is asked for, every time. Any thread may ask.
 
-    No file is kept open. Of a URI the version that was there is held in the node cache until ``close``, or the end of
+    No file is kept open. The version behind a URI stays in the node cache until ``close``, or the end of
     the process.
     """
 
@@ -176,7 +176,7 @@ class LazyTensors(Mapping[str, Tensor]):
         self._wants = {want.name: want for want in wanted.wants}
 
     def close(self) -> None:
-        """Let go of the model; nothing can be read any more. Idempotent."""
+        """Release the model; nothing can be read any more. Idempotent."""
         self._wants, self._names = {}, []
         self._wanted.close()
 

@@ -81,7 +81,7 @@ class CachedPlace:
 
 
 class _CachedCopy:
-    """One file of a ``CachedPlace``. What has landed is read as any file of this node is, the rest by chunks.
+    """One file of a ``CachedPlace``. Chunks on this node are read as any file is, the others are fetched.
 
     It is no ``LocalCopy``, as files of a prefetched directory are: while bytes come from a store, how long reads take
     says nothing of the disk, so no way to read it is tried on them (``read/read_benchmark.py``).

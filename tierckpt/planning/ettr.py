@@ -1,4 +1,4 @@
-"""Effective training time ratio: what share of the wall clock becomes training that is kept.
+"""Effective training time ratio: the share of wall clock that is training which no failure undoes.
 
 Failures are taken to be independent, with exponential times between them. ``exact`` is the truth under that
 assumption; the others approximate it, and are here because people quote them.
@@ -44,7 +44,7 @@ class Level:
 
 
 def mtbf_seconds(nodes: int, failures_per_node_day: float) -> float:
-    """Mean time between failures of a job of ``nodes``; its failures are those of all its nodes."""
+    """Mean time between failures of a job of ``nodes``; any of its nodes can fail it."""
     return DAY_SECONDS / (positive(nodes, "nodes") * positive(failures_per_node_day, "failures per node and day"))
 
 

@@ -270,7 +270,7 @@ def _expected(
 
 
 def _stretches(starts: Sequence[Start], lost_of: Sequence[float]) -> Iterable[Stretch]:
-    """The timeline: of each start what came before training, the training that is kept, and that which is lost."""
+    """The timeline: of each start the time before training, the training kept, and the training lost."""
     previous: float | None = None
     for start, lost in zip(starts, lost_of, strict=True):
         if previous is not None and start.began_at > previous:

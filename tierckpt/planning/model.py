@@ -37,13 +37,13 @@ class Model:
 
 
 def from_number(text: str | float, expert_text: str | float | None = None) -> Model:
-    """A model known only by its size: ``"175e9"``, ``"70b"``. Raises ConfigError."""
+    """Return a model of which only the size is given: ``"175e9"``, ``"70b"``. Raises ConfigError."""
     experts = parse_count(expert_text, "expert parameters") if expert_text else 0
     return Model(parse_count(text, "parameters"), experts)
 
 
 def from_shapes(shapes: Mapping[str, Sequence[int]], name: str = "") -> Model:
-    """A model known by the full shape of each of its parameters. What lies below ``.experts.`` counts as expert.
+    """Return a model from the full shape of each of its parameters. What lies below ``.experts.`` counts as expert.
 
     Raises:
         ConfigError: no parameters.

@@ -39,7 +39,7 @@ LEAST_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the policy is asked to keep. Bytes are those of one checkpoint on whatever ``local_bytes_max`` counts."""
+    """What the policy is asked to keep. Bytes are of one checkpoint on whatever ``local_bytes_max`` counts."""
 
     every: int = 1
     rpo_seconds: float = math.inf
@@ -90,7 +90,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What is, at the moment of a decision. ``versions`` are those of which there is a copy or will be, oldest first,
+    """The state at the moment of a decision. ``versions`` have a copy or will have one, oldest first,
     the newest on shared storage among them; ``sending`` is the number of the one being sent.
 
     ``began_at`` is when the job began: the exposure counts from there until shared storage has a checkpoint.

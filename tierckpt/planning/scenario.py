@@ -71,7 +71,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """How each job takes checkpoints and comes back. Bytes and seconds are those of one job.
+    """How each job takes checkpoints and comes back. Bytes and seconds are per job.
 
     ``blocking`` writes straight to shared storage while training waits; otherwise ``stall_seconds`` of staging, then
     ``flush_seconds`` until it is on the SSDs (``local``) and ``replicate_seconds`` until peers hold it (``peer``), and

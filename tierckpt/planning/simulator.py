@@ -35,7 +35,7 @@ from .pipe import Flow, Pipe
 
 DAY_SECONDS = 86400.0
 PARTS = 100
-"""How often a run is told of."""
+"""Progress reports of one run."""
 
 Steps = Generator[simpy.Event, Any, None]
 
@@ -79,7 +79,7 @@ def simulate(
     """Run ``configuration`` on ``cluster`` for ``days``. The same arguments give the same result.
 
     ``records`` takes what the first job would have recorded of itself, as ``goodput.read_start`` reads it: a list of
-    lines for each start. A step is a millisecond of work. ``listener`` is told of simulated seconds.
+    lines for each start. A step is a millisecond of work. ``listener`` is called with simulated seconds.
 
     Raises:
         ConfigError: days of zero or less; more replicas than a job has nodes.

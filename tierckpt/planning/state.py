@@ -1,4 +1,4 @@
-"""What is kept for each parameter while training: components, their bytes, and which of them a checkpoint holds.
+"""The state of each parameter while training: components, their bytes, and which of them a checkpoint holds.
 
 The default, mixed-precision Adam, is 14 bytes: weights 2, master 4, two moments of 4. Gradients (2 or 4 more) are in
 memory and never in a checkpoint; the popular 16 and 18 bytes per parameter count them.
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One thing kept for each parameter. Gradients are the only one that is not saved."""
+    """One value stored for each parameter. Gradients are the only one that is not saved."""
 
     name: str
     bytes_per_parameter: float
@@ -79,7 +79,7 @@ def state_of(
         optimizer: a key of ``OPTIMIZERS``.
         weights: dtype of the weights that the model computes with.
         master: a second copy of the weights in fp32. None: where the weights are smaller than that.
-        gradients: their dtype; None: that of the weights.
+        gradients: their dtype; None: the weights' dtype.
 
     Raises:
         ConfigError: an unknown optimizer or dtype; says what is known.

@@ -165,7 +165,7 @@ class Window:
         return self.plain.count + self.draining.count + self.flushing.count
 
     def baseline(self, known_seconds: float | None = None) -> float | None:
-        """Seconds of an undisturbed step: what was known before where each was disturbed, else the least disturbed."""
+        """Seconds of an undisturbed step: the value before where each was disturbed, else the least disturbed."""
         candidates = (self.plain.median_seconds, known_seconds, self.draining.median_seconds)
         return next((one for one in candidates if one is not None), self.flushing.median_seconds)
 

@@ -45,7 +45,7 @@ class Bucket:
     """
 
     def __init__(self, scheme: str, authority: str, counts: Counter[str]) -> None:
-        """``counts`` is told of each renewal."""
+        """``counts`` counts the renewals."""
         self._counts = counts
         self.scheme = scheme
         self.authority = authority

@@ -182,7 +182,7 @@ def azure_access(container: str) -> Access:
         if _azure_environment_has_identity()
         else _digest(*(str(options.get(n, "")) for n in ("account_key", "sas_key")))
     )
-    # A signature of Azure's is in the URL, and that is told to where a redirect leads (Referer).
+    # A signature of Azure's is in the URL, and the target of a redirect would get it as Referer.
     hosts = (_host(endpoint) if endpoint else "core.windows.net",) if "sas_key" in options else ()
     return Access(endpoint, options, keys=keys, hosts=hosts)
 

@@ -115,7 +115,7 @@ class Call(ABC):
 
     @abstractmethod
     def failure(self, error: HttpError) -> Exception:
-        """What the caller is to be told of ``error``."""
+        """Return ``error`` as the typed error that the caller gets."""
 
     def abort(self) -> bool:
         """True when a thread may still be receiving; else nothing is going to be received any more."""

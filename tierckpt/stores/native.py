@@ -53,7 +53,7 @@ def _load() -> ModuleType:
             from obstore import _obstore
 
             _library = _copy_of(_obstore) if _needs_copy else _obstore
-            # Its threads let go of Python objects a moment after a request has been answered, and need the interpreter
+            # Its threads release Python objects a moment after a request has been answered, and need the interpreter
             # for it. One that is shutting down aborts the process then, after everything was done. So the exit leaves
             # them that moment.
             atexit.register(time.sleep, EXIT_PAUSE_SECONDS)

@@ -1,8 +1,8 @@
 """Where a redirect may lead: nowhere but to the hosts of the store, when requests carry what others could use.
 
-The object-store library follows redirects and cannot be told not to. On its way to another host it leaves out the
+The object-store library follows redirects, and has no option not to. On its way to another host it leaves out the
 Authorization header, and no more: S3's session token goes along (``x-amz-security-token``), and so does a URL that is
-signed (``Referer``). But it can be told what to reach by a proxy, and nothing answers as that one.
+signed (``Referer``). But it can send all but some hosts to a proxy, and nothing answers at that one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is done when a store fails: how often it is asked again, and when it is left alone.
+"""Retries of store requests: a retry budget, and a circuit breaker for stores that do not answer.
 
 One ``Retries`` belongs to one mover and spans all its stores. It keeps two promises to the servers:
     R1  Retries are at most a share of the requests that went well, plus a small floor (``Budget``). A store that
@@ -62,8 +62,8 @@ PAUSE_SECONDS_MAX = 30.0
 """Longest pause between two probes of a store that is down, and between two tries of a drain to it."""
 PROBE_SECONDS_MAX = 10.0
 PATIENCE_SECONDS = 5.0
-"""How long after a store went down its callers still wait for it. Later ones are told at once: a save must not wait
-for a shared tier that is away."""
+"""How long after a store went down its callers still wait for it. Later ones get the error at once: a save must not
+wait for a shared tier that is away."""
 
 
 class Budget:

@@ -1,4 +1,6 @@
-"""Trying again, at the level where the bytes and their digests are known. Stores that have a network below them help.
+"""Verified reads: a chunk with the wrong digest is requested again, on a new connection where it has one.
+
+Stores that have a network below them help.
 
 What is counted, paid for and waited for is in stores/retry.py; a store without these verbs (a directory) is asked once:
 what a disk gives back does not get better by asking again.

@@ -160,7 +160,7 @@ class Checkpointer:
         self._saves = 0
         self._closed = False
         self._is_blind = False
-        """The last look for checkpoints failed: what stands there is not known, and not replaced."""
+        """The last listing failed: existing checkpoints are unknown, and none is replaced."""
         self._ledger = RunLog(self.location, self.settings, is_on=not is_distributed() or dist.get_rank() == 0)
         self._looked_at = 0.0
         self.grace_seconds = self.settings.grace_seconds
@@ -203,7 +203,7 @@ class Checkpointer:
 
     @property
     def preempted(self) -> bool:
-        """True once the job is told to go and ``step`` has saved it, if that fitted: leave the loop then."""
+        """True once the job is preempted and ``step`` has made its last save, if it fitted: leave the loop then."""
         return self._last.is_done
 
     def _on_notice(self, seconds: float, reason: str) -> None:
@@ -316,7 +316,7 @@ class Checkpointer:
         Errors of earlier saves are raised while planning, where all ranks meet, and not here, where they do not.
         """
         if self._running:
-            # A save that fails at once (a full disk) is told now, and not one checkpoint later.
+            # A save that fails at once (a full disk) is reported now, and not one checkpoint later.
             futures.wait([self._running[-1][1]], PROMPT_SECONDS)
         if any(record.uri == uri for record, _ in self._running):
             self._wait_until_fewer_than(1)  # what it replaces must be known when it is planned
@@ -543,7 +543,7 @@ class Checkpointer:
         raise error
 
     def _raise_failures(self) -> None:
-        """Raise what has gone wrong since the last call, in saves that have ended and in drains."""
+        """Raise the first error since the last call, of saves that have ended and of drains."""
         while self._running and self._running[0][1].done():
             self._finish_oldest()
         uris = {record.uri for record in self.stats}
@@ -586,7 +586,7 @@ class Checkpointer:
         """Load the newest usable checkpoint (or ``step``) into ``state``, in place. Returns its step, None without one.
 
         With ``only="model"``, or several names, those entries of ``state`` are loaded and no other byte is read.
-        ``trust_pickle`` is that of ``TierStorageReader``.
+        ``trust_pickle`` is passed to ``TierStorageReader``.
 
         All ranks agree on the step before any of them changes anything. Each file is read from whichever copy is good:
         a bad one is set aside and the next one tried. Without ``step``, a checkpoint with a file that has no good copy
@@ -633,7 +633,7 @@ class Checkpointer:
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        """What is not known to stand there is not replaced, should the caller go on all the same."""
+        """Replace no existing checkpoint from here on, should the caller go on after the error."""
         try:
             yield
         except (StoreUnavailableError, PermissionDeniedError):
@@ -710,7 +710,7 @@ class Checkpointer:
     def _save_last(self) -> None:
         """Save the last step, if an interval has left it out. All ranks alike: each has counted the same steps.
 
-        Not after an error, which other ranks may not have: a save is collective. Nor when the job was told to go:
+        Not after an error, which other ranks may not have: a save is collective. Nor after a preemption notice:
         what still fitted is decided.
         """
         if self._unsaved is not None and not self._closed and not self._last.is_done:

@@ -149,7 +149,7 @@ class DataOrder:
         """
         if self._ahead and not self._is_counted:
             raise CheckpointError(
-                "the place in the data is not known: batches are read, and not by way of DataOrder.over",
+                "the position in the data is unknown: batches were read without DataOrder.over",
                 hint="Write `for batch in order.over(loader):`",
             )
         return {"position": self.position, "seed": self.seed, "length": self.length, "shuffle": self.shuffle}

@@ -229,7 +229,7 @@ class DrainDecider:
 
 
 def _usual_bytes(records: Sequence[SaveRecord]) -> int:
-    """The size of the latest save of which it is known, 0 without one."""
+    """Return the size of the latest save that has one, 0 without any."""
     return next((one.size_bytes for one in reversed(records) if one.size_bytes), 0)
 
 

@@ -105,7 +105,7 @@ def _raise_if_failed(outcomes: list[Any]) -> None:
 
 
 def portable(error: BaseException) -> BaseException:
-    """An error that pickles: ours do, others are told in words."""
+    """Return an error that pickles: ours do, others are put into words."""
     if isinstance(error, TierckptError):
         return error
     return CommitAbandonedError(f"{type(error).__name__}: {error}")

@@ -1,8 +1,8 @@
-"""The last save of a job that is told to go: at which step all ranks take it, and whether it still fits.
+"""The last save of a job that is preempted: the step at which all ranks make it, and whether there is time.
 
 Ranks hear of a signal at different moments, and of a cloud's notice on one node only; a save is collective. Without any
 collective in between, by the rendezvous store alone, they agree on a step that none has passed. On each rank a thread
-    1. leaves a note when its rank is told to go, and looks for the notes of others,
+    1. leaves a note when its rank is preempted, and looks for the notes of others,
     2. then promises a step, two after the one its rank is at, which the rank will not pass unless it has heard more,
     3. and waits for the decision of rank 0: the latest of all promises, if what was measured says that a save fits.
 Training waits at the promised step at most until the decision, which needs no rank's training to get anywhere.
@@ -29,7 +29,7 @@ log = logger("checkpointer")
 
 LOOK_SECONDS = 0.25
 PATIENCE_SECONDS, PATIENCE_STEPS = 3.0, 10
-"""How long a process that is told to go waits for its loop to come to the end of a step."""
+"""How long a preempted process waits for its loop to end a step."""
 SAVES_JUDGED = 5
 AHEAD_STEPS = 2
 """The step that a rank is in, and the one that it may begin while the promise is on its way."""
@@ -148,7 +148,7 @@ class FinalSave:
             log.debug("the job's store does not answer: %s", error)
 
     def _is_noted(self, store: Any, current: int) -> bool:
-        """Whether another rank was told to go."""
+        """Whether another rank was preempted."""
         key = f"{self._key}/{current}/note"
         if not store.check([key]):
             return False
@@ -181,7 +181,7 @@ class FinalSave:
 
 
 def _decide(store: Any, here: str) -> None:
-    """On rank 0: decide when all ranks have told."""
+    """On rank 0: decide when all ranks have reported."""
     keys = [f"{here}/at/{rank}" for rank in range(dist.get_world_size())]
     if not store.check(keys):
         return

@@ -1,4 +1,4 @@
-"""One save of a Checkpointer: what is known of it, and its way from staging memory to the local tier."""
+"""One save of a Checkpointer: its record, and its stages from staging memory to the local tier."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Job:
     def give_up(self) -> bool:
         """End a save that failed here. False when nobody here knows whether it failed as a whole.
 
-        Then all this rank had to do is done, and the shards and the will stay: should the rest of the job be killed,
+        Then all this rank had to do is done, and the shards and the handoff stay: should the rest of the job be killed,
         what every rank had staged is still a checkpoint.
         """
         with contextlib.suppress(Exception):

@@ -2,7 +2,7 @@
 (training/run_log.py).
 
 Two jobs in one run are a mistake, or a node that was given up and comes back. The commit sees to it that neither
-replaces what it has not seen; but steps of both lie side by side, and the retention of one counts those of the other.
+replaces what it has not seen; but steps of both lie side by side, and retention counts them all.
 
     O1  Another job is one whose records change, or appear, after this process has begun. What has ended, on this host
         or with a word, is none. So a job that is started again is alone.
@@ -41,7 +41,7 @@ class OtherJobs:
 
     @property
     def is_alone(self) -> bool:
-        """As far as the last looks have told."""
+        """As of the last listing."""
         return time.monotonic() - self._seen_at > REMEMBERED_SECONDS
 
     async def look(self, engine: Engine, own: frozenset[str]) -> bool:

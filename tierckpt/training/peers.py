@@ -47,13 +47,13 @@ def meet(settings: Settings) -> None:
             told = told[-ADDRESSES_BYTES_MAX:].partition(",")[2]
         others = [address for address in dict.fromkeys(told.split(",")) if address not in ("", mine)]
         contact.ask({"op": "peer_addresses", "addresses": others})
-        log.info("%d other agents of the job are known", len(others))
+        log.info("found %d other agents of the job", len(others))
     except (TierckptError, RuntimeError, OSError, ValueError) as error:  # DistError and its kin are RuntimeErrors
-        log.warning("the agents of the job's other nodes are not known: %s", error)
+        log.warning("cannot find the agents of the job's other nodes: %s", error)
 
 
 def _store() -> Any:
-    """The store of the job: that of the process group, else the one that torchrun's variables point to; None: neither.
+    """The store of the job: the process group's, else the one that torchrun's variables point to; None: neither.
 
     A connection of our own, so that no other use of it waits for ours.
     """

@@ -124,7 +124,7 @@ def is_ending() -> bool:
 
 
 def await_end(timeout_seconds: float) -> None:
-    """Where a signal was heard: let it end the process, so that its status is that of the signal."""
+    """After a signal, wait until it has ended the process, so that the exit status is the signal's."""
     if _ender is not None and _ender is not threading.current_thread():
         _ender.join(timeout_seconds)
 

@@ -43,7 +43,7 @@ Told = Callable[[float, str], None]
 
 
 class Notices:
-    """Looks for a notice until there is one, or until ``close``. ``told(seconds, why)`` is called on its thread."""
+    """Polls for a notice until there is one, or until ``close``. Calls ``told(seconds, why)`` on its own thread."""
 
     def __init__(self, settings: Settings, told: Told) -> None:
         self._cloud = settings.preempt_notices

@@ -4,7 +4,7 @@ Rank 0 appends lines to one small file for each start, below the run's directory
 (``layout.HISTORY_DIR``); now and then, and at the end, the file is put beside the checkpoints on shared storage.
 Nothing there belongs to a checkpoint. Every line carries totals, so a torn or missing line costs only its own news.
 
-    L1  Nothing here fails or delays training: an error ends the records, and is told once.
+    L1  Nothing here fails or delays training: an error ends the records, and is logged once.
     L2  A file has at most ``LINES_MAX`` lines: then every second line of progress goes. Totals lose nothing by it.
 """
 
@@ -142,7 +142,7 @@ class RunLog:
                 async with asyncio.timeout(LOOK_SECONDS):
                     has_news = await self._others.look(engine, frozenset(_own))
             except Exception as error:  # L1
-                log.debug("whether other jobs save to %s is not known now: %s", self._location.uri, error)
+                log.debug("cannot check whether other jobs save to %s: %s", self._location.uri, error)
                 return
             if has_news:
                 self.send(at_once=True)
@@ -183,7 +183,7 @@ class RunLog:
                 self._totals["starting"] = max(0.0, time.time() - self._process_at - loading_seconds)
             else:
                 self._totals["starting"] = max(0.0, time.time() - self._process_at - before)
-                self._mark = self._begun_at  # the first step began with us, for all that is known
+                self._mark = self._begun_at  # assume that the first step began with this process
         self._write(
             "start",
             process_at=round(self._process_at, 3),

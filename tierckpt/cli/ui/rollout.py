@@ -1,6 +1,6 @@
 """A rollout as it goes: which node has which chunks of one version, and where its bytes come from. Pure.
 
-What a node got from peers is what the peers say they gave it; the rest of what landed came from shared storage. Both
+What a node got from peers is what the peers say they gave it; all other bytes came from shared storage. Both
 are counted from the moment somebody began to watch.
 """
 
@@ -230,7 +230,7 @@ def line(rollout: Rollout) -> str:
 
 
 def picture(rollout: Rollout, width: int) -> RenderableType:
-    """Nodes and chunks filling. ``width`` is that of the terminal."""
+    """Nodes and chunks filling. ``width`` is the terminal's."""
     part = sorted(rollout.part, key=lambda node: node.name)
     shown, hidden = part, []
     if len(part) > ROWS_MAX:
@@ -258,7 +258,7 @@ def picture(rollout: Rollout, width: int) -> RenderableType:
 
 def _title(rollout: Rollout) -> Text:
     text = f"{rollout.uri}, version {rollout.version[:8]}: "
-    sizes = f"{human_bytes(rollout.size_bytes)} in {rollout.total} chunks" if rollout.total else "nothing landed yet"
+    sizes = f"{human_bytes(rollout.size_bytes)} in {rollout.total} chunks" if rollout.total else "no chunk yet"
     return Text.assemble((plain(text).plain, "bold"), f"{sizes}, {len(rollout.part)} nodes")
 
 
