@@ -6,6 +6,7 @@ Sizes are written like ``"200GiB"``. Every field ends in its unit.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import sys
@@ -278,6 +279,12 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, InitSettingsSource(settings_cls, read_settings_file())
+
+    @classmethod
+    def received(cls, text: str | bytes) -> Settings:
+        """Return what another process wrote with ``model_dump_json``. One that is older than an upgrade may still send
+        settings that are gone: they are left out, and its checkpoints are drained all the same."""
+        return cls(**{name: value for name, value in json.loads(text).items() if name not in REMOVED})
 
     @classmethod
     def load(cls, settings: Settings | None = None, **overrides: Any) -> Settings:

@@ -171,7 +171,7 @@ def make_cache(server: S3Server) -> None:
 def main(target: Path) -> None:
     place = Path(tempfile.mkdtemp())
     os.chdir(place)
-    os.environ |= {"TIERCKPT_LOCAL_ROOT": f"{place}/local", "TIERCKPT_MOVER": "inline", "TIERCKPT_ALLOW_TMPFS": "true"}
+    os.environ |= {"TIERCKPT_LOCAL_ROOT": f"{place}/local", "TIERCKPT_MOVER": "inline"}
     journal = Journal(place / "local")
     make_run(journal)
     make_removal()

@@ -72,7 +72,7 @@ MISTAKES = {
     "misspelt": ("Checkpointer('run', keep_lst=3, local_rot='/x')", "(did you mean keep_last?)|mean local_root?)"),
     "removed": (
         "tierckpt.Settings.load(share_reads_over_group=True)",
-        "is no setting share_reads_over_group",
+        "no longer a setting: share_reads_over_group",
     ),
     "misspelt verb": ("tierckpt.latest('run', store_timeout=3)", "did you mean store_timeout_seconds"),
     "no such step": ("here.restore(state, step=77)", "no checkpoint at"),

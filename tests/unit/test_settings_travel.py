@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pickle
@@ -11,11 +12,12 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 import tierckpt
 from tests.states import small_state
 from tierckpt.client import get_client
-from tierckpt.config import MiB, Settings
+from tierckpt.config import REMOVED, MiB, Settings
 from tierckpt.dcp.handoff import client
 from tierckpt.dcp.handoff import description as descriptions
 
@@ -70,7 +72,7 @@ def settings_of(names: set[str]) -> Settings:
 def test_settings_come_out_of_a_pipe_and_of_a_pickle_as_they_went_in(names: set[str]) -> None:
     settings = settings_of(names)
     for came in (
-        Settings.model_validate_json(settings.model_dump_json()),
+        Settings.received(settings.model_dump_json()),
         pickle.loads(pickle.dumps(settings)),
         Settings.load(settings, commit_timeout_seconds=settings.commit_timeout_seconds),
     ):
@@ -82,7 +84,15 @@ def test_no_bound_comes_out_as_no_bound(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TIERCKPT_EXPOSURE_SECONDS_MAX", "inf")
     settings = Settings.load()
     assert settings.exposure_seconds_max == math.inf
-    assert Settings.model_validate_json(settings.model_dump_json()) == settings
+    assert Settings.received(settings.model_dump_json()) == settings
+
+
+def test_an_agent_takes_the_settings_of_a_process_that_is_older_than_an_upgrade() -> None:
+    sent = json.loads(Settings.load(concurrency=7).model_dump_json())
+    older = dict.fromkeys(REMOVED, "something")
+    assert Settings.received(json.dumps(sent | older)) == Settings.load(concurrency=7)
+    with pytest.raises(ValidationError):
+        Settings.received(json.dumps(sent | {"colour": "red"}))
 
 
 def test_each_field_is_among_them() -> None:
@@ -111,7 +121,7 @@ def test_a_will_has_the_settings_and_the_credentials_and_does_not_show_these(
     written = left[0].written()
     read = descriptions.read(os.dup(written.fileno()))
     assert read is not None
-    found = Settings.model_validate_json(read.settings)
+    found = Settings.received(read.settings)
     assert found == checkpointer.settings
     assert read.environment["AWS_SECRET_ACCESS_KEY"] == "only this trainer knows"
     assert "only this trainer" not in repr(read)

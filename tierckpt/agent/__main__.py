@@ -13,7 +13,7 @@ from .server import run
 
 
 def main(idle_seconds: float = IDLE_SECONDS) -> int:
-    settings = Settings.model_validate_json(sys.stdin.read())
+    settings = Settings.received(sys.stdin.read())
     log_to(sys.stderr, "text", "info", is_sparing=True)
     return run(settings, AgentOptions(idle_seconds=idle_seconds))
 

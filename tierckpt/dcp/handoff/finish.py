@@ -52,7 +52,7 @@ def execute(order: Json) -> bool:
     if len(found) < len(left):
         return False  # a rank has seen the end of it, and could not say so
     os.environ.update(found[0].environment)
-    settings = Settings.model_validate_json(found[0].settings)
+    settings = Settings.received(found[0].settings)
     if _is_fenced_off(settings, found[0]):
         return False
     client, location = get_client(settings), parse_uri(found[0].uri)
