@@ -16,16 +16,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .announce import announced
 from .arena.slots import close_arenas
-from .cache.entry import CacheEntry
-from .cache.file_set import FileSet
-from .cache.node_cache import Kind, retry_until_available
-from .cache.prefetch import FileSpec, PrefetchResult
+from .cache.node_cache import retry_until_available
+from .cache.prefetch import PrefetchResult
 from .checkpoint import epoch, in_flight
 from .checkpoint.journal import Entry
 from .config import Settings
@@ -37,7 +35,7 @@ from .ipc.client import AgentUnavailableError, close_contacts, contact_for, has_
 from .stores.schemes import check_location
 from .telemetry import MetricsRelay, ignore_progress, listen, logger
 from .tracebacks import short_traceback
-from .types import Buffer, ByteRange, ProgressListener, Tier
+from .types import ProgressListener, Tier
 
 log = logger("client")
 
@@ -117,17 +115,24 @@ class Client:
             raise TierckptError("tierckpt has been closed in this process, or the process ends", hint="Open it again")
 
     def submit(self, token: str) -> None:
-        """Have a journal entry drained in the background: by the agent, or by this process."""
-        if self.settings.mover == "agent":
-            self._loop.call_soon_threadsafe(self._give_to_agent, token)
-        else:
-            self._loop.call_soon_threadsafe(self.engine.submit, token)
+        """Have a journal entry drained in the background: by the agent, or by this process.
+
+        Raises TierckptError when this client is closed: the journal has the entry, for the next process.
+        """
+        is_agents = self.settings.mover == "agent"
+        self._call_soon(self._give_to_agent if is_agents else self.engine.drains.submit, token)
+
+    def _call_soon(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Have the loop make a call. Raises TierckptError when this client is closed."""
+        with self._entering:
+            self._check_open()
+            self._loop.call_soon_threadsafe(call, *arguments)
 
     def throttle(self, bytes_per_second: int | None, seconds: float) -> None:
         """Let the drains of this node take no more than that for ``seconds``; None: as much as the settings say."""
         if self.settings.mover == "agent":
-            self._loop.call_soon_threadsafe(self._telling_agent, self._throttle_agent(bytes_per_second, seconds))
-        self._loop.call_soon_threadsafe(self.engine.budget.throttle, bytes_per_second, seconds)
+            self._call_soon(lambda: self._telling_agent(self._throttle_agent(bytes_per_second, seconds)))
+        self._call_soon(self.engine.budget.throttle, bytes_per_second, seconds)
 
     async def _throttle_agent(self, bytes_per_second: int | None, seconds: float) -> None:
         message = {"op": "throttle", "bytes_per_second": bytes_per_second, "seconds": seconds}
@@ -154,7 +159,7 @@ class Client:
         except (TierckptError, OSError) as error:
             if not is_known(error):
                 log.warning("no agent to drain with, so this process does it: %s", error)
-            self.engine.submit(token)
+            self.engine.drains.submit(token)
 
     def recover(self) -> None:
         """Take up, once per process, what earlier processes left in the journal and in the agent's hands."""
@@ -165,11 +170,11 @@ class Client:
 
     def _recover(self) -> None:
         if self.settings.mover != "agent":
-            self.run(lambda engine: engine.recover())
+            self.run(lambda engine: engine.drains.recover())
             return
         self.settle()  # a save that was only staged has no journal entry yet
         if any(self.engine.journal.entries()):
-            self._loop.call_soon_threadsafe(self._telling_agent, self._have_recovered())
+            self._call_soon(lambda: self._telling_agent(self._have_recovered()))
 
     async def _have_recovered(self) -> None:
         """An agent that starts recovers. Nobody waits for that: no save depends on what of others is drained."""
@@ -179,7 +184,7 @@ class Client:
             if not is_known(error):
                 log.warning("no agent to recover with, so this process does it: %s", error)
             try:
-                await self.engine.recover()
+                await self.engine.drains.recover()
             except (TierckptError, OSError) as failure:
                 log.error("what earlier processes left cannot be taken up now: %s", failure)
 
@@ -214,13 +219,13 @@ class Client:
             contact.close()
 
     def wait(self, location: Location, tier: Tier, timeout_seconds: float) -> None:
-        """``Engine.wait``; an agent that has stopped answering meanwhile is found, and what it owned is drained."""
+        """As ``BackgroundDrains.wait``; and should the agent stop answering, what it had to drain is drained."""
         is_agents = self.settings.mover == "agent" and tier is Tier.SHARED
 
         async def watched(engine: Engine) -> None:
             asking = asyncio.create_task(self._keep_asking()) if is_agents else None
             try:
-                await engine.wait(location, tier, timeout_seconds)
+                await engine.drains.wait(location, tier, timeout_seconds)
             finally:
                 if asking is not None:
                     asking.cancel()
@@ -278,7 +283,7 @@ class Client:
 
         def describe() -> str:
             return (
-                f"this process ends when its drains have ended: {len(self.engine.draining)} are under way, "
+                f"this process ends when its drains have ended: {len(self.engine.drains.draining)} are under way, "
                 f"{max(0.0, deadline - time.monotonic()):.0f} of {timeout:g} s left (exit_timeout_seconds). "
                 "Ctrl-C stops: what is left stays on this node, `tierckpt drain --wait` finishes it"
             )
@@ -292,7 +297,7 @@ class Client:
     async def _idle(self, engine: Engine, deadline: float) -> list[Entry]:
         if self._telling:
             await asyncio.wait(set(self._telling), timeout=max(0.0, deadline - time.monotonic()))
-        return await engine.idle(max(0.0, deadline - time.monotonic()))
+        return await engine.drains.idle(max(0.0, deadline - time.monotonic()))
 
 
 async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
@@ -482,119 +487,6 @@ def prefetch(
 
 def _globs(value: str | Sequence[str]) -> Sequence[str]:
     return (value,) if isinstance(value, str) else tuple(value)
-
-
-class CachedView:
-    """What a URI holds, through the node cache, for synchronous callers. ``open_cached`` makes it; close it.
-
-    Bytes are of the version that was there when it was opened, or an error. What this node has is read from its files;
-    what it lacks is fetched, once per node, and kept. Any thread may use it.
-    """
-
-    def __init__(self, client: Client, cached: CacheEntry) -> None:
-        self._client, self._cached = client, cached
-        self._filling: concurrent.futures.Future[None] | None = None
-
-    @property
-    def files(self) -> dict[str, FileSpec]:
-        """Every file by its path below the URI; of a URI that is one object, that object by its name."""
-        return self._cached.files
-
-    @property
-    def only(self) -> FileSpec | None:
-        """The file of a URI that is one object."""
-        return self._cached.only
-
-    @property
-    def chunk_size_bytes(self) -> int:
-        """What is fetched at a time: a read costs whole chunks."""
-        return self._cached.chunk_size_bytes
-
-    @property
-    def directory(self) -> Path | None:
-        """The directory of real files, once all of them are whole; else None."""
-        return self._cached.directory
-
-    def path(self, path: str) -> Path:
-        """Where a file lies now, whole or with holes. The name may change once, when all becomes whole."""
-        return self._cached.path(path)
-
-    def landed(self, path: str, start: int = 0, stop: int | None = None) -> bool:
-        """True when bytes ``start`` to ``stop`` are on this node. Cost: microseconds."""
-        return self._cached.landed(path, self._range(path, start, stop))
-
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> memoryview:
-        """Return bytes ``start`` to ``stop`` (default: the end). Raises IntegrityError, StoreError."""
-        wanted = self._range(path, start, stop)
-        into = memoryview(bytearray(wanted.size_bytes))
-        self.read_into(path, start, into)
-        return into.toreadonly()
-
-    def read_into(self, path: str, start: int, into: Buffer) -> None:
-        """Fill ``into``, which is writable, with the bytes from ``start`` on."""
-        view = memoryview(into).cast("B")
-        wanted = ByteRange(start, start + len(view))
-        if not self._cached.read_available(path, wanted, view):  # what has landed needs no event loop
-            self._client.run(lambda _: self._cached.read_into(path, wanted, view))
-
-    def is_good(self, path: str, start: int, data: Buffer) -> bool:
-        """True when ``data``, read from ``path(path)`` at ``start``, is what landed there; ``read_into`` mends what is
-        not."""
-        view = memoryview(data).cast("B")
-        return self._cached.is_good(path, ByteRange(start, start + len(view)), view)
-
-    def wait(self, path: str, start: int = 0, stop: int | None = None, timeout_seconds: float = 60.0) -> None:
-        """Return when the bytes have landed, whoever fetches them. Raises OperationTimeoutError."""
-        wanted = self._range(path, start, stop)
-        self._client.run(lambda _: self._cached.wait(path, wanted, timeout_seconds))
-
-    def fill(self, paths: Iterable[str] | None = None) -> None:
-        """Fetch all of ``paths`` (default: every file)."""
-        self._client.run(lambda _: self._cached.fill(paths))
-
-    def fill_in_background(self, paths: Iterable[str] | None = None) -> None:
-        """Begin to fetch all of ``paths`` and return at once; reads take what has landed. ``close`` ends it."""
-        if self._filling is None:
-            self._filling = self._client.start(lambda _: self._cached.fill(paths))
-
-    def close(self) -> None:
-        """Give up the lease; end what fills in the background. What has landed stays. Idempotent."""
-        if not self._client.is_ours:
-            return
-        if self._filling is not None:
-            self._filling.cancel()
-            concurrent.futures.wait([self._filling], timeout=CLOSE_TIMEOUT_SECONDS)
-        self._client.run(lambda _: self._cached.close())
-
-    def _range(self, path: str, start: int, stop: int | None) -> ByteRange:
-        return ByteRange(start, self._cached.file(path).size_bytes if stop is None else stop)
-
-    def __enter__(self) -> CachedView:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def open_cached(
-    uri: str | os.PathLike[str], *, kind: Kind = "auto", settings: Settings | None = None, **overrides: Any
-) -> CachedView:
-    """Open what ``uri`` holds now (a model directory, a checkpoint, one object) through the node cache.
-
-    Args:
-        kind: ``"object"`` or ``"directory"`` where the caller knows; that saves requests.
-
-    Raises ObjectNotFoundError, UncommittedCheckpointError, StoreError.
-    """
-    location = check_location(parse_uri(uri))
-    client = get_client(Settings.load(settings, **overrides))
-    return CachedView(client, client.run(lambda engine: engine.cached(location, kind=kind)))
-
-
-def open_entry(frozen: FileSet, settings: Settings) -> CachedView:
-    """Open an entry of the node cache by what its receipt says it is. Raises ConfigError, StoreError."""
-    client = get_client(settings)
-    return CachedView(client, client.run(lambda engine: engine.shelf.reopen(frozen)))
 
 
 def close_all() -> None:

@@ -51,8 +51,8 @@ from tierckpt.config import Settings
 from tierckpt.dcp.handoff.multi_node import ResultExchange
 from tierckpt.dcp.writer import told
 from tierckpt.disk.read_tuner import WAYS, read_tuner_for
+from tierckpt.drain.background import BackgroundDrains
 from tierckpt.drain.drain import Drainer
-from tierckpt.engine import Engine
 from tierckpt.format import layout
 from tierckpt.format.manifest import FileEntry, digest_of, digests_of
 from tierckpt.replication import local_index
@@ -101,7 +101,7 @@ def make_run(journal: Journal) -> None:
     incoming.mkdir(parents=True)
     (incoming / "left").write_bytes(pattern(100))
 
-    with mock.patch.object(Drainer, "drain", never), mock.patch.object(Engine, "send_linked", not_linked):
+    with mock.patch.object(Drainer, "drain", never), mock.patch.object(BackgroundDrains, "send_linked", not_linked):
         for step in (2, 3, 4, 5):
             save(step)
         close_all()

@@ -74,7 +74,7 @@ def loaded(step: int) -> dict[str, torch.Tensor]:
 def drain() -> None:
     """What a mover does when it starts: the entries that are ready are drained, what is dead is removed."""
     client = Client(Settings.load())
-    client.run(lambda engine: engine.recover())
+    client.run(lambda engine: engine.drains.recover())
     client.close()
     tierckpt.wait(f"{RUN}/step-2", timeout_seconds=60)
     close_all()

@@ -71,7 +71,7 @@ async def keep_the_newest(folder: Path) -> None:
     """What every save of a trainer ends with, and what the next process begins with."""
     engine = Engine(Settings.load(local_root=folder / "local"))
     try:
-        await engine.recover()
+        await engine.drains.recover()
         await engine.prune(parse_uri(folder / "shared"), Policy.of(keep_last=1))
     finally:
         await engine.close()

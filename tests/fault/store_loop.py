@@ -248,7 +248,7 @@ async def outage(uri: str, plan: Plan, root: Path, seconds: float, normal_second
             location = parse_uri(f"{uri}/step-{step}")
             await engine.attempts_to_replace(location, overwrite=True)
             saved.append(await asyncio.to_thread(save, engine, location, (64 * KiB,), step))
-            engine.submit(saved[-1].token)
+            engine.drains.submit(saved[-1].token)
             result.slowest_save_seconds = max(result.slowest_save_seconds, time.monotonic() - begun)
 
         await save_for(1.0)  # connections and caches
@@ -259,7 +259,7 @@ async def outage(uri: str, plan: Plan, root: Path, seconds: float, normal_second
         ended = time.monotonic()
         for one in saved:
             try:
-                await engine.wait(one.location, Tier.SHARED, max(1.0, ended + 60 - time.monotonic()))
+                await engine.drains.wait(one.location, Tier.SHARED, max(1.0, ended + 60 - time.monotonic()))
             except TierckptError:
                 result.not_drained += 1
         result.recovery_seconds = time.monotonic() - ended
@@ -272,8 +272,8 @@ async def outage(uri: str, plan: Plan, root: Path, seconds: float, normal_second
 
 async def drained(engine: Engine, saved: Saved, root: Path) -> None:
     """Drain, and read it back as a node that has nothing of it."""
-    engine.submit(saved.token)
-    await engine.wait(saved.location, Tier.SHARED, 30)
+    engine.drains.submit(saved.token)
+    await engine.drains.wait(saved.location, Tier.SHARED, 30)
     async with engine_at(root / "reader") as reader:
         await reader.restore(saved.location, root / "restored")
     assert wrong_files(root / "restored", saved) == []
@@ -285,9 +285,9 @@ async def race(uri: str, root: Path, writers: int) -> list[str]:
 
     async def one(index: int) -> str:
         async with engine_at(root / f"node-{index}") as engine:
-            engine.submit(save(engine, location, (KiB,), index).token)
+            engine.drains.submit(save(engine, location, (KiB,), index).token)
             try:
-                await engine.wait(location, Tier.SHARED, 30)
+                await engine.drains.wait(location, Tier.SHARED, 30)
             except TierckptError as error:
                 return type(error).__name__
             return "committed"

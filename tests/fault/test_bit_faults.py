@@ -86,7 +86,7 @@ class Node:
         asyncio.run(self._drain(runner))
 
     async def _drain(self, engine: Engine) -> None:
-        await engine.drain_all(patient=True)
+        await engine.drains.drain_all(patient=True)
         await engine.close()
 
     def _files(self) -> dict[str, bytes]:
@@ -393,8 +393,8 @@ def test_an_old_state_of_a_journal_entry_removes_nothing_that_is_committed(tmp_p
     engine.journal.write(replace(entry, state=WRITING, files=(), manifest=None))
 
     async def recover() -> VerifyReport:
-        await engine.recover()
-        await engine.idle(10.0)
+        await engine.drains.recover()
+        await engine.drains.idle(10.0)
         _, report = await engine.verify(location, read_data=True)
         await engine.close()
         return report
@@ -453,7 +453,7 @@ def drained_after_damage(root: Path) -> tuple[str, bool]:
     overwrite(shard, bytes(bit_flipped))
 
     async def drain() -> tuple[str, bool]:
-        _, errors = await engine.drain_all(patient=False)
+        _, errors = await engine.drains.drain_all(patient=False)
         committed = await shared_commit.read_shared_manifest(engine.store(location)) is not None
         await engine.close()
         return ", ".join(type(error).__name__ for error in errors), committed

@@ -192,7 +192,7 @@ def save_of_two_ranks(world: World) -> None:
                 world.may(step, LOCAL, SHARED)
                 saver.save(parse_uri(world.uri(step)), label, ranks=2, alone=alone)
                 world.must(step, LOCAL)
-                client.run(lambda engine: engine.drain_all(patient=True))
+                client.run(lambda engine: engine.drains.drain_all(patient=True))
                 world.must(step, SHARED)
     finally:
         client.close()
@@ -522,7 +522,7 @@ def recover_and_go_on(world: World, state: CrashState, steps: Sequence[int]) -> 
     client = get_client(Settings.load(None, **options))
     try:
         client.recover()
-        client.run(lambda engine: engine.idle(10.0))
+        client.run(lambda engine: engine.drains.idle(10.0))
         checker = Checker(world)
         allowed = {place: set(known) for place, known in checker.allowed[state.point].items()}
         for (tier, step), known in checker.allowed[state.point].items():

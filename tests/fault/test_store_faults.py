@@ -347,9 +347,9 @@ async def test_credentials_that_cannot_be_renewed(
             saved = save(engine, parse_uri(f"{uri}/step-1"), (KiB,), 1)
             await shared_commit.read_claim(engine.store(saved.location))
             expiry.has_come = True
-            engine.submit(saved.token)
+            engine.drains.submit(saved.token)
             with pytest.raises(PermissionDeniedError, match="no newer ones"):
-                await engine.wait(saved.location, Tier.SHARED, 30)
+                await engine.drains.wait(saved.location, Tier.SHARED, 30)
             assert [entry.token for entry in engine.journal.entries()] == [saved.token]
             assert "PermissionDeniedError" in engine.journal.entries()[0].error
             assert wrong_files(engine.directory(saved.location), saved) == []

@@ -98,8 +98,8 @@ VERBS: dict[str, Verb] = {
     "restore": Node.load,
     "prefetch": Node.fetch,
     "prune": lambda node: prune(node.run, keep_last=1, yes=True, local_root=node.root),
-    "drain": lambda node: node.client(lambda engine: engine.drain_all(patient=False)),
-    "recover": lambda node: node.client(lambda engine: engine.recover()),
+    "drain": lambda node: node.client(lambda engine: engine.drains.drain_all(patient=False)),
+    "recover": lambda node: node.client(lambda engine: engine.drains.recover()),
     "evict": lambda node: node.client(lambda engine: _evict(engine, node.model)),
     "save": lambda node: node.save(1),
     "agent": _agent,
@@ -166,7 +166,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for step in (1, 2):
             node.save(step, drain=step == 1)
             if step == 1:
-                node.client(lambda engine: engine.drain_all(patient=True))
+                node.client(lambda engine: engine.drains.drain_all(patient=True))
         node.fetch()
         with flushing(node.root):
             pass

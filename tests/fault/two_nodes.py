@@ -87,7 +87,7 @@ class Node:
 
         try:
             self.saver.save(location, label, planned=lambda: self.meet(f"{step}-{turn}"), committed=committed)
-            results, errors = self._runner.run(self.engine.drain_all(patient=True))
+            results, errors = self._runner.run(self.engine.drains.drain_all(patient=True))
         except TierckptError as error:
             results, errors = [], [error]
         outcomes = {result.token: result.outcome for result in results}

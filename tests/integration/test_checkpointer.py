@@ -132,7 +132,9 @@ def test_keep_last_on_each_tier(keep: Any, local: int, shared: int, shared_uri: 
 def test_retention_never_removes_what_is_not_drained(
     s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierckpt.engine.Engine.submit", lambda self, token: None)  # the drain is stuck
+    monkeypatch.setattr(
+        "tierckpt.drain.background.BackgroundDrains.submit", lambda self, token: None
+    )  # the drain is stuck
     checkpointer = Checkpointer(s3_uri, keep_last=1)
     for step in (1, 2, 3):
         checkpointer.save(step, {"value": step}).result(timeout=60)

@@ -109,7 +109,7 @@ def slow_storage(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         return False
 
     monkeypatch.setattr(Drainer, "send_files", late)
-    monkeypatch.setattr("tierckpt.engine.Engine.send_linked", never)
+    monkeypatch.setattr("tierckpt.drain.background.BackgroundDrains.send_linked", never)
 
 
 @pytest.mark.slow
@@ -224,8 +224,8 @@ def keep_on_two_nodes(uri: str, roots: str) -> dict[str, Any]:
     import asyncio
     import threading
 
+    from tierckpt.drain.background import BackgroundDrains
     from tierckpt.drain.drain import Drainer
-    from tierckpt.engine import Engine
 
     real, is_up = Drainer.send_files, threading.Event()
 
@@ -237,7 +237,7 @@ def keep_on_two_nodes(uri: str, roots: str) -> dict[str, Any]:
         return False
 
     Drainer.send_files = late  # type: ignore[method-assign]
-    Engine.send_linked = never  # type: ignore[assignment, method-assign]
+    BackgroundDrains.send_linked = never  # type: ignore[assignment, method-assign]
     rank = dist.get_rank()
     root = Path(roots, f"node-{rank}")
     name = f"own-{rank}"

@@ -21,11 +21,11 @@ import tierckpt
 from tests.integration.test_cli import COMMAND, Done, saved
 from tests.services import HttpServer
 from tierckpt.cli.ui.app import run
-from tierckpt.client import open_cached
 from tierckpt.disk.claims import Heartbeat
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError, UncommittedCheckpointError
 from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import digest_of
+from tierckpt.loading.cached_view import open_cached
 
 KIB = 1024
 CHUNK = 64 * KIB

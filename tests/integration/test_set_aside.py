@@ -20,6 +20,7 @@ from tierckpt.cli.ui.app import run as cli
 from tierckpt.client import Client, close_all, wait
 from tierckpt.config import Settings
 from tierckpt.drain import drain
+from tierckpt.drain.background import BackgroundDrains
 from tierckpt.drain.drain import Drainer
 from tierckpt.engine import Engine
 from tierckpt.errors import CommitAbandonedError, PermissionDeniedError, StoreUnavailableError, TierckptError
@@ -49,7 +50,7 @@ def saved(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> str:
         async def is_no_link(*_: object) -> bool:
             return False
 
-        patch.setattr(Engine, "send_linked", is_no_link)
+        patch.setattr(BackgroundDrains, "send_linked", is_no_link)
         save(uri, small_state(1))
     close_all()
     return uri
@@ -91,7 +92,7 @@ def drained_by(local_root: Path, **settings: Any) -> TierckptError | None:
     async def work() -> TierckptError | None:
         engine = Engine(Settings.load(local_root=local_root, **settings))
         try:
-            _, errors = await engine.drain_all(patient=True)
+            _, errors = await engine.drains.drain_all(patient=True)
             return errors[0] if errors else None
         finally:
             await engine.close()

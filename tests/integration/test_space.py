@@ -189,7 +189,7 @@ def held_drains(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         return False
 
     monkeypatch.setattr(Drainer, "send_files", late)
-    monkeypatch.setattr("tierckpt.engine.Engine.send_linked", cannot)
+    monkeypatch.setattr("tierckpt.drain.background.BackgroundDrains.send_linked", cannot)
     return go
 
 

@@ -66,3 +66,13 @@ def test_what_was_begun_ends_with_the_client(local_root: Path) -> None:
         begun.result(60)
     with pytest.raises(TierckptError, match="closed"):
         client.start(nothing)
+
+
+@pytest.mark.parametrize("mover", ["inline", "agent"])
+def test_what_is_given_to_a_closed_client_is_refused(mover: str, local_root: Path) -> None:
+    client = Client(Settings.load(local_root=local_root, mover=mover))
+    client.close()
+    with pytest.raises(TierckptError, match="closed"):
+        client.submit("0123456789abcdef")
+    with pytest.raises(TierckptError, match="closed"):
+        client.throttle(1 << 20, 1.0)

@@ -194,7 +194,7 @@ class Agent:
                 await asyncio.wait_for(self._stopping.wait(), RESCAN_SECONDS)
 
     def _may_leave(self) -> bool:
-        has_work = self._connections or self._tasks or self.engine.draining or self._retry_at
+        has_work = self._connections or self._tasks or self.engine.drains.draining or self._retry_at
         is_needed = self.peers is not None and self.peers.is_needed
         is_needed = is_needed or (self.replicator is not None and self.replicator.is_needed)
         return not (has_work or is_needed) and self.estate.is_empty
@@ -205,8 +205,8 @@ class Agent:
         A job that comes back meanwhile costs nothing but that drain.
         """
         try:
-            await self.engine.settle()
-            released = await self.engine.release()
+            await self.engine.drains.settle()
+            released = await self.engine.drains.release()
         except (OSError, TierckptError) as error:
             log.error("what is kept on the SSD cannot be released: %s", error)
             return False
@@ -223,14 +223,14 @@ class Agent:
                 self._submit(entry.token)
 
     def _submit(self, token: str) -> None:
-        if token in self.engine.draining:
+        if token in self.engine.drains.draining:
             return
         self._retry_at[token] = time.monotonic() + RETRY_SECONDS_MAX  # until it ends, one way or the other
         self._spawn(self._drain(token))
 
     async def _drain(self, token: str) -> None:
         try:
-            await self.engine.submit(token)
+            await self.engine.drains.submit(token)
         except TierckptError as error:
             self._failures[token] = count = self._failures.get(token, 0) + 1
             wait_seconds = min(RETRY_SECONDS_MIN * 2 ** (count - 1), RETRY_SECONDS_MAX)
@@ -249,10 +249,10 @@ class Agent:
         """
         deadline = time.monotonic() + self.settings.grace_seconds
         self.engine.budget.newest_first()
-        self._retry_at = {token: at for token, at in self._retry_at.items() if token in self.engine.draining}
+        self._retry_at = {token: at for token, at in self._retry_at.items() if token in self.engine.drains.draining}
         while time.monotonic() < deadline:
             await self._drain_what_is_ready()
-            if self.estate.is_empty and not self.engine.draining and not await self._left():
+            if self.estate.is_empty and not self.engine.drains.draining and not await self._left():
                 break
             await asyncio.sleep(FINISH_POLL_SECONDS)
         left = await self._left()
@@ -380,7 +380,7 @@ class Agent:
     async def _recover(self) -> None:
         self._recovered_at = time.monotonic()
         try:
-            await self.engine.recover()
+            await self.engine.drains.recover()
         except (OSError, TierckptError) as error:
             log.error("what earlier processes left cannot be taken up now: %s", error)
 
@@ -515,7 +515,7 @@ class Agent:
             "staged_saves": len(self.estate.saves),
             "memory_held_bytes": self.estate.size_bytes,
             "wills_executed": self.estate.executed,
-            "draining": len(self.engine.draining),
+            "draining": len(self.engine.drains.draining),
             "moving": [
                 {"what": what, "done_bytes": progress.done_bytes, "total_bytes": progress.total_bytes}
                 for what, progress in self._moving.items()

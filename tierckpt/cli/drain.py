@@ -200,7 +200,7 @@ async def _drain_within(engine: Engine, wait: bool, timeout_seconds: float | Non
     try:
         async with asyncio.timeout(timeout_seconds):
             await _drain(engine, work, wait)
-            await engine.settle()
+            await engine.drains.settle()
     except TimeoutError as error:
         if isinstance(error, TierckptError):
             raise
@@ -216,12 +216,12 @@ async def _drain(engine: Engine, work: _Work, wait: bool) -> None:
     another rank that is drained later in the same pass.
     """
     await _look(engine, work)
-    await engine.recover()  # with drain=False: only removes what dead processes never finished
-    await engine.release()
+    await engine.drains.recover()  # with drain=False: only removes what dead processes never finished
+    await engine.drains.release()
     await _look(engine, work)
     while not work.is_done:
         before = len(work.left)
-        results, work.errors = await engine.drain_all(patient=wait)
+        results, work.errors = await engine.drains.drain_all(patient=wait)
         work.outcomes |= {result.token: result.outcome for result in results if result.outcome != "held"}
         await _look(engine, work)
         if work.errors and wait:

@@ -319,13 +319,17 @@ class SaveSession:
         if entry.state == KEPT:
             return
         try:
-            linked = not self.delivery.is_direct_put and self.client.run(lambda engine: engine.send_linked(entry))
+            is_local = not self.delivery.is_direct_put
+            linked = is_local and self.client.run(lambda engine: engine.drains.send_linked(entry))
             is_coordinator = entry.manifest is not None and not entry.is_fragment
-            if linked and is_coordinator and self.client.run(lambda engine: engine.drain_now(entry.token)):
+            if linked and is_coordinator and self.client.run(lambda engine: engine.drains.drain_now(entry.token)):
                 return
         except (TierckptError, OSError) as error:
             log.warning("%s: the shared tier has to wait: %s", entry.uri, error)
-        self.client.submit(entry.token)
+        try:
+            self.client.submit(entry.token)
+        except TierckptError as error:  # this process ends: the journal has the entry, for the next one
+            log.warning("%s: drained when a process next saves here: %s", entry.uri, error)
 
     def let_go(self) -> bool:
         """End a save whose outcome is not known here: what a commit may name stays, and all else is put away.

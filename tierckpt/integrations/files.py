@@ -14,11 +14,12 @@ from typing import Any
 
 from ..checkpoint.catalog import Checkpoint
 from ..checkpoint.namespace import Thing, root_of
-from ..client import CachedView, get_client
+from ..client import get_client
 from ..config import Settings
 from ..disk import read_lease
 from ..errors import PreconditionFailedError
 from ..format.manifest import FileEntry
+from ..loading.cached_view import CachedView
 from ..read.copies import Copy, LocalCopy, RemoteCopy
 from ..read.replicated_file import RangeFile, ReplicatedFile, VerifiedFile
 from ..telemetry import logger

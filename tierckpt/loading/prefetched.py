@@ -8,13 +8,13 @@ from pathlib import Path
 from ..cache.file_set import Receipt
 from ..cache.partial_entry import RECEIPT, read_file, read_receipt
 from ..cache.verifier import Checker
-from ..client import open_entry
 from ..config import Settings
 from ..disk.read_tuner import MODEL_WAYS, ReadTuner, read_tuner_for
 from ..errors import IntegrityError, StoreError, TierckptError
 from ..read.copies import LocalCopy
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
+from .cached_view import open_entry
 from .model import Directory
 
 log = logger("load")

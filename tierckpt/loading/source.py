@@ -7,7 +7,6 @@ import os
 import threading
 from pathlib import Path
 
-from ..client import CachedView, open_cached
 from ..config import Settings
 from ..disk.read_tuner import MODEL_WAYS, read_tuner_for
 from ..errors import CheckpointNotFoundError, TierckptError
@@ -16,6 +15,7 @@ from ..read.copies import Copy, LocalCopy
 from ..read.parallel_read import REQUESTS_MAX
 from ..stores.schemes import check_location
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
+from .cached_view import CachedView, open_cached
 from .model import SUFFIX, Model, Place, open_model
 from .prefetched import open_directory
 

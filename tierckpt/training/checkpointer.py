@@ -462,7 +462,7 @@ class Checkpointer:
     def _wait_shared(self, record: SaveRecord, timeout_seconds: float) -> None:
         location = parse_uri(record.uri)
         self._client.wait(location, Tier.SHARED, timeout_seconds)
-        seen = self._client.engine.committed_at.get(record.uri, time.monotonic())
+        seen = self._client.engine.drains.committed_at.get(record.uri, time.monotonic())
         record.shared_commit_seconds = seen - record.begun_at
 
     def _note_commits(self) -> None:
@@ -475,7 +475,7 @@ class Checkpointer:
     def _drained_after(self, record: SaveRecord) -> float | None:
         """Seconds until the shared commit: as this process saw it, or as the agent noted it on the SSD."""
         started = record.begun_at
-        seen = self._client.engine.committed_at.get(record.uri)
+        seen = self._client.engine.drains.committed_at.get(record.uri)
         if seen is not None:
             return seen - started
         try:
@@ -547,8 +547,8 @@ class Checkpointer:
         while self._running and self._running[0][1].done():
             self._finish_oldest()
         uris = {record.uri for record in self.stats}
-        for token, (uri, failure) in self._client.engine.take_failures(uris).items():
-            if not self._client.engine.may_pass(self.location, failure):
+        for token, (uri, failure) in self._client.engine.drains.take_failures(uris).items():
+            if not self._client.engine.drains.may_pass(self.location, failure):
                 raise failure
             log.warning("%s stays on this node for now, and its drain is tried again: %s", uri, failure)
             self._client.submit(token)
@@ -662,9 +662,9 @@ class Checkpointer:
                 self._note_commits()
                 self._wait_for_drains(deadline)
             if self._pacer.keeps_some:
-                self._client.run(lambda engine: engine.settle(self.location))
+                self._client.run(lambda engine: engine.drains.settle(self.location))
         except (OperationTimeoutError, KeyboardInterrupt):
-            self._client.run(lambda engine: engine.stop_waiting())
+            self._client.run(lambda engine: engine.drains.stop_waiting())
             raise
         finally:
             reason = "preempted" if preemption.is_ending() else "closed"
@@ -683,7 +683,7 @@ class Checkpointer:
         if not (good and self.settings.drain) or good[-1].is_sent:
             return
         good[-1].is_sent = True
-        for entry in self._client.run(lambda engine: engine.release(self.location)):
+        for entry in self._client.run(lambda engine: engine.drains.release(self.location)):
             self._client.submit(entry.token)
 
     def __enter__(self) -> Self:
@@ -721,12 +721,12 @@ class Checkpointer:
 
         Raises nothing that waiting could not mend. What the agent drains it goes on to drain after this process.
         """
-        self._client.run(lambda engine: engine.newest_first())
+        self._client.run(lambda engine: engine.drains.newest_first())
         self._last.wait(deadline, self._pacer.step_seconds)
         futures.wait([future for _, future in self._running], max(0.0, deadline - time.monotonic()))
         self._send_newest()
         left = [f"{record.uri} did not reach the local tier in time" for record, _ in self._unfinished()]
-        entries = self._client.run(lambda engine: engine.idle(max(0.0, deadline - time.monotonic())))
+        entries = self._client.run(lambda engine: engine.drains.idle(max(0.0, deadline - time.monotonic())))
         left += [f"{entry.uri} is on the local tier only; `tierckpt drain --wait` finishes it" for entry in entries]
         self._ledger.ended("preempted", wait_seconds=deadline - time.monotonic())
         return left

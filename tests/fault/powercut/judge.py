@@ -168,4 +168,4 @@ def _save_on(world: World, found: State) -> None:
         for tier in (LOCAL, SHARED):
             if checker.committed_in(world.place(f"step-{step}", tier), may_lack=False) != "afterwards":
                 raise Violation(f"step-{step} cannot be saved after the cut")
-    job.wait(job.engine.idle(10.0))
+    job.wait(job.engine.drains.idle(10.0))

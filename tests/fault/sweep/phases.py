@@ -100,7 +100,7 @@ class Job:
 
     def drain(self) -> None:
         """What the journal holds, once; raises the first thing that went wrong, acknowledges what went well."""
-        results, errors = self.wait(self.engine.drain_all(patient=True))
+        results, errors = self.wait(self.engine.drains.drain_all(patient=True))
         for result in results:
             if result.outcome == "committed":
                 self.acknowledge(result.uri.rpartition("/")[2], SHARED)
@@ -111,7 +111,7 @@ class Job:
         """What the next process does first."""
         check_local_root(self.saver.settings)
         self.saver.recover()
-        self.wait(self.engine.idle(10.0))
+        self.wait(self.engine.drains.idle(10.0))
         self.drain()
 
 

@@ -114,7 +114,7 @@ class Saver:
         """As the client does it: once in the life of a process."""
         if not self._recovered:
             self._recovered = True
-            self.run(self.engine.recover())
+            self.run(self.engine.drains.recover())
 
     def leave_unfinished(self, location: Location, label: str) -> None:
         """What a process leaves that is killed while it writes shards."""
@@ -226,9 +226,9 @@ class _OneSave:
         if not send or self.is_direct_put:
             return
         with contextlib.suppress(TierckptError):  # as in the writer: the mover tries again
-            linked = self.saver.run(self.engine.send_linked(entry))
+            linked = self.saver.run(self.engine.drains.send_linked(entry))
             if linked and entry.manifest is not None and not entry.is_fragment:
-                self.saver.run(self.engine.drain_now(entry.token))
+                self.saver.run(self.engine.drains.drain_now(entry.token))
 
     def abort(self) -> None:
         if self.entry is None:

@@ -84,7 +84,8 @@ class ResultExchange:
 
     def await_commit(self, entry: Entry) -> bool:
         """Return whether a manifest on the shared tier, committed or to be, names the files of ``entry`` by then."""
-        return any(self.client.run(lambda engine: engine.is_named(entry)) for _ in Poll(self.wait_seconds, SHARED))
+        polls = Poll(self.wait_seconds, SHARED)
+        return any(self.client.run(lambda engine: engine.drains.is_named(entry)) for _ in polls)
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Remove their records: whoever had to read them has, or never will. Never fails: they harm nobody."""

@@ -1,0 +1,132 @@
+"""CachedView: the node cache for synchronous callers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..cache.entry import CacheEntry
+from ..cache.file_set import FileSet
+from ..cache.node_cache import Kind
+from ..cache.prefetch import FileSpec
+from ..client import CLOSE_TIMEOUT_SECONDS, Client, get_client
+from ..config import Settings
+from ..format.layout import parse_uri
+from ..stores.schemes import check_location
+from ..types import Buffer, ByteRange
+
+
+class CachedView:
+    """What a URI holds, through the node cache, for synchronous callers. ``open_cached`` makes it; close it.
+
+    Bytes are of the version that was there when it was opened, or an error. What this node has is read from its files;
+    what it lacks is fetched, once per node, and kept. Any thread may use it.
+    """
+
+    def __init__(self, client: Client, cached: CacheEntry) -> None:
+        self._client, self._cached = client, cached
+        self._filling: concurrent.futures.Future[None] | None = None
+
+    @property
+    def files(self) -> dict[str, FileSpec]:
+        """Every file by its path below the URI; of a URI that is one object, that object by its name."""
+        return self._cached.files
+
+    @property
+    def only(self) -> FileSpec | None:
+        """The file of a URI that is one object."""
+        return self._cached.only
+
+    @property
+    def chunk_size_bytes(self) -> int:
+        """What is fetched at a time: a read costs whole chunks."""
+        return self._cached.chunk_size_bytes
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory of real files, once all of them are whole; else None."""
+        return self._cached.directory
+
+    def path(self, path: str) -> Path:
+        """Where a file lies now, whole or with holes. The name may change once, when all becomes whole."""
+        return self._cached.path(path)
+
+    def landed(self, path: str, start: int = 0, stop: int | None = None) -> bool:
+        """True when bytes ``start`` to ``stop`` are on this node. Cost: microseconds."""
+        return self._cached.landed(path, self._range(path, start, stop))
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> memoryview:
+        """Return bytes ``start`` to ``stop`` (default: the end). Raises IntegrityError, StoreError."""
+        wanted = self._range(path, start, stop)
+        into = memoryview(bytearray(wanted.size_bytes))
+        self.read_into(path, start, into)
+        return into.toreadonly()
+
+    def read_into(self, path: str, start: int, into: Buffer) -> None:
+        """Fill ``into``, which is writable, with the bytes from ``start`` on."""
+        view = memoryview(into).cast("B")
+        wanted = ByteRange(start, start + len(view))
+        if not self._cached.read_available(path, wanted, view):  # what has landed needs no event loop
+            self._client.run(lambda _: self._cached.read_into(path, wanted, view))
+
+    def is_good(self, path: str, start: int, data: Buffer) -> bool:
+        """True when ``data``, read from ``path(path)`` at ``start``, is what landed there; ``read_into`` mends what is
+        not."""
+        view = memoryview(data).cast("B")
+        return self._cached.is_good(path, ByteRange(start, start + len(view)), view)
+
+    def wait(self, path: str, start: int = 0, stop: int | None = None, timeout_seconds: float = 60.0) -> None:
+        """Return when the bytes have landed, whoever fetches them. Raises OperationTimeoutError."""
+        wanted = self._range(path, start, stop)
+        self._client.run(lambda _: self._cached.wait(path, wanted, timeout_seconds))
+
+    def fill(self, paths: Iterable[str] | None = None) -> None:
+        """Fetch all of ``paths`` (default: every file)."""
+        self._client.run(lambda _: self._cached.fill(paths))
+
+    def fill_in_background(self, paths: Iterable[str] | None = None) -> None:
+        """Begin to fetch all of ``paths`` and return at once; reads take what has landed. ``close`` ends it."""
+        if self._filling is None:
+            self._filling = self._client.start(lambda _: self._cached.fill(paths))
+
+    def close(self) -> None:
+        """Give up the lease; end what fills in the background. What has landed stays. Idempotent."""
+        if not self._client.is_ours:
+            return
+        if self._filling is not None:
+            self._filling.cancel()
+            concurrent.futures.wait([self._filling], timeout=CLOSE_TIMEOUT_SECONDS)
+        self._client.run(lambda _: self._cached.close())
+
+    def _range(self, path: str, start: int, stop: int | None) -> ByteRange:
+        return ByteRange(start, self._cached.file(path).size_bytes if stop is None else stop)
+
+    def __enter__(self) -> CachedView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_cached(
+    uri: str | os.PathLike[str], *, kind: Kind = "auto", settings: Settings | None = None, **overrides: Any
+) -> CachedView:
+    """Open what ``uri`` holds now (a model directory, a checkpoint, one object) through the node cache.
+
+    Args:
+        kind: ``"object"`` or ``"directory"`` where the caller knows; that saves requests.
+
+    Raises ObjectNotFoundError, UncommittedCheckpointError, StoreError.
+    """
+    location = check_location(parse_uri(uri))
+    client = get_client(Settings.load(settings, **overrides))
+    return CachedView(client, client.run(lambda engine: engine.cached(location, kind=kind)))
+
+
+def open_entry(frozen: FileSet, settings: Settings) -> CachedView:
+    """Open an entry of the node cache by what its receipt says it is. Raises ConfigError, StoreError."""
+    client = get_client(settings)
+    return CachedView(client, client.run(lambda engine: engine.shelf.reopen(frozen)))
