@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tierckpt.peer.fetch.peer_state import PeerState
 from tierckpt.peer.fetch.placement import Placement
 from tierckpt.peer.fetch.scheduler import SHARED, ChunkRequest, Schedule, Tuning, WaitUntil
 from tierckpt.peer.members import Member
@@ -114,12 +115,14 @@ class Node:
         self.up, self.down, self.start = Link(up), Link(down), start
         self.member = Member(name, name, 1.0)
         self.schedule = Schedule(
-            "5" * 32,
-            case.chunks,
-            name,
-            tuning=case.tuning,
-            rng=random.Random(f"{case.seed} {name}"),
-            placement=world.placement,
+            PeerState(
+                "5" * 32,
+                case.chunks,
+                name,
+                tuning=case.tuning,
+                rng=random.Random(f"{case.seed} {name}"),
+                placement=world.placement,
+            )
         )
         self.log: list[int] = []
         self.has: set[int] = set()
@@ -159,19 +162,19 @@ class Node:
         if len(world.nodes) > MANY_FLOWS:
             if self.met != (seen := world.members_at()):
                 self.met = seen
-                self.schedule.meet(*world.many(seen), now)
+                self.schedule.state.meet(*world.many(seen), now)
             return
         live = [n.member for n in world.nodes if not (n.dead and now - world.dead_at > DEAD_SECONDS)]
         names = {self.name, *(name for name, at in self.interest.items() if now - at < INTEREST_SECONDS)}
-        for name in self.schedule.slow:
+        for name in self.schedule.state.slow:
             world.send(self, name, lambda other: other.slow_to.update({self.name: world.now}), lambda: None)
         slow_to = {name for name, at in self.slow_to.items() if now - at < SLOW_SECONDS}
-        self.schedule.meet(live, names, now, slow_to=slow_to)
+        self.schedule.state.meet(live, names, now, slow_to=slow_to)
 
     def poll(self) -> None:
         if self.is_idle():
             return
-        for name, cursor in self.schedule.to_ask(self.world.now):
+        for name, cursor in self.schedule.state.to_ask(self.world.now):
             self.world.send(
                 self,
                 name,
@@ -183,7 +186,7 @@ class Node:
 
     def _unreached(self, name: str) -> None:
         if not self.is_idle():
-            self.schedule.unreached(name, self.world.now)
+            self.schedule.state.unreached(name, self.world.now)
             self.pump()
 
     def _polled(self, other: Node, cursor: int) -> None:
@@ -208,14 +211,14 @@ class Node:
         self.interest |= fresh
         if has_news:
             self._meet()
-        self.schedule.hear(other.name, now, new=new, fetching=fetching, whole=whole, cursor=cursor)
+        self.schedule.state.hear(other.name, now, new=new, fetching=fetching, whole=whole, cursor=cursor)
         self.pump()
 
     def pump(self) -> None:
         now = self.world.now
         for ask in self.schedule.take_unwanted():
             self.give_up(ask)
-        while not self.is_idle() and self.busy < self.schedule.tuning.slots:
+        while not self.is_idle() and self.busy < self.schedule.state.tuning.slots:
             ask = self.schedule.choose(now)
             if isinstance(ask, WaitUntil):
                 if self.next_wake <= now or self.next_wake > ask.until:
@@ -284,9 +287,9 @@ class Node:
             self.log.append(chunk)
         self.schedule.came(ask, world.now)
         if source is not None:
-            cursor = self.schedule.peers[source.name].cursor if source.name in self.schedule.peers else 0
+            cursor = self.schedule.state.peers[source.name].cursor if source.name in self.schedule.state.peers else 0
             new = source.log[cursor : cursor + LINES_MAX]
-            self.schedule.hear(source.name, world.now, new=new, cursor=cursor + len(new))
+            self.schedule.state.hear(source.name, world.now, new=new, cursor=cursor + len(new))
         for give in self.waiters.pop(chunk, []):
             give()
         if len(self.has) == world.case.chunks:

@@ -8,20 +8,21 @@ from typing import Any
 
 def ownership_ignored() -> None:
     """Every node takes every chunk for its own, begins at the first, and does not care what others fetch just now."""
+    from tierckpt.peer.fetch.peer_state import PeerState
     from tierckpt.peer.fetch.scheduler import Schedule
 
-    real_plan, real_hear = Schedule.plan, Schedule.hear
+    real_plan, real_hear = Schedule.plan, PeerState.hear
 
     def plan(self: Any, now: float = 0.0) -> None:
-        self.chunk_owners = [self.me] * self.total
+        self.state.chunk_owners = [self.state.me] * self.state.total
         real_plan(self, now)
 
     def hear(self: Any, name: str, now: float, **told: Any) -> None:
         real_hear(self, name, now, **told | {"fetching": None})
 
-    Schedule.plan, Schedule.hear = plan, hear  # type: ignore[method-assign]
+    Schedule.plan, PeerState.hear = plan, hear  # type: ignore[method-assign]
     Schedule.order_of = lambda self, name, chunks: chunks  # type: ignore[method-assign]
-    Schedule.store_slots = lambda self: self.tuning.slots  # type: ignore[method-assign]
+    Schedule.store_slots = lambda self: self.state.tuning.slots  # type: ignore[method-assign]
 
 
 def nothing_is_verified() -> None:

@@ -24,7 +24,7 @@ from tierckpt.cache.peers import NotNowError
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, PeerError, StoreUnavailableError
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer.client import ChunkAnswer
-from tierckpt.peer.fetch.scheduler import Schedule, Tuning
+from tierckpt.peer.fetch.peer_state import Tuning
 from tierckpt.peer.fetch.session import ClusterView, FetchSession
 from tierckpt.peer.members import Member
 from tierckpt.peer.messages import ChunkReport
@@ -237,7 +237,7 @@ async def test_what_peers_hold_is_not_read_from_the_store() -> None:
     assert played.reports
 
 
-async def test_who_is_slow_is_told_and_who_is_told_by_all_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_is_slow_is_told_and_who_is_told_by_all_steps_back() -> None:
     played, told = Played(holders={"b": EVERY, "c": EVERY}), asyncio.Queue[tuple[str, str]]()
 
     async def tell_slow(member: Member, version: str) -> None:
@@ -249,11 +249,11 @@ async def test_who_is_slow_is_told_and_who_is_told_by_all_steps_back(monkeypatch
         found = await Played.view(played, is_fetching)
         return dataclasses.replace(found, interested=frozenset("bc"), slow_to=frozenset("bc"))
 
-    monkeypatch.setattr(Schedule, "slow", frozenset("b"))
     swarm = FetchSession(played.frozen, played, view, lambda me: played, tuning=QUICK)
     await swarm.start()
     try:
-        assert swarm.schedule.am_slow
+        assert swarm.schedule.state.am_slow
+        swarm.schedule.state.slow = frozenset("b")
         async with asyncio.timeout(20):
             assert await told.get() == ("b", played.frozen.version)
     finally:

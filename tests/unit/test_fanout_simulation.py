@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 from fanout_simulation import Case, Outcome, simulate
 
-from tierckpt.peer.fetch.scheduler import Schedule, Tuning
+from tierckpt.peer.fetch.peer_state import PeerState, Tuning
 
 CHUNKS = 128
 """Few, so that it ends soon; each is then a larger part of the whole, and bounds are wider than the figures."""
@@ -69,8 +69,8 @@ def test_a_node_that_only_sends_slowly_does_not_hold_the_others_up(
         return [run(name, seed=seed, **changes) for seed in range(1, 7)]
 
     told = outcomes("one sends slowly")
-    meet = Schedule.meet
-    monkeypatch.setattr(Schedule, "meet", lambda self, live, interested, now, **_: meet(self, live, interested, now))
+    meet = PeerState.meet
+    monkeypatch.setattr(PeerState, "meet", lambda self, live, interested, now, **_: meet(self, live, interested, now))
     untold = outcomes("nobody tells it")
     assert max(one.ratio for one in told) <= 1.3
     assert max(one.store_ratio for one in told) <= 1.02

@@ -132,19 +132,19 @@ class PeerState:
         self._all = (1 << total) - 1
         self.missing = self._all if wanted is None else mask(wanted)
         self.peers: dict[str, Peer] = {}
-        self._live: dict[str, Member] = {}
-        self._interested: frozenset[str] = frozenset()
-        self._placed: frozenset[str] = frozenset()
+        self.live: dict[str, Member] = {}
+        self.interested: frozenset[str] = frozenset()
+        self.placed: frozenset[str] = frozenset()
         """Those that chunks are placed on: the interested ones, from the end of the first moment on."""
         self._placement: Placement | None = None
         self.chunk_owners: list[str] = []
-        self._count = bytearray(total)
+        self.copies = bytearray(total)
         """How many members are known to hold each chunk."""
-        self._any = 0
+        self.held_anywhere = 0
         """Chunks that somebody is known to hold."""
-        self._turn = 0
+        self.allowed = 0
         """Those that it is our turn to ask for."""
-        self._turn_slow = 0
+        self.allowed_slow = 0
         """The same where only slow members hold them."""
         self._turns: deque[tuple[float, int]] = deque()
         """When somebody was first heard to hold which: some time later they are everybody's turn."""
@@ -152,14 +152,14 @@ class PeerState:
         self._my_ranks: dict[int, int] = {}
         self._settled_at: float | None = None
         self.moved_at = 0.0
-        self._hungry = False
+        self.is_hungry = False
         """The last choice found nothing to ask a peer for."""
-        self._slow: frozenset[str] = frozenset()
+        self.slow: frozenset[str] = frozenset()
+        """Members that take far longer to answer than others do. They should be told."""
+        self.is_changed = False
+        """Who counts has changed since ``Schedule`` worked out what is ours to fetch."""
         self.am_slow = False
         """Others say so."""
-
-    def plan(self, now: float = 0.0) -> None:
-        """Who counts has changed: work out again what is ours to do."""
 
     # --- who is there --------------------------------------------------------------------------------------------
 
@@ -176,10 +176,10 @@ class PeerState:
         by_name.setdefault(self.me, Member(self.me, ""))
         for name in [name for name in self.peers if name not in by_name]:
             self._forget(name)
-        self._live = by_name
+        self.live = by_name
         self._watch()
-        self._interested = frozenset(name for name in interested if name in by_name) | {self.me}
-        self._step_back(len(self._interested.intersection(slow_to)), now)
+        self.interested = frozenset(name for name in interested if name in by_name) | {self.me}
+        self._step_back(len(self.interested.intersection(slow_to)), now)
 
     def _step_back(self, slow_to: int, now: float) -> None:
         """Own no chunks while two thirds of the others find us slow: they fetch them instead, and what we would bring
@@ -187,10 +187,10 @@ class PeerState:
 
         Fewer will not do: when a partition heals, each half finds the other slow, and somebody has to own the chunks.
         """
-        is_slow = slow_to >= 2 and 3 * slow_to >= 2 * (len(self._interested) - 1)
+        is_slow = slow_to >= 2 and 3 * slow_to >= 2 * (len(self.interested) - 1)
         if is_slow != self.am_slow:
             self.am_slow = is_slow
-            self.plan(now)
+            self.is_changed = True
 
     def settle(self, now: float) -> bool:
         """True when what is known is enough to decide by. Works out the placement anew when members came or went."""
@@ -198,15 +198,15 @@ class PeerState:
             return False
         if self._is_early(now):
             return False
-        if self._placed != self._interested:
-            self._placed = self._interested
-            self._placement = self._place(self.version, [self._live[name] for name in sorted(self._placed)])
+        if self.placed != self.interested:
+            self.placed = self.interested
+            self._placement = self._place(self.version, [self.live[name] for name in sorted(self.placed)])
             self.chunk_owners = self._placement.owners(self.total)
             self._watch_owners()
             self._my_ranks.clear()
-            self._turn = self._turn_slow = 0
-            self._recount()
-            self.plan(now)
+            self.allowed = self.allowed_slow = 0
+            self.recount()
+            self.is_changed = True
         return True
 
     def _is_early(self, now: float) -> bool:
@@ -223,45 +223,40 @@ class PeerState:
         """Keep an eye on some members, drawn at random where there are many: who watches whom is then a graph in which
         everything is a few steps away."""
         room = self.tuning.watched_max - len(self.peers)
-        if room <= 0 or len(self._live) <= len(self.peers) + 1:
+        if room <= 0 or len(self.live) <= len(self.peers) + 1:
             return
-        others = [name for name in self._live if name not in self.peers and name != self.me]
+        others = [name for name in self.live if name not in self.peers and name != self.me]
         for name in others if len(others) <= room else self.rng.sample(others, room):
-            self.peers[name] = Peer(self._live[name])
+            self.peers[name] = Peer(self.live[name])
 
     def _watch_owners(self) -> None:
         """Of far more nodes than chunks few fetch anything: who hears of none of them takes the store to be asleep."""
-        owners = {name for name in self.chunk_owners if name in self._live} - {self.me}
+        owners = {name for name in self.chunk_owners if name in self.live} - {self.me}
         unknown = sorted(owners - self.peers.keys())
         room = min(len(unknown), OWNERS_WATCHED - (len(owners) - len(unknown)))
         for name in self.rng.sample(unknown, max(0, room)):
-            self.peers[name] = Peer(self._live[name])
+            self.peers[name] = Peer(self.live[name])
 
-    def _counts(self, name: str, now: float) -> bool:
+    def may_own(self, name: str, now: float) -> bool:
         """True for a member that may own chunks: one that answers, and is not slow."""
         if name == self.me:
             return not self.am_slow
-        return self._is_usable(name, now) and name not in self._slow
+        return self.is_usable(name, now) and name not in self.slow
 
-    @property
-    def slow(self) -> frozenset[str]:
-        """Members that take far longer to answer than others do. They should be told."""
-        return self._slow
-
-    def _is_usable(self, name: str, now: float) -> bool:
+    def is_usable(self, name: str, now: float) -> bool:
         peer = self.peers.get(name)
-        return name in self._live and (peer is None or peer.is_good)
+        return name in self.live and (peer is None or peer.is_good)
 
-    def _ranks(self, chunk: int) -> tuple[str, ...]:
+    def ranks(self, chunk: int) -> tuple[str, ...]:
         return self._placement.ranks(chunk) if self._placement is not None else (self.me,)
 
-    def _owner(self, chunk: int, now: float) -> str:
+    def owner(self, chunk: int, now: float) -> str:
         if not self.chunk_owners:
             return self.me
         first = self.chunk_owners[chunk]
-        if self._counts(first, now):
+        if self.may_own(first, now):
             return first
-        return next((name for name in self._ranks(chunk) if self._counts(name, now)), self.me)
+        return next((name for name in self.ranks(chunk) if self.may_own(name, now)), self.me)
 
     # --- what they hold ------------------------------------------------------------------------------------------
 
@@ -282,27 +277,27 @@ class PeerState:
         peer.heard_at = now
         if peer.failures:
             peer.failures, peer.retry_at = 0, 0.0
-            self._left()
+            self.forget_owners()
         if whole and not peer.is_whole:
             peer.is_whole, peer.fetching = True, {}
             for chunk in bits(self._all & ~peer.held & ~peer.lacks):
-                self._holds(peer, chunk, now)
+                self.add_holding(peer, chunk, now)
         elif not peer.is_whole:
             for chunk in new:
                 if 0 <= chunk < self.total and not (peer.held | peer.lacks) >> chunk & 1:
-                    self._holds(peer, chunk, now)
+                    self.add_holding(peer, chunk, now)
         if cursor is not None:
             peer.cursor = max(peer.cursor, cursor)
         if fetching is not None and not peer.is_whole:
             known = peer.fetching
             peer.fetching = {chunk: known.get(chunk, now) for chunk in fetching if 0 <= chunk < self.total}
 
-    def _holds(self, peer: Peer, chunk: int, now: float) -> None:
+    def add_holding(self, peer: Peer, chunk: int, now: float) -> None:
         bit = 1 << chunk
         peer.held |= bit
         peer.fetching.pop(chunk, None)
-        if not self._any & bit:
-            self._any |= bit
+        if not self.held_anywhere & bit:
+            self.held_anywhere |= bit
             self.moved_at = now
             self._turns.append((now, bit))
             self._turns_slow.append((now, bit))
@@ -310,51 +305,51 @@ class PeerState:
 
     def _counted(self, chunk: int) -> None:
         """One more holds it. Copies spread as a tree does, each chunk's its own: first to a few, who pass it on."""
-        count = self._count[chunk] = min(255, self._count[chunk] + 1)
+        count = self.copies[chunk] = min(255, self.copies[chunk] + 1)
         rank = self.my_rank(chunk)
         if rank <= count * self.tuning.copies_first:
-            self._turn |= 1 << chunk
+            self.allowed |= 1 << chunk
             if rank <= count:
-                self._turn_slow |= 1 << chunk
+                self.allowed_slow |= 1 << chunk
 
     def my_rank(self, chunk: int) -> int:
-        if not self.chunk_owners or len(self._placed) <= self.tuning.copies_first + 1:
+        if not self.chunk_owners or len(self.placed) <= self.tuning.copies_first + 1:
             return 0
         rank = self._my_ranks.get(chunk)
         if rank is None:
-            nodes = len(self._placed)
+            nodes = len(self.placed)
             if nodes > EXACT_RANKS_MAX or self.total > EXACT_CHUNKS_MAX:
                 rank = int(fraction(f"{self.version}/{chunk}/{self.me}") * min(nodes, self.tuning.watched_max))
             else:
-                rank = self._ranks(chunk).index(self.me)
+                rank = self.ranks(chunk).index(self.me)
             self._my_ranks[chunk] = rank
         return rank
 
-    def _take_turns(self, now: float, answer_seconds: float) -> None:
+    def take_turns(self, now: float, answer_seconds: float) -> None:
         """``answer_seconds``: what an answer takes. Before two have been given those whose turn it is cannot have
         passed on what they got, and who does not wait for them asks the one holder there is."""
         turn_seconds = max(self.tuning.turn_seconds, self.tuning.turn_answers * answer_seconds)
         while self._turns and self._turns[0][0] + turn_seconds <= now:
-            self._turn |= self._turns.popleft()[1]
+            self.allowed |= self._turns.popleft()[1]
         while self._turns_slow and self._turns_slow[0][0] + self.tuning.turn_slow_seconds <= now:
-            self._turn_slow |= self._turns_slow.popleft()[1]
+            self.allowed_slow |= self._turns_slow.popleft()[1]
 
     def forget_held(self, name: str) -> None:
         """A member's list has begun anew (its agent did): what it holds is not known any more."""
         peer = self.peers.get(name)
         if peer is not None:
             peer.held, peer.lacks, peer.cursor, peer.is_whole, peer.fetching = 0, 0, 0, False, {}
-            self._recount()
+            self.recount()
 
     def _forget(self, name: str) -> None:
         del self.peers[name]
-        self._recount()
+        self.recount()
 
-    def _recount(self) -> None:
-        self._any, self._count = 0, bytearray(self.total)
+    def recount(self) -> None:
+        self.held_anywhere, self.copies = 0, bytearray(self.total)
         for peer in self.peers.values():
             if peer.is_good:
-                self._any |= peer.held
+                self.held_anywhere |= peer.held
                 for chunk in bits(peer.held & self.missing):
                     self._counted(chunk)
 
@@ -362,7 +357,7 @@ class PeerState:
         """Members whose holdings should be asked for now, each with how far its list is known. Marks them as asked."""
         tuning = self.tuning
         is_early = self._is_early(now)
-        patience = tuning.poll_seconds if self._hungry or is_early else tuning.keep_seconds
+        patience = tuning.poll_seconds if self.is_hungry or is_early else tuning.keep_seconds
         due = [
             peer
             for peer in self.peers.values()
@@ -391,26 +386,26 @@ class PeerState:
         wait = self.tuning.retry_seconds_min * 2 ** (peer.failures - 1)
         peer.retry_at = now + min(wait, self.tuning.retry_seconds_max) * (0.5 + self.rng.random())
         if peer.failures == 1:
-            self._left()
+            self.forget_owners()
 
     def ban(self, name: str) -> None:
         """A member has lied: it is not asked for anything any more."""
         peer = self.peers.get(name)
         if peer is not None and not peer.is_banned:
             peer.is_banned = True
-            self._left()
+            self.forget_owners()
 
     def trust(self, name: str) -> None:
         """A member was right after all."""
         peer = self.peers.get(name)
         if peer is not None and peer.is_banned:
             peer.is_banned = False
-            self._left()
+            self.forget_owners()
 
-    def _left(self) -> None:
+    def forget_owners(self) -> None:
         """Some member counts no more: who owns what, and what is held, is worked out again."""
-        self._recount()
-        self.plan()
+        self.recount()
+        self.is_changed = True
 
 
 def mask(chunks: Iterable[int]) -> int:

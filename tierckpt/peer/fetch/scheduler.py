@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from .peer_state import Peer, PeerState, Tuning, any_bit, bits, mask, quantile, span
 from .placement import fraction
@@ -69,11 +69,11 @@ class WaitUntil:
 Decision: TypeAlias = ChunkRequest | WaitUntil | None
 
 
-class Schedule(PeerState):
+class Schedule:
     """One fill of one version on one node."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, state: PeerState) -> None:
+        self.state = state
         self.flying: dict[int, list[tuple[ChunkRequest, float]]] = {}
         """What is under way, by chunk: each request, and when it was made."""
         self._flying = 0
@@ -100,25 +100,25 @@ class Schedule(PeerState):
         seconds = now - asked_at if asked_at is not None else 0.0
         if ask.source is SHARED:
             self._store_times.append(seconds)
-            self._ramp.came(seconds, self.store_slots(), self.tuning.slots // 2)
+            self._ramp.came(seconds, self.store_slots(), self.state.tuning.slots // 2)
             self._brought |= 1 << ask.chunk
         else:
-            peer = self.peers.get(ask.source)
+            peer = self.state.peers.get(ask.source)
             if peer is not None:
-                self.hear(ask.source, now)
+                self.state.hear(ask.source, now)
                 if not ask.wait_seconds:
                     peer.answers += 1
                     peer.seconds = seconds if not peer.seconds else 0.7 * peer.seconds + 0.3 * seconds
                     self._times.append(seconds)
                 if not peer.held >> ask.chunk & 1:
-                    self._holds(peer, ask.chunk, now)
+                    self.state.add_holding(peer, ask.chunk, now)
         self.landed(ask.chunk, now)
 
     def landed(self, chunk: int, now: float) -> None:
         """The chunk is here, whoever brought it."""
-        if self.missing >> chunk & 1:
-            self.missing &= ~(1 << chunk)
-            self.moved_at = now
+        if self.state.missing >> chunk & 1:
+            self.state.missing &= ~(1 << chunk)
+            self.state.moved_at = now
 
     def failed(self, ask: ChunkRequest, now: float, why: str) -> None:
         """The request brought nothing.
@@ -128,11 +128,11 @@ class Schedule(PeerState):
                 the chunk), or anything else: it could not be reached.
         """
         asked_at = self._ended(ask)
-        if self._owner(ask.chunk, now) == self.me:
+        if self.state.owner(ask.chunk, now) == self.state.me:
             self._own.append(ask.chunk)  # it was left out of it while it was under way
         if ask.source is SHARED:
             return
-        peer = self.peers.get(ask.source)
+        peer = self.state.peers.get(ask.source)
         if peer is None:
             return
         if why == "given up" and asked_at is not None and not ask.wait_seconds:
@@ -141,29 +141,29 @@ class Schedule(PeerState):
             if peer.held >> ask.chunk & 1:
                 peer.held &= ~(1 << ask.chunk)
                 peer.lacks |= 1 << ask.chunk
-                self._count[ask.chunk] = max(0, self._count[ask.chunk] - 1)
-                if not any(other.is_good and other.held >> ask.chunk & 1 for other in self.peers.values()):
-                    self._any &= ~(1 << ask.chunk)
+                self.state.copies[ask.chunk] = max(0, self.state.copies[ask.chunk] - 1)
+                if not any(other.is_good and other.held >> ask.chunk & 1 for other in self.state.peers.values()):
+                    self.state.held_anywhere &= ~(1 << ask.chunk)
         elif why == "wrong":
-            self.ban(ask.source)
+            self.state.ban(ask.source)
         elif why == "busy":
-            peer.retry_at = now + self.tuning.retry_seconds_min * (0.5 + self.rng.random())
+            peer.retry_at = now + self.state.tuning.retry_seconds_min * (0.5 + self.state.rng.random())
         elif why != "given up":
-            self.unreached(ask.source, now)
+            self.state.unreached(ask.source, now)
 
     def want(self, chunks: Iterable[int]) -> None:
         """These are the chunks to fetch, and no others."""
-        self.missing = mask(chunks)
-        self._recount()
+        self.state.missing = mask(chunks)
+        self.state.recount()
         self.plan()
 
     def distrust(self, chunk: int, names: Iterable[str]) -> None:
         """Members do not agree on what a chunk is: it comes from the store, and they are not asked for anything."""
         self._bad.add(chunk)
         for name in names:
-            if name in self.peers:
-                self.peers[name].is_banned = True
-        self._left()
+            if name in self.state.peers:
+                self.state.peers[name].is_banned = True
+        self.state.forget_owners()
 
     def _ended(self, ask: ChunkRequest) -> float | None:
         asked_at = None
@@ -182,7 +182,7 @@ class Schedule(PeerState):
             self._store -= 1
         else:
             self._waits -= ask.wait_seconds > 0
-            peer = self.peers.get(ask.source)
+            peer = self.state.peers.get(ask.source)
             if peer is not None:
                 peer.asked.pop(ask.chunk, None)
                 peer.waiting.discard(ask.chunk)
@@ -196,13 +196,15 @@ class Schedule(PeerState):
         Args:
             window: the chunks that are needed next.
         """
-        open_ = self.missing & ~self._flying
+        open_ = self.state.missing & ~self._flying
         if not open_:
             return None
-        if not self.settle(now):
+        if not self.state.settle(now):
             return WaitUntil(now + SETTLE_PAUSE_SECONDS)
         self._look(now)
-        self._take_turns(now, self._usual(0.5))
+        if self.state.is_changed:
+            self.plan(now)
+        self.state.take_turns(now, self._usual(0.5))
         near = open_ & span(window) if window is not None else 0
         if self._is_ahead():
             found = self._from_holder(now, near, open_) or self._from_store(now)
@@ -211,9 +213,9 @@ class Schedule(PeerState):
         if found is None:
             found = self._from_laggard(now, open_) or self._from_store_at_last(now, open_)
             found = found or self._from_owner(now, open_)
-        self._hungry = found is None or found.source is SHARED
+        self.state.is_hungry = found is None or found.source is SHARED
         if found is None:
-            if not self._own and now - self._planned_at > self.tuning.turn_seconds:
+            if not self._own and now - self._planned_at > self.state.tuning.turn_seconds:
                 self.plan(now)
             return WaitUntil(now + IDLE_SECONDS)
         return self._begin(found, now)
@@ -221,30 +223,30 @@ class Schedule(PeerState):
     def source(self, chunk: int, now: float, tried: Iterable[str | None] = ()) -> ChunkRequest | WaitUntil:
         """Say whom to ask for a chunk that somebody waits for, be it under way or not. It counts as asked."""
         tried = {*tried, *(ask.source for ask, _ in self.flying.get(chunk, ()))}
-        if not self.settle(now):
+        if not self.state.settle(now):
             return WaitUntil(now + SETTLE_PAUSE_SECONDS)
         holders = [peer for peer in self._holders(chunk, now) if peer.member.name not in tried]
         if holders:
             return self._begin(ChunkRequest(chunk, self._better(holders).member.name, "holds it"), now)
-        if SHARED not in tried and self._owner(chunk, now) == self.me:
+        if SHARED not in tried and self.state.owner(chunk, now) == self.state.me:
             return self._begin(ChunkRequest(chunk, SHARED, self._why_mine(chunk)), now)
-        for name in self._ranks(chunk)[: self.tuning.ranks_asked]:
-            if name not in tried and name != self.me and self._is_usable(name, now):
-                return self._begin(ChunkRequest(chunk, name, "owns it", self.tuning.wait_seconds), now)
+        for name in self.state.ranks(chunk)[: self.state.tuning.ranks_asked]:
+            if name not in tried and name != self.state.me and self.state.is_usable(name, now):
+                return self._begin(ChunkRequest(chunk, name, "owns it", self.state.tuning.wait_seconds), now)
         if SHARED in tried:
-            return WaitUntil(now + self.tuning.retry_seconds_min)
+            return WaitUntil(now + self.state.tuning.retry_seconds_min)
         return self._begin(ChunkRequest(chunk, SHARED, "nobody had it"), now)
 
     def hedge(self, chunk: int, now: float) -> ChunkRequest | None:
         """Another source for a chunk that is late; None when there is no better one now. It counts as asked."""
         requests = self.flying.get(chunk, [])
-        if requests and not any(ask.source is SHARED or self._is_usable(ask.source, now) for ask, _ in requests):
+        if requests and not any(ask.source is SHARED or self.state.is_usable(ask.source, now) for ask, _ in requests):
             again = self.source(chunk, now)  # nobody will answer
             return again if isinstance(again, ChunkRequest) else None
         for ask, _ in requests:
-            if ask.source in self.peers:
-                self.peers[ask.source].is_late = True
-        if len(requests) != 1 or sum(len(known) > 1 for known in self.flying.values()) >= self.tuning.hedges_max:
+            if ask.source in self.state.peers:
+                self.state.peers[ask.source].is_late = True
+        if len(requests) != 1 or sum(len(known) > 1 for known in self.flying.values()) >= self.state.tuning.hedges_max:
             return None
         tried = {ask.source for ask, _ in requests}
         holders = [peer for peer in self._holders(chunk, now) if peer.member.name not in tried]
@@ -255,14 +257,14 @@ class Schedule(PeerState):
     def hedge_at(self, ask: ChunkRequest) -> float:
         """When ``ask`` is late."""
         asked_at = next((at for other, at in self.flying.get(ask.chunk, ()) if other is ask), 0.0)
-        return asked_at + max(self.tuning.hedge_seconds_min, self.tuning.hedge_factor * self._usual(0.95))
+        return asked_at + max(self.state.tuning.hedge_seconds_min, self.state.tuning.hedge_factor * self._usual(0.95))
 
     def is_under_way(self, ask: ChunkRequest) -> bool:
         return any(other is ask for other, _ in self.flying.get(ask.chunk, ()))
 
     @property
     def is_done(self) -> bool:
-        return not self.missing
+        return not self.state.missing
 
     def _begin(self, ask: ChunkRequest, now: float) -> ChunkRequest:
         self.flying.setdefault(ask.chunk, []).append((ask, now))
@@ -271,7 +273,9 @@ class Schedule(PeerState):
             self._store += 1
         else:
             self._waits += ask.wait_seconds > 0
-            peer = self.peers.get(ask.source) or self.peers.setdefault(ask.source, Peer(self._live[ask.source]))
+            peer = self.state.peers.get(ask.source) or self.state.peers.setdefault(
+                ask.source, Peer(self.state.live[ask.source])
+            )
             peer.asked[ask.chunk] = now
             if ask.wait_seconds:
                 peer.waiting.add(ask.chunk)
@@ -283,17 +287,17 @@ class Schedule(PeerState):
         """Chunks to fetch from the store at a time. Few, where there are many nodes and few chunks: what all of them
         have under way comes at the same time, at the end, and till then nobody can pass on any of it. More, where that
         does not make each take longer (``ramp``): then they wait for the store's answers, not for its bandwidth."""
-        nodes = len(self._interested)
+        nodes = len(self.state.interested)
         if nodes <= 1:
-            return self.tuning.slots
-        return min(self.tuning.slots // 2, max(1, self.total // (OWN_ROUNDS * nodes)) * self._ramp.factor)
+            return self.state.tuning.slots
+        return min(self.state.tuning.slots // 2, max(1, self.state.total // (OWN_ROUNDS * nodes)) * self._ramp.factor)
 
     def _is_ahead(self) -> bool:
         """True when much of what we brought from the store is still ours alone: what the others hold comes first.
 
         Who sends slowly finds out so at once, while the others can still bring what it would have to send.
         """
-        return (self._brought & ~self._any).bit_count() >= self.tuning.ahead_max
+        return (self._brought & ~self.state.held_anywhere).bit_count() >= self.state.tuning.ahead_max
 
     def _from_store(self, now: float) -> ChunkRequest | None:
         if self._store >= self.store_slots():
@@ -303,9 +307,9 @@ class Schedule(PeerState):
         while self._own and found is None and len(later) < 32:
             chunk = self._own.popleft()
             bit = 1 << chunk
-            if not self.missing & bit or self._flying & bit:
+            if not self.state.missing & bit or self._flying & bit:
                 continue
-            if self._any & bit and chunk not in self._bad and self._holders(chunk, now):
+            if self.state.held_anywhere & bit and chunk not in self._bad and self._holders(chunk, now):
                 continue
             if chunk in fetched:
                 later.append(chunk)
@@ -317,15 +321,15 @@ class Schedule(PeerState):
     def _why_mine(self, chunk: int) -> str:
         if chunk in self._bad:
             return "members disagree"
-        if len(self._interested) <= 1:
+        if len(self.state.interested) <= 1:
             return "alone"
-        return "mine" if self.chunk_owners[chunk] == self.me else "owner is away"
+        return "mine" if self.state.chunk_owners[chunk] == self.state.me else "owner is away"
 
     def _fetched(self, now: float) -> set[int]:
         """Chunks that other members fetch from the store, and not for too long."""
         return {
             chunk
-            for peer in self.peers.values()
+            for peer in self.state.peers.values()
             if peer.fetching and peer.usable(now)
             for chunk, since in peer.fetching.items()
             if now - since < self._fetch_patience(peer)
@@ -336,44 +340,46 @@ class Schedule(PeerState):
         usual = quantile(self._store_times, 0.5)
         if len(self._ages) >= FETCHES_MIN:
             usual = max(usual, quantile(self._ages, 0.5))
-        if peer.member.name in self._slow:
-            return max(self.tuning.fetch_seconds_min / 2, usual)
-        return max(self.tuning.fetch_seconds_min, self.tuning.fetch_factor * usual)
+        if peer.member.name in self.state.slow:
+            return max(self.state.tuning.fetch_seconds_min / 2, usual)
+        return max(self.state.tuning.fetch_seconds_min, self.state.tuning.fetch_factor * usual)
 
     def _from_laggard(self, now: float, open_: int) -> ChunkRequest | None:
         """A chunk that its owner would come to last, when it has many before it, and we have none left."""
         if self._store >= self.store_slots() or self._own:
             return None
-        for peer in self.peers.values():
+        for peer in self.state.peers.values():
             late = self._fetch_patience(peer) if peer.fetching else 0.0
             for chunk, since in peer.fetching.items():
-                is_late = open_ >> chunk & 1 and now - since >= late and not self._any >> chunk & 1
-                if is_late and self.standin(chunk, peer.member.name, now) == self.me:
+                is_late = open_ >> chunk & 1 and now - since >= late and not self.state.held_anywhere >> chunk & 1
+                if is_late and self.standin(chunk, peer.member.name, now) == self.state.me:
                     return ChunkRequest(chunk, SHARED, "owner is slow")
         by_owner: dict[str, list[int]] = {}
         fetched = self._fetched(now)
-        for chunk in bits(open_ & ~self._any):
+        for chunk in bits(open_ & ~self.state.held_anywhere):
             if chunk not in fetched:
-                by_owner.setdefault(self.chunk_owners[chunk], []).append(chunk)
+                by_owner.setdefault(self.state.chunk_owners[chunk], []).append(chunk)
         for name, chunks in sorted(by_owner.items(), key=lambda item: -len(item[1])):
-            owner = self.peers.get(name)
-            if owner is None or now - owner.heard_at > 4 * self.tuning.poll_seconds:
+            owner = self.state.peers.get(name)
+            if owner is None or now - owner.heard_at > 4 * self.state.tuning.poll_seconds:
                 continue
-            is_still = now - self.moved_at >= self.tuning.still_seconds
-            margin = 0 if is_still else self.tuning.steal_margin * self.store_slots()
+            is_still = now - self.state.moved_at >= self.state.tuning.still_seconds
+            margin = 0 if is_still else self.state.tuning.steal_margin * self.store_slots()
             if len(chunks) <= margin:
                 break
             for chunk in reversed(self.order_of(name, chunks)[margin:]):
-                if self.standin(chunk, name, now) == self.me:
+                if self.standin(chunk, name, now) == self.state.me:
                     return ChunkRequest(chunk, SHARED, "owner is behind")
         return None
 
     def standin(self, chunk: int, name: str, now: float) -> str | None:
-        return next((other for other in self._ranks(chunk) if other != name and self._counts(other, now)), None)
+        return next(
+            (other for other in self.state.ranks(chunk) if other != name and self.state.may_own(other, now)), None
+        )
 
     def _from_store_at_last(self, now: float, open_: int) -> ChunkRequest | None:
         """Nothing has moved for some time: one rank after the other goes to the store."""
-        tuning, still = self.tuning, now - self.moved_at
+        tuning, still = self.state.tuning, now - self.state.moved_at
         # While all that is fetched takes long, the store has enough to do: one more request helps nobody.
         patience = max(
             tuning.stall_seconds, min(tuning.fetch_factor * quantile(self._ages, 0.5), tuning.stall_seconds_max)
@@ -382,58 +388,58 @@ class Schedule(PeerState):
             return None
         turn = int(still / patience)
         for _ in range(8):
-            chunk = any_bit(open_, self.rng)
-            ranks = self._ranks(chunk)
-            if turn > self.tuning.ranks_asked or self.me in ranks[: turn + 1]:
+            chunk = any_bit(open_, self.state.rng)
+            ranks = self.state.ranks(chunk)
+            if turn > self.state.tuning.ranks_asked or self.state.me in ranks[: turn + 1]:
                 return ChunkRequest(chunk, SHARED, "nothing moved")
         return None
 
     # --- the others ----------------------------------------------------------------------------------------------
 
     def _from_holder(self, now: float, near: int, open_: int) -> ChunkRequest | None:
-        holding = [peer for peer in self.peers.values() if peer.held and peer.usable(now)]
-        most = max(2, -(-3 * self.tuning.slots // (2 * max(1, len(holding)))))
-        ready = [peer for peer in holding if len(peer.asked) < (1 if peer.member.name in self._slow else most)]
-        self.rng.shuffle(ready)
-        turn_slow = self._turn_slow
-        if self._slow:  # what others hold comes from them: who sends slowly needs its uplink for its own requests
+        holding = [peer for peer in self.state.peers.values() if peer.held and peer.usable(now)]
+        most = max(2, -(-3 * self.state.tuning.slots // (2 * max(1, len(holding)))))
+        ready = [peer for peer in holding if len(peer.asked) < (1 if peer.member.name in self.state.slow else most)]
+        self.state.rng.shuffle(ready)
+        turn_slow = self.state.allowed_slow
+        if self.state.slow:  # what others hold comes from them: who sends slowly needs its uplink for its own requests
             for peer in holding:
-                if peer.member.name not in self._slow:
+                if peer.member.name not in self.state.slow:
                     turn_slow &= ~peer.held
         for within in (near, open_) if near else (open_,):
             best, best_count, looked = -1, 1 << 30, 0
             for peer in ready:
-                turn = turn_slow if peer.member.name in self._slow else self._turn
+                turn = turn_slow if peer.member.name in self.state.slow else self.state.allowed
                 useful = peer.held & within & turn
-                if self.tuning.takes_from_owner_only:
-                    useful = mask(chunk for chunk in bits(useful) if self.chunk_owners[chunk] == peer.member.name)
+                if self.state.tuning.takes_from_owner_only:
+                    useful = mask(chunk for chunk in bits(useful) if self.state.chunk_owners[chunk] == peer.member.name)
                 if not useful:
                     continue
                 for _ in range(SAMPLES):
-                    chunk = any_bit(useful, self.rng)
-                    if self._count[chunk] < best_count and chunk not in self._bad:
-                        best, best_count = chunk, self._count[chunk]
+                    chunk = any_bit(useful, self.state.rng)
+                    if self.state.copies[chunk] < best_count and chunk not in self._bad:
+                        best, best_count = chunk, self.state.copies[chunk]
                 looked += 1
                 if looked >= PEERS_SAMPLED:
                     break
             if best >= 0:
                 holders = [peer for peer in ready if peer.held >> best & 1]
-                if self.tuning.takes_from_owner_only:
-                    holders = [peer for peer in holders if peer.member.name == self.chunk_owners[best]]
+                if self.state.tuning.takes_from_owner_only:
+                    holders = [peer for peer in holders if peer.member.name == self.state.chunk_owners[best]]
                 return ChunkRequest(best, self._better(holders).member.name, "holds it")
         return None
 
     def _holders(self, chunk: int, now: float) -> list[Peer]:
         if chunk in self._bad:
             return []
-        return [peer for peer in self.peers.values() if peer.held >> chunk & 1 and peer.usable(now)]
+        return [peer for peer in self.state.peers.values() if peer.held >> chunk & 1 and peer.usable(now)]
 
     def _better(self, holders: Sequence[Peer]) -> Peer:
         """The less loaded of two drawn at random, of those that are not slow if there are any."""
-        drawn = [peer for peer in holders if peer.member.name not in self._slow] or holders
+        drawn = [peer for peer in holders if peer.member.name not in self.state.slow] or holders
         if len(drawn) == 1:
             return drawn[0]
-        one, other = self.rng.sample(drawn, 2)
+        one, other = self.state.rng.sample(drawn, 2)
         return min(one, other, key=self._load)
 
     def _load(self, peer: Peer) -> float:
@@ -441,23 +447,23 @@ class Schedule(PeerState):
 
     def _from_owner(self, now: float, open_: int) -> ChunkRequest | None:
         """A chunk that nobody holds, of an owner that is going to have it soon."""
-        if self._waits >= max(1, self.tuning.slots // 2):
+        if self._waits >= max(1, self.state.tuning.slots // 2):
             return None
-        unheld = open_ & ~self._any
+        unheld = open_ & ~self.state.held_anywhere
         if not unheld:
             return None
         peers = [
             peer
-            for peer in self.peers.values()
-            if peer.usable(now) and not peer.is_whole and not peer.waiting and peer.member.name not in self._slow
+            for peer in self.state.peers.values()
+            if peer.usable(now) and not peer.is_whole and not peer.waiting and peer.member.name not in self.state.slow
         ]
-        self.rng.shuffle(peers)
+        self.state.rng.shuffle(peers)
         for peer in peers:
             patience = self._fetch_patience(peer) if peer.fetching else 0.0
             for chunk, since in peer.fetching.items():
-                is_next = unheld >> chunk & 1 and self.my_rank(chunk) < self.tuning.copies_first
+                is_next = unheld >> chunk & 1 and self.state.my_rank(chunk) < self.state.tuning.copies_first
                 if is_next and now - since < patience:
-                    return ChunkRequest(chunk, peer.member.name, "fetches it", self.tuning.wait_seconds)
+                    return ChunkRequest(chunk, peer.member.name, "fetches it", self.state.tuning.wait_seconds)
         return None
 
     # --- who counts ----------------------------------------------------------------------------------------------
@@ -465,27 +471,31 @@ class Schedule(PeerState):
     def plan(self, now: float = 0.0) -> None:
         """Work out which chunks are ours to fetch from the store, in which order."""
         mine: list[int] = []
-        if not self.am_slow:
-            own = [chunk for chunk in bits(self.missing) if self.chunk_owners and self.chunk_owners[chunk] == self.me]
-            mine = self.order_of(self.me, own)
+        if not self.state.am_slow:
+            own = [
+                chunk
+                for chunk in bits(self.state.missing)
+                if self.state.chunk_owners and self.state.chunk_owners[chunk] == self.state.me
+            ]
+            mine = self.order_of(self.state.me, own)
         instead: list[int] = []
-        if any(not self._counts(name, now) for name in self._placed):
+        if any(not self.state.may_own(name, now) for name in self.state.placed):
             others = [
                 chunk
-                for chunk in bits(self.missing & ~self._any)
-                if self.chunk_owners[chunk] != self.me and self._owner(chunk, now) == self.me
+                for chunk in bits(self.state.missing & ~self.state.held_anywhere)
+                if self.state.chunk_owners[chunk] != self.state.me and self.state.owner(chunk, now) == self.state.me
             ]
             by_owner: dict[str, list[int]] = {}
             for chunk in others:
-                by_owner.setdefault(self.chunk_owners[chunk], []).append(chunk)
+                by_owner.setdefault(self.state.chunk_owners[chunk], []).append(chunk)
             for name, chunks in by_owner.items():
                 instead += reversed(self.order_of(name, chunks))
         self._own = deque(_interleaved(mine, instead))
-        self._planned_at = now
+        self._planned_at, self.state.is_changed = now, False
 
     def order_of(self, name: str, chunks: list[int]) -> list[int]:
         """The order in which a member fetches its own: each begins at another place."""
-        start = int(fraction(f"{self.version}/{name}") * self.total)
+        start = int(fraction(f"{self.state.version}/{name}") * self.state.total)
         return [c for c in chunks if c >= start] + [c for c in chunks if c < start]
 
     def _look(self, now: float) -> None:
@@ -497,21 +507,23 @@ class Schedule(PeerState):
         self._ramp.under_way(self._ages_of_ours(now))
         usual, longest = self._usual(0.5), self._usual(0.95)
         slow = set()
-        if usual and len(self.peers) >= 2:
-            for peer in self.peers.values():
+        if usual and len(self.state.peers) >= 2:
+            for peer in self.state.peers.values():
                 oldest = min((at for chunk, at in peer.asked.items() if chunk not in peer.waiting), default=now)
-                factor = self.tuning.slow_factor / (2 if peer.member.name in self._slow else 1)
+                factor = self.state.tuning.slow_factor / (2 if peer.member.name in self.state.slow else 1)
                 takes = max(peer.seconds / usual, (now - oldest) / longest)
                 if takes > factor and max(peer.seconds, now - oldest) > 0.1:
                     slow.add(peer.member.name)
-        if slow != self._slow:
-            for name in slow - self._slow:
-                self._leave(self.peers[name])
-            self._slow = frozenset(slow)
+        if slow != self.state.slow:
+            for name in slow - self.state.slow:
+                self._leave(self.state.peers[name])
+            self.state.slow = frozenset(slow)
             self.plan(now)
 
     def _ages_of_fetches(self, now: float) -> list[float]:
-        ages = [now - since for peer in self.peers.values() if peer.usable(now) for since in peer.fetching.values()]
+        ages = [
+            now - since for peer in self.state.peers.values() if peer.usable(now) for since in peer.fetching.values()
+        ]
         return ages + self._ages_of_ours(now)
 
     def _ages_of_ours(self, now: float) -> list[float]:
@@ -520,8 +532,10 @@ class Schedule(PeerState):
     def _leave(self, peer: Peer) -> None:
         """Ask a member that turned out to be slow for one chunk at a time: what others hold comes from them, and of the
         rest each node asks for another one."""
-        chunks = sorted(peer.asked, key=lambda chunk: (not self._turn_slow >> chunk & 1, self._count[chunk]))
-        for chunk in chunks[1:] if chunks and self._turn_slow >> chunks[0] & 1 else chunks:
+        chunks = sorted(
+            peer.asked, key=lambda chunk: (not self.state.allowed_slow >> chunk & 1, self.state.copies[chunk])
+        )
+        for chunk in chunks[1:] if chunks and self.state.allowed_slow >> chunks[0] & 1 else chunks:
             self._unwanted += [ask for ask, _ in self.flying[chunk] if ask.source == peer.member.name]
 
     def take_unwanted(self) -> list[ChunkRequest]:
@@ -532,7 +546,7 @@ class Schedule(PeerState):
     @property
     def usual_seconds(self) -> float:
         """What nearly all answers take, at most ``answer_seconds_max``: where links are full even a short one waits."""
-        return min(self._usual(0.95), self.tuning.answer_seconds_max)
+        return min(self._usual(0.95), self.state.tuning.answer_seconds_max)
 
     def _usual(self, share: float) -> float:
         return quantile(self._times or self._store_times, share)

@@ -27,7 +27,8 @@ from ...types import Json, Tier
 from ..client import PeerClient
 from ..members import Member
 from ..messages import ChunkReport
-from .scheduler import SHARED, ChunkRequest, Schedule, Tuning
+from .peer_state import PeerState, Tuning
+from .scheduler import SHARED, ChunkRequest, Schedule
 from .stats import Sources
 
 log = logger("peer")
@@ -120,9 +121,8 @@ class FetchSession:
         """Raises TierckptError: nobody can be asked who is there."""
         view = await self._view(False)
         missing = [number for number, work in enumerate(self._work) if not self._place.has(*work)]
-        self._schedule = Schedule(
-            self.frozen.version, len(self._work), view.me.name, tuning=self._tuning, wanted=missing
-        )
+        state = PeerState(self.frozen.version, len(self._work), view.me.name, tuning=self._tuning, wanted=missing)
+        self._schedule = Schedule(state)
         self._client = self._make_client(view.me)
         self._take(view)
         self._spawn(self._keep())
@@ -171,9 +171,9 @@ class FetchSession:
             if now >= tell_at:
                 tell_at = now + REPORT_SECONDS
                 self._spawn(self._report())
-                for name in self.schedule.slow & self._members.keys():
+                for name in self.schedule.state.slow & self._members.keys():
                     self._spawn(self._warn(self._members[name]))
-            for name, cursor in self.schedule.to_ask(now):
+            for name, cursor in self.schedule.state.to_ask(now):
                 if name not in self._polling:
                     self._polling.add(name)
                     self._spawn(self._poll(name, cursor))
@@ -195,7 +195,7 @@ class FetchSession:
         now = time.monotonic()
         fresh = {name for name, at in self._heard_interest.items() if now - at < INTEREST_SECONDS}
         interested = self._interested | fresh
-        self.schedule.meet(list(self._members.values()), interested, now, slow_to=self._slow_to)
+        self.schedule.state.meet(list(self._members.values()), interested, now, slow_to=self._slow_to)
         self._changed.set()
 
     async def _report(self) -> None:
@@ -229,7 +229,7 @@ class FetchSession:
             pass  # it is there
         except (TierckptError, OSError, TimeoutError) as error:
             log.debug("%s does not say what it holds: %r", name, error)
-            self.schedule.unreached(name, time.monotonic())
+            self.schedule.state.unreached(name, time.monotonic())
         finally:
             self._polling.discard(name)
             self._changed.set()
@@ -243,13 +243,13 @@ class FetchSession:
                 self._meet()
         if held.total not in (0, len(self._work)):
             log.warning("%s: %s has %d chunks of it, not %d", self.frozen.uri, name, held.total, len(self._work))
-            self.schedule.hear(name, now)
+            self.schedule.state.hear(name, now)
             return
         if held.landed < cursor and not held.whole:
-            self.schedule.forget_held(name)
-            self.schedule.hear(name, now)
+            self.schedule.state.forget_held(name)
+            self.schedule.state.hear(name, now)
             return
-        self.schedule.hear(
+        self.schedule.state.hear(
             name,
             now,
             new=[ordinal for ordinal, _ in held.new],
@@ -289,7 +289,7 @@ class FetchSession:
         self._truth[ordinal] = truth
         for name, digest in self._claims.pop(ordinal, {}).items():
             if digest == truth:
-                self.schedule.trust(name)
+                self.schedule.state.trust(name)
             else:
                 self._ban(name, f"it says {digest} of chunk {ordinal}, the store {truth}")
 
@@ -298,7 +298,7 @@ class FetchSession:
             self.sources.banned.add(name)
             PEER_BANS.emit(1)
             log.error("peer %s is not asked for anything of %s any more: %s", name, self.frozen.uri, reason)
-        self.schedule.ban(name)
+        self.schedule.state.ban(name)
 
     # --- choosing ------------------------------------------------------------------------------------------------
 
@@ -392,7 +392,7 @@ class FetchSession:
         """Do one request. Returns the digest."""
         if ask.source is SHARED:
             return await self._ask_store(ask, into)
-        member, client, peer = self._members.get(ask.source), self._client, self.schedule.peers.get(ask.source)
+        member, client, peer = self._members.get(ask.source), self._client, self.schedule.state.peers.get(ask.source)
         if member is None or client is None or peer is None:
             raise ObjectNotFoundError(f"peer {ask.source} has left", tier=Tier.PEER)
         cursor, expected = peer.cursor, self._expected(ask.chunk)
