@@ -46,7 +46,7 @@ from saving.meter import Meter, Timing, drop_page_cache, say
 
 import tierckpt
 from tierckpt.arena.memory import Memory
-from tierckpt.disk.read_tuner import recorded
+from tierckpt.disk.io_tuner import recorded
 from tierckpt.format.layout import model_read_ways
 from tierckpt.format.manifest import digest_of
 

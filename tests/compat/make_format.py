@@ -49,8 +49,8 @@ from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
 from tierckpt.dcp.handoff.multi_node import ResultExchange
-from tierckpt.dcp.writer import told
-from tierckpt.disk.read_tuner import WAYS, read_tuner_for
+from tierckpt.dcp.save_session import told
+from tierckpt.disk.io_tuner import WAYS, read_tuner_for
 from tierckpt.drain.background import BackgroundDrains
 from tierckpt.drain.drain import Drainer
 from tierckpt.format import layout

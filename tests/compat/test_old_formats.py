@@ -28,7 +28,7 @@ from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
 from tierckpt.dcp.handoff.multi_node import ResultExchange
-from tierckpt.disk.read_tuner import WAYS, read_tuner_for
+from tierckpt.disk.io_tuner import WAYS, read_tuner_for
 from tierckpt.engine import Engine
 from tierckpt.format import layout
 from tierckpt.replication.local_index import LocalIndex

@@ -27,8 +27,8 @@ from tests.states import raises_ours, same
 from tierckpt.arena import capacity
 from tierckpt.checkpoint import local_commit
 from tierckpt.dcp import staging_copy
-from tierckpt.disk import write_tuner
-from tierckpt.disk.write_tuner import IoShape
+from tierckpt.disk import io_tuner
+from tierckpt.disk.io_tuner import IoShape
 from tierckpt.errors import TierckptError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.save import flush, write_ahead
@@ -254,7 +254,7 @@ def kill(folder: Path, phase: str, way: str) -> dict[str, Any]:
 
 
 def kills(folder: Path) -> dict[str, Any]:
-    write_tuner.SHAPES = (IoShape(1, 64 * KiB),)
+    io_tuner.SHAPES = (IoShape(1, 64 * KiB),)
     outcome = {}
     for number, (phase, way) in enumerate([("", "sync"), (SEEDED, "sync"), *ACTS]):
         if not (phase == "while staging" and way == "sync"):
@@ -310,7 +310,7 @@ TRACED = {
 
 def traced(folder: Path) -> dict[str, Any]:
     """Each of TRACED, by strace, which makes the kernel answer as told to the process that saves."""
-    write_tuner.SHAPES = (IoShape(1, 64 * KiB),)
+    io_tuner.SHAPES = (IoShape(1, 64 * KiB),)
     positions = {}
     for call, name in (("fsync", "shard"), ("openat", "open")):
         calls = trace(folder / f"count-{call}", f"{call}:delay_enter=1")["calls"]

@@ -23,7 +23,7 @@ from tierckpt.cache import verifier
 from tierckpt.cache.entry import CacheEntry
 from tierckpt.cache.partial_entry import BLOCKS, RECEIPT, read_receipt
 from tierckpt.client import close_all
-from tierckpt.disk.read_tuner import MODEL_WAYS, ReadMode, ReadTuner
+from tierckpt.disk.io_tuner import MODEL_WAYS, ReadMode, ReadTuner
 from tierckpt.errors import IntegrityError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.loading.cached_view import open_cached

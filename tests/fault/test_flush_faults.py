@@ -29,7 +29,7 @@ from tests.services import REPOSITORY
 from tests.states import load, raises_ours, same, zeros_like
 from tierckpt.arena import slots
 from tierckpt.checkpoint.journal import Journal
-from tierckpt.disk.write_tuner import IoShape, Tuner
+from tierckpt.disk.io_tuner import IoShape, WriteTuner
 from tierckpt.errors import CapacityError, StoreError, TierckptError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.save import flush, write_ahead
@@ -68,7 +68,7 @@ def shards(root: Path, uri: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def small_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven writes a shard, by three threads."""
-    shape = Tuner((IoShape(3, 64 * KiB),))
+    shape = WriteTuner((IoShape(3, 64 * KiB),))
     monkeypatch.setattr("tierckpt.dcp.shard_delivery.tuner_for", lambda *_: shape)
 
 

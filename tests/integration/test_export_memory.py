@@ -31,7 +31,7 @@ ENOUGH = 3 * WINDOW + 16 * MIB + 20 * MIB
 
 MEASURED = """
 import json, sys
-from tierckpt.disk.read_tuner import ReadMode, ReadTuner
+from tierckpt.disk.io_tuner import ReadMode, ReadTuner
 from tierckpt.loading import export_file
 from tierckpt.loading.export import export_safetensors
 

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from tierckpt.arena.memory import Memory
-from tierckpt.disk.write_tuner import IoShape
+from tierckpt.disk.io_tuner import IoShape
 from tierckpt.save.flush import flush
 from tierckpt.save.shard_plan import Image, Shard
 

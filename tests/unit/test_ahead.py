@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.unit.test_flush import Item, KiB, MiB, check, items_of, reference, staged_in
 from tierckpt.arena.memory import Memory
-from tierckpt.disk.write_tuner import IoShape
+from tierckpt.disk.io_tuner import IoShape
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError, TierckptError
 from tierckpt.format.shard import Flushed
 from tierckpt.quantities import round_up

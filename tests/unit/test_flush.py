@@ -29,7 +29,7 @@ from tests.unit.flush_elsewhere import Frame
 from tierckpt.arena.memory import Memory
 from tierckpt.disk import file_io, priority
 from tierckpt.disk.cpu_throttle import CpuThrottle
-from tierckpt.disk.write_tuner import IoShape, segment_bytes
+from tierckpt.disk.io_tuner import IoShape, segment_bytes
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError
 from tierckpt.format.manifest import blocks_of, digest_of
 from tierckpt.format.shard import Flushed

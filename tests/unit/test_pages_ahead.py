@@ -18,7 +18,7 @@ import tierckpt
 from tests.states import same
 from tierckpt.arena.page_choice import Paging
 from tierckpt.config import Settings
-from tierckpt.disk.read_tuner import READ_THREADS_MAX
+from tierckpt.disk.io_tuner import READ_THREADS_MAX
 from tierckpt.errors import StoreError
 from tierckpt.loading import fill
 from tierckpt.loading.model import Directory

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 import tierckpt
 from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.config import Settings
-from tierckpt.disk import read_tuner
+from tierckpt.disk import io_tuner
 from tierckpt.disk.file_lock import try_lock
-from tierckpt.disk.read_tuner import MODEL_WAYS, WAYS, ReadMode, ReadTuner, best, device_of
+from tierckpt.disk.io_tuner import MODEL_WAYS, WAYS, ReadMode, ReadTuner, best, device_of
 from tierckpt.errors import StoreError
 from tierckpt.format.layout import model_read_ways, read_ways
 from tierckpt.format.manifest import FileEntry
@@ -70,7 +70,7 @@ def test_what_was_decided_is_known_to_the_next_process_until_the_next_boot(
     first.decide(device, {DIRECT: 1e9, CACHE: 2e9}, "here")
     assert tuner(tmp_path).is_known(device) and tuner(tmp_path).way(device) == CACHE
     assert not tuner(tmp_path).is_known(f"{device} of another boot")
-    monkeypatch.setattr(read_tuner, "boot_id", lambda: "later")
+    monkeypatch.setattr(io_tuner, "boot_id", lambda: "later")
     with tmp_path.joinpath("file").open("wb") as file:
         later = device_of(file.fileno())
     assert not tuner(tmp_path).is_known(later)
@@ -213,7 +213,7 @@ def test_the_first_large_load_of_model_files_tries_each_way_and_each_gives_the_b
     assert {way for _, way in ways_taken[12:]} == {ReadMode.parse(entry["way"])}
     assert not read_ways(root).exists()  # of checkpoints nothing was found out
     ways_taken.clear()
-    read_tuner.tuners.clear()  # another process
+    io_tuner.tuners.clear()  # another process
     load_model(model, root)
     assert {way for _, way in ways_taken} == {ReadMode.parse(entry["way"])}
 

@@ -6,21 +6,21 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from tierckpt.disk.write_tuner import (
+from tierckpt.disk.io_tuner import (
     AS_GOOD,
     MEASURED_BYTES_MIN,
     RETRY_EVERY,
     SHAPES,
     TRIES_MIN,
     IoShape,
-    Tuner,
-    tuner_for,
+    WriteTuner,
+    write_tuner_for,
 )
 
 BIG = MEASURED_BYTES_MIN * 4
 
 
-def drive(tuner: Tuner, rates: dict[IoShape, float], flushes: int) -> Counter[IoShape]:
+def drive(tuner: WriteTuner, rates: dict[IoShape, float], flushes: int) -> Counter[IoShape]:
     """A device that writes as fast as ``rates`` say, in GB/s. Returns which shapes were used."""
     used: Counter[IoShape] = Counter()
     for _ in range(flushes):
@@ -33,21 +33,21 @@ def drive(tuner: Tuner, rates: dict[IoShape, float], flushes: int) -> Counter[Io
 def test_every_shape_is_tried_and_the_fastest_is_kept() -> None:
     for best in SHAPES:
         rates = {shape: 2.0 if shape == best else 1.0 for shape in SHAPES}
-        tuner = Tuner(SHAPES)
+        tuner = WriteTuner(SHAPES)
         drive(tuner, rates, len(SHAPES) * TRIES_MIN)
         used = drive(tuner, rates, 50)
         assert used[best] >= 45
 
 
 def test_one_slow_flush_does_not_decide() -> None:
-    tuner, best = Tuner(SHAPES), SHAPES[1]
+    tuner, best = WriteTuner(SHAPES), SHAPES[1]
     drive(tuner, {shape: 2.0 if shape == best else 1.0 for shape in SHAPES}, 20)
     tuner.learn(best, BIG, 100.0)
     assert tuner.choose(1) == best
 
 
 def test_a_device_that_changes_its_mind_is_followed() -> None:
-    tuner, before, after = Tuner(SHAPES), SHAPES[1], SHAPES[2]
+    tuner, before, after = WriteTuner(SHAPES), SHAPES[1], SHAPES[2]
     drive(tuner, {shape: 2.0 if shape == before else 1.0 for shape in SHAPES}, 30)
     changed = {shape: 2.0 if shape == after else 0.5 for shape in SHAPES}
     drive(tuner, changed, RETRY_EVERY * (len(SHAPES) + 1) * 3)
@@ -55,14 +55,14 @@ def test_a_device_that_changes_its_mind_is_followed() -> None:
 
 
 def test_others_get_a_second_chance_now_and_then() -> None:
-    tuner = Tuner(SHAPES)
+    tuner = WriteTuner(SHAPES)
     used = drive(tuner, {shape: 2.0 if shape == SHAPES[0] else 1.0 for shape in SHAPES}, RETRY_EVERY * 20)
     assert all(used[shape] > TRIES_MIN for shape in SHAPES)
     assert used[SHAPES[0]] > RETRY_EVERY * 20 * 0.8
 
 
 def test_small_flushes_teach_nothing_and_are_no_experiments() -> None:
-    tuner = Tuner(SHAPES)
+    tuner = WriteTuner(SHAPES)
     for _ in range(50):
         assert tuner.choose(MEASURED_BYTES_MIN - 1) == SHAPES[0]
         tuner.learn(SHAPES[2], MEASURED_BYTES_MIN - 1, 1e-9)
@@ -71,13 +71,13 @@ def test_small_flushes_teach_nothing_and_are_no_experiments() -> None:
 
 
 def test_there_is_one_tuner_for_each_device(tmp_path: Path) -> None:
-    assert tuner_for(tmp_path) is tuner_for(tmp_path / "..")
-    assert tuner_for(tmp_path) is not tuner_for(Path("/proc"))
+    assert write_tuner_for(tmp_path) is write_tuner_for(tmp_path / "..")
+    assert write_tuner_for(tmp_path) is not write_tuner_for(Path("/proc"))
 
 
 def test_of_shapes_that_are_as_good_the_cheapest_is_taken() -> None:
     for loss, expected in ((AS_GOOD + 0.01, SHAPES[0]), (AS_GOOD - 0.01, SHAPES[-1])):
-        tuner = Tuner(SHAPES)
+        tuner = WriteTuner(SHAPES)
         drive(tuner, {shape: 1.0 if shape == SHAPES[-1] else loss for shape in SHAPES}, len(SHAPES) * TRIES_MIN)
         assert tuner.choose(1) == expected
 
@@ -87,7 +87,7 @@ def test_no_more_writes_than_threads() -> None:
 
 
 def test_threads_may_share_it() -> None:
-    tuner = Tuner(SHAPES)
+    tuner = WriteTuner(SHAPES)
     rates = {shape: 1.0 + index for index, shape in enumerate(SHAPES)}
     threads = [threading.Thread(target=drive, args=(tuner, rates, 200)) for _ in range(4)]
     for thread in threads:

@@ -24,8 +24,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from ..config import Settings
-from ..disk.read_tuner import READ_THREADS_MAX
-from ..disk.write_tuner import WRITE_THREADS_MAX
+from ..disk.io_tuner import READ_THREADS_MAX, WRITE_THREADS_MAX
 from ..errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
 from ..poll import BRIEF, Poll
 from ..quantities import round_up

@@ -23,8 +23,8 @@ from ..checkpoint.journal import Journal
 from ..checkpoint.retention import nearest_existing
 from ..config import GiB, Settings
 from ..disk.file_io import open_direct
+from ..disk.io_tuner import MODEL_WAYS, WAYS, ReadMode, device_of, read_tuner_for, recorded
 from ..disk.local_root import MEMORY_FILESYSTEMS, filesystem_type
-from ..disk.read_tuner import MODEL_WAYS, WAYS, ReadMode, device_of, read_tuner_for, recorded
 from ..engine import Engine
 from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError, TierckptError
 from ..format.layout import Location

@@ -11,7 +11,7 @@ from ..checkpoint.catalog import Checkpoint
 from ..client import Client
 from ..config import Settings
 from ..disk import read_lease
-from ..disk.read_tuner import read_tuner_for
+from ..disk.io_tuner import read_tuner_for
 from ..engine import Engine
 from ..errors import CheckpointNotFoundError
 from ..format.layout import Location

@@ -24,8 +24,8 @@ from ..config import Settings
 from ..disk.cpu_throttle import BACKGROUND_CPU_SHARE, CpuThrottle
 from ..disk.durable import fsync_dir
 from ..disk.flush_lock import flushing
+from ..disk.io_tuner import WRITE_BYTES_MAX, segment_bytes, write_tuner_for
 from ..disk.priority import BACKGROUND_NICE
-from ..disk.write_tuner import WRITE_BYTES_MAX, segment_bytes, tuner_for
 from ..errors import CapacityError, TierckptError
 from ..format.layout import Location, shard_name
 from ..format.manifest import FileEntry
@@ -194,7 +194,7 @@ class ShardDelivery:
         settings, size_bytes = self.settings, sum(shard.size_bytes for shard in shards)
         if not shards:
             return []
-        tuner = tuner_for(self.directory)
+        tuner = write_tuner_for(self.directory)
         shape = tuner.choose(size_bytes)
         segment = segment_bytes(settings.chunk_size_bytes, WRITE_BYTES_MAX)  # of any shape: slots serve them all
         slot_bytes = min(segment, round_up(max(max(shard.size_bytes for shard in shards), 1)))

@@ -3,7 +3,7 @@
 A tensor that is wanted whole, or by rows, is one run of bytes. Runs that touch are one *extent*, and a large extent is
 read straight into the memory that its tensors then have, placed so that file offset and address agree within a page,
 which is what O_DIRECT asks for; nothing is copied. Or it is read into a buffer so small that it stays in the
-processor's caches, and copied on, where that is faster (``disk/read_tuner.py``). Its pages are put in place while the
+processor's caches, and copied on, where that is faster (``disk/io_tuner.py``). Its pages are put in place while the
 disk is busy with what comes before, by threads of their own, and are huge where those come no slower
 (``arena/page_choice.py``).
 All else (small extents, columns, devices) goes through the read buffers of the process, and from there to its place.
@@ -327,7 +327,7 @@ def fill(wants: Sequence[Want], device: torch.device, stop: threading.Event | No
         IntegrityError: a file is shorter than it was; names file and tensor.
         CapacityError: they do not fit into memory; nothing was read.
     Cost: one request for each 8 MiB; memory for the tensors, and a buffer for each
-    thread (``disk/read_tuner.py``) where some do not go straight to theirs.
+    thread (``disk/io_tuner.py``) where some do not go straight to theirs.
     """
     by_file: dict[int, list[Want]] = {}
     for want in wants:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
-from ..disk.read_tuner import MODEL_WAYS, ReadTuner, device_of
+from ..disk.io_tuner import MODEL_WAYS, ReadTuner, device_of
 from ..errors import CheckpointNotFoundError, IntegrityError
 from ..format.manifest import is_safe_path
 from ..quantities import round_up

@@ -9,7 +9,7 @@ from ..cache.file_set import Receipt
 from ..cache.partial_entry import RECEIPT, read_file, read_receipt
 from ..cache.verifier import Checker
 from ..config import Settings
-from ..disk.read_tuner import MODEL_WAYS, ReadTuner, read_tuner_for
+from ..disk.io_tuner import MODEL_WAYS, ReadTuner, read_tuner_for
 from ..errors import IntegrityError, StoreError, TierckptError
 from ..read.copies import LocalCopy
 from ..telemetry import logger

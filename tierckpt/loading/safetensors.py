@@ -99,7 +99,7 @@ def load_safetensors(
         StateMismatchError: a tensor that was asked for is not there, has no such dimension, or torch has none such.
         CapacityError: the tensors do not fit in memory; nothing was read.
         ConfigError, StoreError: a bad argument, or a store that cannot be read.
-    Cost: a request for each 8 MiB, as many at a time as the device likes best (``disk/read_tuner.py``); memory for the
+    Cost: a request for each 8 MiB, as many at a time as the device likes best (``disk/io_tuner.py``); memory for the
         tensors, and a buffer of 8 MiB for each where a tensor is cut by columns or goes to a device.
 
     Example:

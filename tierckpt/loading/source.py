@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from ..config import Settings
-from ..disk.read_tuner import MODEL_WAYS, read_tuner_for
+from ..disk.io_tuner import MODEL_WAYS, read_tuner_for
 from ..errors import CheckpointNotFoundError, TierckptError
 from ..format.layout import parse_uri
 from ..read.copies import Copy, LocalCopy

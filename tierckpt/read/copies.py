@@ -11,8 +11,8 @@ from typing import Protocol
 
 from ..disk.durable import translated
 from ..disk.file_io import open_direct, open_file, pread_all, read_direct, read_into
+from ..disk.io_tuner import WAYS, ReadMode, ReadTuner, device_of
 from ..disk.page_cache import Resident
-from ..disk.read_tuner import WAYS, ReadMode, ReadTuner, device_of
 from ..errors import TierckptError
 from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..telemetry import QUARANTINES, logger

@@ -26,8 +26,8 @@ from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
 from ..arena.memory import Memory
 from ..arena.slots import BounceBufferPool
 from ..config import ranks_of_node
+from ..disk.io_tuner import WAYS
 from ..disk.page_cache import PAGE_BYTES
-from ..disk.read_tuner import WAYS
 from ..errors import TierckptError
 from ..quantities import round_up
 from ..types import Buffer, ByteRange

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Protocol, TypeVar
 
-from ..disk.read_tuner import ReadMode, ReadTuner
+from ..disk.io_tuner import ReadMode, ReadTuner
 from ..errors import TierckptError
 from .copies import LocalCopy
 

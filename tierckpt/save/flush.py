@@ -39,7 +39,7 @@ from ..disk import priority
 from ..disk.cpu_throttle import CpuThrottle
 from ..disk.durable import translated
 from ..disk.file_io import DirectFile, allocate
-from ..disk.write_tuner import IoShape, segment_bytes
+from ..disk.io_tuner import IoShape, segment_bytes
 from ..errors import OperationTimeoutError
 from ..format.manifest import DIGEST_BLOCK_BYTES, block_digest, blocks_of, digest_of_blocks
 from ..format.shard import Flushed

@@ -34,7 +34,7 @@ from ..arena.memory import Memory
 from ..arena.slots import Lease
 from ..config import Settings
 from ..disk.file_io import DirectFile, allocate, open_direct
-from ..disk.write_tuner import segment_bytes
+from ..disk.io_tuner import segment_bytes
 from ..quantities import round_up
 from ..telemetry import logger
 from . import eviction

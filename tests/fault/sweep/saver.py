@@ -20,8 +20,8 @@ from tierckpt.checkpoint.journal import READY, WRITING, Entry
 from tierckpt.config import Settings
 from tierckpt.disk import durable
 from tierckpt.disk.durable import translated
+from tierckpt.disk.io_tuner import WRITE_BYTES_MAX, IoShape, segment_bytes
 from tierckpt.disk.local_root import check_local_root
-from tierckpt.disk.write_tuner import WRITE_BYTES_MAX, IoShape, segment_bytes
 from tierckpt.engine import Engine
 from tierckpt.errors import TierckptError
 from tierckpt.format import layout

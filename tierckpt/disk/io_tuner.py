@@ -1,17 +1,21 @@
-"""How a device likes to be read: past the page cache, or through it, into place or through buffers. Found out while
-loading.
+"""How a device likes to be read and written, found out by loads and flushes themselves: no test reads or writes.
 
-The first large load from a device tries each way on a part of its own bytes, and goes on in the best. What was found is
-kept under the local root and serves every later load of the node, until it boots again. What ``disk/write_tuner.py``
-is for
-writes: no test reads, and a load that cannot tell (small, or its bytes are in memory) teaches nothing.
+Writes: every flush that is large enough to tell is a measurement of how many writes at a time, and how large. The first
+ones try each shape once, the rest use the cheapest of those that are as good as the best, and now and then another
+shape gets a second chance, because devices and neighbours change.
+
+Reads: past the page cache, or through it, into place or through buffers. The first large load from a device tries each
+way on a part of its own bytes, and goes on in the best. What was found is kept under the local root and serves every
+later load of the node, until it boots again. A load that cannot tell (small, or its bytes are in memory) teaches
+nothing.
 
 Chunks of a checkpoint are read into buffers, to be verified there. Model files are verified where they end, so there
 is one way more for them: straight into the tensors. That copies nothing, and yet is not always the fastest: the few
 buffers stay in the processor's caches, which a disk, or a hypervisor that copies what the disk has, may fill faster
 than memory.
 
-Source: the order of the ways is that of their cost in processor time, measured in docs/internals/load.md.
+Source: the order of the ways is that of their cost in processor time, measured in docs/internals/load.md; of the shapes
+in docs/adr/0007-flush.md.
 """
 
 from __future__ import annotations
@@ -19,12 +23,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import statistics
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..config import Settings
 from ..errors import TierckptError
@@ -37,8 +43,93 @@ from .local_root import use_local_root
 
 log = logger("restore")
 
+MiB = 1 << 20
+
 AS_GOOD = 0.95
-"""A way as fast as this part of the fastest is as good: the difference is noise, and the cheaper is better."""
+"""What is as fast as this part of the fastest is as good: the difference is noise, and the cheaper is better."""
+
+T = TypeVar("T")
+
+
+def cheapest(rates: Mapping[T, float]) -> T:
+    """The first of ``rates``, which begin with the cheapest in processor time, that is as good as the fastest."""
+    fastest = max(rates.values())
+    return next(one for one, rate in rates.items() if rate >= AS_GOOD * fastest)
+
+
+# --- writes ----------------------------------------------------------------------------------------------------------
+
+MEASURED_BYTES_MIN = 64 * MiB
+TRIES_MIN = 1
+TRIES_KEPT = 5
+RETRY_EVERY = 8
+
+
+@dataclass(frozen=True, slots=True)
+class IoShape:
+    """Threads, how many of them may write at a time, and the bytes of one write.
+
+    A thread that does not write prepares its next segment: with one more thread than writes the disk never waits, and
+    no processor is taken from training for nothing.
+    """
+
+    threads: int
+    size_bytes: int
+    writes: int = 0
+
+    @property
+    def writes_max(self) -> int:
+        return self.writes or self.threads
+
+
+SHAPES = (IoShape(2, 8 * MiB, 1), IoShape(3, 8 * MiB, 2), IoShape(4, 16 * MiB, 3), IoShape(8, 8 * MiB))
+"""From the cheapest to the dearest in processor time. Measured: docs/adr/0007-flush.md."""
+
+WRITE_BYTES_MAX = max(shape.size_bytes for shape in SHAPES)
+WRITE_THREADS_MAX = max(shape.threads for shape in SHAPES)
+
+
+def segment_bytes(chunk_size_bytes: int, io_size_bytes: int) -> int:
+    """The size of one write: as many whole chunks as make about ``io_size_bytes``."""
+    return chunk_size_bytes * max(1, round(io_size_bytes / chunk_size_bytes))
+
+
+@dataclass
+class WriteTuner:
+    """Chooses the shape of the next flush to one device. Thread-safe."""
+
+    shapes: tuple[IoShape, ...]
+    flushes: int = 0
+    _rates: dict[IoShape, deque[float]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def choose(self, size_bytes: int) -> IoShape:
+        with self._lock:
+            if size_bytes < MEASURED_BYTES_MIN:
+                return self._best()
+            self.flushes += 1
+            fewest = min(self.shapes, key=lambda shape: len(self._rates.get(shape, ())))
+            if len(self._rates.get(fewest, ())) < TRIES_MIN:
+                return fewest
+            if self.flushes % RETRY_EVERY == 0:
+                return self.shapes[self.flushes // RETRY_EVERY % len(self.shapes)]
+            return self._best()
+
+    def learn(self, shape: IoShape, size_bytes: int, seconds: float) -> None:
+        """Note how a flush went. Small ones say more about the caller than about the device."""
+        if size_bytes < MEASURED_BYTES_MIN or seconds <= 0:
+            return
+        with self._lock:
+            self._rates.setdefault(shape, deque(maxlen=TRIES_KEPT)).append(size_bytes / seconds)
+
+    def _best(self) -> IoShape:
+        if not self._rates:
+            return self.shapes[0]
+        medians = {shape: statistics.median(self._rates[shape]) for shape in self.shapes if shape in self._rates}
+        return cheapest(medians)
+
+
+# --- reads -----------------------------------------------------------------------------------------------------------
 
 BUFFERED_GAIN_MIN = 1.25
 """How much faster the page cache must be: it costs five times the processor time, and throws out what lies there."""
@@ -153,8 +244,7 @@ class ReadTuner:
 def best(rates: Mapping[ReadMode, float]) -> ReadMode:
     """The cheapest of ``rates`` that is as good as the fastest, where the page cache has to be faster by a quarter."""
     worth = {way: rate if way.direct else rate / BUFFERED_GAIN_MIN for way, rate in rates.items()}
-    fastest = max(worth.values())
-    return next(way for way, rate in worth.items() if rate >= AS_GOOD * fastest)
+    return cheapest(worth)
 
 
 RECORD_BYTES_MAX = 1 << 20
@@ -179,28 +269,39 @@ def device_of(file: int) -> str:
     return f"{os.major(status)}:{os.minor(status)} {mount} {boot_id()}"
 
 
-tuners: dict[tuple[Path, tuple[ReadMode, ...]], ReadTuner] = {}
-_making = threading.Lock()
-
-
-def _start_anew() -> None:
-    global _making
-    _making = threading.Lock()
-    tuners.clear()
-
-
-os.register_at_fork(after_in_child=_start_anew)
-
-
-def read_tuner_for(settings: Settings, ways: tuple[ReadMode, ...] = WAYS) -> ReadTuner:
-    """The process's tuner for these settings."""
-    with _making:
-        return tuners.setdefault((settings.local_root, ways), ReadTuner(settings, ways))
-
-
 @lru_cache(maxsize=1)
 def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "?"
+
+
+# --- those of this process -------------------------------------------------------------------------------------------
+
+tuners: dict[tuple[Path, tuple[ReadMode, ...]], ReadTuner] = {}
+_write_tuners: dict[int, WriteTuner] = {}
+_making = threading.Lock()
+
+
+def read_tuner_for(settings: Settings, ways: tuple[ReadMode, ...] = WAYS) -> ReadTuner:
+    """The process's tuner of reads for these settings."""
+    with _making:
+        return tuners.setdefault((settings.local_root, ways), ReadTuner(settings, ways))
+
+
+def write_tuner_for(directory: Path) -> WriteTuner:
+    """The process's tuner of writes for the device that holds ``directory``."""
+    device = directory.stat().st_dev
+    with _making:
+        return _write_tuners.setdefault(device, WriteTuner(SHAPES))
+
+
+def _start_anew() -> None:
+    global _making
+    _making = threading.Lock()
+    tuners.clear()
+    _write_tuners.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)
