@@ -13,40 +13,30 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..announce import announced
 from ..arena import slots
-from ..checkpoint.retention import Policy, Rule
+from ..checkpoint.retention import Policy
 from ..client import Client, get_client
 from ..config import Settings
 from ..dcp.handoff.client import HandoffHandle, is_wanted
-from ..dcp.planner import TierSavePlanner
-from ..dcp.stager import Mode, StagedItems, TierStager
+from ..dcp.stager import Mode, TierStager
 from ..dcp.writer import TierStorageWriter, check_target
 from ..errors import (
     CheckpointError,
-    CheckpointSkippedError,
     OperationTimeoutError,
     PermissionDeniedError,
     StoreUnavailableError,
     TierckptError,
 )
-from ..format.layout import DRAINED, Location, local_dir, parse_uri, step_name, step_of
+from ..format.layout import Location, parse_uri, step_name, step_of
 from ..planning.interval import OVERHEAD_MAX
 from ..planning.tuning import Goal
 from ..stores.schemes import check_location
@@ -54,14 +44,14 @@ from ..telemetry import BLOCKED_SECONDS, logger
 from ..tracebacks import short_traceback
 from ..types import Tier
 from . import peers, preemption
-from .closing import describe_wait, until
 from .codec import state as states
 from .drain_decider import DrainDecider, SaveDirective
 from .exchange import Exchange, agree_on_name, all_gather, is_distributed
 from .final_save import FinalSave, cost_of
 from .interval import Interval, IntervalController, Phase
-from .job import Job, SaveRecord
+from .job import Job, RunningSaves, SaveRecord, describe_wait, left_out, note_commits, plan_save, stage
 from .preemption_notices import Notices
+from .pruning import BackgroundPruning
 from .restore import agreed_latest, restore_newest, unwrapped
 from .run_log import RunLog
 
@@ -76,8 +66,6 @@ STATS_MAX = 4096
 LOOK_SECONDS = 0.1
 RETENTION_SECONDS = 2.0
 """How long a save that is committed waits for retention, so that what it makes superfluous is gone when it is done."""
-EXTRA_SECONDS = 60.0
-"""What a save may take beyond its own deadline for the other ranks."""
 
 
 class Checkpointer:
@@ -151,20 +139,17 @@ class Checkpointer:
         self._stager = TierStager(mode=staging, settings=self.settings)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-save")
         self._wills = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-will") if is_wanted(self.settings) else None
-        self._retention = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-retention")
-        self._pruning: Future[None] = Future()
-        self._pruning.set_result(None)
-        self._running: deque[tuple[SaveRecord, Future[None]]] = deque()
-        self._reported: set[str] = set()
+        self._running = RunningSaves(timeout_seconds)
         self._job = agree_on_name(self.location.uri)
         self._saves = 0
         self._closed = False
         self._is_blind = False
         """The last listing failed: existing checkpoints are unknown, and none is replaced."""
         self._ledger = RunLog(self.location, self.settings, is_on=not is_distributed() or dist.get_rank() == 0)
+        self._pruning = BackgroundPruning(self.settings, self.location, self._keep, self._ledger)
         self._looked_at = 0.0
         self.grace_seconds = self.settings.grace_seconds
-        self._last = FinalSave(self._job, lambda: cost_of(self.stats[-LATEST:], len(self._unfinished())))
+        self._last = FinalSave(self._job, lambda: cost_of(self.stats[-LATEST:], len(self._running.unfinished())))
         self._steps_seen = 0
         self._unsaved: tuple[int, Mapping[str, Any]] | None = None
         """With an interval: the last step and its state, while no save has begun of them."""
@@ -223,7 +208,7 @@ class Checkpointer:
 
     def _phase(self, now: float) -> Phase:
         """What goes on beside training. Looks at the disk at most ten times a second."""
-        if self._running and not self._running[-1][1].done():
+        if self._running.is_last_under_way:
             return "flushing"
         if not any(record.is_sent and record.shared_commit_seconds is None for record in self.stats[-LATEST:]):
             return "plain"
@@ -267,8 +252,8 @@ class Checkpointer:
             writer.keep(not record.is_sent)
         self._carry_out(order, writer)
         with unwrapped():
-            plan, planner, metadata = self._plan(state, writer)
-        staged, failure = self._stage(plan, planner, state)
+            plan, planner, metadata = plan_save(state, writer, self._running, self._raise_failures)
+        staged, failure = stage(self._stager, plan, planner, state)
         self._unsaved = None
         self._note(record)
         self._ledger.saved(step)
@@ -281,9 +266,9 @@ class Checkpointer:
         if self._wills is not None and failure is None:
             job.testament = self._wills.submit(self._hand_in_will, job)
         future = self._pool.submit(self._write, job)
-        self._running.append((record, future))
+        self._running.add(record, future)
         if failure is not None:
-            self._reported.add(record.uri)
+            self._running.note_reported({record.uri})
             raise failure
         record.blocked_seconds = time.monotonic() - begun
         BLOCKED_SECONDS.emit(record.blocked_seconds)
@@ -298,87 +283,31 @@ class Checkpointer:
             self._is_throttled = order.bytes_per_second is not None
             self._client.throttle(order.throttle_of_node(), order.throttle_seconds)
 
-    def _stage(
-        self, plan: SavePlan, planner: TierSavePlanner, state: Mapping[str, Any]
-    ) -> tuple[StagedItems, BaseException | None]:
-        """Stage what the plan wants of this rank. An error goes the way of the save too: every rank must hear it."""
-        try:
-            self._stager.watch(value for value in state.values() if isinstance(value, torch.optim.Optimizer))
-            return self._stager.stage_items(plan.items, planner), None
-        except BaseException as error:
-            staged = StagedItems()
-            staged.copied.set_exception(error)
-            return staged, error
-
     def _has_no_room(self, uri: str) -> bool:
         """Wait until this save may begin; True when the policy is to leave it out. The same answer on every rank.
 
         Errors of earlier saves are raised while planning, where all ranks meet, and not here, where they do not.
         """
-        if self._running:
-            # A save that fails at once (a full disk) is reported now, and not one checkpoint later.
-            futures.wait([self._running[-1][1]], PROMPT_SECONDS)
-        if any(record.uri == uri for record, _ in self._running):
-            self._wait_until_fewer_than(1)  # what it replaces must be known when it is planned
+        # A save that fails at once (a full disk) is reported now, and not one checkpoint later.
+        self._running.wait(PROMPT_SECONDS, last=True)
+        if uri in self._running.uris:
+            self._running.wait_until_fewer_than(1)  # what it replaces must be known when it is planned
         if self.settings.staging_policy == "skip":
-            return any(all_gather(len(self._unfinished()) >= self.settings.checkpoints_in_flight_max))
+            return any(all_gather(len(self._running.unfinished()) >= self.settings.checkpoints_in_flight_max))
         if self.settings.staging_policy == "wait":
-            self._wait_until_fewer_than(self.settings.checkpoints_in_flight_max)
+            self._running.wait_until_fewer_than(self.settings.checkpoints_in_flight_max)
         return False
-
-    def _unfinished(self) -> list[tuple[SaveRecord, Future[None]]]:
-        return [(record, future) for record, future in self._running if not future.done()]
-
-    def _wait_until_fewer_than(self, count: int) -> None:
-        while len(unfinished := self._unfinished()) >= count:
-            record, oldest = unfinished[0]
-            if not futures.wait([oldest], self.timeout_seconds + EXTRA_SECONDS).done:
-                raise self._not_ended(record)
 
     def _note(self, record: SaveRecord) -> None:
         self.stats.append(record)
         del self.stats[:-STATS_MAX]
 
     def _skip(self, record: SaveRecord) -> Future[None]:
-        error = CheckpointSkippedError(
-            f"step {record.step} was left out: {self.settings.checkpoints_in_flight_max} saves are still being written",
-            hint="Expected now and then with the staging_policy 'skip'; save less often if it is frequent",
-            checkpoint=record.uri,
-        )
-        log.warning("%s", error)
-        record.error = f"{type(error).__name__}: {error}"
+        error = left_out(record, self.settings.checkpoints_in_flight_max)
         self._note(record)
         skipped: Future[None] = Future()
         skipped.set_exception(error)
         return skipped
-
-    def _plan(
-        self, state: Mapping[str, Any], writer: TierStorageWriter
-    ) -> tuple[SavePlan, TierSavePlanner, Metadata | None]:
-        """DCP's planning, on the caller's thread: the only collectives of a save."""
-        planner = TierSavePlanner()
-        ranks = _DistWrapper(None, is_distributed(), 0)
-        metadata: Metadata | None = None
-
-        def local_step() -> SavePlan:
-            self._raise_failures()  # here, so that all ranks raise it and none is left in the collective
-            collected = states.collect(state)  # here too: what one rank cannot save is raised on all of them
-            planner.set_up_planner(collected, writer.storage_meta(), ranks.is_coordinator)
-            writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
-            return writer.prepare_local_plan(planner.create_local_plan())
-
-        def global_step(plans: list[SavePlan]) -> list[SavePlan]:
-            nonlocal metadata
-            plans, metadata = planner.create_global_plan(plans)
-            return writer.prepare_global_plan(plans)
-
-        try:
-            plan = ranks.reduce_scatter("plan", local_step, global_step)
-        except CheckpointException as error:
-            self._note_reported(error)
-            writer.settle(error)
-            raise
-        return planner.finish_plan(plan), planner, metadata
 
     def _hand_in_will(self, job: Job) -> HandoffHandle | None:
         """Have the agent see to this save if this process ends before it is on the SSD."""
@@ -427,9 +356,8 @@ class Checkpointer:
         record.local_commit_seconds = time.monotonic() - job.begun
         self._ledger.durable(record.step, record.local_commit_seconds, record.size_bytes)
         # A store that hangs must hold up neither this save's future nor the saves behind it.
-        if self._pruning.done() or self._pruning.running():  # else one that sees this save is to come
-            self._pruning = self._retention.submit(self._prune)
-        futures.wait([self._pruning], RETENTION_SECONDS)
+        self._pruning.start()
+        self._pruning.wait(RETENTION_SECONDS)
 
     @short_traceback
     def wait(self, tier: str = "shared", timeout_seconds: float | None = None) -> None:
@@ -437,7 +365,7 @@ class Checkpointer:
 
         Raises the error of a save or drain that failed, OperationTimeoutError when the time is up.
         """
-        self._finish_running()
+        self._running.finish()
         self._note_commits()
         if tier == Tier.SHARED.value:
             self._wait_for_drains(
@@ -449,9 +377,9 @@ class Checkpointer:
             for record in self._kept_records():
                 if record.shared_commit_seconds is None:
                     self._wait_shared(record, max(0.0, deadline - time.monotonic()))
-        futures.wait([self._pruning], max(0.0, deadline - time.monotonic()))
+        self._pruning.wait(max(0.0, deadline - time.monotonic()))
         if self.settings.drain:
-            self._prune(deadline)
+            self._pruning.prune(deadline)
 
     def _kept_records(self) -> list[SaveRecord]:
         """The newest save of each step, without those that retention has removed or is about to."""
@@ -466,111 +394,17 @@ class Checkpointer:
         record.shared_commit_seconds = seen - record.begun_at
 
     def _note_commits(self) -> None:
-        for record in self.stats[-LATEST:]:
-            if record.shared_commit_seconds is None and record.is_sent and not record.error:
-                seconds = self._drained_after(record)
-                if seconds is not None and seconds > 0:
-                    record.shared_commit_seconds = seconds
-
-    def _drained_after(self, record: SaveRecord) -> float | None:
-        """Seconds until the shared commit: as this process saw it, or as the agent noted it on the SSD."""
-        started = record.begun_at
-        seen = self._client.engine.drains.committed_at.get(record.uri)
-        if seen is not None:
-            return seen - started
-        try:
-            noted = (local_dir(self.settings.local_root, parse_uri(record.uri)) / DRAINED).stat().st_mtime
-        except OSError:
-            return None
-        return noted - time.time() + time.monotonic() - started
-
-    def _finish_running(self, deadline: float | None = None) -> None:
-        """Wait for every save that is under way. Raises the first error among them; the others are logged.
-
-        After ``deadline`` it waits only for what is not on the local tier yet: nothing else would be lost.
-        """
-        first: BaseException | None = None
-        while self._running:
-            unfinished = len(self._running)
-            try:
-                self._finish_oldest(deadline)
-            except BaseException as error:
-                if first is not None:
-                    log.error("another save failed too: %s", error)
-                first = first or error
-                if len(self._running) == unfinished:
-                    break  # it hangs, and those behind it wait for it: once is long enough to wait
-        if first is not None:
-            raise first
-
-    def _finish_oldest(self, deadline: float | None = None) -> None:
-        record, running = self._running[0]
-        self._await_running(record, running, deadline)
-        try:
-            running.result(timeout=0)
-        except CheckpointSkippedError as error:
-            log.warning("%s", error)  # the declared policy, not a failure
-        except TimeoutError as error:
-            if isinstance(error, TierckptError):
-                self._raise_once(record, error)
-                return
-            raise self._not_ended(record) from error
-        except BaseException as error:
-            self._raise_once(record, error)
-        finally:
-            if running.done():
-                self._running.popleft()
-
-    def _await_running(self, record: SaveRecord, running: Future[None], deadline: float | None) -> None:
-        """Wait until a save has ended; one that goes to shared storage past the SSD only until ``deadline``."""
-        seconds = self.timeout_seconds + EXTRA_SECONDS
-        if deadline is not None and record.is_straight:
-            seconds = min(seconds, max(0.0, deadline - time.monotonic()))
-        futures.wait([running], seconds)
-
-    def _not_ended(self, record: SaveRecord) -> OperationTimeoutError:
-        return OperationTimeoutError(
-            f"the save to {record.uri} has not ended",
-            hint="Look for a hung disk",
-            waited_seconds=self.timeout_seconds,
-        )
-
-    def _raise_once(self, record: SaveRecord, error: BaseException) -> None:
-        """Raise the error of a save, unless another rank's knowledge of it has already made a call here raise it."""
-        if record.uri in self._reported:
-            self._reported.discard(record.uri)
-            return
-        raise error
+        note_commits(self.stats[-LATEST:], self.settings, self._client.engine.drains.committed_at)
 
     def _raise_failures(self) -> None:
         """Raise the first error since the last call, of saves that have ended and of drains."""
-        while self._running and self._running[0][1].done():
-            self._finish_oldest()
+        self._running.raise_ended()
         uris = {record.uri for record in self.stats}
         for token, (uri, failure) in self._client.engine.drains.take_failures(uris).items():
             if not self._client.engine.drains.may_pass(self.location, failure):
                 raise failure
             log.warning("%s stays on this node for now, and its drain is tried again: %s", uri, failure)
             self._client.submit(token)
-
-    def _note_reported(self, error: CheckpointException) -> None:
-        """Remember which saves in flight here an error of any rank was about: it is raised once on each rank."""
-        told = {getattr(cause, "context", {}).get("checkpoint") for cause, _ in error.failures.values()}
-        self._reported |= {record.uri for record, _ in self._running} & told
-
-    def _prune(self, deadline: float | None = None) -> None:
-        """Retention, on the coordinator (shared tier) and one rank of each node (local tier). Never fails a save."""
-        policy = self._keep
-        if dist.is_initialized() and dist.get_rank() != 0:
-            policy = replace(policy, shared=Rule())
-        if not policy or int(os.environ.get("LOCAL_RANK", 0)) != 0:
-            return
-        if not self._ledger.is_alone():
-            return  # what this job counts as old may be the newest of another
-        try:
-            self._client.run(lambda engine: until(deadline, engine.prune(self.location, policy)))
-        except Exception as error:  # whatever it is: the save is committed
-            log.warning("retention under %s did not finish: %s: %s", self.location.uri, type(error).__name__, error)
 
     # --- restoring ----------------------------------------------------------------------------------------------
 
@@ -607,7 +441,7 @@ class Checkpointer:
         """
         self._check_open()
         names = states.check_names(state, only)
-        self._finish_running()
+        self._running.finish()
         self._client.recover()
         self._client.enter(self.location, trains=False)  # its first save says that it trains
         begun = time.monotonic()
@@ -657,7 +491,7 @@ class Checkpointer:
             with announced(
                 log, lambda: self._describe_wait(deadline), min(1.0, self.settings.exit_timeout_seconds / 4)
             ):
-                self._finish_running(deadline)
+                self._running.finish(deadline)
                 self._send_newest()
                 self._note_commits()
                 self._wait_for_drains(deadline)
@@ -674,7 +508,7 @@ class Checkpointer:
             preemption.await_end(self.grace_seconds)
 
     def _describe_wait(self, deadline: float) -> str:
-        saving = sum(record.local_commit_seconds is None for record, _ in self._unfinished())
+        saving = sum(record.local_commit_seconds is None for record, _ in self._running.unfinished())
         return describe_wait(self.location, self.settings, saving, tuple(self.stats), deadline)
 
     def _send_newest(self) -> None:
@@ -700,7 +534,7 @@ class Checkpointer:
             return
         # The loop failed: let a save that is under way reach the SSD, but do not hide the loop's own error.
         try:
-            self._finish_running(time.monotonic() + self.settings.exit_timeout_seconds)
+            self._running.finish(time.monotonic() + self.settings.exit_timeout_seconds)
         except TierckptError as failure:
             log.error("the last save failed too: %s", failure)
         self._ledger.ended("failed")
@@ -723,9 +557,9 @@ class Checkpointer:
         """
         self._client.run(lambda engine: engine.drains.newest_first())
         self._last.wait(deadline, self._pacer.step_seconds)
-        futures.wait([future for _, future in self._running], max(0.0, deadline - time.monotonic()))
+        self._running.wait(max(0.0, deadline - time.monotonic()))
         self._send_newest()
-        left = [f"{record.uri} did not reach the local tier in time" for record, _ in self._unfinished()]
+        left = [f"{record.uri} did not reach the local tier in time" for record, _ in self._running.unfinished()]
         entries = self._client.run(lambda engine: engine.drains.idle(max(0.0, deadline - time.monotonic())))
         left += [f"{entry.uri} is on the local tier only; `tierckpt drain --wait` finishes it" for entry in entries]
         self._ledger.ended("preempted", wait_seconds=deadline - time.monotonic())
@@ -738,7 +572,7 @@ class Checkpointer:
         self._last.close()
         self._ledger.close()
         self._pool.shutdown(wait=False)
-        self._retention.shutdown(wait=False)
+        self._pruning.close()
         if self._wills is not None:
             self._wills.shutdown(wait=False)
         self._stager.close()

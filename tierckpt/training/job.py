@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.utils import _DistWrapper
 
+from ..config import Settings
 from ..dcp.handoff.client import HandoffHandle
-from ..dcp.stager import StagedItems
+from ..dcp.planner import TierSavePlanner
+from ..dcp.stager import StagedItems, TierStager
 from ..dcp.writer import TierStorageWriter
-from .exchange import Exchange
+from ..errors import CheckpointSkippedError, OperationTimeoutError, TierckptError
+from ..format.layout import DRAINED, Location, local_dir, parse_uri, step_name
+from ..telemetry import logger
+from .codec import state as states
+from .exchange import Exchange, is_distributed
+
+log = logger("checkpointer")
+
+EXTRA_SECONDS = 60.0
+"""What a save may take beyond its own deadline for the other ranks."""
+NAMES_SHOWN = 4
 
 
 @dataclass
@@ -86,3 +105,200 @@ class Job:
         """Drop the staged copies: their memory is free for the next checkpoint, whoever keeps the future of this."""
         self.staged = StagedItems()
         self.metadata = None
+
+
+def left_out(record: SaveRecord, in_flight_max: int) -> CheckpointSkippedError:
+    """Note that the policy has left out a save. Returns the error that says so."""
+    error = CheckpointSkippedError(
+        f"step {record.step} was left out: {in_flight_max} saves are still being written",
+        hint="Expected now and then with the staging_policy 'skip'; save less often if it is frequent",
+        checkpoint=record.uri,
+    )
+    log.warning("%s", error)
+    record.error = f"{type(error).__name__}: {error}"
+    return error
+
+
+def note_commits(records: Sequence[SaveRecord], settings: Settings, committed_at: Mapping[str, float]) -> None:
+    """Note which saves the shared tier has: as this process saw it (``committed_at``), or as the SSD says."""
+    for record in records:
+        if record.shared_commit_seconds is None and record.is_sent and not record.error:
+            seconds = _drained_after(record, settings, committed_at)
+            if seconds is not None and seconds > 0:
+                record.shared_commit_seconds = seconds
+
+
+def _drained_after(record: SaveRecord, settings: Settings, committed_at: Mapping[str, float]) -> float | None:
+    seen = committed_at.get(record.uri)
+    if seen is not None:
+        return seen - record.begun_at
+    try:
+        noted = (local_dir(settings.local_root, parse_uri(record.uri)) / DRAINED).stat().st_mtime
+    except OSError:
+        return None
+    return noted - time.time() + record.age_seconds
+
+
+def stage(
+    stager: TierStager, plan: SavePlan, planner: TierSavePlanner, state: Mapping[str, Any]
+) -> tuple[StagedItems, BaseException | None]:
+    """Stage what the plan wants of this rank. An error goes the way of the save too: every rank must hear it."""
+    try:
+        stager.watch(value for value in state.values() if isinstance(value, torch.optim.Optimizer))
+        return stager.stage_items(plan.items, planner), None
+    except BaseException as error:
+        staged = StagedItems()
+        staged.copied.set_exception(error)
+        return staged, error
+
+
+class RunningSaves:
+    """The saves that have been staged, oldest first, until their outcome has been raised or logged."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._saves: deque[tuple[SaveRecord, Future[None]]] = deque()
+        self._reported: set[str] = set()
+        """Saves whose error another rank's knowledge of it has made a call here raise."""
+
+    @property
+    def uris(self) -> set[str]:
+        return {record.uri for record, _ in self._saves}
+
+    @property
+    def is_last_under_way(self) -> bool:
+        return bool(self._saves) and not self._saves[-1][1].done()
+
+    def add(self, record: SaveRecord, future: Future[None]) -> None:
+        self._saves.append((record, future))
+
+    def unfinished(self) -> list[tuple[SaveRecord, Future[None]]]:
+        return [(record, future) for record, future in self._saves if not future.done()]
+
+    def note_reported(self, uris: Collection[str]) -> None:
+        """The errors of these saves, if they are under way here, have been raised: once on each rank is enough."""
+        self._reported |= self.uris & set(uris)
+
+    def wait(self, seconds: float, *, last: bool = False) -> None:
+        """Wait until all of them have ended, or the ``last`` one, at most ``seconds``."""
+        waited = list(self._saves)[-1:] if last else list(self._saves)
+        futures.wait([future for _, future in waited], seconds)
+
+    def wait_until_fewer_than(self, count: int) -> None:
+        """Raises OperationTimeoutError when the oldest does not end."""
+        while len(unfinished := self.unfinished()) >= count:
+            record, oldest = unfinished[0]
+            if not futures.wait([oldest], self._timeout_seconds + EXTRA_SECONDS).done:
+                raise self._not_ended(record)
+
+    def raise_ended(self) -> None:
+        """Raise the first error of the saves that have ended."""
+        while self._saves and self._saves[0][1].done():
+            self._finish_oldest()
+
+    def finish(self, deadline: float | None = None) -> None:
+        """Wait for every save that is under way. Raises the first error among them; the others are logged.
+
+        After ``deadline`` it waits only for what is not on the local tier yet: nothing else would be lost.
+        """
+        first: BaseException | None = None
+        while self._saves:
+            unfinished = len(self._saves)
+            try:
+                self._finish_oldest(deadline)
+            except BaseException as error:
+                if first is not None:
+                    log.error("another save failed too: %s", error)
+                first = first or error
+                if len(self._saves) == unfinished:
+                    break  # it hangs, and those behind it wait for it: once is long enough to wait
+        if first is not None:
+            raise first
+
+    def _finish_oldest(self, deadline: float | None = None) -> None:
+        record, running = self._saves[0]
+        seconds = self._timeout_seconds + EXTRA_SECONDS
+        if deadline is not None and record.is_straight:  # it goes to shared storage past the SSD
+            seconds = min(seconds, max(0.0, deadline - time.monotonic()))
+        futures.wait([running], seconds)
+        try:
+            running.result(timeout=0)
+        except CheckpointSkippedError as error:
+            log.warning("%s", error)  # the declared policy, not a failure
+        except TimeoutError as error:
+            if isinstance(error, TierckptError):
+                self._raise_once(record, error)
+                return
+            raise self._not_ended(record) from error
+        except BaseException as error:
+            self._raise_once(record, error)
+        finally:
+            if running.done():
+                self._saves.popleft()
+
+    def _not_ended(self, record: SaveRecord) -> OperationTimeoutError:
+        return OperationTimeoutError(
+            f"the save to {record.uri} has not ended",
+            hint="Look for a hung disk",
+            waited_seconds=self._timeout_seconds,
+        )
+
+    def _raise_once(self, record: SaveRecord, error: BaseException) -> None:
+        if record.uri in self._reported:
+            self._reported.discard(record.uri)
+            return
+        raise error
+
+
+def plan_save(
+    state: Mapping[str, Any], writer: TierStorageWriter, running: RunningSaves, raise_failures: Callable[[], None]
+) -> tuple[SavePlan, TierSavePlanner, Metadata | None]:
+    """DCP's planning, on the caller's thread: the only collectives of a save."""
+    planner = TierSavePlanner()
+    ranks = _DistWrapper(None, is_distributed(), 0)
+    metadata: Metadata | None = None
+
+    def local_step() -> SavePlan:
+        raise_failures()  # here, so that all ranks raise it and none is left in the collective
+        collected = states.collect(state)  # here too: what one rank cannot save is raised on all of them
+        planner.set_up_planner(collected, writer.storage_meta(), ranks.is_coordinator)
+        writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def global_step(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    try:
+        plan = ranks.reduce_scatter("plan", local_step, global_step)
+    except CheckpointException as error:
+        running.note_reported(_checkpoints_of(error))
+        writer.settle(error)
+        raise
+    return planner.finish_plan(plan), planner, metadata
+
+
+def _checkpoints_of(error: CheckpointException) -> set[str]:
+    """The checkpoints that the errors of any rank are about."""
+    return {
+        checkpoint
+        for cause, _ in error.failures.values()
+        if isinstance(checkpoint := getattr(cause, "context", {}).get("checkpoint"), str)
+    }
+
+
+def describe_wait(
+    location: Location, settings: Settings, saving: int, stats: Sequence[SaveRecord], deadline: float
+) -> str:
+    """What is waited for, how long, and how to stop. ``saving``: saves that are not on the local tier yet."""
+    if saving:
+        return f"closing: {saving} save(s) of {location.uri} are on their way to the SSD"
+    records = [record for record in stats if not record.error and record.is_sent]
+    names = [step_name(record.step) for record in records if record.shared_commit_seconds is None]
+    shown = f"{', '.join(names[-NAMES_SHOWN:])}{' and others' if len(names) > NAMES_SHOWN else ''}"
+    return (
+        f"closing: waiting for {shown or 'retention'} to reach {location.uri}, "
+        f"{max(0.0, deadline - time.monotonic()):.0f} of {settings.exit_timeout_seconds:g} s left "
+        "(exit_timeout_seconds). Ctrl-C stops: what is left stays on this node, `tierckpt drain --wait` finishes it"
+    )

@@ -1,0 +1,68 @@
+"""Retention during training: it follows each save, on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from ..checkpoint.prune import PruneResult
+from ..checkpoint.retention import Policy, Rule
+from ..client import get_client
+from ..config import Settings
+from ..engine import Engine
+from ..format.layout import Location
+from ..telemetry import logger
+from .run_log import RunLog
+
+log = logger("checkpointer")
+
+
+class BackgroundPruning:
+    """Removes the checkpoints of a run that ``policy`` does not keep. Never fails a save: errors are logged.
+
+    The coordinator prunes the shared tier, and one rank of each node its local tier; the other ranks nothing.
+    """
+
+    def __init__(self, settings: Settings, location: Location, policy: Policy, run_log: RunLog) -> None:
+        self._settings, self._location, self._policy, self._run_log = settings, location, policy, run_log
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-retention")
+        self._last: Future[None] = Future()
+        self._last.set_result(None)
+
+    def start(self) -> None:
+        """Prune in the background, unless a run that has not begun is to come anyway."""
+        if self._last.done() or self._last.running():
+            self._last = self._pool.submit(self.prune)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the latest ``start``, at most ``seconds``."""
+        futures.wait([self._last], seconds)
+
+    def prune(self, deadline: float | None = None) -> None:
+        """Prune now, no longer than ``deadline`` (monotonic); not where another job saves to the run too."""
+        policy = self._policy
+        if dist.is_initialized() and dist.get_rank() != 0:
+            policy = replace(policy, shared=Rule())
+        if not policy or int(os.environ.get("LOCAL_RANK", 0)) != 0:
+            return
+        if not self._run_log.is_alone():
+            return  # what this job counts as old may be the newest of another
+
+        async def within(engine: Engine) -> PruneResult:
+            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                return await engine.prune(self._location, policy)
+
+        try:
+            get_client(self._settings).run(within)
+        except Exception as error:  # whatever it is: the save is committed
+            uri = self._location.uri
+            log.warning("retention under %s did not finish: %s: %s", uri, type(error).__name__, error)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
