@@ -257,7 +257,9 @@ def test_check_lists_what_is_missing_and_read_data_finds_what_has_rotted(
     assert tierckpt_("prefetch", MODEL, "--check").code == 0
     bad = tierckpt_("prefetch", MODEL, "--check", "--read-data")
     assert bad.code == 5
-    assert bad.document["bad"] == {"model-00001.safetensors": f"bytes {5 * CHUNK}-{6 * CHUNK} are not what landed"}
+    name = "model-00001.safetensors"
+    problem = f"bytes {5 * CHUNK}-{6 * CHUNK} of {name} are not the bytes that were saved"
+    assert bad.document["bad"] == {name: problem}
     bucket.objects["run/model/config.json"] = b"{}"
     outdated = tierckpt_("prefetch", MODEL, "--check")
     assert (outdated.code, outdated.document["state"]) == (3, "outdated")

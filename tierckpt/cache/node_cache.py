@@ -7,7 +7,6 @@ A checkpoint of ours is not kept here: its place is the local tier, where restor
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Literal, TypeAlias, TypeVar
 from ..checkpoint import shared_commit
 from ..checkpoint.catalog import file_size
 from ..config import Settings
-from ..disk.file_io import open_file, pread_all
 from ..errors import (
     BucketNotFoundError,
     ConfigError,
@@ -27,9 +25,10 @@ from ..errors import (
     UncommittedCheckpointError,
 )
 from ..format.layout import METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, parse_uri
-from ..format.manifest import Manifest, has_digest
+from ..format.manifest import FileEntry, Manifest
 from ..poll import SHARED, Poll
 from ..stores.base import Store
+from ..stores.verified_read import LocalFiles, check_file
 from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
 from .entry import STALL_SECONDS_MIN, CacheEntry
@@ -330,15 +329,18 @@ class NodeCache:
         receipt = await asyncio.to_thread(read_receipt, check.directory)
         if receipt is None:
             return
-        gate = asyncio.Semaphore(DIGESTS_AT_A_TIME)
+        frozen, files, gate = receipt.frozen, LocalFiles(check.directory), asyncio.Semaphore(DIGESTS_AT_A_TIME)
 
-        async def one(index: int) -> None:
+        async def one(item: FileSpec, digests: Sequence[str]) -> None:
             async with gate:
-                problem = await asyncio.to_thread(_damage, receipt, index, check.directory)
-            if problem:
-                check.bad[receipt.frozen.files[index].path] = problem
+                try:
+                    entry = FileEntry(item.path, item.size_bytes, tuple(digests))
+                    await check_file(files, entry, frozen.chunk_size_bytes)
+                except TierckptError as error:
+                    check.bad[item.path] = error.message
 
-        await asyncio.gather(*(one(index) for index in range(len(receipt.frozen.files))))
+        landed = receipt.landed or [item.digests for item in frozen.files]
+        await asyncio.gather(*map(one, frozen.files, landed))
 
     def unpin(self, location: Location) -> list[Row]:
         rows = [row for row in self.pool.rows(location.uri) if row.is_pinned]
@@ -412,26 +414,6 @@ def _check(frozen: FileSet, target: Path) -> Check:
 def _has_sizes(frozen: FileSet, target: Path) -> bool:
     """True for a checkpoint that was saved on this node: it has no receipt, and every file."""
     return all(file_size(target / item.path) == item.size_bytes for item in frozen.files)
-
-
-def _damage(receipt: Receipt, index: int, directory: Path | None) -> str:
-    """What is wrong with a file, '' when nothing is."""
-    frozen = receipt.frozen
-    item = frozen.files[index]
-    digests = receipt.landed[index] if receipt.landed else item.digests
-    path = Path(directory or "", item.path)
-    try:
-        file = open_file(path)
-        try:
-            for chunk, digest in enumerate(digests):
-                at = frozen.chunk_range(index, chunk)
-                if not has_digest(pread_all(file, at, path), digest):
-                    return f"bytes {at.start}-{at.stop} are not what landed"
-        finally:
-            os.close(file)
-    except TierckptError as error:
-        return error.message
-    return ""
 
 
 def _covers(frozen: FileSet, held: ResolvedUri) -> bool:

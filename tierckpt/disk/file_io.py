@@ -120,8 +120,9 @@ def open_file(path: Path) -> int:
         return open_regular(path)
 
 
-def pread_all(file: int, byte_range: ByteRange, path: Path) -> bytes:
-    with translated(path):
+def pread_all(file: int, byte_range: ByteRange, path: Path, tier: Tier = Tier.LOCAL) -> bytes:
+    """Return what is there of the range: less, where the file is too short."""
+    with translated(path, tier):
         pieces, offset = [], byte_range.start
         while offset < byte_range.stop:
             piece = os.pread(file, byte_range.stop - offset, offset)

@@ -27,6 +27,7 @@ from ..disk.durable import (
     write_all,
     write_new,
 )
+from ..disk.file_io import pread_all
 from ..disk.temporary_names import is_temporary
 from ..errors import ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
 from ..poll import BRIEF, Poll
@@ -106,19 +107,15 @@ class LocalStore:
         with translated(path, self.tier):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                pieces, offset = [], byte_range.start
-                while offset < byte_range.stop:
-                    piece = os.pread(file, byte_range.stop - offset, offset)
-                    if not piece:
-                        raise short_answer(self.uri, key, byte_range, offset - byte_range.start)
-                    pieces.append(piece)
-                    offset += len(piece)
+                data = pread_all(file, byte_range, path, self.tier)
+                if len(data) < byte_range.size_bytes:
+                    raise short_answer(self.uri, key, byte_range, len(data))
                 # After the read: an etag that still matches now was the file's etag while it was read.
                 if if_match is not None and _etag(os.fstat(file)) != if_match:
                     raise PreconditionFailedError(f"{path} changed while it was read", path=path, tier=self.tier)
             finally:
                 os.close(file)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return data
 
     async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         write = self._put_new if if_absent else self._put_over
