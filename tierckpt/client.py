@@ -140,7 +140,7 @@ class Client:
             await asyncio.to_thread(contact_for(self.settings).ask, message)
         except (TierckptError, OSError) as error:
             if not is_known(error):
-                log.warning("the agent is not told how fast it may drain: %s", error)
+                log.warning("could not set the drain rate on the agent: %s", error)
 
     def _give_to_agent(self, token: str) -> None:
         self._telling_agent(self._tell_agent(token))

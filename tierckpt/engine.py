@@ -165,7 +165,7 @@ class Engine:
                 if place_of(location) not in self.selector.reached:
                     raise
                 log.warning(
-                    "%s: the shared tier refuses us, saving locally; what is drained later is: %s", location.uri, error
+                    "%s: the shared tier refuses requests; saving locally, to be drained later: %s", location.uri, error
                 )
         if standing and not overwrite:
             raise shared_commit.already_committed(

@@ -92,7 +92,7 @@ def test_credentials_that_expire_in_the_middle_of_a_run_cost_no_save(
         for step in (2, 3, 4):
             checkpointer.save(step, {"value": step}).result(timeout=60)
             time.sleep(0.3)  # its drain fails meanwhile
-    assert any("refuses us, saving locally" in line for line in caplog.messages)
+    assert any("refuses requests; saving locally" in line for line in caplog.messages)
     assert len(Journal(local_root).entries()) == 3
     proxy.answer = None
     checkpointer.close()

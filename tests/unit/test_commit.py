@@ -455,4 +455,4 @@ def test_where_nothing_of_ours_is_no_note_is_left(mark: Callable[[Path, str], No
 def test_peers_that_cannot_be_told_fail_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / ".tierckpt").write_text("in the way")
     marks.mark_own(tmp_path, "one")
-    assert "peers are not told that this node saves it" in caplog.text
+    assert "peers will not learn that this node saves it" in caplog.text

@@ -91,5 +91,5 @@ def test_of_very_many_members_some_share_the_chunks_and_they_hardly_change(monke
 
 
 def test_nobody_has_no_chunks() -> None:
-    with pytest.raises(ValueError, match="nobody"):
+    with pytest.raises(ValueError, match="no member"):
         Placement(VERSION, []).owners(1)

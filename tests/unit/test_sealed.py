@@ -671,7 +671,7 @@ def test_what_a_restore_will_refuse_is_told_at_save(file_uri: str, caplog: pytes
     with caplog.at_level(logging.WARNING, "tierckpt"):
         for _ in range(2):
             dcp.save(state, storage_writer=TierStorageWriter(file_uri))
-    told = [record.getMessage() for record in caplog.records if "will not give it back" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "will refuse it" in record.getMessage()]
     assert len(told) == 2, told
     assert any("loader.position" in text and "numpy" in text for text in told)
     assert any("loader.seen" in text and "Mine" in text for text in told)

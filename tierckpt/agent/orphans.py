@@ -162,7 +162,7 @@ class OrphanedSaves:
             if lock is not None:
                 os.close(lock)
             if name not in self._ended:
-                raise KeyError(f"no will of rank {rank}")
+                raise KeyError(f"no handoff of rank {rank}")
             return
         save.descriptions[rank].has_begun = True
         if lock is not None:

@@ -208,7 +208,7 @@ class Agent:
             await self.engine.drains.settle()
             released = await self.engine.drains.release()
         except (OSError, TierckptError) as error:
-            log.error("what is kept on the SSD cannot be released: %s", error)
+            log.error("cannot release local-only checkpoints: %s", error)
             return False
         for entry in released:
             log.info("%s: its job has ended, and nothing newer is on shared storage: it is drained", entry.uri)

@@ -357,7 +357,7 @@ class CacheEntry:
             if self.landed(path, byte_range):
                 return
         raise OperationTimeoutError(
-            f"bytes {byte_range.start}-{byte_range.stop} of {path} have not landed in {timeout_seconds:g} s",
+            f"bytes {byte_range.start}-{byte_range.stop} of {path} have not arrived in {timeout_seconds:g} s",
             hint="Nobody may be fetching them: read() fetches, wait() does not",
             uri=self.frozen.uri,
             tier=Tier.LOCAL,
@@ -478,7 +478,7 @@ class CacheEntry:
         except CapacityError as error:
             if not keep:
                 raise
-            log.warning("%s: what is read is not kept: %s", self.frozen.uri, error.message)
+            log.warning("%s: reading without the cache: %s", self.frozen.uri, error.message)
             self._no_room_until = time.monotonic() + NO_ROOM_SECONDS
         except ObjectNotFoundError:
             filling.refresh()

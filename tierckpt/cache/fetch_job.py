@@ -136,7 +136,7 @@ class FetchJob:
     async def _turn(self, index: int, chunk: int) -> AsyncIterator[Turn]:
         """Within it a chunk is fetched if nobody else is at it."""
         if time.monotonic() >= self.moved_at + self.cached.stall_seconds:
-            log.warning("%s: other processes do not get on, fetching what they claim", self.filling.incoming)
+            log.warning("%s: other processes make no progress, fetching the chunks they claimed", self.filling.incoming)
             self.moved_at = time.monotonic()
             yield "fetch"
         elif self.filling.claims.count() >= self.cached.fetches_max:

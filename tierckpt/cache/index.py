@@ -111,7 +111,7 @@ class Index:
     def _trouble(self, error: sqlite3.Error) -> None:
         """A damaged database goes; the next call builds another. One that is locked stays."""
         if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
-            log.warning("%s is locked by somebody: asking the files", self.path)
+            log.warning("%s is locked: reading the files instead", self.path)
             return
         log.warning("%s is damaged (%s): it is built anew from the files", self.path, error)
         for suffix in ("", "-wal", "-shm"):

@@ -239,7 +239,7 @@ class PartialEntry:
             except OSError:  # no hard links here
                 temporary.replace(path)
             temporary.unlink(missing_ok=True)
-        raise StoreError(f"{path} is never what was written to it", path=path, tier=Tier.LOCAL)
+        raise StoreError(f"{path} keeps other bytes than were written", path=path, tier=Tier.LOCAL)
 
     def _forget(self, entry: Path) -> None:
         log.warning("%s is damaged: beginning again", entry)
@@ -318,7 +318,7 @@ class PartialEntry:
         self.append_line(f"{index} {chunk} {digest}")
         self.refresh()
         if not self.has(index, chunk):
-            raise StoreError(f"{self.progress_path} does not keep what is appended to it", tier=Tier.LOCAL)
+            raise StoreError(f"{self.progress_path} loses lines that were appended", tier=Tier.LOCAL)
         if self.has_file(index):
             self._make_durable(index)
 

@@ -81,7 +81,7 @@ def _put_back(cached: Entry, index: int, chunk: int, data: Buffer) -> None:
         except ObjectNotFoundError:
             continue  # it lies in the other one
         except TierckptError as error:
-            log.warning("%s: what is damaged in %s stays: %s", cached.frozen.uri, directory, error)
+            log.warning("%s: cannot repair the damage in %s: %s", cached.frozen.uri, directory, error)
             return
         cached.checker.note_good(index, chunk)
         log.warning("%s: %s is mended in %s, from the store", cached.frozen.uri, path, directory)

@@ -331,7 +331,7 @@ async def _is_known_complete(checkpoint: Checkpoint) -> bool:
 async def is_complete(checkpoint: Checkpoint) -> bool:
     """True when every file has a copy of its size on some tier. Reads no data.
 
-    Raises StoreError when the shared tier does not say what it has: then nobody knows.
+    Raises StoreError when the shared tier cannot be listed.
     """
     if checkpoint.manifest is None:
         return True

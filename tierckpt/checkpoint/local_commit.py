@@ -322,7 +322,7 @@ def finish_locked_removal(directory: Path) -> bool:
         try:
             gone = _read_manifest(note)
         except ManifestError as error:
-            log.warning("%s; what it names stays on the disk", error)
+            log.warning("%s; keeping the files that it names", error)
             continue
         doomed = [entry.key for entry in (stale_files(gone, standing) if standing else gone.entries)]
         doomed += [f"{key}.bad" for key in doomed]  # put aside by a restore

@@ -45,7 +45,7 @@ def pass_over(local_root: Path, journal: Journal, newest: Entry) -> list[str]:
         candidates = replaced + behind[NEWEST_KEPT - 1 :]
         passed.extend(entry.uri for entry in candidates if _pass(local_root, journal, entry))
     except (TierckptError, OSError) as error:
-        log.warning("what is kept behind %s stays in the journal: %s", newest.uri, error)
+        log.warning("local-only checkpoints older than %s stay in the journal: %s", newest.uri, error)
     return passed
 
 

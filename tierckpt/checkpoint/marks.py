@@ -25,7 +25,7 @@ def mark_own(directory: Path, token: str) -> None:
             make_dirs(directory / OWN_DIR)
             (directory / own_file(token)).touch()
             return  # else a commit beside us has taken the empty directory away between the two lines
-    log.warning("%s: peers are not told that this node saves it", directory)
+    log.warning("%s: peers will not learn that this node saves it", directory)
 
 
 def mark_drained(directory: Path, attempt: str) -> None:

@@ -304,5 +304,5 @@ async def removals_begun(store: Store) -> list[Manifest]:
         except ObjectNotFoundError:
             continue  # another node has ended that removal meanwhile
         except ManifestError as error:
-            log.warning("%s; what it names stays", error)
+            log.warning("%s; keeping the files that it names", error)
     return found

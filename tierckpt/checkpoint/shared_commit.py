@@ -70,7 +70,7 @@ async def attempts_standing(store: Store) -> set[str]:
         try:
             attempt = await read(store)
         except ManifestError as error:
-            log.warning("%s; a save that begins now is not told to replace it", error)
+            log.warning("%s; a save that begins now will not replace it", error)
             continue
         found |= {attempt} if attempt else set()
     return found

@@ -367,7 +367,7 @@ class TierStorageReader(Mount, StorageReader):
         target = self._target(item, work)
         if content.is_quantized and not has_same_scale(content, target):
             raise StateMismatchError(
-                f"{item.storage_index.fqn} is quantized, and what it is loaded into is not, or has another scale",
+                f"{item.storage_index.fqn} is quantized, and its destination is not, or has another scale",
                 hint="Load it into a tensor with the scale and zero point that it was saved with",
                 tensor=item.storage_index.fqn,
                 checkpoint=self.path,

@@ -143,7 +143,7 @@ class SaveSession:
             make_dirs(directory)
             hold = stack.enter_context(journal.own(token))
             if not hold:
-                raise CheckpointError(f"{location.uri}: somebody else has begun what this rank was to write ({token})")
+                raise CheckpointError(f"{location.uri}: another process is writing this rank's shards ({token})")
             entry = journal.open(token, location, role.rank, int(settings.chunk_size_bytes))
             if settings.peers is not None:
                 marks.mark_own(directory, token)
@@ -379,7 +379,7 @@ class SaveSession:
         try:
             return local_commit.discard_attempt(self.directory, self.entry.token, self.entry.manifest)
         except TierckptError as error:
-            log.warning("%s: whether it is committed cannot be known (%s); its files stay", self.location.uri, error)
+            log.warning("%s: cannot tell whether it is committed (%s); keeping its files", self.location.uri, error)
             return False
 
     def release(self) -> None:

@@ -94,7 +94,7 @@ async def lock_async(path: Path, timeout_seconds: float, what: str) -> AsyncIter
 
 def _late(timeout_seconds: float, what: str) -> OperationTimeoutError:
     return OperationTimeoutError(
-        f"another process of this node has held {what} for {timeout_seconds:g} s",
+        f"another process of this node has locked {what} for {timeout_seconds:g} s",
         hint="Look for a hung tierckpt process on this node",
         tier=Tier.LOCAL,
     )

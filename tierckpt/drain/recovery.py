@@ -34,7 +34,7 @@ async def recover_entry(entry: Entry, drainer: Drainer) -> bool:
             return await _take_up_written(entry, drainer)
         return await _give_up(entry, drainer)
     except ManifestError as error:
-        log.warning("%s: whether it was committed cannot be known (%s); its files stay", entry.uri, error)
+        log.warning("%s: cannot tell whether it was committed (%s); keeping its files", entry.uri, error)
         return False
 
 
@@ -52,7 +52,7 @@ async def _take_up_written(entry: Entry, drainer: Drainer) -> bool:
             async with asyncio.timeout(LOOK_SECONDS_MAX):
                 named = await drainer.is_named(entry)
         except (TierckptError, TimeoutError) as error:
-            log.warning("%s: whether it was committed cannot be known yet (%s)", entry.uri, error)
+            log.warning("%s: cannot tell yet whether it was committed (%s)", entry.uri, error)
             return False
     if not named:
         is_old = time.time() - entry.created_unix_seconds > drainer.settings.commit_timeout_seconds

@@ -245,7 +245,7 @@ class AgentClient:
             except AgentUnavailableError:
                 pass  # what it was to be told of has gone with it, or is void without it
             except (TierckptError, OSError) as error:
-                log.warning("the agent of %s could not be told %s: %s", self.settings.local_root, message["op"], error)
+                log.warning("could not send the agent of %s %s: %s", self.settings.local_root, message["op"], error)
             finally:
                 with _lock:
                     self._untold -= 1
@@ -319,7 +319,7 @@ class AgentClient:
         except TimeoutError as error:
             if self._breaker is None:
                 raise
-            raise _SilentError("it does not read what it is sent") from error
+            raise _SilentError("it does not read from its socket") from error
         while "busy" in (answer := listening.next()):
             on_busy(answer["busy"])
         return answer
@@ -345,7 +345,7 @@ class AgentClient:
                     hint=f"{directory} must be writable, and have room for a log",
                 ) from error
         raise AgentUnavailableError(
-            f"nobody has started the agent of {self.settings.local_root} in {START_SECONDS} s",
+            f"the agent of {self.settings.local_root} has not started in {START_SECONDS} s",
             hint=f"Its log is {directory / LOG}",
         )
 
@@ -360,7 +360,7 @@ class AgentClient:
                 process, starts = _start(directory, self.settings), starts + 1
             ended = process.poll() if process is not None else None
             if ended == 0 and starts == STARTS_MAX:
-                raise _DeafError(f"the agent of {self.settings.local_root} runs, and nobody listens at its socket")
+                raise _DeafError(f"the agent of {self.settings.local_root} runs, but does not listen on its socket")
             if ended:
                 break
         raise AgentUnavailableError(

@@ -119,7 +119,7 @@ class PeerCatalog:
             try:
                 self._live = await self._ask_live()
             except (TierckptError, OSError) as error:
-                log.warning("the other nodes are not known, this one goes by what it has itself: %s", error)
+                log.warning("cannot find the other nodes, using this node's disk only: %s", error)
                 self._live, pause = Live(None, ()), RETRY_SECONDS
             self._ask_at = time.monotonic() + pause
         return self._live
@@ -214,7 +214,7 @@ class PeerCatalog:
                 async with self._gate, asyncio.timeout(ASK_SECONDS):
                     return member, await ask(member)
             except (TierckptError, OSError, TimeoutError) as error:
-                log.info("%s does not say what it has: %s", member.name, error)
+                log.info("%s does not list its checkpoints: %s", member.name, error)
                 return None
 
         asked = (await self.meet()).others if members is None else members

@@ -346,7 +346,7 @@ class Replicator:
             try:
                 shared = await shared_commit.read_shared_manifest(self._store_at(here.location))
             except TierckptError as error:
-                log.info("%s: whether it is on the shared tier is not known: %s", here.location.uri, error)
+                log.info("%s: cannot tell whether it is on the shared tier: %s", here.location.uri, error)
                 continue
             if shared is not None and shared.attempt == here.manifest.attempt:
                 await asyncio.to_thread(marks.mark_drained, here.directory, shared.attempt)

@@ -166,7 +166,7 @@ class WriteAhead:
             except FileExistsError:
                 raise
             except OSError as error:
-                log.info("%s: what was written ahead cannot be used: %s", path.parent, error)
+                log.info("%s: cannot use the data written ahead: %s", path.parent, error)
             file.is_ended = True
             return None
 

@@ -95,7 +95,7 @@ class FinalSave:
         """Return when what was asked for is decided; when no step ends for long; at ``deadline`` at the latest."""
         patience = max(PATIENCE_SECONDS, PATIENCE_STEPS * (step_seconds or 0.0))
         if self.asked.is_set() and not self.settled.wait(max(0.0, min(deadline - time.monotonic(), patience))):
-            log.warning("no step has ended within %.3g s: what is saved is what there is", patience)
+            log.warning("no step has ended within %.3g s: exiting with the saves made so far", patience)
 
     def look(self, step: int) -> bool:
         """At the end of ``step``: whether to save it now, because of what was asked. The same on every rank."""

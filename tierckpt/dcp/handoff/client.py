@@ -91,7 +91,7 @@ class HandoffHandle:
             self._contact.ask(message, [lock], start=False)
         except (TierckptError, OSError) as error:
             if not is_known(error):
-                log.warning("%s: the agent does not have the will of it any more: %s", self._will.uri, error)
+                log.warning("%s: the agent has lost its handoff: %s", self._will.uri, error)
             self.take_back()
             return False
         return True
@@ -106,7 +106,7 @@ class HandoffHandle:
             self.hand_in({})
         except (TierckptError, OSError) as error:
             if not is_known(error):
-                log.warning("%s: the agent could not be told that it is durable: %s", self._will.uri, error)
+                log.warning("%s: could not report to the agent that it is durable: %s", self._will.uri, error)
             return False
         leave_open(self)
         return True

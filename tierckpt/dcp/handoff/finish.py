@@ -211,7 +211,7 @@ def _commit(
 ) -> None:
     """Commit as the coordinator would have; ``others`` are the ranks of other nodes."""
     if coordinator.metadata is None:
-        raise ValueError("the coordinator's will has no metadata")
+        raise ValueError("the coordinator's handoff has no metadata")
     try:
         results = results | (meeting.hear(others) if others else {})
         ranks = range(coordinator.world_size) if coordinator.use_collectives else [coordinator.rank]

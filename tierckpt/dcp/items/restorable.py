@@ -33,7 +33,7 @@ def warn_of_refusal(name: str, value: Any, data: bytes | memoryview) -> None:
     try:
         Objects().inert(bytes(data), name)
     except UnsafeCheckpointError as error:
-        log.warning("%s is saved, but a restore will not give it back: %s", name, error)
+        log.warning("%s is saved, but a restore will refuse it: %s", name, error)
     except Exception as error:
         log.debug("%s cannot be tried: %s", name, error)
 

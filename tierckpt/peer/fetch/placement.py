@@ -64,7 +64,7 @@ class Placement:
         """The owner of each of the chunks 0 to ``total``."""
         names = [member.name for member in self.members]
         if not names:
-            raise ValueError("nobody to place chunks on")
+            raise ValueError("no member to place chunks on")
         if len(names) == 1:
             return names * total
         digest, seeds = xxhash.xxh3_64_intdigest, self._seeds

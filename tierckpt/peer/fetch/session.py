@@ -184,7 +184,7 @@ class FetchSession:
         try:
             self._take(await self._view(self._is_fetching))
         except (TierckptError, OSError) as error:
-            log.info("%s: who is there is not known anew: %s", self.frozen.uri, error)
+            log.info("%s: cannot refresh the members: %s", self.frozen.uri, error)
 
     def _take(self, view: ClusterView) -> None:
         self._members = {member.name: member for member in view.live}
@@ -228,7 +228,7 @@ class FetchSession:
         except PeerBusyError:
             pass  # it is there
         except (TierckptError, OSError, TimeoutError) as error:
-            log.debug("%s does not say what it holds: %r", name, error)
+            log.debug("%s does not list its chunks: %r", name, error)
             self.schedule.state.unreached(name, time.monotonic())
         finally:
             self._polling.discard(name)
@@ -409,7 +409,7 @@ class FetchSession:
         )
         self._hear(ask.source, answer.held, cursor, is_full=False)
         if not expected and not self._claim(ask.chunk, ask.source, answer.digest):
-            raise ObjectNotFoundError("members do not agree on what it is", tier=Tier.PEER)
+            raise ObjectNotFoundError("members disagree on its digest", tier=Tier.PEER)
         BYTES.emit(len(into), tier=Tier.PEER, direction="read")
         self.sources.peer_bytes[ask.source] += len(into)
         self.sources.peer_seconds[ask.source] += time.monotonic() - begun  # type: ignore[assignment]
