@@ -318,6 +318,28 @@ def test_storage_that_does_not_answer_is_exit_7(s3_uri: str) -> None:
     assert (done.code, done.error["error"]) == (7, "StoreUnavailableError")
 
 
+def test_a_rate_that_is_none_is_exit_2() -> None:
+    done = tierckpt_("agent", "--serve-bytes-per-second", "fast")
+    assert (done.code, done.error["error"]) == (2, "ConfigError")
+    assert "--serve-bytes-per-second is 'fast'" in done.error["message"]
+
+
+def test_a_removed_setting_is_exit_2_and_says_what_replaces_it(file_uri: str) -> None:
+    done = tierckpt_("ls", file_uri, TIERCKPT_LOG_LEVEL="debug")
+    assert (done.code, done.error["error"]) == (2, "ConfigError")
+    assert "tierckpt --log-level debug VERB" in done.error["hint"]
+
+
+def test_events_are_written_as_the_command_says(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "weights.bin").write_bytes(b"some")
+    told = tierckpt_("--log-level", "info", "--log-format", "json", "prefetch", model)
+    quiet = tierckpt_("prefetch", model)
+    assert (told.code, quiet.code, quiet.err) == (0, 0, "")
+    assert {json.loads(line)["level"] for line in told.err.splitlines()} == {"info"}
+
+
 def test_bad_settings_are_exit_2(file_uri: str) -> None:
     done = tierckpt_("ls", file_uri, TIERCKPT_CONCURRENCY="none")
     assert (done.code, done.error["error"]) == (2, "ConfigError")

@@ -239,6 +239,12 @@ def test_settings_that_cannot_work_are_told_and_the_agent_goes_on(
     until(lambda: runs(node) and reason in node.ask("peer_status")["problem"], "the reason")
 
 
+def test_an_agent_tells_the_others_the_address_that_it_is_given(nodes: Callable[..., list[Node]]) -> None:
+    (node,) = nodes(1)
+    node.start("--advertise", "localhost:9")
+    until(lambda: node.live() == {"127.0.0.1:9"}, "the address it was given")
+
+
 def runs(node: Node) -> bool:
     try:
         return bool(node.ask("status"))
