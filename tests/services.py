@@ -267,10 +267,10 @@ def _running(command: list[str], url: str, environment: dict[str, str]) -> Itera
     finally:
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 def die_with_parent() -> None:

@@ -306,7 +306,7 @@ def one_never_stages(uri: str, folder: str, **settings: Any) -> None:
 def one_dies(uri: str, folder: str, killed: int, point: str, **settings: Any) -> None:
     """Only ``killed`` is killed, at ``point`` of step 2. The others say what became of the save, and live on."""
     points = Points(folder)
-    checkpointer = _checkpointer(uri, timeout_seconds=3.0, **settings)
+    checkpointer = _checkpointer(uri, timeout_seconds=8.0, **settings)
     checkpointer.save(1, state_of(points.rank, 1, points.world_size))
     checkpointer.wait("local")
     _replace(client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))

@@ -406,7 +406,7 @@ async def _try(
     into = memoryview(bytearray(len(right)))
     expected = digest_of(right) if frozen.files[0].digests else ""
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             answer = await client.chunk(member, frozen.version, CHUNK, 1, into, expected=expected)
             filling.land(0, 1, into, answer.digest)
     except TierckptError as error:
@@ -432,7 +432,7 @@ async def run_lists(folder: Path) -> Report:
         for wile in LISTS:
             peer.wile = wile
             try:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     await client.held(peer.member, frozen.version, CHUNK)
                 report.wrong.append(f"{wile.__name__}: it was believed")
             except TierckptError as error:

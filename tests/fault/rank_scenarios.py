@@ -139,7 +139,7 @@ def lose_a_rank(folder: str, uri: str, way: str, phase: str, victim: int, bug: s
 def come_back(folder: str, uri: str) -> None:
     """The job again: restore the newest step, whole on every rank and the same one, then save and drain another."""
     rank = dist.get_rank()
-    with tierckpt.Checkpointer(uri, timeout_seconds=20) as checkpointer:
+    with tierckpt.Checkpointer(uri, timeout_seconds=60) as checkpointer:
         state = state_of(rank, 0)
         step = checkpointer.restore(state)
         wanted = state_of(rank, step or 0)

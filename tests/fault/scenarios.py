@@ -49,7 +49,7 @@ def dcp_save_with_a_failing_rank(uri: str, failing: int) -> dict[str, Any]:
 
 def checkpointer_with_a_failing_rank(uri: str, failing: int) -> dict[str, Any]:
     rank = dist.get_rank()
-    checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=20)
+    checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=60)
     checkpointer.save(1, state_of(rank, 1.0))
     checkpointer.wait()
     _fail_on(failing)
@@ -69,7 +69,7 @@ def checkpointer_with_a_failing_rank(uri: str, failing: int) -> dict[str, Any]:
 def checkpointer_with_a_killed_rank(uri: str, killed: int, results: str) -> None:
     """``killed`` dies while it writes; the others must raise within the deadline and leave what happened in a file."""
     rank = dist.get_rank()
-    checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=5)
+    checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=15)
     checkpointer.save(1, state_of(rank, 1.0))
     checkpointer.wait()
     if rank == killed:

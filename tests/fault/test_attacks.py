@@ -81,8 +81,8 @@ def test_mutated_metadata_and_manifests(tmp_path: Path) -> None:
     print(counts)
     assert counts["polluted"] == []
     assert counts["grown_bytes"] < attacks_try.GROWN_BYTES_MAX
-    assert counts["metadata"] > 100 * FUZZ_SECONDS
-    assert counts["manifest"] > 30 * FUZZ_SECONDS
+    assert counts["metadata"] > 300
+    assert counts["manifest"] > 100
     assert 0 < counts["metadata_accepted"] < counts["metadata"]
     assert 0 < counts["manifest_accepted"] < counts["manifest"]
 

@@ -75,7 +75,7 @@ class Kills:
         self.holder.bug = self.bug
         self.holder.start()
         assert self.holder.process is not None
-        ended = self.holder.process.wait(20)
+        ended = self.holder.process.wait(60)
         self.holder.kill()
         fired = ended is not None and ended.code == -signal.SIGKILL
         if fired:

@@ -26,7 +26,7 @@ def state_of(rank: int, step: int) -> dict[str, Any]:
 def save(uri: str, nodes: list[str], step: int) -> dict[str, Any]:
     rank = dist.get_rank()
     settings = Settings(**json.loads(nodes[rank]))
-    with tierckpt.Checkpointer(uri, settings=settings, timeout_seconds=30) as checkpointer:
+    with tierckpt.Checkpointer(uri, settings=settings, timeout_seconds=60) as checkpointer:
         checkpointer.save(step, state_of(rank, step))
         checkpointer.wait("local")
         dist.barrier()
@@ -47,7 +47,7 @@ def restore(uri: str, nodes: list[str]) -> dict[str, Any]:
     """What every rank has after a restore, and whether it is right."""
     rank = dist.get_rank()
     settings = Settings(**json.loads(nodes[rank]))
-    checkpointer = tierckpt.Checkpointer(uri, settings=settings, timeout_seconds=30)
+    checkpointer = tierckpt.Checkpointer(uri, settings=settings, timeout_seconds=60)
     state = {f"rank-{rank}": torch.zeros(ROWS), "both": torch.zeros(ROWS)}
     step = checkpointer.restore(state)
     expected = state_of(rank, step or 0)

@@ -67,7 +67,7 @@ def restart_from_what_is_left(uri: str, roots: str, lose: int) -> dict[str, Any]
     """Step 2 is on both SSDs and not on the shared tier: a lost node costs step 2, and no rank mixes steps."""
     rank = dist.get_rank()
     root = Path(roots, f"node-{rank}")
-    checkpointer = tierckpt.Checkpointer(uri, local_root=root, timeout_seconds=30, exit_timeout_seconds=0)
+    checkpointer = tierckpt.Checkpointer(uri, local_root=root, timeout_seconds=60, exit_timeout_seconds=0)
     checkpointer.save(1, state_of(rank, 1.0))
     checkpointer.wait()
     _delay_drain(1000.0)

@@ -40,7 +40,7 @@ class Page:
         self.port = self.metrics.serve(0)
 
     def text(self) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as answer:
             return str(answer.read().decode())
 
     def samples(self) -> Samples:

@@ -422,7 +422,7 @@ def test_the_agents_page_tells_prometheus_who_is_there(nodes: Callable[..., list
     until(lambda: agree(cluster), "two that know each other")
 
     def told() -> bool:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
             return 'tierckpt_peer_members{state="live"} 1.0' in page.read().decode()
 
     until(told, "the gauge")

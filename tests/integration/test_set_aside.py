@@ -123,7 +123,7 @@ def test_the_agent_sets_it_aside_and_leaves(
     )
     assert same(load(saved, small_state(1)), small_state(1)), "what was acknowledged is there"
     with pytest.raises(CommitAbandonedError, match="set aside"):
-        wait(saved, timeout_seconds=30)
+        wait(saved, timeout_seconds=60)
 
 
 def test_it_is_put_back_when_the_cause_is_mended(

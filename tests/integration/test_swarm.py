@@ -213,7 +213,7 @@ class Played:
                     order.done(taken)
 
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await work()
         finally:
             await swarm.close()
@@ -254,7 +254,7 @@ async def test_who_is_slow_is_told_and_who_is_told_by_all_steps_back() -> None:
     try:
         assert swarm.schedule.state.am_slow
         swarm.schedule.state.slow = frozenset("b")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await told.get() == ("b", played.frozen.version)
     finally:
         await swarm.close()

@@ -127,12 +127,12 @@ class FaultProxy:
 
         thread = threading.Thread(target=run, name="faultproxy", daemon=True)
         thread.start()
-        ready.wait(10)
+        ready.wait(60)
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             loop.call_soon_threadsafe(main[0].cancel)
-            thread.join(10)
+            thread.join(60)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections += 1

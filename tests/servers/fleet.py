@@ -63,7 +63,7 @@ class Process:
     def kill(self) -> None:
         """End it, running or stopped, and wait until it has gone."""
         self.send(signal.SIGKILL)
-        self.wait(10)
+        self.wait(60)
 
     @property
     def cpu_seconds(self) -> float:
@@ -109,7 +109,7 @@ class Fleet:
             yield fleet
         finally:
             process.kill()  # those it forked go with it
-            process.wait(10)
+            process.wait(60)
 
     def start(
         self, arguments: Sequence[str], env: Mapping[str, str], *, namespace: str = "", bug: str = "", name: str = ""
@@ -143,7 +143,7 @@ class Fleet:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the fleet's process has ended with {self._process.wait(10)}")
+            raise RuntimeError(f"the fleet's process has ended with {self._process.wait(60)}")
         return json.loads(line)
 
 

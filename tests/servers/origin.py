@@ -285,7 +285,7 @@ class Origin:
             yield cls(process, f"http://{host}:{_answer_of(process)['port']}")
         finally:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
     def environment(self) -> dict[str, str]:
         """The variables with which any S3 client reaches it."""

@@ -419,7 +419,7 @@ def test_a_tmpfs_with_huge_pages_is_found_used_and_left_empty(tmp_path: Path) ->
     if Kind.HUGE_TMPFS not in MISSING:
         return  # there is one already, and every test above has used it
     before = (*IN_A_MOUNT_OF_OURS, str(tmp_path))
-    probe = subprocess.run([*before, "true"], capture_output=True, text=True, timeout=30)
+    probe = subprocess.run([*before, "true"], capture_output=True, text=True, timeout=120)
     if probe.returncode != 0:
         pytest.skip(f"no mount of our own here: {probe.stderr.strip()}")
     code = """

@@ -311,7 +311,7 @@ def test_a_tail_waits_only_for_what_is_taken_before_it(
 
     path = directory / f"late-{threads}-{given}"
     record = Record(0, item.head, item.frame, owner=buffer, fetch=slow_at_first)
-    check(run(path, [record], slots[:given], shape=IoShape(threads, 8 * KiB), timeout_seconds=20), [item], 4096)
+    check(run(path, [record], slots[:given], shape=IoShape(threads, 8 * KiB), timeout_seconds=60), [item], 4096)
 
 
 def test_several_shards_come_back_in_order(directory: Path, slots: list[Memory]) -> None:
@@ -531,7 +531,7 @@ def test_data_that_cannot_be_had(tmp_path: Path, slots: list[Memory]) -> None:
             raise RuntimeError("the device is gone")
 
     with pytest.raises(RuntimeError, match="device is gone"):
-        run(tmp_path / "shard", [Record(0, item.head, item.frame, fetch=fetch)], slots, timeout_seconds=20)
+        run(tmp_path / "shard", [Record(0, item.head, item.frame, fetch=fetch)], slots, timeout_seconds=60)
 
 
 def alive() -> list[threading.Thread]:
@@ -551,7 +551,7 @@ def test_waiting_has_a_deadline_and_what_hangs_keeps_its_file(tmp_path: Path, sl
 
     def fetch(target: int, start: int, count: int) -> None:
         if start == 0:
-            release.wait(30)
+            release.wait(60)
 
     try:
         with pytest.raises(OperationTimeoutError, match="waited for"):

@@ -441,9 +441,8 @@ def test_of_an_owner_that_is_behind_the_chunks_it_comes_to_next_are_left_to_it()
     made._own.clear()  # private: it has nothing of its own to fetch
     made.state.hear("b", SETTLED)
     taken = []
-    while (
-        ask := made._from_laggard(SETTLED, made.state.missing)
-    ) is not None:  # private: one rule of `choose`, by itself
+    # private: one rule of `choose`, by itself
+    while (ask := made._from_laggard(SETTLED, made.state.missing)) is not None:
         made.came(made._begin(ask, SETTLED), SETTLED)  # private: as `choose` does
         taken.append(ask.chunk)
     margin = TUNING.steal_margin * made.store_slots()

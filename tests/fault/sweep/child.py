@@ -23,7 +23,7 @@ from typing import Any
 
 from tests.fault.sweep.saver import inline
 
-CHILD_SECONDS = 30
+CHILD_SECONDS = 60
 TRIES = 4
 
 
@@ -120,5 +120,5 @@ def trace(act: Callable[[], Any], role: str, log: Path, injections: Sequence[str
     finally:
         child.go()
         ended = child.end()
-        tracer.communicate(timeout=20)
+        tracer.communicate(timeout=60)
     return ended
