@@ -1,4 +1,4 @@
-"""One process of the job as the agent sees it: its messages, its descriptors, and when it has ended."""
+"""The agent's side of one connection: a process's messages, its file descriptors, and its end."""
 
 from __future__ import annotations
 

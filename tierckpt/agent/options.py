@@ -1,4 +1,4 @@
-"""What only the agent is told, by options of ``tierckpt agent``: everything else it takes from the settings."""
+"""Options of ``tierckpt agent`` that are no settings."""
 
 from __future__ import annotations
 

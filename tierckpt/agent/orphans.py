@@ -1,4 +1,4 @@
-"""What dead trainers leave behind: staged checkpoints that no flush has brought to the SSD.
+"""Finishes the staged saves of dead trainers: staged checkpoints that are not on the SSD yet.
 
 Each rank of a save hands in a *will* once its state is staged, all of it by descriptor: what is to be written where,
 and the memory that holds the bytes. When it has begun, it leaves the lock on its journal entry too, which so stays held

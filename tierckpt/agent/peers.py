@@ -1,4 +1,4 @@
-"""The agent's part in the cluster: it serves what this node has, knows who is there, and tells the node's processes.
+"""The agent's peer service: serves this node's chunks, tracks the members, and reports them to the node's processes.
 
 All of it is extra: an agent whose peers cannot be served or found drains and fetches as one without them, says so in
 its log and in ``tierckpt status --peers``, and tries again.

@@ -1,4 +1,4 @@
-"""The agent process: serves the socket, drains the journal, executes wills, leaves when there is nothing left to do.
+"""The agent process: serves the socket, drains the journal, finishes handoffs, and exits when it is idle.
 
 Started by the first process of a job that needs it (``ipc/client.py``) or by the site (``tierckpt agent``). It runs
 the same mover that runs inline elsewhere. Its journal is on the SSD, so killing it at any instruction loses nothing

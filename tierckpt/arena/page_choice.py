@@ -1,4 +1,4 @@
-"""Huge pages or small ones, for memory that is filled once and read into: whichever comes faster lately.
+"""Chooses huge or small pages for memory that is filled once: whichever the kernel lately gave faster.
 
 Huge pages are the better ones nearly everywhere: one fault instead of 512, and fewer pieces for the disk. But a virtual
 machine may give free memory back to its host (free page reporting), which takes huge pages only. Each used after that

@@ -1,4 +1,4 @@
-"""What this kernel has in huge pages, what a mapping really got, and which setting would give more."""
+"""Reads the kernel's huge page settings, how many a mapping got, and which setting would give more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one node read files through together: each unit of bytes is put there once, taken by all.
+"""Shared memory through which the ranks of a node read files: one rank fills a unit, all ranks copy it.
 
 A memory file of one rank, without a name in any file system, which the others open through ``/proc/PID/fd/N``. Its
 pages come with their first use. It holds, one after another: a word for each member that says how far it is, a byte for

@@ -1,4 +1,4 @@
-"""Reading through the node cache, and filling it: what has landed is read from the files, what has not is fetched.
+"""Reads through the node cache and fills it: chunks on this node come from its files, the others are fetched.
 
 ``CacheEntry`` is one entry (one frozen version of the files below a URI), or any directory that is filled in the
 same way.

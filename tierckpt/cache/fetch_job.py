@@ -1,4 +1,4 @@
-"""One pass over the chunks of an entry that are missing: some workers take chunk after chunk, whoever gets it."""
+"""Fetches the missing chunks of an entry: several workers take one chunk after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be fetched, frozen: the files below one URI with size, version (etag) and digests. Pure.
+"""A file set: the files below one URI, frozen with size, version (etag) and digests. Pure.
 
 F1  Two processes that freeze the same files get the same ``version``, whatever their settings.
 F2  A record that decodes is safe to act on: no path leaves its directory, no size is impossible.

@@ -1,4 +1,4 @@
-"""A directory on its way: several processes fill it together, and it appears by one rename when it is whole.
+"""A directory that is being filled: several processes fill it, and one rename publishes it when it is whole.
 
     <parent>/.NAME.<version>.incoming/                  the files, sparse or preallocated, each of its full size
     <parent>/.NAME.<version>.incoming/.tierckpt/filling/

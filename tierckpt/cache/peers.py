@@ -1,4 +1,4 @@
-"""What filling an entry needs of the other nodes. ``peer/fetch`` provides it; where there are no peers, nobody does."""
+"""The protocol by which the cache fetches from other nodes. ``peer/fetch`` implements it where there are peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of the node cache that are not what landed: read from the store again, and written over the bad ones."""
+"""Repairs damaged chunks of the node cache: fetches them again and writes over the bad bytes."""
 
 from __future__ import annotations
 

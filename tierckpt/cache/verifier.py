@@ -1,4 +1,4 @@
-"""Verifies what is read from the files of an entry, by the digests with which their chunks landed.
+"""Verifies reads from the files of an entry, by the digests recorded when their chunks were written.
 
     V1  The bytes that are digested are those that the caller gets, where he gets them. A chunk or block of which he
         wants a part is completed from the file.

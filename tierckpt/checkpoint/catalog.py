@@ -1,4 +1,4 @@
-"""What is where: find a checkpoint on the tiers, list a run, pick the newest usable checkpoint."""
+"""The catalog: finds a checkpoint on the tiers, lists a run, and picks the newest usable checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The epoch of a run on this node: a fence between a job that was started again and what it left behind.
+"""The epoch of a run on this node: fences a restarted job off from the saves of its earlier start.
 
 What dead trainers had staged is finished by a process of the agent's, which may be slow, and may be passed over by the
 job that is started again. From then on it must not commit: the new job goes on from another state, and saves the same

@@ -1,4 +1,4 @@
-"""Saves that this process has begun and whose outcome is not known yet: what ``tierckpt.wait`` must not overlook.
+"""Saves of this process that have begun and not ended, for ``tierckpt.wait``.
 
 A save leaves its first trace on the disk a moment after it was asked for: ``dcp.async_save`` returns when the state is
 staged, and another thread starts to save it. Until then the disk shows the checkpoint that stood there before.

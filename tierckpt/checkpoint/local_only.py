@@ -1,4 +1,4 @@
-"""Checkpoints that stay on the SSD: of a job that saves more often than it drains, those that are not drained.
+"""Local-only checkpoints: those that a job saves between two drains, and that stay on the SSD.
 
 Each has a journal entry (``kept``) while it may still be asked for: the newest of a run may have to go to shared
 storage after all, when the job ends or the node is taken back. Once two newer ones stand on this node it is *passed*:

@@ -1,4 +1,4 @@
-"""Marks in a checkpoint's private directory on the local tier: what has become of an attempt, one small file each."""
+"""Marks: small files in a checkpoint's private directory that record the state of an attempt on the local tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What finding a checkpoint needs of the other nodes. ``peer/catalog.py`` provides it."""
+"""The protocol by which checkpoints are found on other nodes. ``peer/catalog.py`` implements it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint that exists holds, by component: read from its metadata alone, no data."""
+"""Sizes of a checkpoint by component, from its metadata alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which bytes of a load other ranks of the node want too: DCP's planning carries the question and the answer.
+"""Finds the bytes of a load that several ranks of a node want. DCP's planning carries the messages.
 
 Each rank adds an offer to its plan (``offered``): where it runs, and which ranges of which files it wants. The
 coordinator, which sees all plans, answers each with a pact or nothing (``answered``). What a pact says is then read

@@ -1,4 +1,4 @@
-"""What reader and writer share: the place they are mounted on."""
+"""The target of a reader or writer: URI, settings and client."""
 
 from __future__ import annotations
 

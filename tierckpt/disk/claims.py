@@ -1,4 +1,4 @@
-"""Who holds something on this node: a process (pid, and when it started) with a heartbeat; and claims by name.
+"""Claims: exclusive ownership by name between processes of a node, each a pid, a start time and a heartbeat.
 
 Invariants:
     C1  A claim appears whole, with its holder's name in it, or not at all: it is a symbolic link, made by one call that

@@ -1,4 +1,4 @@
-"""Room for a flush (P8): while a process of this node writes a checkpoint to the SSD, drains leave the disk to it.
+"""The flush lock: drains leave the disk to a process of this node that flushes a checkpoint (P8).
 
 The flush holds a shared lock on a file of the local root, once for the whole of it; movers only test whether somebody
 holds one, and take none themselves. So neither waits for a lock of the other, and a lock ends with its process.

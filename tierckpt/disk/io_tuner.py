@@ -1,4 +1,4 @@
-"""How a device likes to be read and written, found out by loads and flushes themselves: no test reads or writes.
+"""The I/O tuner: measures on real loads and flushes how a device is read and written fastest. Makes no test I/O.
 
 Writes: every flush that is large enough to tell is a measurement of how many writes at a time, and how large. The first
 ones try each shape once, the rest use the cheapest of those that are as good as the best, and now and then another

@@ -1,4 +1,4 @@
-"""Which bytes of a file are in the page cache: they are read from there for a copy, all others past it."""
+"""Finds which bytes of a file are in the page cache; those are copied from there, all others are read past it."""
 
 from __future__ import annotations
 

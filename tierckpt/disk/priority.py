@@ -1,4 +1,4 @@
-"""Training comes first (P8): what is ours asks the kernel to be served last, for the processor and for the disk."""
+"""Low CPU and I/O priority for background threads: training comes first (P8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small files and directories of state below a local root: what is not what it should be is set aside, and reported.
+"""Quarantine: moves files of an unexpected kind below a local root aside, and reports them.
 
     <local_root>/quarantine/<hex>.<name>    what lay where something of another kind belongs
 

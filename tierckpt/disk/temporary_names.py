@@ -1,4 +1,4 @@
-"""Names of files on their way: whose they are, and whether anybody goes on with them."""
+"""Names of temporary files: which process made one, and whether it still writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background drains of a process: what is in its hands, how each ended, and waiting for them."""
+"""Background drains of a process: tracks which entries it drains and how each ended, and waits for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a journal entry whose process has ended: it is drained, kept for later, or its shards are removed."""
+"""Recovers journal entries of dead processes: drains them, leaves them for later, or removes their shards."""
 
 from __future__ import annotations
 

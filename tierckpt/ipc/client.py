@@ -1,4 +1,4 @@
-"""How a process of the job reaches its node's agent: one Unix socket under the local root, one message at a time.
+"""The client of a node's agent: one Unix socket under the local root, one message at a time.
 
 A message is a length (4 bytes, big-endian) and a JSON object; descriptors of staging memory travel beside it
 (SCM_RIGHTS, unix(7)). Each gets one answer, ``{"ok": ...}`` or ``{"error": ...}``; one that takes long is announced by

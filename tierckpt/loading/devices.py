@@ -1,4 +1,4 @@
-"""Whether this machine has the device that somebody names."""
+"""Checks that this machine has a device."""
 
 from __future__ import annotations
 

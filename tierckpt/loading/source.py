@@ -1,4 +1,4 @@
-"""Where the files of a model are read from: a path of this node, or what a URI names, through the node cache."""
+"""Sources of a model's files: a path of this node, or a URI through the node cache."""
 
 from __future__ import annotations
 

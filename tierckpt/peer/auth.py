@@ -1,4 +1,4 @@
-"""Who may ask a peer, and how an answer is known to be a peer's.
+"""Authenticates requests between peers, and their answers.
 
 With a secret, each request carries an HMAC-SHA256 (RFC 2104) over everything that it asks for, who asks, whom, until
 when, and a number used once; each answer carries one over that number and what it says. With certificates, TLS says on

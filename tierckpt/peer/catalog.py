@@ -1,4 +1,4 @@
-"""What the other nodes have of a checkpoint: found by asking their agents, read chunk by chunk, every one verified.
+"""The peer catalog: finds checkpoints on other nodes, and reads them chunk by chunk, each verified.
 
 Nothing here decides what is right: a manifest carries its own digest, and the chunks that a peer gives are checked
 against the manifest by whoever reads them (read/copies.py, drain/transfer.py).

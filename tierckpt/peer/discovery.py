@@ -1,4 +1,4 @@
-"""Where to look for the other nodes' agents (``settings.peers``), and how fast this node's network is.
+"""Discovery of the other nodes' agents (``settings.peers``), and the speed of this node's network.
 
     host[:port],...     names, IPv4, [IPv6], ranges as Slurm writes them: ``node[01-08,12]-ib``
     slurm[:port]        the node list of the job

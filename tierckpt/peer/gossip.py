@@ -1,4 +1,4 @@
-"""The task that keeps the list of members: it asks a few of them, twice a second, whom they know (members.py).
+"""Gossip: asks a few members twice a second for their list of members (members.py).
 
 A node asks at most ``members.ASKED`` live members, a few suspects, one of the dead and a few new places in a round,
 however many there are, and each answer is bounded: a few requests per second, and what they hold.

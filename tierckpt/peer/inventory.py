@@ -1,4 +1,4 @@
-"""What this node has, by version: whole entries of the cache, what is on its way, checkpoints of the local tier.
+"""The inventory of this node, by version: whole and partial entries of the cache, checkpoints of the local tier.
 
 It is all found from the files, so whoever writes them need not know of peers; ``add`` names directories elsewhere.
 

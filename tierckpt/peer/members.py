@@ -1,4 +1,4 @@
-"""Who the other nodes are, and which of them are there. Pure: time comes from clocks that are passed in.
+"""Membership: the other nodes, and which of them are live. Pure: time comes from clocks that are passed in.
 
 Each member has a **beat**: a number that only it raises, at least twice a second, and that others pass on. Whose beat
 has not risen for a while is suspect, then dead (van Renesse et al., "A Gossip-Style Failure Detection Service", 1998).

@@ -1,4 +1,4 @@
-"""Who holds copies of whose fresh checkpoints, and what nodes tell each other of it. Pure.
+"""Replica policy: which node copies whose fresh checkpoints, and the messages about it. Pure.
 
 Each member's shards are on ``replicas`` members, itself among them: in groups that hold each other's (Gemini, Wang et
 al., SOSP 2023), over the members in an order that all nodes find alike, different failure domains first. Nobody sends:

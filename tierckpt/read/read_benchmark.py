@@ -1,4 +1,4 @@
-"""A load that is large enough tries how its device is read best: each way in turn, on a part of its own bytes."""
+"""Benchmarks the ways to read a device on part of a load's own bytes, each in turn, where the load is large enough."""
 
 from __future__ import annotations
 

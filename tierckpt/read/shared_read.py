@@ -1,4 +1,4 @@
-"""The ranks of one node read what several of them want once: whoever comes first reads a unit, all copy it from memory.
+"""Shared reads: of bytes that several ranks of a node want, one rank reads each unit, and all copy it from memory.
 
 They agree before the load on which bytes those are (``agree``), from the byte ranges that each of them wants. Then each
 walks through the units that it needs, in one order: copies what is there, else reads and verifies what nobody reads and

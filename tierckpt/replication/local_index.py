@@ -1,4 +1,4 @@
-"""What the local tier holds of which saves: this node's own, and copies of others'. Blocking; found from the files.
+"""Index of the saves on the local tier: this node's own, and replicas of others'. Blocking; built from the files.
 
 A file is under its name when it is whole, verified and durable: so a save whose files are all here counts (R1).
 """

@@ -1,4 +1,4 @@
-"""Copies of other nodes' fresh checkpoints on this one, and news of commits: what an agent does beside draining.
+"""The replicator: copies other nodes' fresh checkpoints to this one, and fetches manifests of their commits.
 
 Once a second it looks at the local tier, asks the members whose saves it is to hold, and those that are to hold its
 own, what they have (``/v1/fresh``), and

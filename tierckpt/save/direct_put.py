@@ -1,4 +1,4 @@
-"""Straight to the shared tier: shards that go from staging memory into the store and never lie on the SSD.
+"""Direct put: shards that go from staging memory straight to the store, and not to the SSD.
 
 For a save that the SSD has no room for, or where it is no faster than the shared tier (``planning/policy.py``, D5). The
 commit is the usual one: an object has the name its shard would have had, so the drain finds it there and sends nothing.

@@ -1,4 +1,4 @@
-"""What the stores share: keys that stay inside the root, and work that is never left half done."""
+"""Shared by all stores: keys that stay inside the root, and work that is never left half done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many GETs one store is asked at a time: as many as its callers like, until one of them gets too little.
+"""Congestion control of GETs to one store: a GET slower than the limit halves the number of concurrent GETs.
 
 GETs share a path. On one that is narrow, or shared with many other nodes, many GETs move too little each, count as
 hung, are broken off, and are asked again: nothing arrives, for ever. So the number is halved when one was too slow,

@@ -1,4 +1,4 @@
-"""What obstore raises, as errors of ours. It raises one wide type for most failures and keeps the status in its text.
+"""Maps obstore's errors to ours. It raises one wide type for most failures and keeps the status in its text.
 
 This is the one place that reads that text, and only what a machine wrote there: the HTTP status, and the error code of
 the server's answer.

@@ -1,4 +1,4 @@
-"""Which saves go to shared storage, which way, and how fast: decided when they are taken.
+"""Decides at each save whether it is drained, by which route, and at which rate.
 
 A checkpoint is on shared storage only when every rank's part is, so the movers of the nodes cannot each decide for
 themselves. Rank 0 decides at the save, from what all ranks measured, and the other ranks hear of it. The journal

@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other: results of a save through the rendezvous store, small facts by gathering.
+"""Messages between the ranks of a job: results of a save through the rendezvous store, small values by all_gather.
 
 The store needs no collective, so that any thread may use it (P8); ``all_gather`` is one, for the caller's thread.
 """

@@ -1,4 +1,4 @@
-"""When to save, and which saves go to shared storage: what ``Checkpointer(interval=...)`` decides, on all ranks alike.
+"""The interval of ``Checkpointer(interval=...)``: when to save, and which saves are drained, alike on all ranks.
 
 Every rank counts the same steps, so each knows by itself when the next save is due. What is decided anew is decided at
 a save and nowhere else: the ranks gather what they measured, rank 0 decides by pure functions (``planning/tuning.py``,

@@ -1,4 +1,4 @@
-"""Handing the will of a staged save to the agent, and taking it back when the save has ended (P6)."""
+"""Hands a staged save to the agent, and revokes the handoff when the save has ended (P6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A will: what to do with one rank's staged state if the rank ends before it is on the SSD.
+"""The handoff file: what an agent needs to write one rank's staged state if the rank dies before it is on the SSD.
 
 Holds where every record of the rank's shards is to be written and where its bytes lie in memory that the agent holds;
 the coordinator's also holds DCP's metadata. Executed by ``dcp/handoff/finish.py``. A pickle of this process for a

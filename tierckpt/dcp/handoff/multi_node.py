@@ -1,4 +1,4 @@
-"""What ranks that have ended had written, told from node to node through the shared tier (W6).
+"""Exchanges the write results of dead ranks between nodes, as JSON objects on the shared tier (W6).
 
 A save of several nodes is one checkpoint only when every rank has written its part. Each node's executor brings what
 its ranks had staged to its own SSD. Then it puts what those ranks would have told the coordinator into records, one for

@@ -1,4 +1,4 @@
-"""What a rank tells the agent of a save that is staged, so that it outlives the rank (P6)."""
+"""Describes a staged save to the agent, so that it outlives its rank (P6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which objects of a save a restore will refuse: said when they are saved, while it can be helped.
+"""Warns at save of objects that a restore will refuse.
 
 A warning and no error: whoever reads their own checkpoints with ``trust_pickle=True`` gets them back.
 """

@@ -1,4 +1,4 @@
-"""Filling together with the other nodes: joins what this node keeps (cache/entry.py) with its peers
+"""Fills a cache entry together with the other nodes: joins the node cache (cache/entry.py) with its peers
 (peer/fetch/session.py).
 
 Invariants:

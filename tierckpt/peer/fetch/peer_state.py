@@ -1,4 +1,4 @@
-"""What one node has heard of the others while it fills one version: who is there, what each holds, whom to ask next.
+"""Peer state during the fill of one version: which members are live, and which chunks each of them has.
 
 Holdings are whole numbers used as sets: bit ``n`` is chunk ``n``. That makes "what does this member have that we lack
 and have not asked for" a few machine instructions for each 64 chunks.

@@ -1,4 +1,4 @@
-"""Whose chunk is it: weighted rendezvous hashing. Pure.
+"""The owner of each chunk, by weighted rendezvous hashing. Pure.
 
 Each pair of a chunk and a member has a score that anybody can work out; the member with the best one owns the chunk,
 the next ones stand in for it, in order (D. Thaler, C. Ravishankar, "Using name-based mappings to increase hit rates",

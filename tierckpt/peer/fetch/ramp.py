@@ -1,4 +1,4 @@
-"""How many chunks of shared storage to have under way at a time, found out by trying. Pure: no clock, no thread.
+"""Tunes the number of concurrent chunk requests to shared storage, by trial. Pure: no clock, no thread.
 
 All nodes share the store, and try at the same time: what one of them measures, others may have caused. So each compares
 with the best it has seen with few under way, not with what it had just before, or all of them would creep up together

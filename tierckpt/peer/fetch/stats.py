@@ -1,4 +1,4 @@
-"""Where the bytes of a fill came from, and why. Pure."""
+"""Counts the bytes of a fill by source, and the reasons for fallbacks. Pure."""
 
 from __future__ import annotations
 

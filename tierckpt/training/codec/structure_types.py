@@ -1,4 +1,4 @@
-"""What the text of a state may name, for those who write it and those who read it: classes, keys, dtypes."""
+"""The types that a state's text may name, for encoder and decoder: classes, keys, dtypes."""
 
 from __future__ import annotations
 
