@@ -45,7 +45,7 @@ import tierckpt
 from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.cache.pool import Pool
 from tierckpt.checkpoint import local_commit, local_only, marks
-from tierckpt.checkpoint.journal import Journal
+from tierckpt.checkpoint.journal import AWAITING_COMMIT, LOCAL_ONLY, Journal
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
 from tierckpt.dcp.handoff.multi_node import ResultExchange
@@ -97,7 +97,7 @@ def make_run(journal: Journal) -> None:
         checkpointer.save(1, state(1)).result(60)
         checkpointer.wait("shared")
     close_all()
-    incoming = local(f"{RUN}/step-1") / layout.BRINGING / "0123456789abcdef" / ".tierckpt"
+    incoming = local(f"{RUN}/step-1") / layout.INCOMING_DIR / "0123456789abcdef" / ".tierckpt"
     incoming.mkdir(parents=True)
     (incoming / "left").write_bytes(pattern(100))
 
@@ -107,7 +107,7 @@ def make_run(journal: Journal) -> None:
         close_all()
     for step in (3, 4, 5):
         [entry] = [one for one in journal.entries() if one.uri == f"{RUN}/step-{step}"]
-        entry = journal.write(replace(entry, state=local_only.KEPT))
+        entry = journal.write(replace(entry, state=LOCAL_ONLY))
         local_only.pass_over(Path("local").absolute(), journal, entry)
 
     copied = local(f"{RUN}/step-4")
@@ -123,12 +123,12 @@ def make_deaths(journal: Journal) -> None:
         directory = local(location.uri)
         directory.mkdir(parents=True)
         entry = journal.open(token, location, rank, CHUNK)
-        marks.mark_own(directory, token)
+        marks.mark_origin(directory, token)
         shard = layout.shard_name(f"__{rank}_", 0, token)
         (directory / shard).write_bytes(pattern(5000))
         files = (FileEntry(shard, 5000, digests_of(pattern(5000), CHUNK), rank, token),)
         if step == 7:
-            journal.write(replace(entry, state="written", files=files, created_unix_seconds=time.time() + 1e9))
+            journal.write(replace(entry, state=AWAITING_COMMIT, files=files, created_unix_seconds=time.time() + 1e9))
             client = Client(Settings.load())
             written = WriteResult(MetadataIndex("tensor0", torch.Size([0])), 5000, _StorageInfo(shard, 0, 5000))
             ResultExchange(client, location, "job/7", CHUNK, 1.0).tell(rank, told([written], files, ()))

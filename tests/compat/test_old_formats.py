@@ -31,6 +31,7 @@ from tierckpt.dcp.handoff.multi_node import ResultExchange
 from tierckpt.disk.io_tuner import WAYS, read_tuner_for
 from tierckpt.engine import Engine
 from tierckpt.format import layout
+from tierckpt.format import manifest as manifests
 from tierckpt.replication.local_index import LocalIndex
 
 DATA = Path(__file__).parents[1] / "data"
@@ -167,7 +168,7 @@ def test_the_cache_is_used_and_completed(place: Path, models: None, monkeypatch:
     }
     assert all(row.reserved_bytes for row in rows.values())
     [progress] = (place / "local/cache").glob(".partial-*/.tierckpt/*/progress-*")
-    monkeypatch.setattr(partial_entry, "_boot_id", lambda: progress.name.split("-")[1])
+    monkeypatch.setattr(partial_entry, "boot_id", lambda: progress.name.split("-")[1])
     client = Client(Settings.load(chunk_size_bytes=CHUNK))
     fetched = {name: client.run(partial(Engine.prefetch, location=_bucket(name), directory=None)) for name in MODELS}
     client.close()
@@ -200,3 +201,24 @@ def test_measured_read_modes_are_known(place: Path) -> None:
 def test_the_log_of_a_run_is_read(place: Path) -> None:
     report = command("report", RUN)
     assert report["uri"] == RUN and report["starts"]
+
+
+def test_a_reader_of_format_1_refuses_what_is_written_now_and_says_why(tmp_path: Path) -> None:
+    """The reader itself, as it was: what it says to somebody who goes back to the release before."""
+    with tarfile.open(DATA / "reader-1.tar.gz") as tar:
+        tar.extractall(tmp_path, filter="data")
+    dcp.save(state(1), storage_writer=tierckpt.TierStorageWriter(tmp_path / "run/step-1"))
+    tierckpt.wait(tmp_path / "run/step-1", timeout_seconds=60)
+    manifest = tmp_path / "run/step-1" / layout.MANIFEST
+    read = f"import tierckpt.format.manifest as m; m.decode(open({str(manifest)!r}, 'rb').read())"
+    done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "version 2 with digest 'xxh3-128' is not known to this release, which reads version 1" in done.stderr
+    assert "Read it with the release that wrote it" in done.stderr
+
+
+def test_a_manifest_of_format_1_is_written_on_as_it_was(place: Path) -> None:
+    for step in (1, 2):
+        data = (local(f"{RUN}/step-{step}") / layout.MANIFEST).read_bytes()
+        assert manifests.decode(data).version == 1
+        assert manifests.decode(data).encode() == data

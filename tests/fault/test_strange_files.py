@@ -195,17 +195,18 @@ def places(node: Node) -> list[Path]:
     """Each small file and directory of state, and those that come and go: claims, locks, leases, marks."""
     standing = [path for path in sorted(node.root.rglob("*")) if not path.name.endswith((".distcp", ".bin"))]
     entry = next(path for path in (node.root / "cache").iterdir() if not path.name.startswith((".", "index")))
-    book = node.root / "cache" / ".book" / entry.name
+    state = node.root / "cache" / ".state" / entry.name
     step, agent = node.step, node.root / "agent"
     passing = [
-        *(node.root / "cache" / name for name in (".claims", ".claims/admission", ".owners")),
-        *(book / name for name in ("reserved", "used", "pinned", "leases", "evicting")),
-        *(step / ".tierckpt" / name for name in ("lock", "bringing", "own", "removed", "parts", "passed.json")),
+        *(node.root / "cache" / name for name in (".claims", ".claims/admission", ".owners", ".book")),
+        *(state / name for name in ("reserved", "used", "pinned", "leases", "evicting")),
+        *(step / ".tierckpt" / name for name in ("lock", "incoming", "origin", "removed", "parts", "superseded.json")),
+        *(step / ".tierckpt" / name for name in ("bringing", "own", "passed.json")),  # of format 1
         *(step.parent / "step-3", step / "__0_0-strange.distcp"),
         lease_path(node.root, step),
         *(node.root / "journal" / name for name in ("strange.json", "strange.lock")),
         *(node.root / name for name in ("leases", "control.json", "control.lock", "flush.mark", "quarantine")),
-        *(node.root / name for name in ("read-ways.json", "model-read-ways.json", "read-ways.lock")),
+        *(node.root / name for name in ("read-modes.json", "model-read-modes.json", "read-modes.lock")),
         *(agent / name for name in ("agent.lock", "agent.log", "agent.sock", "agent.starting", "node")),
     ]
     return sorted({*standing, *passing})

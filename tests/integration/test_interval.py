@@ -18,9 +18,9 @@ import torch.distributed as dist
 import tierckpt
 from tests.compat.worker import launch
 from tierckpt import Checkpointer
-from tierckpt.checkpoint.journal import KEPT, Journal
+from tierckpt.checkpoint.journal import LOCAL_ONLY, Journal
 from tierckpt.cli.ui.app import run as cli
-from tierckpt.format.layout import PASSED, local_dir, parse_uri, step_of
+from tierckpt.format.layout import SUPERSEDED, local_dir, parse_uri, step_of
 from tierckpt.training.interval import PROFILE_STEPS
 
 HERE = "tests.integration.test_interval"
@@ -122,7 +122,7 @@ def test_two_levels_every_nth_goes_to_shared_storage_and_the_last_one_does(
         checkpointer.wait("local")
         sent = [record.is_sent for record in checkpointer.stats]
         assert sum(sent) < len(sent) / 2, sent
-        kept = [entry for entry in Journal(local_root).entries() if entry.state == KEPT]
+        kept = [entry for entry in Journal(local_root).entries() if entry.state == LOCAL_ONLY]
         assert len(kept) <= 2, "what stands behind two newer ones is no longer in the journal"
     newest = checkpointer.stats[-1].step
     assert newest == 200
@@ -143,7 +143,7 @@ def test_what_was_passed_over_may_be_evicted_and_can_be_restored_until_then(
     checkpointer.wait("local")
     assert [record.is_sent for record in checkpointer.stats] == [True] + [False] * 5
     run = local_dir(local_root, parse_uri(file_uri))
-    assert sorted(path.parent.parent.name for path in run.glob(f"*/{PASSED}")) == ["step-2", "step-3", "step-4"]
+    assert sorted(path.parent.parent.name for path in run.glob(f"*/{SUPERSEDED}")) == ["step-2", "step-3", "step-4"]
     state = {"w": torch.zeros(1000)}
     assert checkpointer.restore(state, 3) == 3
     assert state["w"].unique().tolist() == [3]
@@ -266,7 +266,7 @@ def keep_on_two_nodes(uri: str, roots: str) -> dict[str, Any]:
 def test_two_nodes_keep_the_same_checkpoints_and_send_the_last(tmp_path: Path, file_uri: str) -> None:
     found = launch(f"{HERE}:keep_on_two_nodes", 2, uri=file_uri, roots=str(tmp_path))
     assert found["sent"] == [[1], [1]]
-    assert found["entries"] == [[[1, "ready"], [5, "kept"], [6, "kept"]]] * 2
+    assert found["entries"] == [[[1, "ready"], [5, "local-only"], [6, "local-only"]]] * 2
     # The node of the coordinator can still restore what was passed; the other one could not name its files.
     assert found["shards"] == [[1, 2, 3, 4, 5, 6], [1, 5, 6]]
     assert found["left"] == [0, 0]

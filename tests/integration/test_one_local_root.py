@@ -35,7 +35,7 @@ from tierckpt.disk.local_root import clear_leftovers
 from tierckpt.engine import Engine
 from tierckpt.errors import TierckptError
 from tierckpt.format import layout
-from tierckpt.format.layout import MANIFEST, METADATA, OWN_DIR, PARTS_DIR, local_dir, parse_uri
+from tierckpt.format.layout import MANIFEST, METADATA, ORIGIN_DIR, PARTS_DIR, local_dir, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest
 from tierckpt.replication.local_index import LocalIndex
 from tierckpt.save import eviction
@@ -95,7 +95,7 @@ def test_directories_come_and_go_while_they_are_looked_at(name: str, settings: S
         for number in itertools.count():
             directory = run_of(settings) / f"step-{number % 8}"
             try:
-                for inside in (PARTS_DIR, OWN_DIR, layout.REMOVED_DIR, "history"):
+                for inside in (PARTS_DIR, ORIGIN_DIR, layout.REMOVED_DIR, "history"):
                     (directory / inside).mkdir(parents=True, exist_ok=True)
                 (directory / "new").write_bytes(COMMITTED)
                 (directory / "new").replace(directory / MANIFEST)

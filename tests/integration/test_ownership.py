@@ -110,7 +110,7 @@ def test_a_local_root_that_others_can_write_to_is_refused(machine: Path, victim:
 
 
 @VICTIMS
-@pytest.mark.parametrize("below", ["cache", "checkpoints", "cache/.book/x"])
+@pytest.mark.parametrize("below", ["cache", "checkpoints", "cache/.state/x"])
 def test_a_directory_below_the_local_root_that_another_user_made_is_refused(
     machine: Path, victim: int, below: str
 ) -> None:

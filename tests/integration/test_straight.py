@@ -31,7 +31,7 @@ from tierckpt.checkpoint.journal import Entry, Journal
 from tierckpt.cli.ui.app import run as cli
 from tierckpt.drain.drain import Drainer
 from tierckpt.errors import CapacityError, StoreUnavailableError
-from tierckpt.format.layout import PASSED, local_dir, parse_uri
+from tierckpt.format.layout import SUPERSEDED, local_dir, parse_uri
 from tierckpt.read import block_digests
 from tierckpt.save import direct_put as straight
 from tierckpt.training.drain_decider import DrainDecider, RankView, SaveDirective
@@ -156,7 +156,7 @@ def test_it_makes_nothing_on_the_ssd_superfluous_before_shared_storage_has_it(
     real = Drainer.send_files
 
     def look() -> None:
-        passed.append(sorted(path.parent.parent.name for path in run.glob(f"*/{PASSED}")))
+        passed.append(sorted(path.parent.parent.name for path in run.glob(f"*/{SUPERSEDED}")))
 
     async def looks(self: Drainer, entry: Entry) -> None:
         if entry.uri.endswith("step-4"):

@@ -139,7 +139,7 @@ def test_what_is_pinned_or_leased_by_a_live_process_never_goes_and_the_error_say
     assert there(pool) == {"leased", "pinned", "fourth"}, "a refusal evicts nothing"
 
     process.send_signal(signal.SIGSTOP)  # it does nothing for long: it still has its files open
-    [beat] = (pool.book(leased) / "leases").iterdir()
+    [beat] = (pool.state_dir(leased) / "leases").iterdir()
     os.utime(beat, (0, 0))
     assert not pool.evict(leased)
     process.kill()

@@ -28,8 +28,8 @@ from tierckpt.format.layout import (
     DRAINED,
     MANIFEST,
     METADATA,
-    PASSED,
     REPLICATED,
+    SUPERSEDED,
     Location,
     attempt_metadata,
     parse_uri,
@@ -429,7 +429,7 @@ def test_a_drained_mark_that_cannot_be_read_says_nothing(tmp_path: Path) -> None
     ("mark", "is_marked"),
     [
         (marks.mark_drained, marks.is_drained),
-        (marks.mark_passed, marks.is_evictable),
+        (marks.mark_superseded, marks.is_evictable),
         (marks.mark_replicated, marks.is_replicated),
     ],
 )
@@ -440,13 +440,13 @@ def test_a_note_is_about_one_attempt_and_a_damaged_one_about_none(
     assert not is_marked(tmp_path, "one")
     mark(tmp_path, "one")
     assert is_marked(tmp_path, "one") and not is_marked(tmp_path, "two")
-    for note in (DRAINED, PASSED, REPLICATED):
+    for note in (DRAINED, SUPERSEDED, REPLICATED):
         if (tmp_path / note).exists():
             (tmp_path / note).write_bytes(b"{}")
     assert not is_marked(tmp_path, "one")
 
 
-@pytest.mark.parametrize("mark", [marks.mark_drained, marks.mark_passed, marks.mark_replicated])
+@pytest.mark.parametrize("mark", [marks.mark_drained, marks.mark_superseded, marks.mark_replicated])
 def test_where_nothing_of_ours_is_no_note_is_left(mark: Callable[[Path, str], None], tmp_path: Path) -> None:
     mark(tmp_path / "none", "one")
     assert not list(tmp_path.rglob("*"))
@@ -454,5 +454,5 @@ def test_where_nothing_of_ours_is_no_note_is_left(mark: Callable[[Path, str], No
 
 def test_peers_that_cannot_be_told_fail_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / ".tierckpt").write_text("in the way")
-    marks.mark_own(tmp_path, "one")
+    marks.mark_origin(tmp_path, "one")
     assert "peers will not learn that this node saves it" in caplog.text

@@ -102,7 +102,7 @@ def test_impossible_sizes_are_refused(size: object) -> None:  # M1
         ("replaces", None),
         ("created_unix_seconds", "now"),
         ("format", "other"),
-        ("version", 2),
+        ("version", 3),
         ("digest", "md5"),
         ("files", {}),
         ("metadata", []),
@@ -140,7 +140,7 @@ def test_what_is_no_digest_is_refused(digest: object) -> None:  # M1
 def test_a_manifest_with_another_digest_is_refused_by_name() -> None:
     """Sealed with that other algorithm, so the name must be read before the digest is."""
     body = {**json.loads(checkpoint().encode()), "digest": "blake3", "self_digest": "0" * 64}
-    with pytest.raises(ManifestError, match=r"version 1 with digest 'blake3' .* digest 'xxh3-128'") as caught:
+    with pytest.raises(ManifestError, match=r"version 2 with digest 'blake3' .* digest 'xxh3-128'") as caught:
         manifests.decode(json.dumps(body).encode(), where="s3://b/run/step-1")
     assert "s3://b/run/step-1" in str(caught.value)
     assert "release that wrote it" in (caught.value.hint or "")

@@ -18,7 +18,7 @@ from tierckpt.dcp import split
 from tierckpt.dcp.handoff.multi_node import ResultExchange
 from tierckpt.dcp.save_session import TierWriteResult, told
 from tierckpt.errors import ManifestError, OperationTimeoutError
-from tierckpt.format.layout import WILLS_DIR, parse_uri
+from tierckpt.format.layout import HANDOFF_DIR, parse_uri
 from tierckpt.format.manifest import FileEntry, digests_of
 
 CHUNK = 1 << 20
@@ -39,7 +39,7 @@ def meeting(file_uri: str, local_root: Path) -> Iterator[ResultExchange]:
 
 
 def record(uri: str) -> Path:
-    (path,) = Path(uri, WILLS_DIR).iterdir()
+    (path,) = Path(uri, HANDOFF_DIR).iterdir()
     return path
 
 

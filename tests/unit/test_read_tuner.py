@@ -21,7 +21,7 @@ from tierckpt.disk import io_tuner
 from tierckpt.disk.file_lock import try_lock
 from tierckpt.disk.io_tuner import MODEL_WAYS, WAYS, ReadMode, ReadTuner, best, device_of
 from tierckpt.errors import StoreError
-from tierckpt.format.layout import model_read_ways, read_ways
+from tierckpt.format.layout import model_read_modes, read_modes
 from tierckpt.format.manifest import FileEntry
 from tierckpt.loading import fill
 from tierckpt.read import read_benchmark
@@ -75,14 +75,14 @@ def test_what_was_decided_is_known_to_the_next_process_until_the_next_boot(
         later = device_of(file.fileno())
     assert not tuner(tmp_path).is_known(later)
     tuner(tmp_path).decide(later, {DIRECT: 1e9}, "here")
-    assert json.loads(read_ways(tmp_path).read_bytes()).keys() == {later}  # what is of an older boot is forgotten
+    assert json.loads(read_modes(tmp_path).read_bytes()).keys() == {later}  # what is of an older boot is forgotten
 
 
 @pytest.mark.parametrize(
-    "kept", [b"", b"[]", b"{", b'{"d": 3}', b'{"d": {"way": "direct/0"}}', b'{"d": {"way": "x/4"}}']
+    "kept", [b"", b"[]", b"{", b'{"d": 3}', b'{"d": {"mode": "direct/0"}}', b'{"d": {"mode": "x/4"}}']
 )
 def test_a_damaged_result_is_no_result(kept: bytes, tmp_path: Path) -> None:
-    read_ways(tmp_path).write_bytes(kept)
+    read_modes(tmp_path).write_bytes(kept)
     assert not tuner(tmp_path).is_known("d") and tuner(tmp_path).way("d") == DIRECT
 
 
@@ -132,9 +132,9 @@ def test_the_first_large_load_tries_each_way_on_its_own_bytes(small: None, path:
     load(first, path)
     assert len(first.read_in) == SIZE // CHUNK  # no byte twice
     assert first.read_in[:8] == ([True] * 2 + [False] * 2) * 2  # twice, in turn
-    [entry] = json.loads(read_ways(root).read_bytes()).values()
+    [entry] = json.loads(read_modes(root).read_bytes()).values()
     assert entry["bytes_per_second"].keys() == {"direct/8", "buffered/4"}
-    chosen = ReadMode.parse(entry["way"])
+    chosen = ReadMode.parse(entry["mode"])
     assert set(first.read_in[8:]) == {chosen.direct}
     second = Noted(path, tuner(root))
     load(second, path)
@@ -145,12 +145,12 @@ def test_a_load_that_can_tell_nothing_tries_nothing(small: None, path: Path) -> 
     root = path.parent
     load(Noted(path, tuner(root)), path, 4 * CHUNK)  # too small
     load(Noted(path, tuner(root), cached=True), path)  # from memory
-    with try_lock(read_ways(root).with_suffix(".lock")) as held:  # another process is at it
+    with try_lock(read_modes(root).with_suffix(".lock")) as held:  # another process is at it
         assert held
         load(Noted(path, tuner(root)), path)
-    assert not read_ways(root).exists()
+    assert not read_modes(root).exists()
     load(Noted(path, tuner(root)), path)
-    assert read_ways(root).exists()
+    assert read_modes(root).exists()
 
 
 def test_what_cannot_be_kept_does_not_stop_the_load(small: None, path: Path) -> None:
@@ -208,14 +208,14 @@ def test_the_first_large_load_of_model_files_tries_each_way_and_each_gives_the_b
     load_model(model, root)
     assert len({start for start, _ in ways_taken}) == len(ways_taken)  # no byte twice
     assert [way for _, way in ways_taken[:12]] == [way for way in MODEL_WAYS for _ in range(2)] * 2
-    [entry] = json.loads(model_read_ways(root).read_bytes()).values()
+    [entry] = json.loads(model_read_modes(root).read_bytes()).values()
     assert entry["bytes_per_second"].keys() == {str(way) for way in MODEL_WAYS}
-    assert {way for _, way in ways_taken[12:]} == {ReadMode.parse(entry["way"])}
-    assert not read_ways(root).exists()  # of checkpoints nothing was found out
+    assert {way for _, way in ways_taken[12:]} == {ReadMode.parse(entry["mode"])}
+    assert not read_modes(root).exists()  # of checkpoints nothing was found out
     ways_taken.clear()
     io_tuner.tuners.clear()  # another process
     load_model(model, root)
-    assert {way for _, way in ways_taken} == {ReadMode.parse(entry["way"])}
+    assert {way for _, way in ways_taken} == {ReadMode.parse(entry["mode"])}
 
 
 @pytest.mark.parametrize("way", MODEL_WAYS, ids=str)
@@ -226,7 +226,7 @@ def test_each_way_reads_model_files(
     monkeypatch.setattr(ReadTuner, "is_known", lambda *_: True)
     load_model(model, model.parent)
     assert {taken for _, taken in ways_taken} == {way}
-    assert not model_read_ways(model.parent).exists()
+    assert not model_read_modes(model.parent).exists()
 
 
 def test_a_read_that_fails_while_ways_are_tried_fails_the_load(
@@ -243,7 +243,7 @@ def test_a_read_that_fails_while_ways_are_tried_fails_the_load(
     with pytest.raises(StoreError, match="seeded"):
         load_model(model, model.parent)
     assert len(ways_taken) <= 4  # nothing was read again
-    assert not model_read_ways(model.parent).exists()
+    assert not model_read_modes(model.parent).exists()
 
 
 def test_what_passes_through_a_buffer_goes_no_further_than_the_file(path: Path, tmp_path: Path) -> None:

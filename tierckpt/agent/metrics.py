@@ -30,7 +30,7 @@ except ImportError as error:
 
 from .. import telemetry
 from ..checkpoint import marks
-from ..checkpoint.journal import KEPT, READY, SET_ASIDE, Journal
+from ..checkpoint.journal import LOCAL_ONLY, READY, SET_ASIDE, Journal
 from ..checkpoint.retention import marked_directories, nearest_existing
 from ..disk.durable import read_whole
 from ..drain.budget import Budget
@@ -182,7 +182,7 @@ class NodeState:
     def _queue(self) -> Iterator[Sample]:
         entries = Journal(self.local_root).entries()
         ready = [entry for entry in entries if entry.state == READY]
-        unwritten = [entry for entry in entries if entry.state not in (READY, KEPT, SET_ASIDE)]
+        unwritten = [entry for entry in entries if entry.state not in (READY, LOCAL_ONLY, SET_ASIDE)]
         now = time.time()
         for tier, waiting in ((Tier.SHARED, ready), (Tier.LOCAL, unwritten)):
             oldest = min((entry.created_unix_seconds for entry in waiting), default=now)

@@ -2,7 +2,7 @@
 
     <local_root>/cache/NAME-<hex>/                     one entry, whole: real files, and its receipt
     <local_root>/cache/.NAME-<hex>.<version>.incoming/ the same on its way (cache/partial_entry.py)
-    <local_root>/cache/.book/NAME-<hex>/               pinned, used (its time is the last use), reserved (bytes),
+    <local_root>/cache/.state/NAME-<hex>/               pinned, used (its time is the last use), reserved (bytes),
                                                        leases/<process>, evicting -> <process>
     <local_root>/cache/.claims/, .owners/              who admits just now, and its heartbeat (disk/claims.py)
     <local_root>/cache/.<hex>.evicted/                 out of sight already; anybody may remove the rest
@@ -72,7 +72,7 @@ class Lease:
     """Holds an entry against eviction until ``end``, or until this process ends."""
 
     def __init__(self, pool: Pool, name: str) -> None:
-        self._presence = Heartbeat(pool.book(name) / "leases")
+        self._presence = Heartbeat(pool.state_dir(name) / "leases")
         self._pool, self._name = pool, name
 
     def begin(self) -> Lease:
@@ -84,7 +84,7 @@ class Lease:
     def end(self) -> None:
         self._pool.used(self._name)
         self._presence.end()
-        self._pool.close_book(self._name)
+        self._pool.remove_state(self._name)
 
 
 class Pool:
@@ -94,6 +94,21 @@ class Pool:
         self.settings = settings
         self.root = settings.local_root / "cache"
         self._agreed = False
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Move what format 1 kept in ``.book`` to where it is looked for now: pins, leases, reservations.
+
+        One rename an entry. After a crash, and with another process at it, each is in one of the two places; the next
+        pool moves the rest.
+        """
+        former = self.root / ".book"
+        for left in matching(former, "*"):
+            with contextlib.suppress(OSError, TierckptError):
+                make_dirs(self.state_dir(left.name).parent)
+                left.rename(self.state_dir(left.name))
+        with contextlib.suppress(OSError):
+            former.rmdir()
 
     @property
     def index(self) -> Index:
@@ -102,8 +117,8 @@ class Pool:
     def directory(self, name: str) -> Path:
         return self.root / name
 
-    def book(self, name: str) -> Path:
-        return self.root / ".book" / name
+    def state_dir(self, name: str) -> Path:
+        return self.root / ".state" / name
 
     # --- what is there -------------------------------------------------------------------------------------------
 
@@ -189,12 +204,12 @@ class Pool:
 
     def _reserved(self, name: str) -> int:
         try:
-            return int(read_whole(self.book(name) / "reserved", RESERVED_BYTES_MAX))
+            return int(read_whole(self.state_dir(name) / "reserved", RESERVED_BYTES_MAX))
         except (TierckptError, ValueError):
             return 0
 
     def _used_ns(self, name: str) -> int:
-        for path in (self.book(name) / "used", self.directory(name)):
+        for path in (self.state_dir(name) / "used", self.directory(name)):
             try:
                 return path.stat().st_mtime_ns
             except OSError:
@@ -203,7 +218,7 @@ class Pool:
 
     def used(self, name: str) -> None:
         """Note that an entry is being used. Best effort."""
-        now, path = time.time_ns(), self.book(name) / "used"
+        now, path = time.time_ns(), self.state_dir(name) / "used"
         with contextlib.suppress(OSError, TierckptError):
             make_dirs(path.parent, is_durable=False)
             path.touch()
@@ -213,17 +228,17 @@ class Pool:
     # --- pins and leases -----------------------------------------------------------------------------------------
 
     def is_pinned(self, name: str) -> bool:
-        return (self.book(name) / "pinned").exists()
+        return (self.state_dir(name) / "pinned").exists()
 
     def pin(self, name: str, pinned: bool = True) -> None:
         """Keep an entry until it is unpinned, or no longer."""
-        path = self.book(name) / "pinned"
+        path = self.state_dir(name) / "pinned"
         with translated(path):
             make_dirs(path.parent)
             path.touch() if pinned else path.unlink(missing_ok=True)
         self.note(name)
         if not pinned:
-            self.close_book(name)
+            self.remove_state(name)
 
     def lease(self, name: str) -> Lease:
         """Hold an entry. Look again, once it is held, whether it is still there."""
@@ -231,7 +246,7 @@ class Pool:
 
     def leases(self, name: str) -> list[str]:
         """The live processes that hold an entry."""
-        folder = self.book(name) / "leases"
+        folder = self.state_dir(name) / "leases"
         try:
             names = os.listdir(folder)  # noqa: PTH208
         except OSError:
@@ -246,20 +261,20 @@ class Pool:
 
     def _is_evicting(self, name: str) -> bool:
         try:
-            return is_live(str((self.book(name) / "evicting").readlink()), self.root / ".owners")
+            return is_live(str((self.state_dir(name) / "evicting").readlink()), self.root / ".owners")
         except OSError:
             return False
 
-    def close_book(self, name: str) -> None:
+    def remove_state(self, name: str) -> None:
         """Remove what is written about an entry that is gone. A lease that was just taken keeps its directory (H2)."""
         if self.directory(name).exists() or self.incoming(name) is not None:
             return
-        book = self.book(name)
+        state = self.state_dir(name)
         with contextlib.suppress(OSError):
-            (book / "leases").rmdir()
+            (state / "leases").rmdir()
             for left in ("used", "reserved", "pinned"):
-                (book / left).unlink(missing_ok=True)
-            book.rmdir()
+                (state / left).unlink(missing_ok=True)
+            state.rmdir()
 
     # --- room ----------------------------------------------------------------------------------------------------
 
@@ -272,7 +287,7 @@ class Pool:
             CapacityError: no room even so; says bytes needed, free, pinned and leased. Nothing was evicted.
         """
         with translated(self.root):
-            make_dirs(self.book(frozen.name))
+            make_dirs(self.state_dir(frozen.name))
             with self._admission() as presence:
                 self._clear_evicted()
                 held = self._reserved(frozen.name)
@@ -283,7 +298,7 @@ class Pool:
                     raise self._full(frozen, room)
                 for row in room.evicted:
                     self._evict(row.name, presence)
-                path = self.book(frozen.name) / "reserved"
+                path = self.state_dir(frozen.name) / "reserved"
                 temporary = path.with_name(f"reserved.{presence.name}")
                 temporary.write_text(str(reserved_bytes))
                 replace_file(temporary, path)
@@ -387,13 +402,13 @@ class Pool:
             return self._evict(name, presence)
 
     def _evict(self, name: str, presence: Heartbeat) -> bool:
-        book = self.book(name)
-        make_dirs(book)
-        mark = Claims(book, self.root / ".owners", presence.name)
+        state = self.state_dir(name)
+        make_dirs(state)
+        mark = Claims(state, self.root / ".owners", presence.name)
         try:
             if not mark.take("evicting"):
                 return False
-        except FileNotFoundError:  # another has just evicted it, and closed its book
+        except FileNotFoundError:  # another has just evicted it, and removed its state
             return False
         try:
             if self.is_pinned(name) or self.leases(name):  # looked at after the mark was set (H2)
@@ -406,7 +421,7 @@ class Pool:
             return True
         finally:
             mark.release("evicting")
-            self.close_book(name)
+            self.remove_state(name)
 
     def _clear_evicted(self) -> None:
         for left in matching(self.root, ".*.evicted"):

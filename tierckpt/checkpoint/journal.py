@@ -35,14 +35,16 @@ from ..types import Json
 log = logger("journal")
 
 WRITING = "writing"
-WRITTEN = "written"
+AWAITING_COMMIT = "awaiting commit"
 """The files are durable, and whether the save they belong to was committed is not known on this rank."""
 READY = "ready"
-KEPT = "kept"
+LOCAL_ONLY = "local-only"
 """Committed on the local tier, and to stay there: it is not drained unless somebody asks for it
 (``checkpoint/local_only.py``)."""
 SET_ASIDE = "set aside"
 """Its drain has failed for so long that no mover tries again by itself. The files stay, and nothing evicts them."""
+FORMAT_1_STATES = {"written": AWAITING_COMMIT, "kept": LOCAL_ONLY}
+"""What the states above were called. An entry of then is taken up, and written in the words of now."""
 ENTRY_BYTES_MAX = 2 * manifests.MANIFEST_BYTES_MAX
 """It holds a manifest and, on the coordinator, the entries of its own files once more."""
 FAILING_SINCE = "failing_since_unix_seconds"
@@ -55,8 +57,8 @@ FIELDS = frozenset(
 class Entry:
     """What one rank of one save has to drain.
 
-    ``files`` are durable on the local tier once ``state`` is READY or KEPT. ``manifest`` is the whole checkpoint's on
-    the coordinator, this rank's fragment after a save without collectives, None on every other rank.
+    ``files`` are durable on the local tier once ``state`` is READY or LOCAL_ONLY. ``manifest`` is the whole
+    checkpoint's on the coordinator, this rank's fragment after a save without collectives, None on every other rank.
     """
 
     token: str
@@ -143,7 +145,7 @@ class Journal:
             entry = self.read(token)
         except (ManifestError, StoreError):
             return  # whoever removes a damaged entry knows what it does
-        if entry is not None and entry.state not in (READY, KEPT, SET_ASIDE):
+        if entry is not None and entry.state not in (READY, LOCAL_ONLY, SET_ASIDE):
             directory = local_dir(self.directory.parent, entry.location)
             for changed in (directory, directory / METADATA_DIR, directory / BLOCKS_DIR):
                 if changed.is_dir():
@@ -238,6 +240,8 @@ def decode(data: bytes, *, where: str) -> Entry:
     """Decode and validate (J4). Raises ManifestError."""
     newer = frozenset({FAILING_SINCE})
     body = manifests.unseal(data, FIELDS, where=where, newer=newer, size_bytes_max=ENTRY_BYTES_MAX)
+    if isinstance(body["state"], str):
+        body["state"] = FORMAT_1_STATES.get(body["state"], body["state"])
     problem = _problem(body)
     if problem:
         raise ManifestError(f"{where}: {problem} is not possible", hint="The entry is damaged; it is not acted upon")
@@ -262,7 +266,7 @@ def _problem(body: Json) -> str:
         "token": manifests.is_token(body["token"]),
         "uri": is_uri(body["uri"]),
         "rank": _is_int(body["rank"]) and 0 <= body["rank"] < manifests.RANKS_MAX,
-        "state": body["state"] in (WRITING, WRITTEN, READY, KEPT, SET_ASIDE),
+        "state": body["state"] in (WRITING, AWAITING_COMMIT, READY, LOCAL_ONLY, SET_ASIDE),
         "created_unix_seconds": manifests.is_unix_seconds(body["created_unix_seconds"]),
         "chunk_size_bytes": _is_int(body["chunk_size_bytes"])
         and 4096 <= body["chunk_size_bytes"] <= manifests.SIZE_BYTES_MAX,

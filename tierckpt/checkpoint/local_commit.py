@@ -24,21 +24,23 @@ from ..errors import ManifestError, ObjectNotFoundError, StoreError, TierckptErr
 from ..format import manifest as manifests
 from ..format.layout import (
     BLOCKS_DIR,
-    BRINGING,
     DRAINED,
+    FORMAT_1_INCOMING_DIR,
+    FORMAT_1_ORIGIN_DIR,
+    FORMAT_1_SUPERSEDED,
+    INCOMING_DIR,
     MANIFEST,
     METADATA_DIR,
-    OWN_DIR,
+    ORIGIN_DIR,
     PARTS_DIR,
-    PASSED,
     PENDING_DIR,
     PRIVATE_DIR,
     REMOVED_DIR,
     REPLICA,
     REPLICATED,
     SHARD_SUFFIX,
+    SUPERSEDED,
     Location,
-    own_file,
     part,
     private_files,
     removal_note,
@@ -56,7 +58,17 @@ LOCK_TIMEOUT_SECONDS = 60.0
 SET_ASIDE = ".bad"
 
 
-PRIVATE_DIRS = (REMOVED_DIR, PARTS_DIR, PENDING_DIR, METADATA_DIR, BLOCKS_DIR, OWN_DIR)
+PRIVATE_DIRS = (
+    REMOVED_DIR,
+    PARTS_DIR,
+    PENDING_DIR,
+    METADATA_DIR,
+    BLOCKS_DIR,
+    ORIGIN_DIR,
+    FORMAT_1_ORIGIN_DIR,
+)
+MARKS = (DRAINED, SUPERSEDED, FORMAT_1_SUPERSEDED, REPLICATED)
+"""What is said of an attempt, and goes with it."""
 
 
 def read_local_manifest(directory: Path) -> Manifest | None:
@@ -168,12 +180,12 @@ def _replace(directory: Path, current: Manifest | None, manifest: Manifest, meta
         make_dirs(note.parent)
         durable_write(note, current.encode())
     try:
-        for name in (DRAINED, PASSED, REPLICATED, *(entry.path for entry in manifest.metadata)):
+        for name in (*MARKS, *(entry.path for entry in manifest.metadata)):
             if (directory / name).is_dir():
                 _set_aside(directory / name, "it is a directory")
         for entry in manifest.metadata:
             durable_write(directory / entry.path, metadata[entry.path])
-        for name in (DRAINED, PASSED, REPLICATED):
+        for name in MARKS:
             (directory / name).unlink(missing_ok=True)
         durable_write(directory / MANIFEST, manifest.encode())
     except BaseException:
@@ -326,14 +338,17 @@ def finish_locked_removal(directory: Path) -> bool:
             continue
         doomed = [entry.key for entry in (stale_files(gone, standing) if standing else gone.entries)]
         doomed += [f"{key}.bad" for key in doomed]  # put aside by a restore
-        if (directory / OWN_DIR).is_dir():
-            doomed += [own_file(token) for token in gone.tokens - (standing.tokens if standing else set())]
+        dead = gone.tokens - (standing.tokens if standing else set())
+        for folder in (ORIGIN_DIR, FORMAT_1_ORIGIN_DIR):
+            if (directory / folder).is_dir():
+                doomed += [f"{folder}/{token}" for token in dead]
         # Durably before the shards, or a power cut could keep it and lose them: stock PyTorch goes by it (P1).
         stock = stale_metadata(gone, standing) if standing else [entry.path for entry in gone.metadata]
         _unlink_all([directory / path for path in stock])
         if standing is None:
-            shutil.rmtree(directory / BRINGING, ignore_errors=True)
-            doomed += [DRAINED, PASSED, REPLICA, REPLICATED]
+            for folder in (INCOMING_DIR, FORMAT_1_INCOMING_DIR):
+                shutil.rmtree(directory / folder, ignore_errors=True)
+            doomed += [*MARKS, REPLICA]
             doomed += [f"{PRIVATE_DIR}/{path.name}" for path in matching(directory / PRIVATE_DIR, f"*{SET_ASIDE}")]
         _unlink_all([directory / name for name in doomed] + matching(directory / PARTS_DIR, f"{gone.attempt}-*.json"))
         note.unlink(missing_ok=True)  # last: without it nobody would know what to look for

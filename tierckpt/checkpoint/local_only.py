@@ -1,9 +1,9 @@
 """Local-only checkpoints: those that a job saves between two drains, and that stay on the SSD.
 
-Each has a journal entry (``kept``) while it may still be asked for: the newest of a run may have to go to shared
-storage after all, when the job ends or the node is taken back. Once two newer ones stand on this node it is *passed*:
-the entry goes, and the files stay until the room is needed (``commit.mark_passed``). A node that has no manifest of it,
-because the coordinator was elsewhere, removes its files then, or nothing here would ever name them.
+Each has a journal entry (``local-only``) while it may still be asked for: the newest of a run may have to go to shared
+storage after all, when the job ends or the node is taken back. Once two newer ones stand on this node it is
+*superseded*: the entry goes, and the files stay until the room is needed (``marks.mark_superseded``). A node that has
+no manifest of it, because the coordinator was elsewhere, removes its files then, or nothing here would ever name them.
 
 Invariants:
     K1  Passed is only what at least two newer local commits of the same run and rank stand in front of (D4), or one
@@ -23,10 +23,10 @@ from ..errors import TierckptError
 from ..format.layout import DRAINED, Location, local_dir
 from ..telemetry import logger
 from . import local_commit, marks
-from .journal import KEPT, READY, Entry, Journal
+from .journal import LOCAL_ONLY, READY, Entry, Journal
 from .select import age_of
 
-log = logger("kept")
+log = logger("local_only")
 
 NEWEST_KEPT = 2
 """Checkpoints of a run that are never passed: the newest, and the one to go back to if that turns out damaged."""
@@ -56,7 +56,7 @@ def release(local_root: Path, journal: Journal, run: Location | None = None) -> 
     """
     released: list[Entry] = []
     entries = journal.entries()
-    for parent, kept in _by_run(one for one in entries if one.state == KEPT).items():
+    for parent, kept in _by_run(one for one in entries if one.state == LOCAL_ONLY).items():
         if run is not None and parent != run:
             continue
         newest = max(map(_age, kept))
@@ -75,7 +75,7 @@ def settle(local_root: Path, journal: Journal, run: Location | None = None, comm
 
     ``committed``: the name of a step that it is known to have, and of which nothing on this SSD tells.
     """
-    for parent, entries in _by_run(one for one in journal.entries() if one.state == KEPT).items():
+    for parent, entries in _by_run(one for one in journal.entries() if one.state == LOCAL_ONLY).items():
         drained = max(age_of(committed), newest_drained(local_dir(local_root, parent)))
         for entry in entries if run is None or parent == run else ():
             if _age(entry) < drained:
@@ -86,11 +86,11 @@ def _pass(local_root: Path, journal: Journal, entry: Entry) -> bool:
     directory = local_dir(local_root, entry.location)
     with journal.own(entry.token) as free:
         current = journal.read(entry.token)
-        if not free or current is None or current.state != KEPT:
+        if not free or current is None or current.state != LOCAL_ONLY:
             return False
         local = local_commit.read_local_manifest(directory)
         if local is not None and entry.token in {local.attempt, *local.tokens}:
-            marks.mark_passed(directory, local.attempt)
+            marks.mark_superseded(directory, local.attempt)
         else:
             with read_lease.removing(local_root, directory) as unread:
                 if not unread:
@@ -101,7 +101,7 @@ def _pass(local_root: Path, journal: Journal, entry: Entry) -> bool:
 
 
 def _is_behind(one: Entry, newest: Entry) -> bool:
-    is_ours = one.state == KEPT and one.rank == newest.rank and one.token != newest.token
+    is_ours = one.state == LOCAL_ONLY and one.rank == newest.rank and one.token != newest.token
     return is_ours and one.location.parent == newest.location.parent and _age(one) <= _age(newest)
 
 

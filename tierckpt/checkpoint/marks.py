@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
 from ..disk.durable import durable_write, make_dirs, read_whole
 from ..errors import ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format import manifest as manifests
-from ..format.layout import DRAINED, OWN_DIR, PASSED, PRIVATE_DIR, REPLICATED, own_file
+from ..format.layout import (
+    DRAINED,
+    FORMAT_1_ORIGIN_DIR,
+    FORMAT_1_SUPERSEDED,
+    ORIGIN_DIR,
+    PRIVATE_DIR,
+    REPLICATED,
+    SUPERSEDED,
+    origin_file,
+)
 from ..telemetry import logger
 
 log = logger("commit")
@@ -17,15 +27,24 @@ MARK_TRIES = 5
 DRAINED_FIELDS = frozenset({"attempt"})
 
 
-def mark_own(directory: Path, token: str) -> None:
+def mark_origin(directory: Path, token: str) -> None:
     """Note that a rank of this node makes the save ``token``: its files are for peers to copy, and it hears of its
     commit from them. Not durable: losing the note costs a copy."""
     for _ in range(MARK_TRIES):
         with suppress(OSError, TierckptError):
-            make_dirs(directory / OWN_DIR)
-            (directory / own_file(token)).touch()
+            make_dirs(directory / ORIGIN_DIR)
+            (directory / origin_file(token)).touch()
             return  # else a commit beside us has taken the empty directory away between the two lines
     log.warning("%s: peers will not learn that this node saves it", directory)
+
+
+def origins(directory: Path) -> frozenset[str]:
+    """The saves here that ranks of this node make, or have made."""
+    found: set[str] = set()
+    for name in (ORIGIN_DIR, FORMAT_1_ORIGIN_DIR):
+        with suppress(OSError):
+            found.update(os.listdir(directory / name))  # noqa: PTH208
+    return frozenset(found)
 
 
 def mark_drained(directory: Path, attempt: str) -> None:
@@ -43,10 +62,10 @@ def is_drained(directory: Path, attempt: str) -> bool:
         return False
 
 
-def mark_passed(directory: Path, attempt: str) -> None:
+def mark_superseded(directory: Path, attempt: str) -> None:
     """Note beside the local copy that ``attempt`` was left undrained and that newer ones stand on this node."""
     if (directory / PRIVATE_DIR).is_dir():
-        durable_write(directory / PASSED, manifests.seal({"attempt": attempt}))
+        durable_write(directory / SUPERSEDED, manifests.seal({"attempt": attempt}))
 
 
 def mark_replicated(directory: Path, attempt: str) -> None:
@@ -62,7 +81,8 @@ def is_replicated(directory: Path, attempt: str) -> bool:
 
 def is_evictable(directory: Path, attempt: str) -> bool:
     """True when nobody is to drain the local copy of ``attempt`` any more. A damaged note says nothing."""
-    return is_drained(directory, attempt) or _noted(directory / PASSED) == attempt
+    superseded = (_noted(directory / name) for name in (SUPERSEDED, FORMAT_1_SUPERSEDED))
+    return is_drained(directory, attempt) or attempt in superseded
 
 
 def _noted(path: Path) -> str | None:

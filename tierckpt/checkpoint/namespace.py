@@ -315,7 +315,7 @@ def _suffices(directory: Path) -> bool:
         manifest = local_commit.read_local_manifest(directory / newest) if newest else None
     except (ManifestError, StoreError):
         return False
-    return manifest is not None and select.is_own(directory / newest, manifest)
+    return manifest is not None and select.is_origin(directory / newest, manifest)
 
 
 def _with_commits(directory: Path) -> set[str]:

@@ -33,7 +33,7 @@ from ..errors import (
     StoreUnavailableError,
     UncommittedCheckpointError,
 )
-from ..format.layout import PRIVATE_DIR, REPLICA, Location, own_file, step_of
+from ..format.layout import PRIVATE_DIR, REPLICA, Location, step_of
 from ..format.manifest import Manifest
 from ..stores.base import Recoverable, Store
 from ..telemetry import logger
@@ -234,14 +234,12 @@ class Selector:
     def _is_own(self, checkpoint: Checkpoint) -> bool:
         """True when a rank of this node saved ``checkpoint`` and the shared tier is not known to have it (N3)."""
         manifest, directory = checkpoint.manifest, checkpoint.directory
-        return manifest is not None and Tier.LOCAL in checkpoint.tiers and is_own(directory, manifest)
+        return manifest is not None and Tier.LOCAL in checkpoint.tiers and is_origin(directory, manifest)
 
 
-def is_own(directory: Path, manifest: Manifest) -> bool:
+def is_origin(directory: Path, manifest: Manifest) -> bool:
     """True when a rank of this node saved what stands in ``directory``, and it is not known to be drained (N3)."""
-    is_copy = (directory / REPLICA).exists() and not any(
-        (directory / own_file(token)).exists() for token in manifest.tokens
-    )
+    is_copy = (directory / REPLICA).exists() and not manifest.tokens & marks.origins(directory)
     return not is_copy and not marks.is_drained(directory, manifest.attempt)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from ..checkpoint.journal import KEPT, READY, SET_ASIDE, Entry, Journal
+from ..checkpoint.journal import LOCAL_ONLY, READY, SET_ASIDE, Entry, Journal
 from ..drain.budget import UNCHANGED, Unchanged, change_control
 from ..engine import Engine
 from ..errors import (
@@ -236,7 +236,7 @@ async def _drain(engine: Engine, work: _Work, wait: bool) -> None:
 
 async def _look(engine: Engine, work: _Work) -> None:
     found = await asyncio.to_thread(engine.journal.entries)
-    entries = {entry.token: entry for entry in found if entry.state != KEPT}  # those are not to be drained
+    entries = {entry.token: entry for entry in found if entry.state != LOCAL_ONLY}  # those are not to be drained
     for token in work.left.keys() - entries.keys():
         if token not in work.outcomes and work.left[token].state != READY:
             work.outcomes[token] = "removed"

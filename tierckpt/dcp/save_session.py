@@ -24,7 +24,7 @@ from ..arena.slots import Lease
 from ..checkpoint import epoch as epochs
 from ..checkpoint import local_commit, local_only, marks
 from ..checkpoint.catalog import file_size
-from ..checkpoint.journal import KEPT, READY, WRITING, WRITTEN, Entry, Journal
+from ..checkpoint.journal import AWAITING_COMMIT, LOCAL_ONLY, READY, WRITING, Entry, Journal
 from ..client import Client
 from ..disk import read_lease
 from ..disk.durable import make_dirs
@@ -146,7 +146,7 @@ class SaveSession:
                 raise CheckpointError(f"{location.uri}: another process is writing this rank's shards ({token})")
             entry = journal.open(token, location, role.rank, int(settings.chunk_size_bytes))
             if settings.peers is not None:
-                marks.mark_own(directory, token)
+                marks.mark_origin(directory, token)
             lock = stack.pop_all()
         return cls(
             client, location, role, entry, transforms, sync_files=sync_files, lock=lock, lock_descriptor=hold.descriptor
@@ -203,7 +203,8 @@ class SaveSession:
     def note(self, files: tuple[FileEntry, ...]) -> None:
         """The shards are durable. Note that where a crash cannot take it, if anybody will ask."""
         is_held_back = (self.role.holds_back or self.outlives) and not self.role.is_coordinator and bool(files)
-        self.entry = dataclasses.replace(self.entry, files=files, state=WRITTEN if is_held_back else self.entry.state)
+        state = AWAITING_COMMIT if is_held_back else self.entry.state
+        self.entry = dataclasses.replace(self.entry, files=files, state=state)
         if is_held_back or self.outlives:
             self._journal.write(self.entry)
 
@@ -292,7 +293,7 @@ class SaveSession:
 
     @property
     def _state_when_committed(self) -> str:
-        return KEPT if self.role.is_kept and self.settings.drain else READY
+        return LOCAL_ONLY if self.role.is_kept and self.settings.drain else READY
 
     def hand_over(self) -> None:
         """Give the entry to the drain. Where links can, the shared commit is done before this returns. Idempotent.
@@ -316,7 +317,7 @@ class SaveSession:
             self.release()  # from here on the entry is the drain's, whatever happens
         if self.role.is_kept is not None and not self.delivery.is_direct_put:  # nothing newer stands on this SSD (K1)
             local_only.pass_over(self.settings.local_root, self._journal, entry)
-        if entry.state == KEPT:
+        if entry.state == LOCAL_ONLY:
             return
         try:
             is_local = not self.delivery.is_direct_put
@@ -342,7 +343,7 @@ class SaveSession:
         manifest = local_commit.read_local_manifest(self.directory)
         if manifest is not None and self.entry.token in manifest.tokens:
             self.hand_over()
-        elif self.entry.state == WRITTEN:
+        elif self.entry.state == AWAITING_COMMIT:
             self.release()
             return False
         else:

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 from ..config import Settings
 from ..errors import TierckptError
-from ..format.layout import model_read_ways, read_ways
+from ..format.layout import model_read_modes, read_modes
 from ..telemetry import logger
 from ..types import Json
 from .durable import durable_write, make_dirs, read_whole
@@ -185,7 +185,9 @@ class ReadTuner:
         use_local_root(settings)
         self.ways = ways
         """What there is to try."""
-        self.path = (model_read_ways if ways == MODEL_WAYS else read_ways)(settings.local_root)
+        self.path = (model_read_modes if ways == MODEL_WAYS else read_modes)(settings.local_root)
+        self._format_1_path = self.path.with_name(self.path.name.replace("modes", "ways"))
+        """What the version before has measured: good until the node boots, when everything is measured again."""
         self._known: dict[str, ReadMode] = {}
         self._lock = threading.Lock()
 
@@ -225,14 +227,15 @@ class ReadTuner:
 
     def _recorded(self) -> dict[str, ReadMode]:
         ways = {}
-        for device, entry in recorded(self.path).items():
-            with contextlib.suppress(KeyError, TypeError, ValueError):
-                ways[device] = ReadMode.parse(entry["way"])
+        for path, name in ((self._format_1_path, "way"), (self.path, "mode")):
+            for device, entry in recorded(path).items():
+                with contextlib.suppress(KeyError, TypeError, ValueError):
+                    ways[device] = ReadMode.parse(entry[name])
         return ways
 
     def _record(self, device: str, way: ReadMode, rates: Mapping[ReadMode, float]) -> None:
         """A result that cannot be kept is measured again by the next process."""
-        entry = {"way": str(way), "bytes_per_second": {str(tried): round(rate) for tried, rate in rates.items()}}
+        entry = {"mode": str(way), "bytes_per_second": {str(tried): round(rate) for tried, rate in rates.items()}}
         boot = device.rpartition(" ")[2]
         kept = {known: value for known, value in recorded(self.path).items() if known.endswith(boot)}
         try:

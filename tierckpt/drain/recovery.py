@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 from ..checkpoint import local_commit
-from ..checkpoint.journal import KEPT, READY, SET_ASIDE, WRITTEN, Entry
+from ..checkpoint.journal import AWAITING_COMMIT, LOCAL_ONLY, READY, SET_ASIDE, Entry
 from ..disk.durable import matching
 from ..errors import ManifestError, TierckptError
 from ..format.layout import SHARD_SUFFIX
@@ -27,10 +27,10 @@ async def recover_entry(entry: Entry, drainer: Drainer) -> bool:
     The shards of a save that never finished are removed, and the entry with them. What cannot be known yet stays as it
     is; what a live process holds is left alone.
     """
-    if entry.state in (READY, KEPT, SET_ASIDE):
+    if entry.state in (READY, LOCAL_ONLY, SET_ASIDE):
         return entry.state == READY
     try:
-        if entry.state == WRITTEN:
+        if entry.state == AWAITING_COMMIT:
             return await _take_up_written(entry, drainer)
         return await _give_up(entry, drainer)
     except ManifestError as error:
@@ -61,14 +61,14 @@ async def _take_up_written(entry: Entry, drainer: Drainer) -> bool:
         if not dead:
             return False
         is_kept = local is not None and await asyncio.to_thread(_is_kept, drainer, local)
-        await asyncio.to_thread(drainer.journal.write, replace(entry, state=KEPT if is_kept else READY))
+        await asyncio.to_thread(drainer.journal.write, replace(entry, state=LOCAL_ONLY if is_kept else READY))
         return not is_kept
 
 
 def _is_kept(drainer: Drainer, manifest: Manifest) -> bool:
     """True when the coordinator's entry of this save, which has its attempt for a name, stays on this node."""
     coordinators = drainer.journal.read(manifest.attempt)
-    return coordinators is not None and coordinators.state == KEPT
+    return coordinators is not None and coordinators.state == LOCAL_ONLY
 
 
 async def _give_up(entry: Entry, drainer: Drainer) -> bool:

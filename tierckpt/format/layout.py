@@ -10,11 +10,12 @@ A checkpoint directory looks the same on every tier, so what is true of the buck
     <checkpoint>/.tierckpt/blocks/<token>           digests of the blocks of one rank's shards
     <checkpoint>/.tierckpt/pending/<attempt>.json   the manifest to be, until every rank has drained (shared tier only)
     <checkpoint>/.tierckpt/parts/<token>.json       one rank has drained its shards (shared tier only)
-    <checkpoint>/.tierckpt/wills/<save>-<rank>.json what ranks that died had written of a save (shared tier only)
+    <checkpoint>/.tierckpt/handoff/<save>-<rank>.json what a dead rank had written of a save (shared tier only)
     <checkpoint>/.tierckpt/removed/<attempt>.json   a removal that is under way: what is still to be deleted
-    <checkpoint>/.tierckpt/own/<token>              a rank of this node makes this save (local tier, with peers)
+    <checkpoint>/.tierckpt/origin/<token>           a rank of this node makes this save (local tier, with peers)
     <checkpoint>/.tierckpt/replica.json             whose saves are copied here (local tier, with peers)
-    <checkpoint>/.tierckpt/bringing/                files on their way here from peers (local tier)
+    <checkpoint>/.tierckpt/incoming/                files on their way here from peers (local tier)
+    <checkpoint>/.tierckpt/superseded.json          local-only, and newer ones stand here (local tier)
 
 A run, the directory of its checkpoints, has ``<run>/.tierckpt-history/*.jsonl``: what `tierckpt report` reads.
 
@@ -23,14 +24,14 @@ The local root holds::
     <local_root>/checkpoints/<scheme>/<authority>/<path>/...     the local tier, mirroring the URI
     <local_root>/journal/<token>.json                            what a mover still has to drain
     <local_root>/control.json                                    what people ask of this node's movers: rate, pause
-    <local_root>/read-ways.json                                  how each device of the node is read best
-    <local_root>/model-read-ways.json                            the same for model files
+    <local_root>/read-modes.json                                  how each device of the node is read best
+    <local_root>/model-read-modes.json                            the same for model files
     <local_root>/flush.mark                                      locked (shared) by whoever writes a checkpoint
     <local_root>/cache/                                          the node cache: models and data files (cache/pool.py)
     <local_root>/leases/                                         flocks of those who read a checkpoint
     <local_root>/epochs/                                         of each run, which start of its job may commit
     <local_root>/quarantine/                                     what was of another kind than belongs in its place
-    <local_root>/agent/                                          the agent's socket, lock and log; wills of staged saves
+    <local_root>/agent/                                          the agent's socket, lock and log
 """
 
 from __future__ import annotations
@@ -53,17 +54,23 @@ PENDING_DIR = ".tierckpt/pending"
 PARTS_DIR = ".tierckpt/parts"
 METADATA_DIR = ".tierckpt/metadata"
 BLOCKS_DIR = ".tierckpt/blocks"
-WILLS_DIR = ".tierckpt/wills"
-OWN_DIR = ".tierckpt/own"
+HANDOFF_DIR = ".tierckpt/handoff"
+ORIGIN_DIR = ".tierckpt/origin"
 REPLICA = ".tierckpt/replica.json"
 REPLICATED = ".tierckpt/replicated.json"
 """Local tier only: what ranks of this node saved of this attempt, and copies of others', are on all their holders."""
-BRINGING = ".tierckpt/bringing"
+INCOMING_DIR = ".tierckpt/incoming"
 """Local tier only: files on their way here, each in a directory of its own."""
-PASSED = ".tierckpt/passed.json"
+SUPERSEDED = ".tierckpt/superseded.json"
 """Local tier only: this attempt was not drained and newer ones stand here, so the local copy may be evicted."""
 DRAINED = ".tierckpt/drained.json"
 """Local tier only: the shared tier has committed this attempt, so the local copy may be evicted."""
+
+FORMAT_1_HANDOFF_DIR = ".tierckpt/wills"
+FORMAT_1_ORIGIN_DIR = ".tierckpt/own"
+FORMAT_1_INCOMING_DIR = ".tierckpt/bringing"
+FORMAT_1_SUPERSEDED = ".tierckpt/passed.json"
+"""Names of format 1: they are read and removed as those above, and never written."""
 
 HISTORY_DIR = ".tierckpt-history"
 """Of a run, beside its checkpoints: what its processes have done with their time, one small file for each start."""
@@ -234,12 +241,12 @@ def flush_mark(local_root: Path) -> Path:
     return Path(local_root, "flush.mark")
 
 
-def read_ways(local_root: Path) -> Path:
-    return Path(local_root, "read-ways.json")
+def read_modes(local_root: Path) -> Path:
+    return Path(local_root, "read-modes.json")
 
 
-def model_read_ways(local_root: Path) -> Path:
-    return Path(local_root, "model-read-ways.json")
+def model_read_modes(local_root: Path) -> Path:
+    return Path(local_root, "model-read-modes.json")
 
 
 def attempt_metadata(attempt: str) -> str:
@@ -251,14 +258,14 @@ def blocks_file(token: str) -> str:
     return f"{BLOCKS_DIR}/{token}"
 
 
-def own_file(token: str) -> str:
+def origin_file(token: str) -> str:
     """Name of the mark that a rank of this node makes this save. It is empty, and losing it costs a copy on peers."""
-    return f"{OWN_DIR}/{token}"
+    return f"{ORIGIN_DIR}/{token}"
 
 
 def private_files(token: str) -> tuple[str, ...]:
     """What a rank's save writes beside its shards."""
-    return attempt_metadata(token), blocks_file(token), own_file(token)
+    return attempt_metadata(token), blocks_file(token), origin_file(token), f"{FORMAT_1_ORIGIN_DIR}/{token}"
 
 
 def pending(attempt: str) -> str:

@@ -22,7 +22,9 @@ from ..errors import ManifestError
 from ..types import Buffer, ByteRange
 
 FORMAT = "tierckpt-manifest"
-VERSION = 1
+VERSION = 2
+VERSIONS = (1, VERSION)
+"""Those that are read. In 1 the files of a checkpoint are the same, and marks beside them have other names."""
 DIGEST = "xxh3-128"
 """Digests of whole chunks. What this release reads, and writes while no chunk has more than one block."""
 TREE_DIGEST = "xxh3-128-blocks"
@@ -171,6 +173,8 @@ class Manifest:
     replaces: tuple[str, ...] = ()
     """Attempts that this one may replace: those that stood under the id when the save began."""
     created_unix_seconds: float = 0.0
+    version: int = VERSION
+    """What is read in version 1 is written on as that, so that its copies on all tiers stay equal bytes."""
 
     @property
     def tokens(self) -> frozenset[str]:
@@ -191,7 +195,7 @@ class Manifest:
     def _body(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            "version": VERSION,
+            "version": self.version,
             "digest": _algorithm(self.entries),
             "attempt": self.attempt,
             "replaces": sorted(self.replaces),
@@ -235,11 +239,11 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         bad("not a tierckpt manifest")
     version, digest = body.get("version"), body.get("digest")
-    if version != VERSION or digest not in (DIGEST, TREE_DIGEST):
+    if version not in VERSIONS or isinstance(version, bool) or digest not in (DIGEST, TREE_DIGEST):
         # Never half-believed: what another release means by a digest or a field is not ours to guess.
         bad(
             f"version {version!r:.40} with digest {digest!r:.40} is not known to this release, "
-            f"which reads version {VERSION} with digest {DIGEST!r} or {TREE_DIGEST!r}",
+            f"which reads versions {VERSIONS} with digest {DIGEST!r} or {TREE_DIGEST!r}",
             hint="Read it with the release that wrote it. Its data files are plain DCP and load with stock PyTorch",
         )
     check_seal(body, data, bad)
@@ -266,7 +270,7 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
         bad("no metadata file")
     if digest != _algorithm(metadata + files):
         bad(f"it has other digests than {digest!r}")
-    return Manifest(attempt, world, chunk, metadata, files, tuple(replaces), float(created))
+    return Manifest(attempt, world, chunk, metadata, files, tuple(replaces), float(created), version)
 
 
 def seal(body: dict[str, Any]) -> bytes:

@@ -5,19 +5,18 @@ A file is under its name when it is whole, verified and durable: so a save whose
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint import local_commit
+from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import file_size
 from ..checkpoint.retention import marked_directories
 from ..checkpoint.select import age_of
 from ..disk.durable import durable_write, matching, read_whole
 from ..errors import ManifestError, ObjectNotFoundError, StoreError
 from ..format import manifest as manifests
-from ..format.layout import MANIFEST, OWN_DIR, REPLICA, SHARD_SUFFIX, Location, location_at
+from ..format.layout import MANIFEST, REPLICA, SHARD_SUFFIX, Location, location_at
 from ..format.manifest import Manifest
 from ..peer.replica_policy import Fresh
 from ..telemetry import logger
@@ -69,7 +68,7 @@ class LocalIndex:
         for directory in marked_directories(self._root / "checkpoints"):
             manifest = self._manifest(directory)
             named = manifest.tokens | {manifest.attempt} if manifest is not None else frozenset()
-            if lost := {token for token in _own(directory) - named if _is_flushed(directory, token)}:
+            if lost := {token for token in marks.origins(directory) - named if _is_flushed(directory, token)}:
                 unnamed[directory] = lost
             if manifest is not None:
                 runs.setdefault(directory.parent, []).append((directory, manifest))
@@ -111,7 +110,7 @@ class LocalIndex:
 def here(directory: Path, location: Location, manifest: Manifest) -> LocalCheckpoint:
     """Look which saves of ``manifest`` are whole in ``directory`` (R1)."""
     missing = {entry.token for entry in manifest.files if file_size(directory / entry.key) != entry.size_bytes}
-    whole, own = manifest.tokens - missing, _own(directory)
+    whole, own = manifest.tokens - missing, marks.origins(directory)
     return LocalCheckpoint(directory, location, manifest, own & whole, whole - own, _noted(directory, manifest.attempt))
 
 
@@ -134,15 +133,6 @@ def _noted(directory: Path, attempt: str) -> dict[str, str]:
     if body["attempt"] != attempt or not isinstance(body["of"], dict):
         return {}
     return {str(token): str(name) for token, name in body["of"].items()}
-
-
-def _own(directory: Path) -> frozenset[str]:
-    """The saves here that ranks of this node make, or have made."""
-    try:
-        with os.scandir(directory / OWN_DIR) as entries:
-            return frozenset(entry.name for entry in entries)
-    except OSError:
-        return frozenset()
 
 
 def _is_flushed(directory: Path, token: str) -> bool:

@@ -16,7 +16,7 @@ from ..disk.durable import make_dirs, publish, translated
 from ..disk.file_lock import lock_async
 from ..drain.transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
 from ..errors import IntegrityError, StoreError, TierckptError
-from ..format.layout import BRINGING
+from ..format.layout import INCOMING_DIR
 from ..format.manifest import FileEntry, Manifest
 from ..peer.fetch.join import SMALL_BYTES, PeerJoiner
 from ..read.sources import NearestSource
@@ -53,7 +53,7 @@ async def bring(
         origin: RangeSource = checkpoint.store if Tier.SHARED in checkpoint.tiers else nearest
         # A version of its own (peer/chunk_files.py, Single), so that only those share a file who want it.
         frozen = FileSet(checkpoint.location.uri, (wanted_of(entry),), chunk)
-        place = checkpoint.directory / BRINGING / frozen.version
+        place = checkpoint.directory / INCOMING_DIR / frozen.version
         gate, counted = asyncio.Semaphore(concurrency), _Counted(on_bytes)
         cached = CacheEntry(origin, frozen, place, gate=gate, fetches_max=concurrency, sharing=sharing)
         try:
