@@ -141,7 +141,7 @@ class Node:
         self.next_wake = -1.0
         self.met = (-1, False)
 
-    # --- the swarm's part ----------------------------------------------------------------------------------------
+    # --- the session's part ----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         self.begun = True
@@ -162,19 +162,19 @@ class Node:
         if len(world.nodes) > MANY_FLOWS:
             if self.met != (seen := world.members_at()):
                 self.met = seen
-                self.schedule.state.meet(*world.many(seen), now)
+                self.schedule.state.set_members(*world.many(seen), now)
             return
         live = [n.member for n in world.nodes if not (n.dead and now - world.dead_at > DEAD_SECONDS)]
         names = {self.name, *(name for name, at in self.interest.items() if now - at < INTEREST_SECONDS)}
         for name in self.schedule.state.slow:
             world.send(self, name, lambda other: other.slow_to.update({self.name: world.now}), lambda: None)
         slow_to = {name for name, at in self.slow_to.items() if now - at < SLOW_SECONDS}
-        self.schedule.state.meet(live, names, now, slow_to=slow_to)
+        self.schedule.state.set_members(live, names, now, slow_to=slow_to)
 
     def poll(self) -> None:
         if self.is_idle():
             return
-        for name, cursor in self.schedule.state.to_ask(self.world.now):
+        for name, cursor in self.schedule.state.due_polls(self.world.now):
             self.world.send(
                 self,
                 name,
@@ -186,7 +186,7 @@ class Node:
 
     def _unreached(self, name: str) -> None:
         if not self.is_idle():
-            self.schedule.state.unreached(name, self.world.now)
+            self.schedule.state.mark_unreachable(name, self.world.now)
             self.pump()
 
     def _polled(self, other: Node, cursor: int) -> None:
@@ -211,7 +211,7 @@ class Node:
         self.interest |= fresh
         if has_news:
             self._meet()
-        self.schedule.state.hear(other.name, now, new=new, fetching=fetching, whole=whole, cursor=cursor)
+        self.schedule.state.update(other.name, now, new=new, fetching=fetching, whole=whole, cursor=cursor)
         self.pump()
 
     def pump(self) -> None:
@@ -261,11 +261,11 @@ class Node:
     def _flow(self, ask: ChunkRequest, up: Link, source: Node | None) -> None:
         if self.dead or not self._is_under_way(ask):
             return
-        flow = self.world.flow(up, self.down, lambda: self.came(ask, source))
+        flow = self.world.flow(up, self.down, lambda: self.completed(ask, source))
         entries = self.under_way[ask.chunk]
         self.under_way[ask.chunk] = [(other, flow if other is ask else was) for other, was in entries]
 
-    def came(self, ask: ChunkRequest, source: Node | None) -> None:
+    def completed(self, ask: ChunkRequest, source: Node | None) -> None:
         if self.dead:
             return
         world, chunk = self.world, ask.chunk
@@ -279,17 +279,17 @@ class Node:
             if other is not ask:
                 if flow is not None:
                     world.drop(flow)
-                self.schedule.failed(other, world.now, "given up")
+                self.schedule.failed(other, world.now, "cancelled")
         self.busy -= 1
         self.from_store.discard(chunk)
         if chunk not in self.has:
             self.has.add(chunk)
             self.log.append(chunk)
-        self.schedule.came(ask, world.now)
+        self.schedule.completed(ask, world.now)
         if source is not None:
             cursor = self.schedule.state.peers[source.name].cursor if source.name in self.schedule.state.peers else 0
             new = source.log[cursor : cursor + LINES_MAX]
-            self.schedule.state.hear(source.name, world.now, new=new, cursor=cursor + len(new))
+            self.schedule.state.update(source.name, world.now, new=new, cursor=cursor + len(new))
         for give in self.waiters.pop(chunk, []):
             give()
         if len(self.has) == world.case.chunks:
@@ -301,7 +301,7 @@ class Node:
         for other, flow in self.under_way.get(ask.chunk, []):
             if other is ask and flow is not None:
                 self.world.drop(flow)
-        self.failed(ask, "given up")
+        self.failed(ask, "cancelled")
 
     def failed(self, ask: ChunkRequest, why: str) -> None:
         if self.is_idle() or not self._is_under_way(ask):

@@ -11,7 +11,7 @@ def ownership_ignored() -> None:
     from tierckpt.peer.fetch.peer_state import PeerState
     from tierckpt.peer.fetch.scheduler import Schedule
 
-    real_plan, real_hear = Schedule.plan, PeerState.hear
+    real_plan, real_hear = Schedule.plan, PeerState.update
 
     def plan(self: Any, now: float = 0.0) -> None:
         self.state.chunk_owners = [self.state.me] * self.state.total
@@ -20,7 +20,7 @@ def ownership_ignored() -> None:
     def hear(self: Any, name: str, now: float, **told: Any) -> None:
         real_hear(self, name, now, **told | {"fetching": None})
 
-    Schedule.plan, PeerState.hear = plan, hear  # type: ignore[method-assign]
+    Schedule.plan, PeerState.update = plan, hear  # type: ignore[method-assign]
     Schedule.order_of = lambda self, name, chunks: chunks  # type: ignore[method-assign]
     Schedule.store_slots = lambda self: self.state.tuning.slots  # type: ignore[method-assign]
 

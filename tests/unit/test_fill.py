@@ -62,7 +62,7 @@ async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_th
 
     cached = SimpleNamespace(
         frozen=frozen,
-        swarm=SimpleNamespace(order=lambda todo, whole: order),
+        peer_fetch=SimpleNamespace(order=lambda todo, whole: order),
         fetches_max=2,
         gate=asyncio.Semaphore(2),
         idle=asyncio.Lock(),

@@ -13,7 +13,7 @@ SLOTS_MAX = 8
 
 def run(ramp: Ramp, seconds: float, count: int) -> None:
     for _ in range(count):
-        ramp.came(seconds, ramp.factor, SLOTS_MAX)
+        ramp.completed(seconds, ramp.factor, SLOTS_MAX)
 
 
 def test_where_each_takes_no_longer_for_it_more_are_under_way() -> None:
@@ -27,7 +27,7 @@ def test_where_each_takes_no_longer_for_it_more_are_under_way() -> None:
 def test_where_each_takes_longer_it_stays_with_few() -> None:
     ramp = Ramp()
     for _ in range(100):
-        ramp.came(float(ramp.factor), ramp.factor, SLOTS_MAX)
+        ramp.completed(float(ramp.factor), ramp.factor, SLOTS_MAX)
     assert ramp.factor == 1
 
 
@@ -45,7 +45,7 @@ def test_nodes_that_try_together_do_not_creep_up_together(seed: int) -> None:
     ramps = [Ramp() for _ in range(16)]
     for step in range(4000):
         ramp = rng.choices(ramps, [one.factor for one in ramps])[0]
-        ramp.came(float(sum(one.factor for one in ramps)), ramp.factor, SLOTS_MAX)
+        ramp.completed(float(sum(one.factor for one in ramps)), ramp.factor, SLOTS_MAX)
         if step > 500:
             assert sum(one.factor for one in ramps) <= 3 * len(ramps)
 

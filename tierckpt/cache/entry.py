@@ -110,7 +110,7 @@ class CacheEntry:
         self.checker = self._new_checker()
         self.idle = asyncio.Lock()
         self._granting = asyncio.Lock()
-        self.swarm: PeerFill | None = None
+        self.peer_fetch: PeerFill | None = None
         """The other nodes, once something had to be fetched."""
         self._sharing, self._read_gate, self._joining = sharing, gate, asyncio.Lock()
 
@@ -222,8 +222,8 @@ class CacheEntry:
             task.cancel()
         if left:
             await asyncio.wait(left)
-        if self.swarm is not None:
-            await self.swarm.close()
+        if self.peer_fetch is not None:
+            await self.peer_fetch.close()
         await asyncio.to_thread(self._end)
 
     async def _join(self, filling: PartialEntry) -> None:
@@ -234,9 +234,9 @@ class CacheEntry:
             sharing, self._sharing = self._sharing, None
             if sharing is None:
                 return
-            self.swarm = await sharing.join(self, filling)
-            if self.swarm is not None:  # more at a time: what waits for a peer takes no room at the store
-                self.fetches_max = max(self.fetches_max, self.swarm.slots)
+            self.peer_fetch = await sharing.join(self, filling)
+            if self.peer_fetch is not None:  # more at a time: what waits for a peer takes no room at the store
+                self.fetches_max = max(self.fetches_max, self.peer_fetch.slots)
                 self.gate = asyncio.Semaphore(self.fetches_max)
 
     def _end(self) -> None:
@@ -449,20 +449,20 @@ class CacheEntry:
         Where the store can, it is received in aligned memory, and digested and written from there.
         """
         begun, at = time.monotonic(), self.frozen.chunk_range(index, chunk)
-        wanted_bytes = at.size_bytes if self.swarm is not None or isinstance(self.store, ReadsInto) else 0
+        wanted_bytes = at.size_bytes if self.peer_fetch is not None or isinstance(self.store, ReadsInto) else 0
         peer: str | None = None
         with landing_memory(wanted_bytes) as memory:
-            if self.swarm is None:
+            if self.peer_fetch is None:
                 data, digest = await self.get(index, chunk, memory)
             else:
                 data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
-                brought = await self.swarm.bring(index, chunk, data, request)
-                digest, peer = brought.digest, brought.source
+                received = await self.peer_fetch.fetch_chunk(index, chunk, data, request)
+                digest, peer = received.digest, received.source
             try:
                 await self._write_chunk(filling, index, chunk, data, digest, keep)
             finally:
-                if self.swarm is not None:
-                    await self.swarm.landed(index, chunk)
+                if self.peer_fetch is not None:
+                    await self.peer_fetch.chunk_written(index, chunk)
             kept = bytes(data) if keep and memory is not None else data
         self.tally.note(self.frozen.files[index].path, at, time.monotonic() - begun, peer)
         return kept if keep else None

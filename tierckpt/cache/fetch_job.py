@@ -32,7 +32,7 @@ class Entry(Protocol):
 
     frozen: FileSet
     tally: FetchStats
-    swarm: PeerFill | None
+    peer_fetch: PeerFill | None
     gate: asyncio.Semaphore
     """Bounds what this process fetches at a time."""
     idle: asyncio.Lock
@@ -83,9 +83,9 @@ class FetchJob:
         self.total = sum(self.frozen.files[index].size_bytes for index in wanted)
         missing = sum(self.frozen.chunk_range(*work).size_bytes for work in todo)
         self.count = len(todo)
-        swarm = cached.swarm
+        peer_fetch = cached.peer_fetch
         is_all = len(wanted) == len(self.frozen.files)
-        self.order: ChunkOrder = InOrder(todo) if swarm is None else swarm.order(todo, whole=is_all)
+        self.order: ChunkOrder = InOrder(todo) if peer_fetch is None else peer_fetch.order(todo, whole=is_all)
         self.done_bytes = self.total - missing
         self.failures: dict[int, TierckptError] = {}
         self.wanted = wanted

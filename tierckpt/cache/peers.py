@@ -68,7 +68,9 @@ class PeerFill(Protocol):
     def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> ChunkOrder:
         """Which of ``todo``, files and chunks, comes next, and from whom."""
 
-    async def bring(self, index: int, chunk: int, into: memoryview, request: object | None = None) -> ReceivedChunk:
+    async def fetch_chunk(
+        self, index: int, chunk: int, into: memoryview, request: object | None = None
+    ) -> ReceivedChunk:
         """Fill ``into`` with a chunk, from a peer or from the store. ``request``: that of its ``Work``.
 
         Raises:
@@ -76,7 +78,7 @@ class PeerFill(Protocol):
             TierckptError: neither has it.
         """
 
-    async def landed(self, index: int, chunk: int) -> None:
+    async def chunk_written(self, index: int, chunk: int) -> None:
         """It is in a file of this node, or never will be."""
 
     async def close(self) -> None: ...

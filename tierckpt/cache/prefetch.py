@@ -168,7 +168,7 @@ async def prefetch(
 
 def result_of(cached: CacheEntry, directory: Path, *, is_pinned: bool = False) -> PrefetchResult:
     tally = cached.tally
-    sources = cached.swarm.sources if cached.swarm is not None else None
+    sources = cached.peer_fetch.sources if cached.peer_fetch is not None else None
     return PrefetchResult(
         directory,
         len(cached.frozen.files),

@@ -41,7 +41,7 @@ class PeerJoiner:
         self._is_told = False
 
     async def join(self, cached: StoreReader, filling: PartialEntry) -> FetchSession | None:
-        """Return the swarm for a fill, started; None to read from the store (E1, E2)."""
+        """Return the session of a fetch, started; None to read from the store (E1, E2)."""
         if filling.frozen.size_bytes < SMALL_BYTES:
             return None
         place = _Place(cached, filling)
@@ -50,7 +50,7 @@ class PeerJoiner:
             from ..client import PeerClient
             from .session import FetchSession
 
-            swarm = FetchSession(
+            session = FetchSession(
                 filling.frozen,
                 place,
                 agent.view,
@@ -58,8 +58,8 @@ class PeerJoiner:
                 tell=agent.tell,
                 leave=agent.leave,
             )
-            await swarm.start()
-            return swarm
+            await session.start()
+            return session
         except (TierckptError, ImportError, OSError, KeyError, ValueError) as error:
             await agent.leave()
             log.log(logging.DEBUG if self._is_told else logging.WARNING, "reading without peers: %s", error)
@@ -68,7 +68,7 @@ class PeerJoiner:
 
 
 class _Place:
-    """This node's part, for the swarm."""
+    """This node's part, for the session."""
 
     def __init__(self, cached: StoreReader, filling: PartialEntry) -> None:
         self._cached, self._filling = cached, filling

@@ -163,7 +163,7 @@ class PeerState:
 
     # --- who is there --------------------------------------------------------------------------------------------
 
-    def meet(
+    def set_members(
         self, live: Sequence[Member], interested: Iterable[str], now: float, *, slow_to: Iterable[str] = ()
     ) -> None:
         """Take in who is there, and who of them fills this version too. Call it again whenever either may change.
@@ -260,7 +260,7 @@ class PeerState:
 
     # --- what they hold ------------------------------------------------------------------------------------------
 
-    def hear(
+    def update(
         self,
         name: str,
         now: float,
@@ -334,7 +334,7 @@ class PeerState:
         while self._turns_slow and self._turns_slow[0][0] + self.tuning.turn_slow_seconds <= now:
             self.allowed_slow |= self._turns_slow.popleft()[1]
 
-    def forget_held(self, name: str) -> None:
+    def reset_holdings(self, name: str) -> None:
         """A member's list has begun anew (its agent did): what it holds is not known any more."""
         peer = self.peers.get(name)
         if peer is not None:
@@ -353,7 +353,7 @@ class PeerState:
                 for chunk in bits(peer.held & self.missing):
                     self._counted(chunk)
 
-    def to_ask(self, now: float) -> list[tuple[str, int]]:
+    def due_polls(self, now: float) -> list[tuple[str, int]]:
         """Members whose holdings should be asked for now, each with how far its list is known. Marks them as asked."""
         tuning = self.tuning
         is_early = self._is_early(now)
@@ -376,7 +376,7 @@ class PeerState:
 
     # --- whom to believe -----------------------------------------------------------------------------------------
 
-    def unreached(self, name: str, now: float) -> None:
+    def mark_unreachable(self, name: str, now: float) -> None:
         """A member did not answer at all. It is asked what it holds, less and less often, and nothing else, till it
         does."""
         peer = self.peers.get(name)

@@ -26,7 +26,7 @@ class Ramp:
         self._round: list[float] = []
         self._has_tried = False
 
-    def came(self, seconds: float, slots: int, slots_max: int) -> None:
+    def completed(self, seconds: float, slots: int, slots_max: int) -> None:
         """A chunk came after ``seconds``, with at most ``slots`` under way at a time."""
         self._round.append(seconds)
         if len(self._round) < 2 * slots:

@@ -54,7 +54,7 @@ class ChunkRequest:
     chunk: int
     source: str | None
     reason: str
-    """Why this source. For ``SHARED``: ``mine`` and ``alone`` are as it should be, others are fallbacks."""
+    """Why this source. For ``SHARED``: ``owned`` and ``no peers`` are as it should be, others are fallbacks."""
     wait_seconds: float = 0.0
     """How long the other side may wait for it to land there."""
 
@@ -94,18 +94,18 @@ class Schedule:
 
     # --- what became of it ---------------------------------------------------------------------------------------
 
-    def came(self, ask: ChunkRequest, now: float) -> None:
+    def completed(self, ask: ChunkRequest, now: float) -> None:
         """The chunk is here, verified, by this request. Others for it need not be waited for."""
         asked_at = self._ended(ask)
         seconds = now - asked_at if asked_at is not None else 0.0
         if ask.source is SHARED:
             self._store_times.append(seconds)
-            self._ramp.came(seconds, self.store_slots(), self.state.tuning.slots // 2)
+            self._ramp.completed(seconds, self.store_slots(), self.state.tuning.slots // 2)
             self._brought |= 1 << ask.chunk
         else:
             peer = self.state.peers.get(ask.source)
             if peer is not None:
-                self.state.hear(ask.source, now)
+                self.state.update(ask.source, now)
                 if not ask.wait_seconds:
                     peer.answers += 1
                     peer.seconds = seconds if not peer.seconds else 0.7 * peer.seconds + 0.3 * seconds
@@ -124,8 +124,8 @@ class Schedule:
         """The request brought nothing.
 
         Args:
-            why: ``missing`` (it does not hold the chunk), ``busy``, ``given up`` (we did), ``wrong`` (its bytes are not
-                the chunk), or anything else: it could not be reached.
+            why: ``missing`` (the peer does not have the chunk), ``busy``, ``cancelled`` (by this node), ``wrong`` (its
+                bytes are not the chunk's); anything else means that the peer could not be reached.
         """
         asked_at = self._ended(ask)
         if self.state.owner(ask.chunk, now) == self.state.me:
@@ -135,7 +135,7 @@ class Schedule:
         peer = self.state.peers.get(ask.source)
         if peer is None:
             return
-        if why == "given up" and asked_at is not None and not ask.wait_seconds:
+        if why == "cancelled" and asked_at is not None and not ask.wait_seconds:
             peer.seconds = max(peer.seconds, now - asked_at)  # it would have taken longer than that
         if why == "missing":
             if peer.held >> ask.chunk & 1:
@@ -148,10 +148,10 @@ class Schedule:
             self.state.ban(ask.source)
         elif why == "busy":
             peer.retry_at = now + self.state.tuning.retry_seconds_min * (0.5 + self.state.rng.random())
-        elif why != "given up":
-            self.state.unreached(ask.source, now)
+        elif why != "cancelled":
+            self.state.mark_unreachable(ask.source, now)
 
-    def want(self, chunks: Iterable[int]) -> None:
+    def set_missing(self, chunks: Iterable[int]) -> None:
         """These are the chunks to fetch, and no others."""
         self.state.missing = mask(chunks)
         self.state.recount()
@@ -227,15 +227,15 @@ class Schedule:
             return WaitUntil(now + SETTLE_PAUSE_SECONDS)
         holders = [peer for peer in self._holders(chunk, now) if peer.member.name not in tried]
         if holders:
-            return self._begin(ChunkRequest(chunk, self._better(holders).member.name, "holds it"), now)
+            return self._begin(ChunkRequest(chunk, self._better(holders).member.name, "holder"), now)
         if SHARED not in tried and self.state.owner(chunk, now) == self.state.me:
             return self._begin(ChunkRequest(chunk, SHARED, self._why_mine(chunk)), now)
         for name in self.state.ranks(chunk)[: self.state.tuning.ranks_asked]:
             if name not in tried and name != self.state.me and self.state.is_usable(name, now):
-                return self._begin(ChunkRequest(chunk, name, "owns it", self.state.tuning.wait_seconds), now)
+                return self._begin(ChunkRequest(chunk, name, "owner", self.state.tuning.wait_seconds), now)
         if SHARED in tried:
             return WaitUntil(now + self.state.tuning.retry_seconds_min)
-        return self._begin(ChunkRequest(chunk, SHARED, "nobody had it"), now)
+        return self._begin(ChunkRequest(chunk, SHARED, "no holder"), now)
 
     def hedge(self, chunk: int, now: float) -> ChunkRequest | None:
         """Another source for a chunk that is late; None when there is no better one now. It counts as asked."""
@@ -251,7 +251,7 @@ class Schedule:
         tried = {ask.source for ask, _ in requests}
         holders = [peer for peer in self._holders(chunk, now) if peer.member.name not in tried]
         if holders:
-            return self._begin(ChunkRequest(chunk, self._better(holders).member.name, "late"), now)
+            return self._begin(ChunkRequest(chunk, self._better(holders).member.name, "hedge"), now)
         return None
 
     def hedge_at(self, ask: ChunkRequest) -> float:
@@ -320,10 +320,10 @@ class Schedule:
 
     def _why_mine(self, chunk: int) -> str:
         if chunk in self._bad:
-            return "members disagree"
+            return "digest conflict"
         if len(self.state.interested) <= 1:
-            return "alone"
-        return "mine" if self.state.chunk_owners[chunk] == self.state.me else "owner is away"
+            return "no peers"
+        return "owned" if self.state.chunk_owners[chunk] == self.state.me else "owner unreachable"
 
     def _fetched(self, now: float) -> set[int]:
         """Chunks that other members fetch from the store, and not for too long."""
@@ -353,7 +353,7 @@ class Schedule:
             for chunk, since in peer.fetching.items():
                 is_late = open_ >> chunk & 1 and now - since >= late and not self.state.held_anywhere >> chunk & 1
                 if is_late and self.standin(chunk, peer.member.name, now) == self.state.me:
-                    return ChunkRequest(chunk, SHARED, "owner is slow")
+                    return ChunkRequest(chunk, SHARED, "owner timed out")
         by_owner: dict[str, list[int]] = {}
         fetched = self._fetched(now)
         for chunk in bits(open_ & ~self.state.held_anywhere):
@@ -369,7 +369,7 @@ class Schedule:
                 break
             for chunk in reversed(self.order_of(name, chunks)[margin:]):
                 if self.standin(chunk, name, now) == self.state.me:
-                    return ChunkRequest(chunk, SHARED, "owner is behind")
+                    return ChunkRequest(chunk, SHARED, "owner lags")
         return None
 
     def standin(self, chunk: int, name: str, now: float) -> str | None:
@@ -391,7 +391,7 @@ class Schedule:
             chunk = any_bit(open_, self.state.rng)
             ranks = self.state.ranks(chunk)
             if turn > self.state.tuning.ranks_asked or self.state.me in ranks[: turn + 1]:
-                return ChunkRequest(chunk, SHARED, "nothing moved")
+                return ChunkRequest(chunk, SHARED, "stalled")
         return None
 
     # --- the others ----------------------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ class Schedule:
                 holders = [peer for peer in ready if peer.held >> best & 1]
                 if self.state.tuning.takes_from_owner_only:
                     holders = [peer for peer in holders if peer.member.name == self.state.chunk_owners[best]]
-                return ChunkRequest(best, self._better(holders).member.name, "holds it")
+                return ChunkRequest(best, self._better(holders).member.name, "holder")
         return None
 
     def _holders(self, chunk: int, now: float) -> list[Peer]:
@@ -463,7 +463,7 @@ class Schedule:
             for chunk, since in peer.fetching.items():
                 is_next = unheld >> chunk & 1 and self.state.my_rank(chunk) < self.state.tuning.copies_first
                 if is_next and now - since < patience:
-                    return ChunkRequest(chunk, peer.member.name, "fetches it", self.state.tuning.wait_seconds)
+                    return ChunkRequest(chunk, peer.member.name, "fetching", self.state.tuning.wait_seconds)
         return None
 
     # --- who counts ----------------------------------------------------------------------------------------------
@@ -539,7 +539,7 @@ class Schedule:
             self._unwanted += [ask for ask, _ in self.flying[chunk] if ask.source == peer.member.name]
 
     def take_unwanted(self) -> list[ChunkRequest]:
-        """Requests that are to be broken off; say of each that it has failed: ``given up``."""
+        """Requests that are to be broken off; say of each that it has failed: ``cancelled``."""
         found, self._unwanted = self._unwanted, []
         return found
 

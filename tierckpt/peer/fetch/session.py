@@ -41,7 +41,7 @@ POLL_TIMEOUT_SECONDS = 1.5
 INTEREST_SECONDS = 10.0
 WINDOW_CHUNKS = 64
 """After a chunk that somebody reads, so many are what it is going to need next."""
-EXPECTED = frozenset({"mine", "alone"})
+EXPECTED = frozenset({"owned", "no peers"})
 """Why a chunk came from the store when all went well."""
 
 
@@ -99,7 +99,7 @@ class FetchSession:
         self._schedule: Schedule | None = None
         self._client: PeerClient | None = None
         self._members: dict[str, Member] = {}
-        self._heard_interest: dict[str, float] = {}
+        self._interested_since: dict[str, float] = {}
         self._interested: frozenset[str] = frozenset()
         self._slow_to: frozenset[str] = frozenset()
         self.requests: dict[int, asyncio.Task[str]] = {}
@@ -124,8 +124,8 @@ class FetchSession:
         state = PeerState(self.frozen.version, len(self._work), view.me.name, tuning=self._tuning, wanted=missing)
         self._schedule = Schedule(state)
         self._client = self._make_client(view.me)
-        self._take(view)
-        self._spawn(self._keep())
+        self._apply_view(view)
+        self._spawn(self._run())
 
     async def close(self) -> None:
         """End all requests. Idempotent."""
@@ -160,42 +160,42 @@ class FetchSession:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _keep(self) -> None:
+    async def _run(self) -> None:
         """See who is there, ask what they hold, break off what is not wanted any more: until cancelled."""
         looking: asyncio.Task[Any] | None = None
         look_at = tell_at = time.monotonic()
         while True:
             now = time.monotonic()
             if now >= look_at and (looking is None or looking.done()):
-                look_at, looking = now + VIEW_SECONDS, self._spawn(self._look())
+                look_at, looking = now + VIEW_SECONDS, self._spawn(self._refresh_view())
             if now >= tell_at:
                 tell_at = now + REPORT_SECONDS
                 self._spawn(self._report())
                 for name in self.schedule.state.slow & self._members.keys():
-                    self._spawn(self._warn(self._members[name]))
-            for name, cursor in self.schedule.state.to_ask(now):
+                    self._spawn(self._report_slow(self._members[name]))
+            for name, cursor in self.schedule.state.due_polls(now):
                 if name not in self._polling:
                     self._polling.add(name)
                     self._spawn(self._poll(name, cursor))
             self._break_off()
             await asyncio.sleep(TICK_SECONDS)
 
-    async def _look(self) -> None:
+    async def _refresh_view(self) -> None:
         try:
-            self._take(await self._view(self._is_fetching))
+            self._apply_view(await self._view(self._is_fetching))
         except (TierckptError, OSError) as error:
             log.info("%s: cannot refresh the members: %s", self.frozen.uri, error)
 
-    def _take(self, view: ClusterView) -> None:
+    def _apply_view(self, view: ClusterView) -> None:
         self._members = {member.name: member for member in view.live}
         self._interested, self._slow_to = view.interested, view.slow_to
-        self._meet()
+        self._update_members()
 
-    def _meet(self) -> None:
+    def _update_members(self) -> None:
         now = time.monotonic()
-        fresh = {name for name, at in self._heard_interest.items() if now - at < INTEREST_SECONDS}
+        fresh = {name for name, at in self._interested_since.items() if now - at < INTEREST_SECONDS}
         interested = self._interested | fresh
-        self.schedule.state.meet(list(self._members.values()), interested, now, slow_to=self._slow_to)
+        self.schedule.state.set_members(list(self._members.values()), interested, now, slow_to=self._slow_to)
         self._changed.set()
 
     async def _report(self) -> None:
@@ -203,7 +203,7 @@ class FetchSession:
             with contextlib.suppress(TierckptError, OSError):
                 await self._tell(self.sources.report())
 
-    async def _warn(self, member: Member) -> None:
+    async def _report_slow(self, member: Member) -> None:
         """Tell a member that it is slow: it had better own nothing. That it does not hear it costs time, no more."""
         if self._client is not None:
             with contextlib.suppress(TierckptError, OSError, TimeoutError):
@@ -224,32 +224,32 @@ class FetchSession:
                     after=cursor,
                     interested=self._is_fetching,
                 )
-            self._hear(name, held, cursor, is_full=True)
+            self._update_holdings(name, held, cursor, is_full=True)
         except PeerBusyError:
             pass  # it is there
         except (TierckptError, OSError, TimeoutError) as error:
             log.debug("%s does not list its chunks: %r", name, error)
-            self.schedule.state.unreached(name, time.monotonic())
+            self.schedule.state.mark_unreachable(name, time.monotonic())
         finally:
             self._polling.discard(name)
             self._changed.set()
 
-    def _hear(self, name: str, held: ChunkReport, cursor: int, *, is_full: bool) -> None:
+    def _update_holdings(self, name: str, held: ChunkReport, cursor: int, *, is_full: bool) -> None:
         now = time.monotonic()
         if is_full:
-            has_news = not held.interested <= self._heard_interest.keys()
-            self._heard_interest.update(dict.fromkeys(held.interested, now))
+            has_news = not held.interested <= self._interested_since.keys()
+            self._interested_since.update(dict.fromkeys(held.interested, now))
             if has_news:
-                self._meet()
+                self._update_members()
         if held.total not in (0, len(self._work)):
             log.warning("%s: %s has %d chunks of it, not %d", self.frozen.uri, name, held.total, len(self._work))
-            self.schedule.state.hear(name, now)
+            self.schedule.state.update(name, now)
             return
         if held.landed < cursor and not held.whole:
-            self.schedule.state.forget_held(name)
-            self.schedule.state.hear(name, now)
+            self.schedule.state.reset_holdings(name)
+            self.schedule.state.update(name, now)
             return
-        self.schedule.state.hear(
+        self.schedule.state.update(
             name,
             now,
             new=[ordinal for ordinal, _ in held.new],
@@ -259,7 +259,7 @@ class FetchSession:
         )
         for ordinal, digest in held.new:
             if digest and not self._expected(ordinal):
-                self._claim(ordinal, name, digest)
+                self._note_digest(ordinal, name, digest)
         self._changed.set()
 
     # --- whom to believe -----------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class FetchSession:
         digests = self.frozen.files[index].digests
         return digests[chunk] if digests else ""
 
-    def _claim(self, ordinal: int, name: str, digest: str) -> bool:
+    def _note_digest(self, ordinal: int, name: str, digest: str) -> bool:
         """Note what a member says a chunk is. False when somebody says otherwise: then the store decides."""
         truth = self._truth.get(ordinal)
         if truth is not None:
@@ -284,7 +284,7 @@ class FetchSession:
         self.schedule.distrust(ordinal, claims)
         return False
 
-    def _judge(self, ordinal: int, truth: str) -> None:
+    def _settle_digest(self, ordinal: int, truth: str) -> None:
         """The store has said what a chunk is."""
         self._truth[ordinal] = truth
         for name, digest in self._claims.pop(ordinal, {}).items():
@@ -306,7 +306,7 @@ class FetchSession:
         """The chunks of a fill, in the order in which they are to be fetched. ``whole``: they are all that is missing,
         so that other nodes may count on this one."""
         self._is_fetching = whole
-        self.schedule.want(self._firsts[index] + chunk for index, chunk in todo)
+        self.schedule.set_missing(self._firsts[index] + chunk for index, chunk in todo)
         return self
 
     async def take(self) -> Work | None:
@@ -328,7 +328,7 @@ class FetchSession:
     def put_back(self, work: Work) -> None:
         ask = work.request
         if isinstance(ask, ChunkRequest) and self.schedule.is_under_way(ask):
-            self.schedule.failed(ask, time.monotonic(), "given up")
+            self.schedule.failed(ask, time.monotonic(), "cancelled")
 
     def done(self, work: Work) -> None:
         self.put_back(work)
@@ -340,20 +340,22 @@ class FetchSession:
             if request is not None:
                 request.cancel()
 
-    # --- bringing ------------------------------------------------------------------------------------------------
+    # --- fetching ------------------------------------------------------------------------------------------------
 
-    async def bring(self, index: int, chunk: int, into: memoryview, request: object | None = None) -> ReceivedChunk:
+    async def fetch_chunk(
+        self, index: int, chunk: int, into: memoryview, request: object | None = None
+    ) -> ReceivedChunk:
         """Receive one chunk, verified, in ``into``: from whom the schedule says, from others too when it is late.
 
-        What came from the store is still said to be on its way: say ``landed``, or that chunk seems to be nowhere for
-        as long as it takes to write it, and another node fetches it too.
+        Peers are told that the chunk is being fetched until ``chunk_written``, so that no other node fetches it from
+        the store while it is written here.
 
         Raises:
             NotNowError: it was chosen by ``take`` (``request``), and nobody has it now. It can be taken again at once.
-            StoreError, IntegrityError: nobody had it, and the store failed.
+            StoreError, IntegrityError: no holder, and the store failed.
         """
         ordinal = self._firsts[index] + chunk
-        hedged, brought = _HedgedRequest(self, ordinal, into), None
+        hedged, received = _HedgedRequest(self, ordinal, into), None
         planned = request if isinstance(request, ChunkRequest) else None
         if planned is None:
             self._window = range(ordinal, min(ordinal + WINDOW_CHUNKS, len(self._work)))
@@ -362,9 +364,9 @@ class FetchSession:
             while True:
                 hedged.begin(ask)
                 while hedged.running:
-                    brought = await hedged.wait()
-                    if brought is not None:
-                        return brought
+                    received = await hedged.wait()
+                    if received is not None:
+                        return received
                 if hedged.store_error is not None:
                     raise hedged.store_error
                 if planned is not None:
@@ -372,12 +374,12 @@ class FetchSession:
                 ask = await self._source(ordinal, hedged.tried)
         finally:
             await hedged.end()
-            if brought is None:
+            if received is None:
                 await self._unmark(ordinal)
             self._changed.set()
 
-    async def landed(self, index: int, chunk: int) -> None:
-        """What ``bring`` brought can be seen by other nodes now, or is not kept."""
+    async def chunk_written(self, index: int, chunk: int) -> None:
+        """What ``fetch_chunk`` received can be seen by other nodes now, or is not kept."""
         await self._unmark(self._firsts[index] + chunk)
 
     async def _source(self, ordinal: int, tried: set[str | None]) -> ChunkRequest:
@@ -407,8 +409,8 @@ class FetchSession:
             after=cursor,
             wait_seconds=ask.wait_seconds,
         )
-        self._hear(ask.source, answer.held, cursor, is_full=False)
-        if not expected and not self._claim(ask.chunk, ask.source, answer.digest):
+        self._update_holdings(ask.source, answer.held, cursor, is_full=False)
+        if not expected and not self._note_digest(ask.chunk, ask.source, answer.digest):
             raise ObjectNotFoundError("members disagree on its digest", tier=Tier.PEER)
         BYTES.emit(len(into), tier=Tier.PEER, direction="read")
         self.sources.peer_bytes[ask.source] += len(into)
@@ -425,7 +427,7 @@ class FetchSession:
         digest = await self._place.from_store(index, chunk, into)
         self.sources.shared_bytes += len(into)
         if not self._expected(ask.chunk):
-            self._judge(ask.chunk, digest)
+            self._settle_digest(ask.chunk, digest)
         return digest
 
     async def _unmark(self, ordinal: int) -> None:
@@ -433,19 +435,19 @@ class FetchSession:
             self._marked.discard(ordinal)
             await self._place.mark(*self._work[ordinal], False)
 
-    def came(self, ask: ChunkRequest, seconds: float) -> None:
+    def completed(self, ask: ChunkRequest, seconds: float) -> None:
         if seconds > self.sources.slowest[0]:
             index, chunk = self._work[ask.chunk]
             at = self.frozen.chunk_range(index, chunk)
             what = f"{self.frozen.files[index].path} {at.start}-{at.stop}"
             self.sources.slowest = (seconds, what, ask.source or "shared")
-        self.schedule.came(ask, time.monotonic())
+        self.schedule.completed(ask, time.monotonic())
 
     def failed(self, ask: ChunkRequest, error: BaseException | None) -> None:
         """Say what went wrong with a request. ``error`` None: it was broken off."""
-        why = "unreached"
+        why = "unreachable"
         if error is None:
-            why = "given up"
+            why = "cancelled"
         elif isinstance(error, ObjectNotFoundError):
             why = "missing"
         elif isinstance(error, PeerBusyError):
@@ -485,9 +487,9 @@ class _HedgedRequest:
             self.running, timeout=max(due - now, LATE_SECONDS), return_when=asyncio.FIRST_COMPLETED
         )
         for task in done:
-            brought = await self._finished(task)
-            if brought is not None:
-                return brought
+            received = await self._finished(task)
+            if received is not None:
+                return received
         if not done and time.monotonic() >= due:
             other = schedule.hedge(self._ordinal, time.monotonic())
             if other is not None:
@@ -510,7 +512,7 @@ class _HedgedRequest:
         await self.end()
         if memory is not self._into:
             self._into[:] = memory
-        self._session.came(ask, time.monotonic() - begun)
+        self._session.completed(ask, time.monotonic() - begun)
         return ReceivedChunk(task.result(), ask.source)
 
     async def end(self) -> None:

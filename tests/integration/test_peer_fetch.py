@@ -1,4 +1,4 @@
-"""Filling together: real agents, real prefetches, one store that counts; and what a swarm makes of peers that lie.
+"""Filling together: real agents, real prefetches, one store that counts; and what a session makes of peers that lie.
 
 Faults of nodes and networks are in tests/fault/test_fanout.py.
 """
@@ -39,7 +39,7 @@ SETTINGS = {"TIERCKPT_CHUNK_SIZE_BYTES": str(MiB // 2)}
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("swarm")
+    folder = tmp_path_factory.mktemp("session")
     (folder / "store" / "models").mkdir(parents=True)
     with Origin.running(folder / "store", rate=20 * MiB) as origin, Fleet.running(folder / "logs") as fleet:
         model = Model.make(folder / "store" / "models", "one", SIZES)
@@ -97,7 +97,7 @@ def test_without_an_agent_that_takes_part_everything_comes_from_the_store(cluste
     assert lonely.fetch.log().count("without peers") == 1
 
 
-# --- one swarm among peers that the test plays ------------------------------------------------------------------------
+# --- one session among peers that the test plays ----------------------------------------------------------------------
 
 CHUNK = 1000
 COUNT = 12
@@ -196,28 +196,28 @@ class Played:
 
     async def fill(self) -> FetchSession:
         """Fetch all as a fill does, with two workers."""
-        swarm = FetchSession(self.frozen, self, self.view, lambda me: self, tell=self.tell, tuning=QUICK)
-        await swarm.start()
+        session = FetchSession(self.frozen, self, self.view, lambda me: self, tell=self.tell, tuning=QUICK)
+        await session.start()
 
         async def work() -> None:
-            order = swarm.order([(0, chunk) for chunk in range(COUNT) if chunk not in self.landed], whole=True)
+            order = session.order([(0, chunk) for chunk in range(COUNT) if chunk not in self.landed], whole=True)
             while (taken := await order.take()) is not None:
                 into = memoryview(bytearray(CHUNK))
                 try:
-                    await swarm.bring(taken.index, taken.chunk, into, taken.request)
+                    await session.fetch_chunk(taken.index, taken.chunk, into, taken.request)
                 except NotNowError:
                     pass
                 else:
                     self.landed[taken.chunk] = bytes(into)
-                    await swarm.landed(taken.index, taken.chunk)
+                    await session.chunk_written(taken.index, taken.chunk)
                     order.done(taken)
 
         try:
             async with asyncio.timeout(60):
                 await work()
         finally:
-            await swarm.close()
-        return swarm
+            await session.close()
+        return session
 
     @property
     def is_right(self) -> bool:
@@ -230,10 +230,10 @@ EVERY = set(range(COUNT))
 
 async def test_what_peers_hold_is_not_read_from_the_store() -> None:
     played = Played(holders={"b": EVERY, "c": set(range(6))})
-    swarm = await played.fill()
+    session = await played.fill()
     assert played.is_right
     assert played.from_store_ordinals == []
-    assert sum(swarm.sources.peer_bytes.values()) == CHUNK * COUNT
+    assert sum(session.sources.peer_bytes.values()) == CHUNK * COUNT
     assert played.reports
 
 
@@ -249,15 +249,15 @@ async def test_who_is_slow_is_told_and_who_is_told_by_all_steps_back() -> None:
         found = await Played.view(played, is_fetching)
         return dataclasses.replace(found, interested=frozenset("bc"), slow_to=frozenset("bc"))
 
-    swarm = FetchSession(played.frozen, played, view, lambda me: played, tuning=QUICK)
-    await swarm.start()
+    session = FetchSession(played.frozen, played, view, lambda me: played, tuning=QUICK)
+    await session.start()
     try:
-        assert swarm.schedule.state.am_slow
-        swarm.schedule.state.slow = frozenset("b")
+        assert session.schedule.state.am_slow
+        session.schedule.state.slow = frozenset("b")
         async with asyncio.timeout(60):
             assert await told.get() == ("b", played.frozen.version)
     finally:
-        await swarm.close()
+        await session.close()
 
 
 async def test_what_nobody_holds_is_read_from_the_store_and_marked_meanwhile() -> None:
@@ -286,29 +286,29 @@ async def test_what_does_not_come_from_the_store_is_not_said_to_be_on_its_way_an
 async def test_a_peer_with_wrong_bytes_is_found_out_and_not_asked_again() -> None:
     played = Played(holders={"evil": EVERY, "good": EVERY})
     played.give = lambda name, ordinal, data: data[::-1] if name == "evil" else data
-    swarm = await played.fill()
+    session = await played.fill()
     assert played.is_right
-    assert swarm.sources.banned == {"evil"}
+    assert session.sources.banned == {"evil"}
     assert sum(name == "evil" for name, _ in played.asked) <= QUICK.slots
-    assert "evil" not in swarm.sources.peer_bytes
+    assert "evil" not in session.sources.peer_bytes
 
 
 async def test_without_digests_peers_that_disagree_are_not_believed_and_the_store_decides() -> None:
     played = Played(has_digests=False, holders={"evil": EVERY, "good": EVERY})
     played.give = lambda name, ordinal, data: data[::-1] if name == "evil" and ordinal == 3 else data
-    swarm = await played.fill()
+    session = await played.fill()
     assert played.is_right
     assert 3 in played.from_store_ordinals
-    assert swarm.sources.banned == {"evil"}
-    assert swarm.sources.fallbacks["members disagree"] >= 1
+    assert session.sources.banned == {"evil"}
+    assert session.sources.fallbacks["digest conflict"] >= 1
 
 
 async def test_a_peer_that_claims_another_digest_than_its_bytes_have_is_banned() -> None:
     played = Played(has_digests=False, holders={"evil": EVERY})
     played.claim = lambda name, ordinal, digest: "t" + "0" * 32
-    swarm = await played.fill()
+    session = await played.fill()
     assert played.is_right
-    assert swarm.sources.banned == {"evil"}
+    assert session.sources.banned == {"evil"}
 
 
 async def test_peers_that_cannot_be_reached_cost_time_and_nothing_else() -> None:
