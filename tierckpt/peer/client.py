@@ -1,9 +1,8 @@
 """Asking one peer: one request at a time on a connection, the bytes of a chunk straight into memory of the caller's.
 
-What comes back is believed as far as it can be checked: it is proven to be of a member (auth.py), it has exactly the
-length that it must have, and a chunk has its digest. No redirect is followed, nothing is decompressed, nothing is sent
-anywhere but to an address of the list of members. Every wait has an end, and what is not as it should be costs the
-connection.
+An answer is used only when it is proven to be of a member (auth.py), has exactly the expected length, and a chunk has
+its digest. No redirect is followed, nothing is decompressed, and requests go only to addresses of the member list.
+Every wait has a deadline, and a malformed answer costs the connection (stores/http_client.py).
 """
 
 from __future__ import annotations

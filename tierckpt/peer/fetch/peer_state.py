@@ -32,48 +32,48 @@ class Tuning:
     """Chunks under way at a time."""
     settle_seconds: float = 0.25
     settle_seconds_max: float = 1.0
-    """The first moment lasts so long while some member has not said yet what it holds."""
+    """Length of the first pause while some member has not reported what it holds."""
     wait_seconds: float = 2.0
-    """How long a request waits at an owner for a chunk to land."""
+    """How long a request waits at the owner until the chunk has been written."""
     hedge_seconds_min: float = 0.5
     hedge_factor: float = 3.0
     hedges_max: int = 2
     fetch_seconds_min: float = 1.0
     fetch_factor: float = 4.0
-    """An owner that fetches a chunk for so many times the usual is stood in for."""
+    """An owner that takes this many times the median for a chunk is substituted."""
     slow_factor: float = 3.5
-    """A member whose answers take so many times the usual is slow, or that owes one so many times as long as nearly all
-    take: of many requests one is always the last."""
+    """A member is slow when its answers take this many times the median, or one is outstanding for this many times the
+    95th percentile: of many requests one is always the last."""
     stall_seconds: float = 2.0
-    """Nothing has moved for so long: the next rank goes to the store. Then the next."""
+    """After this long without a new chunk the next rank goes to the store, then the one after it."""
     stall_seconds_max: float = 10.0
-    """The same while all wait for the store."""
+    """Upper bound of ``stall_seconds`` while all nodes wait for the store."""
     answer_seconds_max: float = 5.0
-    """For so long an answer about holdings is waited for, where chunks take as long."""
+    """Upper bound of the timeout of a request for holdings, where chunks take as long."""
     ranks_asked: int = 3
     retry_seconds_min: float = 0.5
     retry_seconds_max: float = 15.0
     poll_seconds: float = 0.15
-    """A member that was not heard of for so long is asked what it holds, while there is nothing else to do."""
+    """Poll interval for holdings while there is nothing to request from peers,"""
     keep_seconds: float = 3.0
-    """And in any case."""
+    """and otherwise."""
     polls_max: int = 4
     watched_max: int = 24
     steal_margin: int = 2
-    """Of an owner that is behind, so many times what it fetches at a time are left to it,"""
+    """Batches that are left to a slow owner before its chunks are fetched here,"""
     still_seconds: float = 0.5
-    """unless nothing has moved for so long."""
+    """unless no chunk has arrived for this long."""
     copies_first: int = 3
-    """Of a chunk that ``h`` members hold, so many times ``h`` others have a turn; ``h`` if only slow ones hold it."""
+    """A chunk with ``h`` holders may be requested by so many times ``h`` members; by ``h`` if all of them are slow."""
     turn_seconds: float = 1.0
-    """Then it is everybody's turn,"""
+    """After this long every member may request it,"""
     turn_answers: float = 2.0
-    """or after the time of so many answers, where that is longer."""
+    """or after this many times the median answer, where that is longer."""
     turn_slow_seconds: float = 30.0
     ahead_max: int = 16
-    """So many chunks that a node has from the store, and nobody has from it, come before more of the store's."""
+    """Chunks without another holder that a node brings from the store before it prefers chunks of its peers."""
     takes_from_owner_only: bool = False
-    """A seeded fault: nobody but the owner is ever asked. Tests find it."""
+    """A seeded fault: only owners are ever asked. Tests find it."""
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class Peer:
 
 
 class PeerState:
-    """What has been heard. ``Schedule`` decides by it."""
+    """What is known of the peers of one fetch. ``Schedule`` decides by it."""
 
     def __init__(
         self,

@@ -1,24 +1,25 @@
 """Which chunk next, and from whom: one node's decisions while it fills one version. Pure: no I/O, no clock, no thread.
 
-What it decides by is what it has heard: who is there, what each holds, what each fetches from shared storage now, and
-how fast each has answered. It may be out of date, so a decision may be poor; it is never wrong: what comes is verified.
+It decides by ``PeerState``: which members are there, what each holds, what each fetches from shared storage, and how
+fast each has answered. That may be out of date, so a decision may be poor; it is never wrong: every chunk is verified.
 
-1.  Each chunk has an owner among the members that fill this version (``placement``). The owner fetches it from shared
-    storage, everybody else has it from whoever holds it. While much of what it fetched is still its own alone, what
-    others hold comes first.
-2.  First come chunks that few hold, where the loader is going to need them next, else anywhere; of two holders drawn
-    at random the one with less to do gets the request (M. Mitzenmacher, "The power of two choices in randomized load
-    balancing", IEEE TPDS 12(10), 2001).
-    Of a member that is slow nothing is asked that another one holds.
-3.  A chunk that nobody holds is asked of its owner, who answers when it has landed. Only a few requests wait so.
-4.  Chunks of an owner that cannot be reached, or is much slower than the others, go to who is next in rank. Those that
-    the owner would come to last go first, so that the two meet once. Who is slow to two thirds of the others owns none.
-5.  Who has no chunk of its own left takes some of whoever is far behind.
-6.  What does not come in the time that most take is asked of another holder too; the first answer wins.
-7.  When nothing moves at all, shared storage is asked for whatever is missing, one rank after the other.
+1.  Each chunk has an owner among the members that fetch this version (``placement``). The owner fetches it from shared
+    storage; the others fetch it from any holder. While many of the chunks that this node brought from the store have
+    no other holder yet, chunks that other members hold come first.
+2.  Rarest first, within the window that the reader needs next, else anywhere. Of two holders drawn at random the less
+    loaded one gets the request (M. Mitzenmacher, "The power of two choices in randomized load balancing", IEEE TPDS
+    12(10), 2001). A slow member is asked only for chunks that no other member holds.
+3.  A chunk without a holder is requested from its owner, which answers when the chunk has been written. Few requests
+    wait like that.
+4.  Chunks of an owner that is unreachable, or much slower than the others, go to the next rank. A substitute starts at
+    the end of the owner's list, so the two overlap at most once. A member that two thirds of the others find slow owns
+    no chunks.
+5.  A node without chunks of its own left takes chunks of the owner that lags most.
+6.  A request that takes longer than most is hedged with another holder; the first answer wins.
+7.  When nothing arrives at all, the missing chunks are fetched from shared storage, by one rank after the other.
 
-A member that has sent wrong bytes is not asked again. At the start a moment passes in which members tell what they
-hold, so that nodes that begin together do not all begin at the store.
+A member that has sent wrong bytes gets no more requests. At the start there is a short pause in which members report
+what they hold, so that nodes that start together do not all start at the store.
 """
 
 from __future__ import annotations

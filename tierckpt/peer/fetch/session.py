@@ -1,11 +1,11 @@
 """One fill of one version together with the other nodes: does what ``schedule`` decides, and says what became of it.
 
 Invariants:
-    P1  Whatever comes from a peer is verified before anybody sees it: by the manifest's digest, or where there is none
-        by the one with which it landed on the node that read it from the store; where nodes differ the store decides,
-        and those that were wrong are not asked again.
-    P2  A peer can cost time, never bytes: when all else fails a chunk is read from the store as if there were no peers.
-    P3  Everything has an end: each request by the client, each wait by the schedule, the whole by ``close``.
+    P1  A chunk from a peer is verified before it is used: by the digest of the manifest, or where there is none by the
+        digest that the node recorded which read it from the store. Where nodes disagree the store decides, and members
+        that were wrong get no more requests.
+    P2  A peer can cost time, never bytes: at last a chunk is read from the store as if there were no peers.
+    P3  Everything has a deadline: each request in the client, each wait in the schedule, the session by ``close``.
 """
 
 from __future__ import annotations
