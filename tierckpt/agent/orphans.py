@@ -1,20 +1,19 @@
 """Finishes the staged saves of dead trainers: staged checkpoints that are not on the SSD yet.
 
-Each rank of a save hands in a *will* once its state is staged, all of it by descriptor: what is to be written where,
-and the memory that holds the bytes. When it has begun, it leaves the lock on its journal entry too, which so stays held
-when the rank is killed. The first that sees the save end, well or not, takes the wills back, of all its ranks.
+Each rank of a save hands in a *handoff* once its state is staged, all of it by descriptor: which bytes go where, and
+the memory that holds them. When it begins to write, it passes the lock on its journal entry too, so that the lock
+outlives the rank. The first rank that sees the save end, well or not, takes back the handoffs of all ranks.
 
-When all that handed in a will of one save have ended before that, the wills are executed, if every rank of the save has
-handed one in, here or on another node (``dcp/handoff/multi_node.py``): nothing else can complete it any more.
-Otherwise the save
-is one that never was, and its memory is freed.
+When all owners of a save's handoffs have ended before that, the handoffs are executed, if every rank of the save has
+handed one in, here or on another node (``dcp/handoff/multi_node.py``): nothing else can complete the save any more.
+Otherwise the save never existed, and its memory is freed.
 
 Invariants:
-    E1  A will is executed only when nobody who could still finish or give up that save is alive.
-    E2  Memory is held as long as a will that is not settled needs it; no longer.
+    E1  A handoff is executed only when nobody who could still finish or give up that save is alive.
+    E2  Memory is held as long as a handoff that is not settled needs it; no longer.
     E3  Executing twice is harmless: the second finds the save committed, or its journal entry gone.
-    E4  From when it is said to have begun until the will is settled, nobody else can take up or clean away the rank's
-        journal entry.
+    E4  From when a rank reports that it has begun until its handoff is settled, no other process can take up or remove
+        the rank's journal entry.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ log = logger("agent")
 
 EXECUTION_SECONDS_MAX = 1800.0
 STRAGGLER_SECONDS = 3.0
-"""How long a save whose other ranks are gone is kept for a rank that may still hand in its will."""
+"""How long a save whose other ranks are gone is kept for a rank that may still hand in its handoff."""
 ENDED_MAX = 256
-"""Saves whose end is remembered, for wills that come late."""
+"""Saves whose end is remembered, for handoffs that come late."""
 
 
 @dataclass(eq=False)
@@ -70,7 +69,7 @@ class OrphanedSave:
 
 @dataclass(eq=False)
 class Save:
-    """The wills of one save, by rank."""
+    """The handoffs of one save, by rank."""
 
     name: str
     world_size: int
@@ -84,15 +83,15 @@ class Save:
 
     @property
     def has_living_owner(self) -> bool:
-        return any(will.owner.is_alive for will in self.descriptions.values())
+        return any(handoff.owner.is_alive for handoff in self.descriptions.values())
 
     def close(self) -> None:
-        for will in self.descriptions.values():
-            will.close()
+        for handoff in self.descriptions.values():
+            handoff.close()
 
 
 class OrphanedSaves:
-    """All wills of a node. One per agent; its methods run on the agent's event loop.
+    """All handoffs of a node. One per agent; its methods run on the agent's event loop.
 
     Args:
         on_settled: called when a save that dead ranks have left is settled, one way or the other.
@@ -105,7 +104,7 @@ class OrphanedSaves:
         self._settling: set[Save] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._executing: dict[int, int] = {}
-        """Processes that execute wills, and the pipe at whose end each ends."""
+        """Processes that execute handoffs, and the pipe at whose end each ends."""
         self.executed = 0
         self.given_up = 0
 
@@ -119,12 +118,12 @@ class OrphanedSaves:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that the wills keep, each piece counted once."""
+        """Memory that the handoffs keep, each piece counted once."""
         kept = [
             os.fstat(fd)
             for save in self.saves
-            for will in save.descriptions.values()
-            for fd in will.descriptors.values()
+            for handoff in save.descriptions.values()
+            for fd in handoff.descriptors.values()
         ]
         return sum({(status.st_dev, status.st_ino): status.st_size for status in kept}.values())
 
@@ -136,26 +135,26 @@ class OrphanedSaves:
             "work": sum(_work_of(pid) for pid in self._executing),
         }
 
-    def has_will_of(self, owner: Owner) -> bool:
-        return any(will.owner is owner for save in self._saves.values() for will in save.descriptions.values())
+    def has_handoff_of(self, owner: Owner) -> bool:
+        return any(handoff.owner is owner for save in self._saves.values() for handoff in save.descriptions.values())
 
     def hand_in(
         self, owner: Owner, name: str, rank: int, world_size: int, is_of_this_node: bool, descriptors: dict[str, int]
     ) -> None:
-        """Take in a will; the descriptors are the estate's from here on. A second one of a rank replaces the first."""
-        will = OrphanedSave(owner, descriptors)
+        """Take in a handoff, and own its descriptors. A second one of a rank replaces the first."""
+        handoff = OrphanedSave(owner, descriptors)
         if name in self._ended:  # another rank has failed meanwhile
-            will.close()
+            handoff.close()
             return
         save = self._saves.setdefault(name, Save(name, world_size, is_of_this_node))
-        old, save.descriptions[rank] = save.descriptions.get(rank), will
+        old, save.descriptions[rank] = save.descriptions.get(rank), handoff
         if old is not None:
             old.close()
 
     def begun(self, name: str, rank: int, lock: int | None) -> None:
         """The rank has a journal entry now, and this is the lock on it: the estate's from here on.
 
-        Raises KeyError when there is no such will, and the save has not ended either.
+        Raises KeyError when there is no such handoff, and the save has not ended either.
         """
         save = self._saves.get(name)
         if save is None or rank not in save.descriptions:
@@ -175,18 +174,18 @@ class OrphanedSaves:
         if save is None:
             return
         save.close()
-        if not all(will.owner.is_alive for will in save.descriptions.values()):
+        if not all(handoff.owner.is_alive for handoff in save.descriptions.values()):
             self._on_settled()
 
     def gone(self, owner: Owner) -> None:
         """``owner`` has ended. Settles every save that nobody alive can settle any more."""
         owner.is_alive = False
         for save in list(self._saves.values()):
-            if not save.has_living_owner and any(will.owner is owner for will in save.descriptions.values()):
+            if not save.has_living_owner and any(handoff.owner is owner for handoff in save.descriptions.values()):
                 self._start(save)
 
     def _start(self, save: Save) -> None:
-        task = asyncio.create_task(self._settle(save), name=f"estate {save.name}")
+        task = asyncio.create_task(self._settle(save), name=f"handoff {save.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -265,13 +264,13 @@ def _work_of(pid: int) -> int:
 def start_executor(save: Save) -> tuple[subprocess.Popen[bytes], int]:
     """The process, and our end of the pipe that its life hangs on."""
     left = [save.descriptions[rank] for rank in sorted(save.descriptions)]
-    told = [{"descriptors": will.descriptors, "has_begun": will.has_begun} for will in left]
+    told = [{"descriptors": handoff.descriptors, "has_begun": handoff.has_begun} for handoff in left]
     theirs, ours = os.pipe()
     order: Json = {"save": save.name, "descriptions": told, "life": theirs}
     with os.fdopen(theirs), tempfile.TemporaryFile() as file:  # not a pipe: nothing here waits for the reader
         file.write(json.dumps(order).encode())
         file.seek(0)
-        descriptors = tuple(fd for will in save.descriptions.values() for fd in will.descriptors.values())
+        descriptors = tuple(fd for handoff in save.descriptions.values() for fd in handoff.descriptors.values())
         try:
             return start_python("tierckpt.dcp.handoff.finish", stdin=file, pass_fds=(theirs, *descriptors)), ours
         except BaseException:

@@ -82,11 +82,11 @@ class Agent:
     def __init__(self, settings: Settings, directory: Path, options: AgentOptions) -> None:
         self.settings, self.options = settings, options
         self.engine = Engine(settings, self._on_progress, live=self._live)
-        self.estate = OrphanedSaves(lambda: self._spawn(self._recover()))  # what no will protects any more is put away
+        self.orphaned = OrphanedSaves(on_settled=lambda: self._spawn(self._recover()))
         self._directory = directory
         self._connections: set[Connection] = set()
         self._watched: set[Connection] = set()
-        """Whose process has not ended, closed ones among them when there is a will of theirs."""
+        """Whose process has not ended, closed ones among them when there is a handoff of theirs."""
         self._begun = self._busy_at = time.monotonic()
         self._retry_at: dict[str, float] = {}
         self._failures: dict[str, int] = {}
@@ -130,7 +130,7 @@ class Agent:
                 loop.remove_reader(listener)
                 with contextlib.suppress(FileNotFoundError):
                     (self._directory / SOCKET).unlink()
-        self.estate.leave()
+        self.orphaned.leave()
         for task in (looking, copying):
             if task is not None:
                 task.cancel()
@@ -197,7 +197,7 @@ class Agent:
         has_work = self._connections or self._tasks or self.engine.drains.draining or self._retry_at
         is_needed = self.peers is not None and self.peers.is_needed
         is_needed = is_needed or (self.replicator is not None and self.replicator.is_needed)
-        return not (has_work or is_needed) and self.estate.is_empty
+        return not (has_work or is_needed) and self.orphaned.is_empty
 
     async def _release_kept(self) -> bool:
         """The job has ended without a word: what it has kept on the SSD, the newest of each run, is drained after all.
@@ -252,7 +252,7 @@ class Agent:
         self._retry_at = {token: at for token, at in self._retry_at.items() if token in self.engine.drains.draining}
         while time.monotonic() < deadline:
             await self._drain_what_is_ready()
-            if self.estate.is_empty and not self.engine.drains.draining and not await self._left():
+            if self.orphaned.is_empty and not self.engine.drains.draining and not await self._left():
                 break
             await asyncio.sleep(FINISH_POLL_SECONDS)
         left = await self._left()
@@ -262,9 +262,9 @@ class Agent:
                 entry.uri,
                 human_bytes(entry.size_bytes),
             )
-        for save in self.estate.saves:
+        for save in self.orphaned.saves:
             log.warning("%s is staged and not on the local tier", save.name)
-        return 3 if left or self.estate.saves else 0
+        return 3 if left or self.orphaned.saves else 0
 
     async def _left(self) -> list[Entry]:
         """What is on the local tier and not on the shared one."""
@@ -346,8 +346,8 @@ class Agent:
             self.peers.done(connection)
         self._busy_at = time.monotonic()
         if connection not in self._watched:
-            self.estate.gone(connection.owner)
-        elif self.estate.has_will_of(connection.owner):
+            self.orphaned.gone(connection.owner)
+        elif self.orphaned.has_handoff_of(connection.owner):
             return  # until its process ends
         else:
             self._unwatch(connection)
@@ -362,7 +362,7 @@ class Agent:
         if connection in self._connections:
             self._hang_up(connection)
         else:
-            self.estate.gone(connection.owner)
+            self.orphaned.gone(connection.owner)
             self._spawn(self._after_an_end())
 
     def _unwatch(self, connection: Connection) -> None:
@@ -372,9 +372,9 @@ class Agent:
         connection.pidfd = -1
 
     async def _after_an_end(self) -> None:
-        """A process has ended: what it left unfinished is put away, once its wills are executed."""
+        """A process has ended: what it left unfinished is put away, once its handoffs are executed."""
         await asyncio.sleep(ENDING_SECONDS)  # its connection may be closed a moment before its locks
-        await self.estate.settled()
+        await self.orphaned.settled()
         await self._recover()
 
     async def _recover(self) -> None:
@@ -404,7 +404,7 @@ class Agent:
         """Answer when the work is done, and say meanwhile that it is being done: silence means that this one is ill."""
         task = asyncio.ensure_future(work)
         while not (await asyncio.wait([task], timeout=BUSY_SECONDS))[0]:
-            self._answer(connection, {"busy": self.estate.progress()})
+            self._answer(connection, {"busy": self.orphaned.progress()})
         try:
             answer: Json = {"ok": await task}
         except Exception as error:
@@ -449,15 +449,15 @@ class Agent:
             raise ValueError(f"{len(received)} descriptors for the names {names}")
         descriptors = dict(zip(names, received, strict=True))
         received.clear()
-        self.estate.hand_in(connection.owner, save, rank, world_size, is_of_this_node, descriptors)
+        self.orphaned.hand_in(connection.owner, save, rank, world_size, is_of_this_node, descriptors)
 
     def _on_begun(self, connection: Connection, received: list[int], save: str, rank: int) -> None:
         if len(received) != 1:
             raise ValueError(f"{len(received)} locks on one journal entry")
-        self.estate.begun(save, rank, received.pop() if connection in self._watched else None)
+        self.orphaned.begun(save, rank, received.pop() if connection in self._watched else None)
 
     def _on_take_back(self, connection: Connection, received: list[int], save: str) -> None:
-        self.estate.take_back(save)
+        self.orphaned.take_back(save)
 
     def _on_throttle(
         self, connection: Connection, received: list[int], bytes_per_second: int | None, seconds: float
@@ -466,10 +466,10 @@ class Agent:
         self.engine.budget.throttle(bytes_per_second, seconds)
 
     async def _on_settle(self, connection: Connection, received: list[int]) -> None:
-        """Answer when no will is being executed any more: then the local tier has all it is going to have."""
+        """Answer when no handoff is being executed any more: then the local tier has all it is going to have."""
         for ended in [watched for watched in self._watched if watched.process_has_ended]:
             self._ended(ended)
-        await self.estate.settled()
+        await self.orphaned.settled()
 
     def _on_metrics(self, connection: Connection, received: list[int], rows: list[list[Any]]) -> int:
         """Take in what another process of this node has measured."""
@@ -512,9 +512,9 @@ class Agent:
             "pid": os.getpid(),
             "uptime_seconds": time.monotonic() - self._begun,
             "processes": len(self._connections) - 1,  # without the one that asks
-            "staged_saves": len(self.estate.saves),
-            "memory_held_bytes": self.estate.size_bytes,
-            "wills_executed": self.estate.executed,
+            "staged_saves": len(self.orphaned.saves),
+            "memory_held_bytes": self.orphaned.size_bytes,
+            "wills_executed": self.orphaned.executed,
             "draining": len(self.engine.drains.draining),
             "moving": [
                 {"what": what, "done_bytes": progress.done_bytes, "total_bytes": progress.total_bytes}

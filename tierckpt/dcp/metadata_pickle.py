@@ -72,7 +72,7 @@ def share(metadata: Metadata) -> None:
     for chunk in chunks.values():
         _share_size(chunk, "offsets", sizes)
         _share_size(chunk, "sizes", sizes)
-    for index in metadata.storage_data or ():  # a will tells of a save that has not been written yet
+    for index in metadata.storage_data or ():  # a handoff tells of a save that has not been written yet
         _share_size(index, "offset", sizes)
 
 

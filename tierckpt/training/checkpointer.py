@@ -138,7 +138,9 @@ class Checkpointer:
         check_target(self.location, self.settings.local_root)
         self._stager = TierStager(mode=staging, settings=self.settings)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-save")
-        self._wills = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-will") if is_wanted(self.settings) else None
+        self._handoffs = (
+            ThreadPoolExecutor(1, thread_name_prefix="tierckpt-handoff") if is_wanted(self.settings) else None
+        )
         self._running = RunningSaves(timeout_seconds)
         self._job = agree_on_name(self.location.uri)
         self._saves = 0
@@ -263,8 +265,8 @@ class Checkpointer:
             f"{name}/{self._saves}", f"{name}/{self._saves - 1}" if self._saves > 1 else "", self.timeout_seconds
         )
         job = Job(writer, plan, staged, metadata, record, exchange, begun)
-        if self._wills is not None and failure is None:
-            job.testament = self._wills.submit(self._hand_in_will, job)
+        if self._handoffs is not None and failure is None:
+            job.handle = self._handoffs.submit(self._hand_in, job)
         future = self._pool.submit(self._write, job)
         self._running.add(record, future)
         if failure is not None:
@@ -309,7 +311,7 @@ class Checkpointer:
         skipped.set_exception(error)
         return skipped
 
-    def _hand_in_will(self, job: Job) -> HandoffHandle | None:
+    def _hand_in(self, job: Job) -> HandoffHandle | None:
         """Have the agent see to this save if this process ends before it is on the SSD."""
         job.staged.wait(slots.SLOT_SECONDS)
         return job.writer.offer_handoff(job.plan, job.staged, job.metadata, job.exchange.key)
@@ -318,7 +320,7 @@ class Checkpointer:
         record, is_settled = job.record, True
 
         def write() -> tuple[list[Any], bool]:
-            job.will()
+            job.handoff()
             job.staged.wait(slots.SLOT_SECONDS)
             future = job.writer.write_data(job.plan, job.staged)
             future.wait()
@@ -573,8 +575,8 @@ class Checkpointer:
         self._ledger.close()
         self._pool.shutdown(wait=False)
         self._pruning.close()
-        if self._wills is not None:
-            self._wills.shutdown(wait=False)
+        if self._handoffs is not None:
+            self._handoffs.shutdown(wait=False)
         self._stager.close()
 
     def _check_open(self) -> None:

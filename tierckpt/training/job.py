@@ -76,17 +76,17 @@ class Job:
     record: SaveRecord
     exchange: Exchange
     begun: float
-    testament: Future[HandoffHandle | None] | None = None
+    handle: Future[HandoffHandle | None] | None = None
 
-    def will(self) -> HandoffHandle | None:
+    def handoff(self) -> HandoffHandle | None:
         """What the agent has, once it has it. Raises what went wrong while the save was prepared for that."""
-        return self.testament.result() if self.testament is not None else None
+        return self.handle.result() if self.handle is not None else None
 
     def take_back_will(self) -> None:
         with contextlib.suppress(Exception):  # it was raised where the save needed it
-            will = self.will()
-            if will is not None:
-                will.take_back()
+            handoff = self.handoff()
+            if handoff is not None:
+                handoff.take_back()
 
     def give_up(self) -> bool:
         """End a save that failed here. False when nobody here knows whether it failed as a whole.
@@ -95,7 +95,7 @@ class Job:
         what every rank had staged is still a checkpoint.
         """
         with contextlib.suppress(Exception):
-            self.will()  # until then another thread has the writer
+            self.handoff()  # until then another thread has the writer
         if self.exchange.may_be_done:
             return self.writer.let_go()
         self.writer.reset()

@@ -134,7 +134,7 @@ class SaveHandoff:
     environment: Mapping[str, str] = field(default_factory=cloud_environment, repr=False)
 
     def durable(self, files: tuple[FileEntry, ...]) -> SaveHandoff:
-        """The will of this rank once ``files`` are durable."""
+        """The handoff of this rank once ``files`` are durable."""
         return dataclasses.replace(self, shards=(), kinds={}, files=files)
 
     def shards_in(self, directory: Path, memories: Mapping[str, Memory]) -> list[Shard]:
@@ -151,8 +151,8 @@ class SaveHandoff:
         ]
 
     def written(self) -> BinaryIO:
-        """The will in unnamed memory, for whoever is to hold it by descriptor; ``revoke`` takes it back."""
-        file = os.fdopen(os.memfd_create("tierckpt-will", os.MFD_CLOEXEC), "wb")
+        """The handoff in unnamed memory, for whoever is to hold it by descriptor; ``revoke`` takes it back."""
+        file = os.fdopen(os.memfd_create("tierckpt-handoff", os.MFD_CLOEXEC), "wb")
         file.write(_VALID)
         pickle.dump(self, file, pickle.HIGHEST_PROTOCOL)
         file.flush()
@@ -160,22 +160,22 @@ class SaveHandoff:
 
 
 def revoke(written: BinaryIO) -> None:
-    """Make a will count for nothing, whoever holds it: what it says of memory is not true any more. Cannot fail."""
+    """Make a handoff count for nothing, whoever holds it: what it says of memory is not true any more. Cannot fail."""
     os.pwrite(written.fileno(), _REVOKED, 0)
 
 
 def read(descriptor: int) -> SaveHandoff | None:
-    """The will behind ``descriptor``, which is closed; None when it is revoked."""
+    """The handoff behind ``descriptor``, which is closed; None when it is revoked."""
     os.lseek(descriptor, 0, os.SEEK_SET)  # the position is its writer's too
     with os.fdopen(descriptor, "rb") as file:
         if file.read(1) != _VALID:
             return None
-        will: SaveHandoff = pickle.load(file)
-    return will
+        handoff: SaveHandoff = pickle.load(file)
+    return handoff
 
 
 def describe(shards: Sequence[Shard]) -> tuple[tuple[PendingShard, ...], dict[str, Memory]] | None:
-    """The shards as a will tells them, and the memory they need; None when nobody could hold some of it."""
+    """The shards as a handoff tells them, and the memory they need; None when nobody could hold some of it."""
     known = _Known()
     described = []
     for shard in shards:

@@ -48,7 +48,7 @@ def execute(order: Json) -> bool:
     left: list[dict[str, int]] = [one["descriptors"] for one in order["descriptions"]]
     begun: list[bool] = [one["has_begun"] for one in order["descriptions"]]
     locks = [descriptors.pop(LOCK_NAME, None) for descriptors in left]
-    found = [will for descriptors in left if (will := descriptions.read(descriptors.pop(WILL_NAME))) is not None]
+    found = [handoff for descriptors in left if (handoff := descriptions.read(descriptors.pop(WILL_NAME))) is not None]
     if len(found) < len(left):
         return False  # a rank has seen the end of it, and could not say so
     os.environ.update(found[0].environment)
@@ -56,30 +56,32 @@ def execute(order: Json) -> bool:
     if _is_fenced_off(settings, found[0]):
         return False
     client, location = get_client(settings), parse_uri(found[0].uri)
-    coordinator = next((will for will in found if will.is_coordinator), None)
+    coordinator = next((handoff for handoff in found if handoff.is_coordinator), None)
     if coordinator is not None and local_commit.is_committed(
         local_dir(settings.local_root, location), coordinator.token
     ):
         return False  # the shards of the other ranks are named by it: recovering finds that
     journal = Journal(settings.local_root)
-    if coordinator is None and all(will.files is not None and journal.read(will.token) is None for will in found):
+    if coordinator is None and all(
+        handoff.files is not None and journal.read(handoff.token) is None for handoff in found
+    ):
         return False  # drained, and committed: nobody has told these ranks, the coordinator being on another node
     memories = _mapped(found, left)
     sessions: dict[int, SaveSession] = {}
     try:
         results: dict[int, list[WriteResult]] = {}
-        for will, lock, has_begun in zip(found, locks, begun, strict=True):
-            if not will.token:
-                results[will.rank] = []
-            elif will.files is not None:
-                require_files(client, location, will.files)
-                results[will.rank] = told(will.results.list(), will.files, will.parts)
+        for handoff, lock, has_begun in zip(found, locks, begun, strict=True):
+            if not handoff.token:
+                results[handoff.rank] = []
+            elif handoff.files is not None:
+                require_files(client, location, handoff.files)
+                results[handoff.rank] = told(handoff.results.list(), handoff.files, handoff.parts)
             else:
-                session = _resume(client, location, will, lock, has_begun=has_begun)
+                session = _resume(client, location, handoff, lock, has_begun=has_begun)
                 if session is None:
                     return False
-                sessions[will.rank] = session
-                results[will.rank] = _finish_shards(session, will, memories)
+                sessions[handoff.rank] = session
+                results[handoff.rank] = _finish_shards(session, handoff, memories)
         meeting = _meeting(order["save"], client, location)
         if coordinator is None:
             _tell(meeting, results, found)
@@ -97,11 +99,11 @@ def execute(order: Json) -> bool:
     return True
 
 
-def _is_fenced_off(settings: Settings, will: SaveHandoff) -> bool:
+def _is_fenced_off(settings: Settings, handoff: SaveHandoff) -> bool:
     """Whether the job was started again since, and went on without this. Asked again at the commit."""
-    if epoch.current(settings.local_root, parse_uri(will.uri).parent) == will.epoch:
+    if epoch.current(settings.local_root, parse_uri(handoff.uri).parent) == handoff.epoch:
         return False
-    log.warning("%s: staged before its job was started again, which went on without it: it is given up", will.uri)
+    log.warning("%s: staged before its job was started again, which went on without it: it is given up", handoff.uri)
     return True
 
 
@@ -125,7 +127,7 @@ def _end() -> None:
 
 
 def _resume(
-    client: Client, location: Location, will: SaveHandoff, lock: int | None, *, has_begun: bool
+    client: Client, location: Location, handoff: SaveHandoff, lock: int | None, *, has_begun: bool
 ) -> SaveSession | None:
     """The save of a rank that has ended, in this process. None when it is settled already.
 
@@ -134,45 +136,45 @@ def _resume(
         has_begun: the rank has had a journal entry, as far as it said; without one there is no shard of it.
     """
     role = SaveRole(
-        save_id=will.save_id,
-        rank=will.rank,
-        world_size=will.world_size,
-        is_coordinator=will.is_coordinator,
-        use_collectives=will.use_collectives,
-        replaces=will.replaces,
+        save_id=handoff.save_id,
+        rank=handoff.rank,
+        world_size=handoff.world_size,
+        is_coordinator=handoff.is_coordinator,
+        use_collectives=handoff.use_collectives,
+        replaces=handoff.replaces,
         holds_back=True,
-        epoch=will.epoch,
+        epoch=handoff.epoch,
     )
     transforms = _StorageWriterTransforms()
     if has_begun:
-        return SaveSession.take_over(client, location, role, will.token, transforms, lock)
-    return SaveSession.open(client, location, role, will.token, transforms)
+        return SaveSession.take_over(client, location, role, handoff.token, transforms, lock)
+    return SaveSession.open(client, location, role, handoff.token, transforms)
 
 
-def _finish_shards(session: SaveSession, will: SaveHandoff, memories: Mapping[str, Memory]) -> list[WriteResult]:
+def _finish_shards(session: SaveSession, handoff: SaveHandoff, memories: Mapping[str, Memory]) -> list[WriteResult]:
     """Bring the shards of a rank that has ended to the SSD.
 
     Those that its journal entry calls durable are taken as they are: the memory they were written from may hold
     another checkpoint by now. Else all are written from memory: how much of one was durable nobody knows.
     """
     try:
-        files = _durable(session, will)
+        files = _durable(session, handoff)
         if files is None:
-            log.info("%s: rank %d is written from memory", session.location.uri, will.rank)
-            files = session.delivery.write_from_memory(will.shards_in(session.directory, memories))
+            log.info("%s: rank %d is written from memory", session.location.uri, handoff.rank)
+            files = session.delivery.write_from_memory(handoff.shards_in(session.directory, memories))
         session.note(files)
-        return session.report(will.results.list(), files, will.parts)
+        return session.report(handoff.results.list(), files, handoff.parts)
     except BaseException:
         session.abort()
         raise
 
 
-def _durable(session: SaveSession, will: SaveHandoff) -> tuple[FileEntry, ...] | None:
-    """The shards of ``will``, if the journal calls them durable. Raises CheckpointError if they are not there."""
+def _durable(session: SaveSession, handoff: SaveHandoff) -> tuple[FileEntry, ...] | None:
+    """The shards of ``handoff``, if the journal calls them durable. Raises CheckpointError if they are not there."""
     noted = {file.path: file for file in session.entry.files}
-    if any(shard.name not in noted for shard in will.shards):
+    if any(shard.name not in noted for shard in handoff.shards):
         return None
-    names = [*(shard.name for shard in will.shards), blocks_file(will.token)]
+    names = [*(shard.name for shard in handoff.shards), blocks_file(handoff.token)]
     files = tuple(noted[name] for name in names if name in noted)
     session.delivery.is_direct_put = not require_files(session.client, session.location, files)
     return files
@@ -191,7 +193,7 @@ def _tell(meeting: ResultExchange, results: dict[int, list[WriteResult]], found:
     try:
         for rank, written in results.items():
             meeting.tell(rank, written)
-        some = next((will for will in found if will.token), None)
+        some = next((handoff for handoff in found if handoff.token), None)
         if some is not None and not meeting.await_commit(Entry(some.token, some.uri, some.rank)):
             raise OperationTimeoutError(
                 f"{some.uri}: the node of its coordinator has not committed it",
@@ -222,8 +224,8 @@ def _commit(
 
 
 def _mapped(found: list[SaveHandoff], left: list[dict[str, int]]) -> dict[str, Memory]:
-    """The staging memory that the wills speak of, by the names they use."""
-    kinds = {name: kind for will in found for name, kind in will.kinds.items()}
+    """The staging memory that the handoffs speak of, by the names they use."""
+    kinds = {name: kind for handoff in found for name, kind in handoff.kinds.items()}
     descriptors = {name: descriptor for names in left for name, descriptor in names.items()}
     return {name: Memory.from_fd(descriptors[name], kind) for name, kind in kinds.items()}
 
