@@ -108,7 +108,7 @@ def make_run(journal: Journal) -> None:
     for step in (3, 4, 5):
         [entry] = [one for one in journal.entries() if one.uri == f"{RUN}/step-{step}"]
         entry = journal.write(replace(entry, state=LOCAL_ONLY))
-        local_only.pass_over(Path("local").absolute(), journal, entry)
+        local_only.supersede_older(Path("local").absolute(), journal, entry)
 
     copied = local(f"{RUN}/step-4")
     manifest = local_commit.read_local_manifest(copied)

@@ -6,9 +6,9 @@ storage after all, when the job ends or the node is taken back. Once two newer o
 no manifest of it, because the coordinator was elsewhere, removes its files then, or nothing here would ever name them.
 
 Invariants:
-    K1  Passed is only what at least two newer local commits of the same run and rank stand in front of (D4), or one
+    K1  Superseded is only what at least two newer local commits of the same run and rank stand in front of (D4), or one
         that shared storage has.
-    K2  What is kept is released or passed by whoever holds its journal entry, so never while it is drained.
+    K2  What is local-only is promoted or superseded by whoever holds its journal entry, so never while it is drained.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from .select import age_of
 
 log = logger("local_only")
 
-NEWEST_KEPT = 2
-"""Checkpoints of a run that are never passed: the newest, and the one to go back to if that turns out damaged."""
+LOCAL_ONLY_MAX = 2
+"""Checkpoints of a run that are never superseded: the newest, and the one to go back to if that turns out damaged."""
 
 
-def pass_over(local_root: Path, journal: Journal, newest: Entry) -> list[str]:
-    """``newest`` is committed on this node: pass what stands behind it. Returns the URIs. Never fails a save.
+def supersede_older(local_root: Path, journal: Journal, newest: Entry) -> list[str]:
+    """``newest`` is committed on this node: supersede what stands behind it. Returns the URIs. Never fails a save.
 
-    Cost: the entries of the journal are read; two small durable writes for each that is passed.
+    Cost: the entries of the journal are read; two small durable writes for each that is superseded.
     """
-    passed: list[str] = []
+    superseded: list[str] = []
     try:
         mine = [one for one in journal.entries() if _is_behind(one, newest)]
         replaced = [one for one in mine if one.uri == newest.uri]
         behind = sorted((one for one in mine if one.uri != newest.uri), key=_age, reverse=True)
-        candidates = replaced + behind[NEWEST_KEPT - 1 :]
-        passed.extend(entry.uri for entry in candidates if _pass(local_root, journal, entry))
+        candidates = replaced + behind[LOCAL_ONLY_MAX - 1 :]
+        superseded.extend(entry.uri for entry in candidates if _supersede(local_root, journal, entry))
     except (TierckptError, OSError) as error:
         log.warning("local-only checkpoints older than %s stay in the journal: %s", newest.uri, error)
-    return passed
+    return superseded
 
 
-def release(local_root: Path, journal: Journal, run: Location | None = None) -> list[Entry]:
-    """Have the newest kept checkpoint of ``run`` (None: of every run) drained after all. Returns its entries, ready.
+def promote_newest(local_root: Path, journal: Journal, run: Location | None = None) -> list[Entry]:
+    """Have the newest local-only checkpoint of ``run`` (None: of every run) drained after all. Returns its entries.
 
-    Nothing is released that a newer one on its way to shared storage, or there, makes worthless.
+    Nothing is promoted that a newer one on its way to shared storage, or there, makes worthless.
     """
-    released: list[Entry] = []
+    promoted: list[Entry] = []
     entries = journal.entries()
     for parent, kept in _by_run(one for one in entries if one.state == LOCAL_ONLY).items():
         if run is not None and parent != run:
@@ -66,12 +66,12 @@ def release(local_root: Path, journal: Journal, run: Location | None = None) -> 
         for entry in (one for one in kept if _age(one) == newest):
             with journal.own(entry.token) as free:
                 if free:
-                    released.append(journal.write(replace(entry, state=READY)))
-    return released
+                    promoted.append(journal.write(replace(entry, state=READY)))
+    return promoted
 
 
-def settle(local_root: Path, journal: Journal, run: Location | None = None, committed: str = "") -> None:
-    """Pass what is kept of ``run`` (None: of every run) and older than what shared storage has of it.
+def drop_superseded(local_root: Path, journal: Journal, run: Location | None = None, committed: str = "") -> None:
+    """Supersede what is local-only of ``run`` (None: of every run) and older than what shared storage has of it.
 
     ``committed``: the name of a step that it is known to have, and of which nothing on this SSD tells.
     """
@@ -79,10 +79,10 @@ def settle(local_root: Path, journal: Journal, run: Location | None = None, comm
         drained = max(age_of(committed), newest_drained(local_dir(local_root, parent)))
         for entry in entries if run is None or parent == run else ():
             if _age(entry) < drained:
-                _pass(local_root, journal, entry)
+                _supersede(local_root, journal, entry)
 
 
-def _pass(local_root: Path, journal: Journal, entry: Entry) -> bool:
+def _supersede(local_root: Path, journal: Journal, entry: Entry) -> bool:
     directory = local_dir(local_root, entry.location)
     with journal.own(entry.token) as free:
         current = journal.read(entry.token)

@@ -316,7 +316,7 @@ class SaveSession:
         finally:
             self.release()  # from here on the entry is the drain's, whatever happens
         if self.role.is_kept is not None and not self.delivery.is_direct_put:  # nothing newer stands on this SSD (K1)
-            local_only.pass_over(self.settings.local_root, self._journal, entry)
+            local_only.supersede_older(self.settings.local_root, self._journal, entry)
         if entry.state == LOCAL_ONLY:
             return
         try:

@@ -123,11 +123,11 @@ class BackgroundDrains:
 
     async def release(self, run: Location | None = None) -> list[Entry]:
         """Have what stands newest on this node, and was to stay there, drained after all. Returns its entries."""
-        return await asyncio.to_thread(local_only.release, self.settings.local_root, self.journal, run)
+        return await asyncio.to_thread(local_only.promote_newest, self.settings.local_root, self.journal, run)
 
     async def settle(self, run: Location | None = None) -> None:
         """Let go of what was kept on this node and is older than what the shared tier has of its run."""
-        await asyncio.to_thread(local_only.settle, self.settings.local_root, self.journal, run)
+        await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, run)
 
     async def drain_now(self, token: str) -> bool:
         """Commit an entry whose files are all on the shared tier already. False: other ranks' are not there yet."""

@@ -477,7 +477,7 @@ class Drainer:
             # It went straight to the shared tier: nothing here is a copy of anything, and no older one is worth less.
             await asyncio.to_thread(local_commit.remove_local, directory, manifest.attempt)
             run, name = entry.location.parent, entry.location.name
-            await asyncio.to_thread(local_only.settle, self.settings.local_root, self.journal, run, name)
+            await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, run, name)
 
     async def adopt(self, store: Store, directory: Path, manifest: Manifest) -> None:
         """Record on this node a commit of the shared tier, its metadata checked."""
