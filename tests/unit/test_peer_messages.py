@@ -14,9 +14,9 @@ from tierckpt.peer.messages import (
     chunk_target,
     encode_head,
     held_target,
-    parse_answer,
     parse_json,
     parse_request,
+    parse_response,
     route,
 )
 
@@ -173,12 +173,12 @@ def test_what_is_no_request_of_ours_is_refused(head: bytes) -> None:
 )
 def test_what_is_no_answer_of_a_peer_is_refused(head: bytes) -> None:
     with pytest.raises(WireError):
-        parse_answer(head)
+        parse_response(head)
 
 
 @given(st.binary(max_size=300))
 def test_whatever_comes_is_a_request_or_refused(data: bytes) -> None:
-    for parse in (parse_request, parse_answer):
+    for parse in (parse_request, parse_response):
         for head in (data, data + b"\r\n\r\n", request()[:-4] + b"\r\n" + data + b"\r\n\r\n"):
             try:
                 parse(head)
@@ -197,7 +197,7 @@ def test_whatever_comes_is_json_or_refused(data: bytes) -> None:
 
 def test_what_is_sent_can_be_read() -> None:
     assert parse_request(encode_head("GET /v1/members HTTP/1.1", {"Host": "x", "X-A": "b c"})).headers["x-a"] == "b c"
-    assert parse_answer(encode_head("HTTP/1.1 404 Not Found", {"Content-Length": "0"})).status == 404
+    assert parse_response(encode_head("HTTP/1.1 404 Not Found", {"Content-Length": "0"})).status == 404
     assert (
         len(encode_head("HTTP/1.1 200 OK", {"X": ChunkReport(1 << 22, 64, 64, LONGEST).to_header()})) < HEAD_BYTES_MAX
     )

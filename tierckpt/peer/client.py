@@ -16,7 +16,7 @@ from ..config import Settings
 from ..errors import IntegrityError, ObjectNotFoundError, PeerBusyError, PeerError, TierckptError
 from ..format.manifest import digest_of
 from ..stores import congestion
-from ..stores.http_client import Answer, Call, Connections, HttpError, TlsError, TooSlow
+from ..stores.http_client import Call, Connections, HttpError, Response, TlsError, TooSlow
 from ..types import Json, Tier
 from .auth import Signer, client_tls, denied, read_secret
 from .members import Member, is_plain_address
@@ -33,8 +33,8 @@ from .messages import (
     encode_head,
     held_target,
     host_and_port,
-    parse_answer,
     parse_json,
+    parse_response,
 )
 
 CONNECT_SECONDS = 2.0
@@ -180,7 +180,7 @@ class PeerClient:
         most: int = 0,
         about_me: str = "",
         patience_seconds: float = FIRST_BYTE_SECONDS,
-    ) -> tuple[Answer, memoryview]:
+    ) -> tuple[Response, memoryview]:
         address = member if isinstance(member, str) else member.address
         if not is_plain_address(address):
             raise PeerError(f"{address!r:.100} is no address that a peer can have", tier=Tier.PEER)
@@ -231,10 +231,10 @@ class _PeerCall(Call):
             headers[ME] = self._about_me
         return encode_head(f"GET {self._target} HTTP/1.1", headers)
 
-    def parse(self, head: bytes) -> Answer:
-        return parse_answer(head)
+    def parse(self, head: bytes) -> Response:
+        return parse_response(head)
 
-    def judge(self, answer: Answer) -> memoryview:
+    def judge(self, answer: Response) -> memoryview:
         if answer.status == 200 and self._into is not None:
             if answer.length != len(self._into):
                 raise _lies(self._member, f"{answer.length} bytes of a chunk of {len(self._into)}")
@@ -244,7 +244,7 @@ class _PeerCall(Call):
             raise WireError(f"a body of {answer.length} bytes, {most} may be")
         return memoryview(bytearray(answer.length))
 
-    def check(self, answer: Answer, body: memoryview) -> None:
+    def check(self, answer: Response, body: memoryview) -> None:
         """See that the answer is proven to be of a member."""
         if answer.status in (400, 401, 405) and TIME not in answer.headers:
             return
@@ -258,7 +258,7 @@ class _PeerCall(Call):
         return _broken(self._member, str(error), **({"too_slow": True} if isinstance(error, TooSlow) else {}))
 
 
-def _refusal(member: Member | str, answer: Answer) -> TierckptError:
+def _refusal(member: Member | str, answer: Response) -> TierckptError:
     """What an answer says that is not the one that was asked for."""
     name = _name(member)
     if answer.status == 404:

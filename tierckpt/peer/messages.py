@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from ..errors import ConfigError
 from ..stores.http_client import HEAD_BYTES_MAX as HEAD_BYTES_MAX
-from ..stores.http_client import Answer as Answer
 from ..stores.http_client import HttpError
+from ..stores.http_client import Response as Response
 from ..types import Json
 
 HEADERS_MAX = 32
@@ -168,7 +168,7 @@ def parse_request(data: bytes) -> Request:
     return Request(match[1], match[2], headers)
 
 
-def parse_answer(data: bytes) -> Answer:
+def parse_response(data: bytes) -> Response:
     """Decode the head of an answer, blank line included.
 
     Raises:
@@ -180,7 +180,7 @@ def parse_answer(data: bytes) -> Answer:
         raise WireError("no status line")
     if "transfer-encoding" in headers or "content-encoding" in headers or not _LENGTH.fullmatch(length):
         raise WireError("an answer that is coded, or of no length")
-    return Answer(int(match[1]), headers, int(length))
+    return Response(int(match[1]), headers, int(length))
 
 
 def _parse_head(data: bytes) -> tuple[str, dict[str, str]]:

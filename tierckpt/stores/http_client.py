@@ -66,7 +66,7 @@ class TlsError(HttpError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     status: int
     headers: Mapping[str, str]
     """Names in lower case."""
@@ -90,7 +90,7 @@ class Call(ABC):
     enough_bytes: int
     """What has to come in each window, or the connection counts as hung."""
 
-    answer: Answer
+    answer: Response
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -102,15 +102,15 @@ class Call(ABC):
         """The request, made for each connection that it is tried on."""
 
     @abstractmethod
-    def parse(self, head: bytes) -> Answer:
+    def parse(self, head: bytes) -> Response:
         """Decode the head of an answer, blank line included."""
 
     @abstractmethod
-    def judge(self, answer: Answer) -> memoryview:
+    def judge(self, answer: Response) -> memoryview:
         """Memory for the body, as long as it must be. Raises what is wrong, before a byte of it is received."""
 
     @abstractmethod
-    def check(self, answer: Answer, body: memoryview) -> None:
+    def check(self, answer: Response, body: memoryview) -> None:
         """Raise what is wrong with an answer that has come whole, before its connection may be used again."""
 
     @abstractmethod

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from ..errors import PreconditionFailedError, StoreUnavailableError
 from ..telemetry import logger
 from ..types import ByteRange, Tier
-from .http_client import Answer, Call, Connections, HttpError, TlsError, TooSlow
+from .http_client import Call, Connections, HttpError, Response, TlsError, TooSlow
 
 IDLE_MAX: Final = 64
 CONNECT_SECONDS: Final = 5.0
@@ -72,7 +72,7 @@ class Get(Call):
     def head(self) -> bytes:
         return self._head
 
-    def parse(self, head: bytes) -> Answer:
+    def parse(self, head: bytes) -> Response:
         match = _STATUS.match(head)
         if match is None:
             raise HttpError("no status line")
@@ -85,9 +85,9 @@ class Get(Call):
             headers["connection"] = "close"
         length = headers.get("content-length", "")
         is_plain = length.isdecimal() and "transfer-encoding" not in headers
-        return Answer(int(match[2]), headers, int(length) if is_plain else -1)
+        return Response(int(match[2]), headers, int(length) if is_plain else -1)
 
-    def judge(self, answer: Answer) -> memoryview:
+    def judge(self, answer: Response) -> memoryview:
         at, status, headers = self.byte_range, answer.status, answer.headers
         if status == 412:
             raise PreconditionFailedError(f"{self.uri} has changed", tier=Tier.SHARED)
@@ -105,7 +105,7 @@ class Get(Call):
             raise PreconditionFailedError(f"{self.uri} has changed", tier=Tier.SHARED)
         return self.into[: at.size_bytes]
 
-    def check(self, answer: Answer, body: memoryview) -> None:
+    def check(self, answer: Response, body: memoryview) -> None:
         """Whose bytes they are, and which, the digests of the caller tell."""
 
     def failure(self, error: HttpError) -> Exception:

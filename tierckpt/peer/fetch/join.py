@@ -44,7 +44,7 @@ class PeerJoiner:
         """Return the session of a fetch, started; None to read from the store (E1, E2)."""
         if filling.frozen.size_bytes < SMALL_BYTES:
             return None
-        place = _Place(cached, filling)
+        place = _LocalChunks(cached, filling)
         agent = _Agent(self.settings, filling.frozen, cached.target)
         try:
             from ..client import PeerClient
@@ -67,7 +67,7 @@ class PeerJoiner:
             return None
 
 
-class _Place:
+class _LocalChunks:
     """This node's part, for the session."""
 
     def __init__(self, cached: StoreReader, filling: PartialEntry) -> None:

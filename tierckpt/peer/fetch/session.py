@@ -56,7 +56,7 @@ class ClusterView:
     """Members that have told the agent lately that this node is slow."""
 
 
-class Place(Protocol):
+class LocalChunks(Protocol):
     """The node's own part in a fill: its store, and what others on the node should know."""
 
     async def from_store(self, index: int, chunk: int, into: memoryview) -> str:
@@ -74,7 +74,7 @@ class FetchSession:
     def __init__(
         self,
         frozen: FileSet,
-        place: Place,
+        place: LocalChunks,
         view: Callable[[bool], Awaitable[ClusterView]],
         client: Callable[[Member], PeerClient],
         *,
