@@ -9,6 +9,10 @@ One ``Retries`` belongs to one mover and spans all its stores. It keeps two prom
 The store clients' own retries are switched off, so that what is counted here is what the servers see. The one
 exception is said in remote.py (parts of a large object).
 
+Above the requests a stream is put again as a whole, as it cannot be rewound (drain/transfer.py, save/direct_put.py),
+and a damaged answer is asked for on a new connection (verified_read.py), both paid for here. Only the drain goes on for
+longer than this: for as long as its store is away (drain/drain.py), or in the agent's turn (agent/server.py).
+
 Sources: Brooker, "Exponential Backoff And Jitter" (full jitter) and "Fixing retries with token buckets and circuit
 breakers"; Nygard, "Release It!" (circuit breaker).
 """
