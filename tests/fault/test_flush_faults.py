@@ -69,7 +69,7 @@ def shards(root: Path, uri: str) -> list[str]:
 def small_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven writes a shard, by three threads."""
     shape = WriteTuner((IoShape(3, 64 * KiB),))
-    monkeypatch.setattr("tierckpt.dcp.shard_delivery.tuner_for", lambda *_: shape)
+    monkeypatch.setattr("tierckpt.dcp.shard_delivery.write_tuner_for", lambda *_: shape)
 
 
 # --- every call, failing ------------------------------------------------------------------------------------------
