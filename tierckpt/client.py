@@ -12,6 +12,7 @@ import concurrent.futures
 import concurrent.futures.thread  # imported first, so that its own exit hook runs after ours
 import contextlib
 import ctypes
+import inspect
 import os
 import threading
 import time
@@ -71,25 +72,20 @@ class Client:
         _every.add(self)
 
     @short_traceback
-    def run(self, work: Callable[[Engine], Awaitable[T]]) -> T:
-        """Run ``work(engine)`` on the loop and return its result. Never call it from the loop itself."""
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("a blocking tierckpt call was made on tierckpt's own event loop")
-        if not self.is_ours:
-            raise TierckptError(
-                "what a process has opened was used in a forked child of it", hint="Open it again, in the child"
-            )
-
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of ``engine`` on the loop and return its result. Never call it from the loop itself."""
         tasks: list[asyncio.Task[Any]] = []
 
         async def call() -> T:
             tasks.extend(filter(None, [asyncio.current_task()]))
-            return await work(self.engine)
+            return await work
 
-        with self._entering:  # a call is known to ``close``, which ends it, or comes too late and is told so
-            self._check_open()
-            future = asyncio.run_coroutine_threadsafe(call(), self._loop)
-            self._calls.add(future)
+        try:
+            self._check_caller()
+            future = self._begin(call)
+        except BaseException:
+            work.close()
+            raise
         try:
             return future.result()
         except BaseException:
@@ -100,15 +96,33 @@ class Client:
         finally:
             self._calls.discard(future)
             del future  # it holds its error, whose traceback holds this frame
+            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()  # it was cancelled before its turn came
 
-    def start(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
-        """Begin ``work(engine)`` on the loop and return at once."""
-        with self._entering:
-            self._check_open()
-            future = asyncio.run_coroutine_threadsafe(work(self.engine), self._loop)
-            self._calls.add(future)
+    def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Begin a coroutine of ``engine`` on the loop and return at once."""
+        try:
+            future = self._begin(lambda: work)
+        except BaseException:
+            work.close()
+            raise
         future.add_done_callback(self._calls.discard)
         return future
+
+    def _begin(self, call: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
+        with self._entering:  # a call is known to ``close``, which ends it, or comes too late and is told so
+            self._check_open()
+            future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+            self._calls.add(future)
+        return future
+
+    def _check_caller(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a blocking tierckpt call was made on tierckpt's own event loop")
+        if not self.is_ours:
+            raise TierckptError(
+                "what a process has opened was used in a forked child of it", hint="Open it again, in the child"
+            )
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -170,7 +184,7 @@ class Client:
 
     def _recover(self) -> None:
         if self.settings.mover != "agent":
-            self.run(lambda engine: engine.drains.recover())
+            self.run(self.engine.drains.recover())
             return
         self.settle()  # a save that was only staged has no journal entry yet
         if any(self.engine.journal.entries()):
@@ -230,7 +244,7 @@ class Client:
                 if asking is not None:
                     asking.cancel()
 
-        self.run(watched)
+        self.run(watched(self.engine))
 
     async def _keep_asking(self) -> None:
         while True:
@@ -247,7 +261,7 @@ class Client:
         """Stop the drains (the journal keeps them) and the thread. Idempotent."""
         if self._is_closed or not self.is_ours:
             return
-        self.run(self._stop)
+        self.run(self._stop(self.engine))
         with self._entering:
             self._is_closed = True
         for call in tuple(self._calls):
@@ -289,7 +303,7 @@ class Client:
             )
 
         with announced(log, describe):
-            left = self.run(lambda engine: self._idle(engine, deadline))
+            left = self.run(self._idle(self.engine, deadline))
         for entry in left:
             log.warning("%s is not on the shared tier yet; `tierckpt drain --wait` on this node finishes it", entry.uri)
         self.close()
@@ -420,7 +434,7 @@ def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **o
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
     client.enter(location if step_of(location.name) is None else location.parent, trains=False)
-    checkpoint = client.run(lambda engine: engine.latest(location))
+    checkpoint = client.run(client.engine.latest(location))
     return checkpoint.location.uri if checkpoint is not None else None
 
 
@@ -480,7 +494,7 @@ def prefetch(
                 await once() if wait_seconds is None else await retry_until_available(once, wait_seconds, location.uri)
             )
 
-        return client.run(fetch).directory
+        return client.run(fetch(client.engine)).directory
     finally:
         client.close()
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
 from tierckpt.dcp.handoff.multi_node import ResultExchange
 from tierckpt.disk.io_tuner import WAYS, read_tuner_for
-from tierckpt.engine import Engine
 from tierckpt.format import layout
 from tierckpt.format import manifest as manifests
 from tierckpt.replication.local_index import LocalIndex
@@ -75,7 +73,7 @@ def loaded(step: int) -> dict[str, torch.Tensor]:
 def drain() -> None:
     """What a mover does when it starts: the entries that are ready are drained, what is dead is removed."""
     client = Client(Settings.load())
-    client.run(lambda engine: engine.drains.recover())
+    client.run(client.engine.drains.recover())
     client.close()
     tierckpt.wait(f"{RUN}/step-2", timeout_seconds=60)
     close_all()
@@ -170,7 +168,7 @@ def test_the_cache_is_used_and_completed(place: Path, models: None, monkeypatch:
     [progress] = (place / "local/cache").glob(".partial-*/.tierckpt/*/progress-*")
     monkeypatch.setattr(partial_entry, "boot_id", lambda: progress.name.split("-")[1])
     client = Client(Settings.load(chunk_size_bytes=CHUNK))
-    fetched = {name: client.run(partial(Engine.prefetch, location=_bucket(name), directory=None)) for name in MODELS}
+    fetched = {name: client.run(client.engine.prefetch(_bucket(name), None)) for name in MODELS}
     client.close()
     assert {name: result.fetched_bytes for name, result in fetched.items()} == {"whole": 0, "partial": CHUNK}
     for name, size_bytes in MODELS.items():

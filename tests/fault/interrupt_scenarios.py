@@ -44,7 +44,8 @@ def prepare(root: str) -> None:
             for name, data in files.items():
                 await store_at(parse_uri(f"{root}/model")).put(name, data)
 
-        get_client(Settings.load()).run(put)
+        client = get_client(Settings.load())
+        client.run(put(client.engine))
     with tierckpt.Checkpointer(f"{root}/run") as made:
         made.save(1, {"model": {"w": torch.ones(BYTES)}})
         made.wait()

@@ -75,7 +75,7 @@ class Node:
     def client(self, work: Callable[[Any], Any]) -> None:
         client = Client(Settings.load(**self.settings))
         try:
-            client.run(work)
+            client.run(work(client.engine))
         finally:
             client.close()
 

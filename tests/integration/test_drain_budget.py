@@ -68,7 +68,7 @@ class Drain:
             self.moments.append(time.monotonic())
 
     def _run(self) -> None:
-        self.result = self.client.run(lambda engine: engine.drains.drain_all(patient=True))
+        self.result = self.client.run(self.client.engine.drains.drain_all(patient=True))
         self.seconds = time.monotonic() - self._begun
 
     def finish(self) -> float:

@@ -104,7 +104,7 @@ def test_a_drain_that_cannot_succeed_is_counted_by_its_error(page: Page, s3_uri:
         (entry,) = journal.entries()
         (local_dir(local_root, entry.location) / entry.files[0].key).unlink()
         change_control(local_root, paused=False)
-        _, errors = client.run(lambda engine: engine.drains.drain_all(patient=False))
+        _, errors = client.run(client.engine.drains.drain_all(patient=False))
     finally:
         client.close()
     assert [type(error).__name__ for error in errors] == ["ObjectNotFoundError"]

@@ -85,7 +85,7 @@ def await_holders(nodes: Nodes, index: int, uri: str, count: int, by: Node) -> N
         return len(attempts.get(manifest.attempt, ()))
 
     try:
-        nodes.until(lambda: client.run(holders) >= count, f"{uri} to be found")
+        nodes.until(lambda: client.run(holders(client.engine)) >= count, f"{uri} to be found")
     finally:
         client.close()
         close_all()
@@ -182,7 +182,7 @@ def test_the_newest_step_is_found_over_own_ssd_peers_and_shared_storage(nodes: N
     save_on(nodes, 1, f"{uri}/step-3", small_state(3))
     assert tierckpt.latest(uri, settings=here) == f"{uri}/step-3"
     assert same(load(f"{uri}/step-3", zeros_like(small_state(3)), settings=here), small_state(3))
-    found = get_client(here).run(lambda engine: engine.find(parse_uri(f"{uri}/step-2")))
+    found = get_client(here).run(get_client(here).engine.find(parse_uri(f"{uri}/step-2")))
     assert found.tiers == {Tier.SHARED}
 
 
@@ -204,7 +204,8 @@ def test_of_two_saves_under_one_name_the_newest_that_is_whole_wins(
     nodes[1].start()
     nodes[2].start()
     nodes.meet(3)
-    found = get_client(nodes[0].settings).run(lambda engine: engine.latest(parse_uri(step)))
+    client = get_client(nodes[0].settings)
+    found = client.run(client.engine.latest(parse_uri(step)))
     assert found is not None
     assert found.manifest == read_local_manifest(nodes[0].directory(step))
 

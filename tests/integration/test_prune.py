@@ -216,7 +216,7 @@ def test_a_damaged_newest_one_keeps_the_newest_good_one(run_uri: str) -> None:
     client = get_client(Settings.load())
     store = client.engine.store(parse_uri(f"{run_uri}/step-3"))
     shard = next(path.name for path in directory_of(f"{run_uri}/step-3").glob("*.distcp"))
-    client.run(lambda _: store.delete(shard))
+    client.run(store.delete(shard))
     close_all()
     done = tierckpt_("prune", run_uri, "--keep-last", 1, "--tier", "shared", "--yes")
     assert outcomes(done)["step-2", "shared"] == ("kept", "the newest sound one")
@@ -271,11 +271,11 @@ def test_a_save_that_has_claimed_the_id_again_keeps_what_it_is_to_replace(file_u
     claim = Path(file_uri) / "step-1/.tierckpt/claim.json"
     client = get_client(Settings.load())
     store = client.engine.store(parse_uri(f"{file_uri}/step-1"))
-    standing = client.run(lambda _: shared_commit.read_shared_manifest(store))
+    standing = client.run(shared_commit.read_shared_manifest(store))
     assert standing is not None
     claim.unlink()
     later = replace(standing, attempt="later", replaces=(standing.attempt,))
-    client.run(lambda _: shared_commit.put_claim(store, parse_uri(f"{file_uri}/step-1"), later))
+    client.run(shared_commit.put_claim(store, parse_uri(f"{file_uri}/step-1"), later))
     close_all()
     done = tierckpt_("prune", file_uri, "--keep-last", 1, "--tier", "shared", "--yes")
     assert outcomes(done)["step-1", "shared"] == ("kept", "another save has claimed it")
@@ -354,13 +354,13 @@ def test_a_restore_holds_what_it_reads(s3_uri: str, tmp_path: Path, monkeypatch:
         return await restore(checkpoint, *arguments, **options)
 
     monkeypatch.setattr(module, "restore", pruned_meanwhile)
-    done = client.run(lambda engine: engine.restore(location.child("step-1"), tmp_path / "out"))
+    done = client.run(client.engine.restore(location.child("step-1"), tmp_path / "out"))
     assert done.files > 0
     assert [(one.copy.name, one.outcome, one.reason) for one in seen if one.copy.step == 1] == [
         ("step-1", "kept", "being read")
     ]
     monkeypatch.setattr(module, "restore", restore)
-    result = client.run(lambda engine: engine.prune(location, Policy.of(keep_last=1)))
+    result = client.run(client.engine.prune(location, Policy.of(keep_last=1)))
     assert [one.copy.step for one in result.only("removed")] == [1]
 
 
@@ -379,7 +379,7 @@ def test_what_was_removed_before_it_was_held_is_looked_for_again(
         return real(root, directory)
 
     monkeypatch.setattr(read_lease, "reading_async", late)
-    client.run(lambda engine: engine.restore(parse_uri(file_uri), tmp_path / "out"))
+    client.run(client.engine.restore(parse_uri(file_uri), tmp_path / "out"))
     assert calls == ["step-2", "step-1"]
     target = small_state(1)
     dcp.load(target, checkpoint_id=str(tmp_path / "out"), no_dist=True)

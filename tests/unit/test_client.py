@@ -12,11 +12,10 @@ import pytest
 
 from tierckpt.client import Client
 from tierckpt.config import Settings
-from tierckpt.engine import Engine
 from tierckpt.errors import TierckptError
 
 
-async def nothing(engine: Engine) -> None:
+async def nothing() -> None:
     await asyncio.sleep(0)
 
 
@@ -26,7 +25,7 @@ def test_no_call_waits_for_a_loop_that_has_ended(local_root: Path) -> None:
     def ask(client: Client, begun: threading.Event) -> None:
         while True:
             begun.set()
-            client.run(nothing)
+            client.run(nothing())
 
     for _ in range(20):
         client, begun = Client(Settings.load(local_root=local_root)), threading.Event()
@@ -48,24 +47,24 @@ def test_no_call_waits_for_a_loop_that_has_ended(local_root: Path) -> None:
             thread.join(60)
         assert len(ended) == len(threads), "somebody still waits"
         with pytest.raises(TierckptError, match="closed"):
-            client.run(nothing)
+            client.run(nothing())
 
 
 def test_what_was_begun_ends_with_the_client(local_root: Path) -> None:
     client = Client(Settings.load(local_root=local_root))
 
-    async def for_ever(engine: Engine) -> None:
+    async def for_ever() -> None:
         while True:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(60)
 
-    begun = client.start(for_ever)
+    begun = client.start(for_ever())
     client.settings = client.settings.model_copy(update={"exit_timeout_seconds": 0.0})
     client.close()
     with pytest.raises(concurrent.futures.CancelledError):
         begun.result(60)
     with pytest.raises(TierckptError, match="closed"):
-        client.start(nothing)
+        client.start(nothing())
 
 
 @pytest.mark.parametrize("mover", ["inline", "agent"])

@@ -69,7 +69,7 @@ def doctor(uri: OptionalUri = None, as_json: JsonOption = False, local_root: Loc
     checks = [*_software(), *_local_root(settings), _journal(settings), *huge_pages()]
     if location is not None:
         with open_client(local_root) as client:
-            checks += client.run(lambda engine: _store(engine, location))
+            checks += client.run(_store(client.engine, location))
     document = {
         "local_root": str(settings.local_root),
         "uri": location.uri if location is not None else None,

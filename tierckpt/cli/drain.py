@@ -100,7 +100,7 @@ def drain(
     with progress_bar(as_json=as_json) as listener, open_client(local_root, listener, drain=False) as client:
         if retry:
             client.engine.journal.put_back()
-        work = client.run(lambda engine: _drain_within(engine, wait, timeout))
+        work = client.run(_drain_within(client.engine, wait, timeout))
     rows = work.rows()
     document: Json = {"entries": rows, "drained": work.drained, "left": len(work.left)}
     columns = [(row["uri"], row["rank"], row["outcome"], human_bytes(row["size_bytes"]), row["error"]) for row in rows]

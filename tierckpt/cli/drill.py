@@ -38,9 +38,7 @@ def drill(
     """
     location = location_of(uri)
     with progress_bar(as_json=as_json) as listener, open_client(local_root, listener, drain=False) as client:
-        found = client.run(
-            lambda engine: engine.drill(location, seed=seed, scratch=scratch.absolute() if scratch else None)
-        )
+        found = client.run(client.engine.drill(location, seed=seed, scratch=scratch.absolute() if scratch else None))
     document = found.to_json()
     return Report(document, _view(document), IntegrityError.exit_code if found.problems else 0)
 

@@ -20,7 +20,7 @@ def info(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOpt
     """Show one checkpoint: save, tiers, files and sizes. Shows the files of a plain directory of model files too."""
     location = location_of(uri)
     with open_client(local_root) as client:
-        return client.run(lambda engine: _inspect(engine, location))
+        return client.run(_inspect(client.engine, location))
 
 
 async def _inspect(engine: Engine, location: Location) -> Report:

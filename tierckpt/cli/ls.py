@@ -10,7 +10,7 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
     """List the checkpoints at or directly under URI, by step. What is not committed is marked so."""
     location = location_of(uri)
     with open_client(local_root) as client:
-        rows = client.run(lambda engine: engine.list(location))
+        rows = client.run(client.engine.list(location))
     lines = [
         (row.location.name, row.step, row.local, row.shared, row.files, human_bytes(row.size_bytes)) for row in rows
     ]

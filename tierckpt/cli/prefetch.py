@@ -101,14 +101,14 @@ def prefetch(
     if evict or unpin:
         with open_client(local_root) as client:
             work = _evict if evict else _unpin
-            return client.run(lambda engine: work(engine, locations))
+            return client.run(work(client.engine, locations))
     with progress_bar(as_json=as_json) as listener, open_client(local_root, listener) as client:
         if not check and not dry_run:
             reports: list[Report] = []
             errors: dict[str, TierckptError] = {}
             for location in locations:  # what fails does not keep the rest
                 try:
-                    reports.append(client.start(partial(job.fetch, location)).result())
+                    reports.append(client.start(job.fetch(location, client.engine)).result())
                 except TierckptError as error:
                     errors[location.uri] = error
             return _joined(reports, errors)
@@ -118,7 +118,7 @@ def prefetch(
                 return [await job.check(engine, location, read_data) for location in locations]
             return [await job.plan(engine, location) for location in locations]
 
-        return _joined(client.run(look))
+        return _joined(client.run(look(client.engine)))
 
 
 class _Job:
@@ -198,7 +198,7 @@ class _Job:
 def _watched(location: Location, job: _Job, local_root: Path | None, *, as_json: bool) -> Report:
     """Fetch to this node, and show all nodes until each has it."""
     with open_client(local_root) as client:
-        fetching = client.start(partial(job.fetch, location))
+        fetching = client.start(job.fetch(location, client.engine))
         seen = watch_rollout(location, load_settings(local_root), as_json=as_json, fetching=fetching)
         fetched = fetching.result()
     return Report({**seen.document, "fetched": fetched.document}, [*seen.view, *fetched.view], fetched.exit_code)

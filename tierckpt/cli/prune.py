@@ -55,9 +55,9 @@ def prune(
         local=rule if tier is not Tiers.SHARED else Rule(), shared=rule if tier is not Tiers.LOCAL else Rule()
     )
     with open_client(local_root) as client:
-        result = client.run(lambda engine: engine.prune(location, policy, dry_run=not yes))
+        result = client.run(client.engine.prune(location, policy, dry_run=not yes))
         if not result.outcomes and not result.leftovers:
-            raise client.run(lambda engine: _nothing_here(engine, location))
+            raise client.run(_nothing_here(client.engine, location))
     return Report(_document(location, result, yes), _view(result, yes, bool(policy)), _exit_code(result))
 
 

@@ -43,7 +43,7 @@ def report(
     """
     location = location_of(uri)
     with open_client(local_root) as client:
-        history = client.run(lambda engine: _history(engine, location))
+        history = client.run(_history(client.engine, location))
     return _report(location, history, plot)
 
 

@@ -34,8 +34,8 @@ def verify(
     """
     wanted = location_of(uri)
     with progress_bar(as_json=as_json) as listener, open_client(local_root, listener) as client:
-        location = client.run(lambda engine: _checkpoint_at(engine, wanted))
-        checkpoint, report, damaged = client.run(lambda engine: _verify(engine, location, read_data))
+        location = client.run(_checkpoint_at(client.engine, wanted))
+        checkpoint, report, damaged = client.run(_verify(client.engine, location, read_data))
         absent = _absent(checkpoint, report)
     problems = {**damaged, **{key: text for key, text in report.problems.items() if key not in absent}}
     rows = [_row(checkpoint, report, tier, path, text) for (tier, path), text in problems.items()]

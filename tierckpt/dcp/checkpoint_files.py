@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from ..client import Client
 from ..config import Settings
 from ..disk import read_lease
 from ..disk.io_tuner import read_tuner_for
-from ..engine import Engine
 from ..errors import CheckpointNotFoundError
 from ..format.layout import Location
 from ..format.manifest import FileEntry
@@ -47,10 +45,10 @@ class CheckpointFiles:
             CheckpointNotFoundError, UncommittedCheckpointError, StoreError: as ``Selector.found``.
         """
         for _ in range(FINDS_MAX):
-            files = cls(client, settings, client.run(lambda engine: engine.selector.found(location)))
+            files = cls(client, settings, client.run(client.engine.selector.found(location)))
             with contextlib.ExitStack() as stack:
                 stack.callback(files.close)
-                if client.run(partial(Engine.stands, checkpoint=files.checkpoint)):
+                if client.run(client.engine.stands(files.checkpoint)):
                     stack.pop_all()
                     return files  # else it was removed or replaced before it was held: look again
         raise CheckpointNotFoundError(
@@ -64,7 +62,7 @@ class CheckpointFiles:
     def entry(self, name: str) -> FileEntry:
         """The manifest's entry of ``name``; for stock checkpoints one made from its size, without digests."""
         if self._entries is None:
-            return FileEntry(name, self._client.run(lambda _: self.checkpoint.store.head(name)).size_bytes, ())
+            return FileEntry(name, self._client.run(self.checkpoint.store.head(name)).size_bytes, ())
         try:
             return self._entries[name]
         except KeyError:
@@ -90,7 +88,7 @@ class CheckpointFiles:
             return [*copies, LocalCopy(Path(location.path, entry.key), Tier.SHARED, tuner)]
 
         def get_range(byte_range: ByteRange) -> Any:
-            return self._client.run(lambda engine: engine.get_range(location, entry.key, byte_range))
+            return self._client.run(self._client.engine.get_range(location, entry.key, byte_range))
 
         return [*copies, RemoteCopy(f"{location.uri}/{entry.key}", get_range)]
 
@@ -102,7 +100,7 @@ class CheckpointFiles:
         def copy(member: Member) -> Copy:
             return RemoteCopy(
                 f"{member.name} ({member.address})",
-                lambda at: self._client.run(lambda _: elsewhere.chunk(member, entry, at.start // chunk)),
+                lambda at: self._client.run(elsewhere.chunk(member, entry, at.start // chunk)),
                 Tier.PEER,
                 chunk_size_bytes=chunk,
                 report=lambda: elsewhere.report(member),

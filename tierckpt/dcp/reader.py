@@ -282,7 +282,7 @@ class TierStorageReader(Mount, StorageReader):
         def fetch(names: Sequence[str]) -> None:
             if names:
                 wanted = [entries[name] for name in names]
-                self._client.run(lambda engine: engine.fetch_missing(checkpoint, wanted))
+                self._client.run(self._client.engine.fetch_missing(checkpoint, wanted))
 
         reading.fetch(list(entries), fetch, self.settings.concurrency)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from ..checkpoint.journal import AWAITING_COMMIT, LOCAL_ONLY, READY, WRITING, En
 from ..client import Client
 from ..disk import read_lease
 from ..disk.durable import make_dirs
-from ..engine import Engine
 from ..errors import CheckpointError, TierckptError
 from ..format.layout import METADATA, SHARD_SUFFIX, Location, attempt_metadata, local_dir, rank_metadata
 from ..format.manifest import FileEntry, Manifest, digests_of
@@ -321,9 +319,9 @@ class SaveSession:
             return
         try:
             is_local = not self.delivery.is_direct_put
-            linked = is_local and self.client.run(lambda engine: engine.drains.send_linked(entry))
+            linked = is_local and self.client.run(self.client.engine.drains.send_linked(entry))
             is_coordinator = entry.manifest is not None and not entry.is_fragment
-            if linked and is_coordinator and self.client.run(lambda engine: engine.drains.drain_now(entry.token)):
+            if linked and is_coordinator and self.client.run(self.client.engine.drains.drain_now(entry.token)):
                 return
         except (TierckptError, OSError) as error:
             log.warning("%s: the shared tier has to wait: %s", entry.uri, error)
@@ -396,7 +394,7 @@ def require_files(client: Client, location: Location, files: Sequence[FileEntry]
     directory = local_dir(client.settings.local_root, location)
     elsewhere = [file for file in files if file_size(directory / file.key) != file.size_bytes]
     for file in elsewhere:
-        if not client.run(functools.partial(Engine.holds, location=location, file=file)):
+        if not client.run(client.engine.holds(location, file)):
             raise CheckpointError(f"{file.key} of {location.uri} was durable and is gone", hint="Who removed it?")
     return not elsewhere
 

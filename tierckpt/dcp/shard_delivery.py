@@ -122,7 +122,7 @@ class ShardDelivery:
         """Remove shards that no commit names, and none will, from the shared tier. Never fails: they harm nobody."""
         self.is_direct_put = False
         try:
-            self.client.run(lambda engine: engine.discard(self.location, names))
+            self.client.run(self.client.engine.discard(self.location, names))
         except TierckptError as error:
             log.warning("%s: shards of a save that failed may be left on the shared tier: %s", self.location.uri, error)
 
@@ -137,12 +137,12 @@ class ShardDelivery:
         slot_bytes = min(chunk, round_up(max(largest, 1)))
         with write_buffers().take(1, slot_bytes, self.settings.commit_timeout_seconds) as [slot]:
             flushed = self.client.run(
-                lambda engine: direct_put.send(
-                    engine.store(self.location),
+                direct_put.send(
+                    self.client.engine.store(self.location),
                     laid_out.shards,
                     slot,
                     chunk,
-                    engine.budget.share(self.entry.created_unix_seconds),
+                    self.client.engine.budget.share(self.entry.created_unix_seconds),
                 )
             )
         files = self._entries(flushed)

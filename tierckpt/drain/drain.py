@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class Drainer:
         self.journal = Journal(settings.local_root)
         self._listener = listener
         self._stores: dict[Location, Store] = {}
+        self._opening = threading.Lock()
         """The stores used last, the latest one at the end."""
         self.retries = Retries(settings)
         """How often this mover asks its stores again, and which of them are down."""
@@ -92,10 +94,12 @@ class Drainer:
         """Tokens whose files are sent and which wait for other ranks' parts."""
 
     def store(self, location: Location) -> Store:
-        store = self._stores.pop(location, None) or open_store(location, self.settings, self.retries)
-        self._stores[location] = store
-        if len(self._stores) > STORES_MAX:
-            del self._stores[next(iter(self._stores))]
+        """The store of a place, one of the latest used. Any thread may ask."""
+        with self._opening:
+            store = self._stores.pop(location, None) or open_store(location, self.settings, self.retries)
+            self._stores[location] = store
+            if len(self._stores) > STORES_MAX:
+                del self._stores[next(iter(self._stores))]
         return store
 
     def directory(self, location: Location) -> Path:

@@ -50,10 +50,10 @@ class _CachedFile(RangeFile):
             client, thing = get_client(self._settings), self._thing
             if thing.checkpoint is not None:
                 place = thing.checkpoint.location
-                cached = client.run(lambda engine: engine.cached(place, kind="directory"))
+                cached = client.run(client.engine.cached(place, kind="directory"))
             else:
                 info = ObjectInfo(thing.location.name, thing.size_bytes, thing.etag)
-                cached = client.run(lambda engine: engine.cached(thing.location, kind="object", info=info))
+                cached = client.run(client.engine.cached(thing.location, kind="object", info=info))
             self._view, self._pid = CachedView(client, cached), os.getpid()
             only = self._view.only
             self._path = only.path if only is not None else self._path
@@ -216,12 +216,12 @@ def put(settings: Settings, thing: Thing, stream: io.BufferedIOBase, size_bytes:
     location = thing.location
     root, key = root_of(location)
     client = get_client(settings)
-    client.run(lambda engine: engine.browser.check_change(location))
+    client.run(client.engine.browser.check_change(location))
     if size_bytes <= PIECE_BYTES:
         data = stream.read()
         try:
-            client.run(lambda engine: engine.store(root).put(key, data, if_absent=if_absent))
+            client.run(client.engine.store(root).put(key, data, if_absent=if_absent))
         except PreconditionFailedError as error:
             raise FileExistsError(f"{location.uri} is there already") from error
     else:
-        client.run(lambda engine: engine.store(root).put_stream(key, pieces_of(stream), size_bytes))
+        client.run(client.engine.store(root).put_stream(key, pieces_of(stream), size_bytes))

@@ -19,6 +19,7 @@ from fsspec import AbstractFileSystem
 from ..checkpoint.namespace import Thing, root_of
 from ..client import get_client
 from ..config import REMOVED, Settings
+from ..engine import Engine
 from ..errors import ConfigError, ObjectNotFoundError
 from ..format.layout import TIER_FORMS, Location, parse_uri
 from ..stores.schemes import check_location
@@ -73,9 +74,13 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _run(self, work: Any) -> Any:
         return get_client(self.settings).run(work)
 
+    @property
+    def _engine(self) -> Engine:
+        return get_client(self.settings).engine
+
     def _look(self, path: str) -> Thing:
         location = self._location(path)
-        thing: Thing = self._run(lambda engine: engine.browser.look(location))
+        thing: Thing = self._run(self._engine.browser.look(location))
         return thing
 
     def _info(self, name: str, thing: Thing) -> dict[str, Any]:
@@ -118,7 +123,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         name = self._strip_protocol(path)
         location = self._location(name)
         try:
-            things = self._run(lambda engine: engine.browser.level(location))
+            things = self._run(self._engine.browser.level(location))
             infos = [self._info(f"{name}/{thing.location.name}", thing) for thing in things]
         except ObjectNotFoundError:
             infos = [self.info(name)]
@@ -134,7 +139,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         location = self._location(name)
         if location.scheme == "file" or maxdepth is not None:  # directories of their own; or less than all
             return super().find(name, maxdepth=maxdepth, withdirs=withdirs, detail=detail, **kwargs)
-        things = self._run(lambda engine: engine.browser.below(location))
+        things = self._run(self._engine.browser.below(location))
         skip = len(location.path.rstrip("/")) + 1 if location.path else 0
         found = {path: self._info(path, thing) for thing in things if (path := f"{name}/{thing.location.path[skip:]}")}
         if not found and self.isfile(name):
@@ -157,7 +162,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if mode not in ("wb", "xb", "ab"):
             raise ConfigError(f"mode {mode!r} is not offered", hint="Use rb, wb, xb or ab", uri=name)
         thing = Thing(self._location(name))
-        self._run(lambda engine: engine.browser.check_change(thing.location))
+        self._run(self._engine.browser.check_change(thing.location))
         if mode == "xb" and self.exists(name):
             raise FileExistsError(name)
         writer = Writer(
@@ -273,8 +278,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def rm_file(self, path: str) -> None:
         location = self._file(self._strip_protocol(path)).location
         root, key = root_of(location)
-        self._run(lambda engine: engine.browser.check_change(location))
-        self._run(lambda engine: engine.store(root).delete(key))
+        self._run(self._engine.browser.check_change(location))
+        self._run(self._engine.store(root).delete(key))
 
     _rm = rm_file
 
@@ -289,8 +294,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 raise IsADirectoryError(f"{name} is a directory: remove it with recursive=True, as a whole")
             location = self._location(name)
             root, key = root_of(location)
-            self._run(lambda engine: engine.browser.check_removal(location))  # noqa: B023  # used at once
-            self._run(lambda engine: engine.store(root).delete_dir(key))  # noqa: B023
+            self._run(self._engine.browser.check_removal(location))  # used at once
+            self._run(self._engine.store(root).delete_dir(key))
 
 
 def _directories(names: Iterable[str], above: str) -> set[str]:

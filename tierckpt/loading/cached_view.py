@@ -70,7 +70,7 @@ class CachedView:
         view = memoryview(into).cast("B")
         wanted = ByteRange(start, start + len(view))
         if not self._cached.read_available(path, wanted, view):  # what has landed needs no event loop
-            self._client.run(lambda _: self._cached.read_into(path, wanted, view))
+            self._client.run(self._cached.read_into(path, wanted, view))
 
     def is_good(self, path: str, start: int, data: Buffer) -> bool:
         """True when ``data``, read from ``path(path)`` at ``start``, is what landed there; ``read_into`` mends what is
@@ -81,16 +81,16 @@ class CachedView:
     def wait(self, path: str, start: int = 0, stop: int | None = None, timeout_seconds: float = 60.0) -> None:
         """Return when the bytes have landed, whoever fetches them. Raises OperationTimeoutError."""
         wanted = self._range(path, start, stop)
-        self._client.run(lambda _: self._cached.wait(path, wanted, timeout_seconds))
+        self._client.run(self._cached.wait(path, wanted, timeout_seconds))
 
     def fill(self, paths: Iterable[str] | None = None) -> None:
         """Fetch all of ``paths`` (default: every file)."""
-        self._client.run(lambda _: self._cached.fill(paths))
+        self._client.run(self._cached.fill(paths))
 
     def fill_in_background(self, paths: Iterable[str] | None = None) -> None:
         """Begin to fetch all of ``paths`` and return at once; reads take what has landed. ``close`` ends it."""
         if self._filling is None:
-            self._filling = self._client.start(lambda _: self._cached.fill(paths))
+            self._filling = self._client.start(self._cached.fill(paths))
 
     def close(self) -> None:
         """Give up the lease; end what fills in the background. What has landed stays. Idempotent."""
@@ -99,7 +99,7 @@ class CachedView:
         if self._filling is not None:
             self._filling.cancel()
             concurrent.futures.wait([self._filling], timeout=CLOSE_TIMEOUT_SECONDS)
-        self._client.run(lambda _: self._cached.close())
+        self._client.run(self._cached.close())
 
     def _range(self, path: str, start: int, stop: int | None) -> ByteRange:
         return ByteRange(start, self._cached.file(path).size_bytes if stop is None else stop)
@@ -123,10 +123,10 @@ def open_cached(
     """
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
-    return CachedView(client, client.run(lambda engine: engine.cached(location, kind=kind)))
+    return CachedView(client, client.run(client.engine.cached(location, kind=kind)))
 
 
 def open_entry(frozen: FileSet, settings: Settings) -> CachedView:
     """Open an entry of the node cache by what its receipt says it is. Raises ConfigError, StoreError."""
     client = get_client(settings)
-    return CachedView(client, client.run(lambda engine: engine.shelf.reopen(frozen)))
+    return CachedView(client, client.run(client.engine.shelf.reopen(frozen)))

@@ -498,9 +498,9 @@ class Checkpointer:
                 self._note_commits()
                 self._wait_for_drains(deadline)
             if self._pacer.keeps_some:
-                self._client.run(lambda engine: engine.drains.settle(self.location))
+                self._client.run(self._client.engine.drains.settle(self.location))
         except (OperationTimeoutError, KeyboardInterrupt):
-            self._client.run(lambda engine: engine.drains.stop_waiting())
+            self._client.run(self._client.engine.drains.stop_waiting())
             raise
         finally:
             reason = "preempted" if preemption.is_ending() else "closed"
@@ -519,7 +519,7 @@ class Checkpointer:
         if not (good and self.settings.drain) or good[-1].is_sent:
             return
         good[-1].is_sent = True
-        for entry in self._client.run(lambda engine: engine.drains.release(self.location)):
+        for entry in self._client.run(self._client.engine.drains.release(self.location)):
             self._client.submit(entry.token)
 
     def __enter__(self) -> Self:
@@ -557,12 +557,12 @@ class Checkpointer:
 
         Raises nothing that waiting could not mend. What the agent drains it goes on to drain after this process.
         """
-        self._client.run(lambda engine: engine.drains.newest_first())
+        self._client.run(self._client.engine.drains.newest_first())
         self._last.wait(deadline, self._pacer.step_seconds)
         self._running.wait(max(0.0, deadline - time.monotonic()))
         self._send_newest()
         left = [f"{record.uri} did not reach the local tier in time" for record, _ in self._running.unfinished()]
-        entries = self._client.run(lambda engine: engine.drains.idle(max(0.0, deadline - time.monotonic())))
+        entries = self._client.run(self._client.engine.drains.idle(max(0.0, deadline - time.monotonic())))
         left += [f"{entry.uri} is on the local tier only; `tierckpt drain --wait` finishes it" for entry in entries]
         self._ledger.ended("preempted", wait_seconds=deadline - time.monotonic())
         return left

@@ -154,7 +154,7 @@ def _look(
     client: Client, location: Location, step_max: int | None, *, may_be_own: bool = True
 ) -> tuple[_Sight, Checkpoint | None]:
     try:
-        newest = client.run(lambda engine: engine.selector.newest(location, step_max, may_be_own=may_be_own))
+        newest = client.run(client.engine.selector.newest(location, step_max, may_be_own=may_be_own))
     except Exception as error:
         return _Sight(error=portable(error)), None
     found = newest.checkpoint

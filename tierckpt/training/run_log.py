@@ -148,7 +148,7 @@ class RunLog:
                 self.send(at_once=True)
 
         with contextlib.suppress(Exception):  # L1: a client that is closing
-            self._looking = get_client(self._settings).start(look)
+            self._looking = get_client(self._settings).start(look(get_client(self._settings).engine))
 
     def is_alone(self) -> bool:
         """False when another job is known to save to this run. A look that is under way is waited for a moment."""
@@ -278,7 +278,7 @@ class RunLog:
             data = "".join([*self._lines, self._tail]).encode()
         try:
             self._sending = get_client(self._settings).start(
-                lambda engine: _put(engine, self._location, self._key, data)
+                _put(get_client(self._settings).engine, self._location, self._key, data)
             )
         except Exception as error:  # L1: a client that is closing
             log.debug("the records of %s stay on this node: %s", self._location.uri, error)
