@@ -46,16 +46,18 @@ class ReadThreads:
         Raises:
             OperationTimeoutError, CapacityError: not even the first has a buffer; nothing was read.
         """
-        if not self._workers:
+        # They hold this object, which holds what is read and where to: in a cycle, that memory waits for the collector.
+        workers, self._workers = self._workers, ()
+        if not workers:
             return
-        with self._buffer(self._workers[0], BUFFER_SECONDS) as buffer:
+        with self._buffer(workers[0], BUFFER_SECONDS) as buffer:
             started: list[threading.Thread] = []
             try:
-                for worker in self._workers[1:]:
+                for worker in workers[1:]:
                     thread = threading.Thread(target=self._help, args=(worker,), name=worker.name)
                     thread.start()
                     started.append(thread)
-                self._workers[0].work(buffer)
+                workers[0].work(buffer)
             except BaseException as error:
                 self.fail(error)
             try:
