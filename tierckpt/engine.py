@@ -86,7 +86,7 @@ class Engine:
         """What this process drains, and has drained."""
         # The agent, which says itself who is there, fetches nothing that it would have to ask others for.
         self.sharing = PeerJoiner(settings) if settings.peers is not None and live is None else None
-        self.shelf = NodeCache(settings, self.drainer.store, listener, self.sharing)
+        self.node_cache = NodeCache(settings, self.drainer.store, listener, self.sharing)
         self.cluster = cluster_of(settings, live)
         """The other nodes, where there are ``peers``."""
         self.selector = Selector(settings, self.drainer.store, self.drainer.directory, self.cluster)
@@ -324,7 +324,7 @@ class Engine:
 
         Raises ObjectNotFoundError. docs/internals/cache.md says how to use it.
         """
-        return await self.shelf.open(await self.shelf.freeze(location, kind=kind, info=info))
+        return await self.node_cache.open(await self.node_cache.freeze(location, kind=kind, info=info))
 
     async def prefetch(
         self,
@@ -344,7 +344,7 @@ class Engine:
         held, checkpoint = await self._freeze(location, include, exclude)
         target = directory or self.local_place(held)
         if target is None:
-            return await self.shelf.prefetch(held, pin=pin, keep=keep)
+            return await self.node_cache.prefetch(held, pin=pin, keep=keep)
         if pin:
             refuse_pin(held)
         if location.scheme == "file" and target.absolute() == Path(location.path):
@@ -374,24 +374,26 @@ class Engine:
             checkpoint = await self.find(location)
             if checkpoint.manifest is not None and checkpoint.elsewhere is not None:
                 await checkpoint.elsewhere.look()
-                held = self.shelf.hold(location, checkpoint.store, checkpoint.manifest, include, exclude)
+                held = self.node_cache.hold(location, checkpoint.store, checkpoint.manifest, include, exclude)
                 return held, checkpoint
-        return await self.shelf.freeze(location, include=include, exclude=exclude), None
+        return await self.node_cache.freeze(location, include=include, exclude=exclude), None
 
     async def check_prefetched(
         self, location: Location, directory: Path | None, include: Sequence[str] = (), exclude: Sequence[str] = ()
     ) -> Check:
         """Say what of a checkpoint or model is on this node: in ``directory``, or where it belongs. Changes nothing."""
-        return await self.shelf.check_at(location, lambda held: directory or self.local_place(held), include, exclude)
+        return await self.node_cache.check_at(
+            location, lambda held: directory or self.local_place(held), include, exclude
+        )
 
     async def plan_prefetch(
         self, location: Location, include: Sequence[str] = (), exclude: Sequence[str] = ()
     ) -> AdmissionPlan | None:
         """What the cache would evict for a prefetch; None where it has no part in it. Changes nothing."""
-        held = await self.shelf.freeze(location, include=include, exclude=exclude)
+        held = await self.node_cache.freeze(location, include=include, exclude=exclude)
         if self.local_place(held) is not None:
             return None
-        return await asyncio.to_thread(self.shelf.pool.plan, held.frozen)
+        return await asyncio.to_thread(self.node_cache.pool.plan, held.frozen)
 
     def local_place(self, held: ResolvedUri) -> Path | None:
         """Where a checkpoint of ours, all of it, goes by default; None for what goes to the node cache."""

@@ -118,7 +118,7 @@ class Node:
 
     def engine(self) -> Engine:
         engine = Engine(self.settings)
-        engine.shelf.store_at = lambda location: CountingStore(Path(location.path), self.log)
+        engine.node_cache.store_at = lambda location: CountingStore(Path(location.path), self.log)
         return engine
 
 

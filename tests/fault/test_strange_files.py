@@ -85,7 +85,7 @@ class Node:
 
 
 async def _evict(engine: Engine, uri: str) -> None:
-    engine.shelf.evict(parse_uri(uri))
+    engine.node_cache.evict(parse_uri(uri))
 
 
 def _agent(node: Node) -> None:

@@ -167,7 +167,7 @@ class _Job:
     async def check(self, engine: Engine, location: Location, read_data: bool) -> Report:
         found = await engine.check_prefetched(location, self.to, include=self.include, exclude=self.exclude)
         if read_data:
-            await engine.shelf.read_again(found)
+            await engine.node_cache.read_again(found)
         code = IntegrityError.exit_code if found.bad else 0 if found.state == "whole" else PARTIAL
         return Report(found.to_json(), _check_view(found), code)
 
@@ -222,7 +222,7 @@ def _joined(reports: Sequence[Report], errors: Mapping[str, TierckptError] | Non
 
 
 async def _evict(engine: Engine, locations: Sequence[Location]) -> Report:
-    return _gone(*_both(engine.shelf.evict(location) for location in locations))
+    return _gone(*_both(engine.node_cache.evict(location) for location in locations))
 
 
 def _both(pairs: Any) -> tuple[list[Row], list[Row]]:
@@ -248,7 +248,7 @@ def _gone(went: Sequence[Row], stayed: Sequence[Row]) -> Report:
 
 
 async def _unpin(engine: Engine, locations: Sequence[Location]) -> Report:
-    rows = [row for location in locations for row in engine.shelf.unpin(location)]
+    rows = [row for location in locations for row in engine.node_cache.unpin(location)]
     names = [row.uri for row in rows]
     return Report({"unpinned": names}, [facts({"unpinned": ", ".join(names) or "nothing was pinned"})])
 

@@ -129,4 +129,4 @@ def open_cached(
 def open_entry(frozen: FileSet, settings: Settings) -> CachedView:
     """Open an entry of the node cache by what its receipt says it is. Raises ConfigError, StoreError."""
     client = get_client(settings)
-    return CachedView(client, client.run(client.engine.shelf.reopen(frozen)))
+    return CachedView(client, client.run(client.engine.node_cache.reopen(frozen)))
