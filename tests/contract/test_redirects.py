@@ -1,4 +1,4 @@
-"""A server that sends us elsewhere: nothing that others could use goes along (stores/redirects.py)."""
+"""A server that sends us elsewhere: nothing that others could use goes along (stores/bucket.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.services import S3Server
 from tierckpt.config import Settings
 from tierckpt.errors import TierckptError
 from tierckpt.format.layout import parse_uri
-from tierckpt.stores import bucket, redirects, retry
+from tierckpt.stores import bucket, retry
 from tierckpt.stores.remote import RemoteStore
 from tierckpt.types import ByteRange
 
@@ -145,7 +145,7 @@ async def test_nobody_else_is_asked_anything(
 async def test_of_another_machine_its_hosts_count(
     cloud: Any, elsewhere: tuple[Server, int], settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redirects, "is_this_machine", lambda _: False)
+    monkeypatch.setattr(bucket, "is_this_machine", lambda _: False)
     other, status = elsewhere
     with Server("127.0.0.1", other.url("localhost"), status) as server:
         await cloud(server.url("127.0.0.1"), settings, monkeypatch)
@@ -156,7 +156,7 @@ async def test_of_another_machine_its_hosts_count(
 @pytest.mark.parametrize("cloud", [s3, azure])
 async def test_without_bounds_it_is_seen(cloud: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control."""
-    monkeypatch.setattr(bucket, "bounds", lambda _: {})
+    monkeypatch.setattr(bucket, "redirect_bounds", lambda _: {})
     with Server("127.0.0.1") as other, Server("127.0.0.1", other.url("localhost"), 307) as server:
         await cloud(server.url("127.0.0.1"), settings, monkeypatch)
         assert any(TOKEN in one or SIGNATURE in one for one in other.seen)
@@ -166,7 +166,7 @@ async def test_without_bounds_it_is_seen(cloud: Any, settings: Settings, monkeyp
 async def test_a_store_that_sends_nobody_away_is_used_as_before(
     is_near: bool, s3_uri: str, moto: S3Server, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redirects, "is_this_machine", lambda _: is_near)
+    monkeypatch.setattr(bucket, "is_this_machine", lambda _: is_near)
     monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
     store, data = RemoteStore(parse_uri(s3_uri), settings), bytes(range(256)) * 4096
     await store.put("a/key", data)

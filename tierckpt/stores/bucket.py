@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ..errors import ConfigError, PermissionDeniedError, TierckptError
@@ -13,9 +14,8 @@ from ..redaction import printable
 from ..telemetry import logger
 from .common import settled
 from .credentials import Access, azure_access, gcs_access, s3_access
-from .http_range import Ranges
+from .http_range import Ranges, is_behind_proxy
 from .native import Module
-from .redirects import bounds
 from .remote_errors import first_line, is_expiry, still_refused
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ else:
 log = logger("stores.bucket")
 
 CONNECT_TIMEOUT_SECONDS = 5.0
+NOWHERE: Final = "http://127.0.0.1:0"
+"""No port of TCP: to connect to it fails at once."""
 RENEWAL_SECONDS_MIN: Final = 10.0
 """Least time between two looks for newer credentials: a key that may not delete is not looked up for every delete."""
 
@@ -91,7 +93,7 @@ class Bucket:
                     "allow_http": self.endpoint.startswith("http://"),
                     "timeout": timeout,
                     "connect_timeout": min(timeout, timedelta(seconds=CONNECT_TIMEOUT_SECONDS)),
-                    **bounds(self._access),
+                    **redirect_bounds(self._access),
                 },
                 retry_config={"max_retries": part_retries, "retry_timeout": timeout},
                 credential_provider=self._access.provider,
@@ -146,3 +148,27 @@ class Bucket:
         """Close the connections and forget the credentials. Idempotent; it can be used on."""
         self.reconnect()
         self._access = None
+
+
+def redirect_bounds(access: Access) -> dict[str, str]:
+    """Client options that keep redirects on the hosts of the store. {}: nothing that others could use goes along.
+
+    The object-store library follows redirects, and has no option not to. On its way to another host it leaves out the
+    Authorization header, and no more: S3's session token goes along (``x-amz-security-token``), and so does a URL that
+    is signed (``Referer``). But it can send all but some hosts to a proxy, and nothing answers at that one.
+
+    On this machine each port is another server: there the endpoint itself is the proxy, so that it alone is ever asked.
+    Behind a proxy of the site's (HTTPS_PROXY) nothing can be said: that one has to know where requests may go.
+    """
+    if not access.hosts or is_behind_proxy(access.endpoint or f"https://{access.hosts[0]}"):
+        return {}
+    if access.endpoint.startswith("http://") and is_this_machine(access.hosts[0]):
+        return {"proxy_url": access.endpoint}
+    return {"proxy_url": NOWHERE, "proxy_excludes": ",".join(access.hosts)}
+
+
+def is_this_machine(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
