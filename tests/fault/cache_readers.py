@@ -10,6 +10,7 @@ BUGS.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -60,16 +61,18 @@ def no_ownership() -> None:
 
 def no_second_look() -> None:
     """Who gets a claim does not look whether the chunk has landed before it did."""
-    real = CacheEntry.fetch_claimed
+    real = CacheEntry.claimed
 
-    async def fetch(self: CacheEntry, filling: PartialEntry, index: int, chunk: int, *, keep: bool) -> Any:
+    @contextlib.asynccontextmanager
+    async def claimed(self: CacheEntry, filling: PartialEntry, index: int, chunk: int) -> Any:
         has, filling.has = filling.has, lambda *_: False  # type: ignore[method-assign]
         try:
-            return await real(self, filling, index, chunk, keep=keep)
+            async with real(self, filling, index, chunk) as turn:
+                yield turn
         finally:
             filling.has = has  # type: ignore[method-assign]
 
-    CacheEntry.fetch_claimed = fetch  # type: ignore[method-assign]
+    CacheEntry.claimed = claimed  # type: ignore[method-assign]
 
 
 def line_first() -> None:
