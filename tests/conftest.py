@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,10 @@ for variable in ("CI", "BUILD_NUMBER"):
 hypothesis.settings.register_profile("drawn", derandomize=False)
 hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.load_profile("fixed")
+
+# A shell that starts a command in the background may have it ignore Ctrl-C, and all its children then do.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST_FIRST = (
     "test_sweeps.py",

@@ -147,8 +147,8 @@ class Loop:
         self.rounds += 1
         location = parse_uri(f"{self.uri}/{share}-{self.rounds}/step-1")
         saved = await asyncio.to_thread(save, saver, location, (MiB, 300 * KiB), self.rounds)
-        saver.submit(saved.token)
-        if not await self._tried("drain", saver.wait(location, Tier.SHARED, DEADLINE_SECONDS)):
+        saver.drains.submit(saved.token)
+        if not await self._tried("drain", saver.drains.wait(location, Tier.SHARED, DEADLINE_SECONDS)):
             return saved
         await self._read_back(saved, self.root / f"reader-{share}-{self.rounds}")
         return saved
@@ -201,7 +201,7 @@ class Loop:
     async def _healed(self, saver: Engine, saved: Saved) -> None:
         """Without faults, what was saved is drained, or was, and can be read back."""
         try:
-            await saver.wait(saved.location, Tier.SHARED, HEAL_SECONDS)
+            await saver.drains.wait(saved.location, Tier.SHARED, HEAL_SECONDS)
             target = self.root / f"healed-{saved.token}"
             async with engine_at(self.root / f"healer-{saved.token}") as reader:
                 await reader.restore(saved.location, target)

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tests.states import save
-from tierckpt.checkpoint import local_commit, marks, shared_commit, verify
+from tierckpt.checkpoint import local_commit, marks, shared_commit
 from tierckpt.checkpoint.journal import READY, WRITING, Entry
 from tierckpt.checkpoint.verify import VerifyReport
 from tierckpt.client import close_all
@@ -418,7 +418,7 @@ def no_seal(body: dict[str, Any], data: Any, bad: Any) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "finish_for_dead_rank", "missed"),
     [
-        (verify, "check", no_check, {"local shard", "shared shard", "local metadata", "shared stock metadata"}),
+        (verified_read, "check", no_check, {"local shard", "shared shard", "local metadata", "shared stock metadata"}),
         (manifests, "check_seal", no_seal, {"local manifest", "shared claim", "local drained", "journal entry"}),
     ],
 )

@@ -293,8 +293,8 @@ async def test_an_old_listing_delays_and_decides_nothing(server: S3Server, proxy
             shutil.rmtree(last.directory(location) / PRIVATE_DIR)  # only the coordinator's node knows the manifest
             last.journal.write(replace(other, manifest=None, rank=1, files=shards[1:]))
             await first.drainer.send_files(replace(entry, manifest=whole))  # and then its node is gone
-            last.submit(theirs.token)
-            await last.wait(location, Tier.SHARED, 30)
+            last.drains.submit(theirs.token)
+            await last.drains.wait(location, Tier.SHARED, 30)
             committed = await shared_commit.read_shared_manifest(last.store(location))
     assert committed is not None and committed.tokens == {ours.token, theirs.token}
     assert hidden == [0]

@@ -99,7 +99,7 @@ def test_what_workers_read_ahead_does_not_count() -> None:
 def test_batches_that_nobody_counts_are_not_saved_as_if_they_were() -> None:
     order = DataOrder(100, batch_size=10)
     next(iter(order))
-    with pytest.raises(CheckpointError, match=r"not by way of DataOrder\.over"):
+    with pytest.raises(CheckpointError, match=r"read without DataOrder\.over"):
         order.state_dict()
 
 

@@ -251,6 +251,7 @@ class TierStorageReader(Mount, StorageReader):
         return entries
 
     def check_inside(self, item: ReadItem, end: int, size_bytes: int) -> None:
+        """Raise unless ``item``, which should end at byte ``end``, ends within a file of ``size_bytes``."""
         if end > size_bytes:
             raise self._unfit(item, f"should end at byte {end} of {size_bytes}")
 
