@@ -61,6 +61,7 @@ def build(folder: Path) -> None:
         for name, data in shards.items():
             (directory / name).write_bytes(data)
             asyncio.run(store.put(name, data))
+        local_commit.write_attempt_metadata(directory, manifest, {METADATA: metadata})
         local_commit.commit_local(directory, location, manifest, {METADATA: metadata})
         asyncio.run(store.put(manifest.metadata[0].key, metadata))
         asyncio.run(shared_commit.commit_shared(store, location, manifest))

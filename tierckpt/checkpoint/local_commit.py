@@ -92,20 +92,22 @@ def _read_manifest(path: Path) -> Manifest:
 def commit_local(directory: Path, location: Location, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
     """Commit ``manifest`` on the local tier. ``metadata`` holds the bytes of each of its metadata files, by path.
 
+    The attempt's own copy of them is there (``write_attempt_metadata``), and the journal entry that names it: a crash
+    at any moment leaves the old checkpoint, or the new one with everything that its drain reads.
+
     Raises:
         AlreadyCommittedError: another attempt that this one was not told to replace stands here.
     """
     with _locked(directory):
-        write_attempt_metadata(directory, manifest, metadata)
         _publish(directory, location, manifest, metadata)
 
 
-def commit_local_fragment(
-    directory: Path, location: Location, fragment: Manifest, metadata: Mapping[str, bytes]
-) -> Manifest | None:
-    """Keep one rank's fragment; commit the merged manifest when all ranks' fragments lie here. Returns that, if so."""
+def commit_local_fragment(directory: Path, location: Location, fragment: Manifest) -> Manifest | None:
+    """Keep one rank's fragment; commit the merged manifest when all ranks' fragments lie here. Returns that, if so.
+
+    The fragment's own metadata is there before, as for ``commit_local``.
+    """
     with _locked(directory):
-        write_attempt_metadata(directory, fragment, metadata)
         make_dirs(directory / PARTS_DIR)
         durable_write(
             directory

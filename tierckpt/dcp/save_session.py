@@ -237,7 +237,7 @@ class SaveSession:
             self._journal.write(self.entry)
             with self._fence():
                 if self.entry.is_fragment:
-                    local_commit.commit_local_fragment(self.directory, self.location, manifest, metadata_bytes)
+                    local_commit.commit_local_fragment(self.directory, self.location, manifest)
                 else:
                     local_commit.commit_local(self.directory, self.location, manifest, metadata_bytes)
         except BaseException:

@@ -208,7 +208,7 @@ class _OneSave:
         )
         self.journal.write(self.entry)
         if self.entry.is_fragment:
-            local_commit.commit_local_fragment(self.directory, self.location, manifest, metadata)
+            local_commit.commit_local_fragment(self.directory, self.location, manifest)
         else:
             local_commit.commit_local(self.directory, self.location, manifest, metadata)
 
