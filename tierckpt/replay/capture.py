@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, TierckptError
+from ..errors import TierckptError
 from ..telemetry import logger
-from .optimizers import check_replayable, layout_digest, local, parameters_of
+from .optimizers import check_replayable, local, parameters_of
 
 log = logger("replay")
 
@@ -192,13 +192,3 @@ def _counters(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
             elif counter is not None:
                 found.append(int(counter))
     return tuple(found)
-
-
-def check_same(optimizer: torch.optim.Optimizer, digest: str) -> None:
-    """Raise ConfigError unless ``optimizer`` is laid out as that of ``digest`` was."""
-    if layout_digest(optimizer) != digest:
-        raise ConfigError(
-            f"the log was written by an optimizer of another class, or with other parameters, than this "
-            f"{type(optimizer).__name__}",
-            hint="Restore the newest whole checkpoint; a log fits the optimizer and the sharding that made it",
-        )

@@ -92,7 +92,6 @@ class Link:
 
     def __init__(self, bytes_per_second: float = 0.0) -> None:
         self.bytes_per_second = bytes_per_second
-        self.bytes_moved = 0
         self._waiting: list[tuple[int, int, Copy]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
@@ -137,7 +136,6 @@ class Link:
                         free_at = max(free_at, time.monotonic()) + size_bytes / self.bytes_per_second
                         time.sleep(max(0.0, free_at - time.monotonic()))
                     target.copy_(source)
-                    self.bytes_moved += size_bytes
                     continue
             except BaseException as error:
                 self._remove(made)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -93,15 +92,6 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Parameter]:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, and any other tensor as it is. Shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def implementation_of(group: Mapping[str, Any]) -> str:
-    """Return "fused", "foreach", "forloop", or "default" where torch chooses. Fused differs from the others in bits."""
-    if group.get("fused"):
-        return "fused"
-    if group.get("foreach") is None:
-        return "default"
-    return "foreach" if group["foreach"] else "forloop"
 
 
 def layout_digest(optimizer: torch.optim.Optimizer) -> str:
