@@ -17,6 +17,8 @@ import torch
 
 CHUNK_BYTES = 4 << 20
 GRADIENTS, PARTS = 0, 1
+CATCH_UP_SECONDS = 0.02
+"""A throttled link makes up for so much of what waking up late has cost it."""
 
 
 class Copy:
@@ -133,7 +135,7 @@ class Link:
                     target, source = pair
                     size_bytes = target.numel() * target.element_size()
                     if self.bytes_per_second:
-                        free_at = max(free_at, time.monotonic()) + size_bytes / self.bytes_per_second
+                        free_at = max(free_at, time.monotonic() - CATCH_UP_SECONDS) + size_bytes / self.bytes_per_second
                         time.sleep(max(0.0, free_at - time.monotonic()))
                     target.copy_(source)
                     continue
