@@ -28,4 +28,6 @@ def test_two_ranks_bring_their_shards_to_one_version(kind: str, tmp_path: Path) 
     told = [process.communicate(timeout=240)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], told
     for rank, text in enumerate(told):
-        assert f"rank {rank}: " in text and "steps, fallback ''" in text, text
+        assert f"rank {rank}: " in text
+        allowed = (0, 1) if kind == "bucket views" else (0,)
+        assert any(f"{count} windows copied whole" in text for count in allowed), text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +29,7 @@ from tierckpt.format.layout import (
     DRAINED,
     MANIFEST,
     METADATA,
+    PRIVATE_DIR,
     REPLICATED,
     SUPERSEDED,
     Location,
@@ -55,7 +57,9 @@ def saved(directory: Path, attempt: str, *replaces: str) -> tuple[Manifest, dict
     files = (FileEntry(shard(attempt), len(data), (digest_of(data),), 0, attempt),)
     source = attempt_metadata(attempt)
     entry = FileEntry(METADATA, len(metadata), (digest_of(metadata),), 0, attempt, source=source)
-    return Manifest(attempt, 1, CHUNK, (entry,), files, replaces, 1.0), {METADATA: metadata}
+    manifest = Manifest(attempt, 1, CHUNK, (entry,), files, replaces, 1.0)
+    local_commit.write_attempt_metadata(directory, manifest, {METADATA: metadata})
+    return manifest, {METADATA: metadata}
 
 
 def committed(directory: Path, attempt: str, *replaces: str) -> Manifest:
@@ -223,13 +227,15 @@ def test_the_directory_may_vanish_before_its_lock_is_had(tmp_path: Path, monkeyp
         with real(path, *rest):
             yield
 
+    manifest, metadata = saved(tmp_path, "one")
+    shutil.rmtree(tmp_path / PRIVATE_DIR)  # what a save has written there keeps the directory
     monkeypatch.setattr(local_commit, "lock", lock)
-    committed(tmp_path, "one")
+    local_commit.commit_local(tmp_path, at(tmp_path), manifest, metadata)
     assert len(tries) == 2
-    assert stands(tmp_path, "one")
+    assert local_commit.read_local_manifest(tmp_path) == manifest
 
 
-def fragment(directory: Path, rank: int, world_size: int = 2) -> tuple[Manifest, dict[str, bytes]]:
+def fragment(directory: Path, rank: int, world_size: int = 2) -> Manifest:
     """What one rank of a save without collectives leaves: a shard, and metadata of its own."""
     token, data, metadata = f"run-{rank}", f"data of {rank}".encode(), f"metadata of {rank}".encode()
     name = f"__{rank}_0-{token}.distcp"
@@ -238,24 +244,26 @@ def fragment(directory: Path, rank: int, world_size: int = 2) -> tuple[Manifest,
     files = (FileEntry(name, len(data), (digest_of(data),), rank, token),)
     path, source = f"__{rank}{METADATA}", attempt_metadata(token)
     entry = FileEntry(path, len(metadata), (digest_of(metadata),), rank, token, source=source)
-    return Manifest("run", world_size, CHUNK, (entry,), files, (), 1.0), {path: metadata}
+    manifest = Manifest("run", world_size, CHUNK, (entry,), files, (), 1.0)
+    local_commit.write_attempt_metadata(directory, manifest, {path: metadata})
+    return manifest
 
 
 @pytest.mark.parametrize("forget", [local_commit.discard_attempt, local_commit.remove_unfinished])
 def test_a_fragment_that_is_forgotten_is_no_part_of_a_later_commit(forget: Any, tmp_path: Path) -> None:
     """Its rank's save failed after it was kept: the others' would otherwise commit shards that are gone."""
-    manifest, metadata = fragment(tmp_path, 1)
-    assert local_commit.commit_local_fragment(tmp_path, at(tmp_path), manifest, metadata) is None
+    manifest = fragment(tmp_path, 1)
+    assert local_commit.commit_local_fragment(tmp_path, at(tmp_path), manifest) is None
     (token,) = manifest.tokens
     forget(tmp_path, token)
-    assert local_commit.commit_local_fragment(tmp_path, at(tmp_path), *fragment(tmp_path, 0)) is None
+    assert local_commit.commit_local_fragment(tmp_path, at(tmp_path), fragment(tmp_path, 0)) is None
     assert local_commit.read_local_manifest(tmp_path) is None
 
 
 def test_the_last_fragment_commits_the_whole_and_none_before_it(tmp_path: Path) -> None:
-    assert local_commit.commit_local_fragment(tmp_path, at(tmp_path), *fragment(tmp_path, 1)) is None
+    assert local_commit.commit_local_fragment(tmp_path, at(tmp_path), fragment(tmp_path, 1)) is None
     assert local_commit.read_local_manifest(tmp_path) is None
-    whole = local_commit.commit_local_fragment(tmp_path, at(tmp_path), *fragment(tmp_path, 0))
+    whole = local_commit.commit_local_fragment(tmp_path, at(tmp_path), fragment(tmp_path, 0))
     assert whole == local_commit.read_local_manifest(tmp_path)
     assert whole is not None
     assert [entry.path for entry in whole.files] == ["__0_0-run-0.distcp", "__1_0-run-1.distcp"]
@@ -269,10 +277,10 @@ def test_what_is_committed_is_known_by_the_token_of_any_of_its_ranks(tmp_path: P
     assert local_commit.is_committed(tmp_path, "one")
     assert not local_commit.is_committed(tmp_path, "two")
     alone = tmp_path / "alone"
-    local_commit.commit_local_fragment(alone, at(alone), *fragment(alone, 1))
+    local_commit.commit_local_fragment(alone, at(alone), fragment(alone, 1))
     assert local_commit.is_committed(alone, "run-1"), "its rank has done all that it does"
     assert not local_commit.is_committed(alone, "run-0")
-    local_commit.commit_local_fragment(alone, at(alone), *fragment(alone, 0))
+    local_commit.commit_local_fragment(alone, at(alone), fragment(alone, 0))
     assert local_commit.is_committed(alone, "run-0") and local_commit.is_committed(alone, "run-1")
 
 
