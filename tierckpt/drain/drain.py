@@ -77,8 +77,8 @@ class Drainer:
         self.journal = Journal(settings.local_root)
         self._listener = listener
         self._stores: dict[Location, Store] = {}
-        self._opening = threading.Lock()
         """The stores used last, the latest one at the end."""
+        self._opening = threading.Lock()
         self.retries = Retries(settings)
         """How often this mover asks its stores again, and which of them are down."""
         self.budget = Budget(

@@ -59,7 +59,8 @@ class BackgroundPruning:
                 return await engine.prune(self._location, policy)
 
         try:
-            get_client(self._settings).run(within(get_client(self._settings).engine))
+            client = get_client(self._settings)
+            client.run(within(client.engine))
         except Exception as error:  # whatever it is: the save is committed
             uri = self._location.uri
             log.warning("retention under %s did not finish: %s: %s", uri, type(error).__name__, error)
