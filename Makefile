@@ -35,7 +35,7 @@ PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-load
 
 # A short pass of each harness of tests/fault. What each number is in test-all: docs/internals/testing.md.
 QUICK := SWEEP=quick BIT_FLIPS=120 CACHE_FLIPS=1 CRASH_STATES=600 FUZZ_SECONDS=1 STORE_FAULT_SECONDS=1 \
-  STORE_OUTAGE_SECONDS=2 TWO_NODES=6 LEAK_OPERATIONS=4
+  STORE_OUTAGE_SECONDS=2 TWO_NODES=6 LEAK_OPERATIONS=4 LOG_KILLS=1
 
 test: $(STAMP) azurite ## the quick suite: what a contributor needs, in five minutes
 	env $(addprefix TIERCKPT_TEST_,$(QUICK)) $(PYTEST) -m "not slow" $(PYTEST_ARGS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +16,9 @@ import torch
 from tests.fault.gradient_log_job import BASE, Job
 from tests.services import ENVIRONMENT, REPOSITORY
 from tierckpt.errors import CheckpointError, IntegrityError
-from tierckpt.replay.log import GradientLog, path_of
+from tierckpt.replay import log as logs
+from tierckpt.replay.link import Link
+from tierckpt.replay.log import GradientLog, path_of, roll_forward
 
 KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_LOG_KILLS", "4"))
 STEPS = 100_000
@@ -108,8 +112,6 @@ def test_damage_anywhere_leads_to_a_step_before_it(tmp_path: Path) -> None:
 
 def test_steps_can_be_left_out_at_the_end_only(tmp_path: Path) -> None:
     """What all ranks have is the minimum over them."""
-    from tierckpt.replay.log import roll_forward
-
     logged(tmp_path, 5)
     job = Job()
     assert roll_forward(job.optimizer, tmp_path, BASE, last_step=3).step == 3
@@ -117,8 +119,6 @@ def test_steps_can_be_left_out_at_the_end_only(tmp_path: Path) -> None:
 
 
 def test_a_log_fits_its_base_and_its_optimizer(tmp_path: Path) -> None:
-    from tierckpt.replay.log import roll_forward
-
     logged(tmp_path, 3)
     assert roll_forward(Job().optimizer, tmp_path, "another base").steps == 0
     with pytest.raises(IntegrityError, match="another optimizer"):
@@ -150,8 +150,6 @@ def test_what_cannot_be_logged_is_said(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_ends_the_log_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tierckpt.replay import log as logs
-
     job = Job()
     with GradientLog(job.optimizer, tmp_path) as log:
         log.begin(BASE)
@@ -174,3 +172,61 @@ def test_a_disk_that_fails_ends_the_log_and_not_the_training(tmp_path: Path, mon
     again = Job()
     again.resume(tmp_path)
     assert again.step <= 2
+
+
+@pytest.mark.parametrize("call", ["write", "fdatasync"])
+def test_whoever_waits_for_a_disk_that_fails_is_told(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job()
+    with GradientLog(job.optimizer, tmp_path, every_steps=10) as log:
+        log.begin(BASE)
+
+        def fails(*_: object) -> int:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(logs.os, call, fails)
+        job.train()
+        log.end_of_step(1)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            log.sync()
+        assert log.durable_step == -1
+
+
+def test_a_disk_that_hangs_ends_the_log_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, hangs = Job(), threading.Event()
+    log = GradientLog(job.optimizer, tmp_path)
+    log.begin(BASE)
+    monkeypatch.setattr(logs, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(logs.os, "fdatasync", lambda _: hangs.wait(60))
+    for _ in range(6):
+        job.train()
+        log.end_of_step(job.step)
+    assert "has taken nothing" in log.failure and job.step == 6
+    with pytest.raises(CheckpointError, match="has taken nothing"):
+        log.sync()
+    hangs.set()
+    monkeypatch.undo()
+    log.begin("base-6")
+    job.train()
+    log.end_of_step(7)
+    log.sync()
+    assert log.durable_step == 7
+    log.close()
+
+
+def test_gradients_in_buffers_that_are_used_again_are_logged_from_the_next_base_on(tmp_path: Path) -> None:
+    job = Job()
+    with contextlib.closing(Link(bytes_per_second=1e6)) as link, GradientLog(job.optimizer, tmp_path, link=link) as log:
+        for base in ("one", "two"):
+            log.begin(base)
+            for _ in range(4):
+                job.optimizer.zero_grad(set_to_none=False)
+                job.train()
+                job.optimizer.zero_grad(set_to_none=False)
+                log.end_of_step(job.step)
+            if base == "one":
+                with pytest.raises(CheckpointError, match="written over"):
+                    log.sync()
+        log.sync()
+        assert log.durable_step == 8

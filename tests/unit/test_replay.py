@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -18,6 +19,7 @@ from tierckpt.replay.apply import Replay
 from tierckpt.replay.capture import Capture, Step
 from tierckpt.replay.checksum import checksum
 from tierckpt.replay.frame import FIRST, Frame, decode, encode
+from tierckpt.replay.link import GRADIENTS, Link
 from tierckpt.replay.optimizers import layout_digest, parameters_of
 
 STEPS = 7
@@ -365,19 +367,22 @@ def test_a_frame_gives_back_the_step_bit_for_bit(kind: str) -> None:
 
 
 def test_gradients_that_were_reduced_in_bfloat16_take_two_bytes_and_no_other_loses_a_bit() -> None:
-    weight = nn.Parameter(torch.zeros(1 << 16))
-    optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.5))
-    run = Run(optimizer)
     sizes = []
-    for gradient in (torch.randn(1 << 16).bfloat16().float(), torch.randn(1 << 16), torch.full((1 << 16,), torch.nan)):
-        weight.grad = gradient
-        optimizer.step()
-        head, views, _ = encode(Frame(run.steps[-1], "x"))
-        data = memoryview(head + b"".join(views))
-        sizes.append(len(data))
-        read = decode(reader(data), where="here")[0].step
-        assert torch.equal(read.gradients["0.0"].view(torch.int32), gradient.view(torch.int32))
-        assert torch.equal(read.hyperparameters[0]["lr"], torch.tensor(0.5))
+    with contextlib.closing(Link()) as link:
+        for gradient in (
+            torch.randn(1 << 16).bfloat16().float(),
+            torch.randn(1 << 16),
+            torch.full((1 << 16,), torch.nan),
+        ):
+            copy = link.copy([gradient], GRADIENTS)
+            copy.done.result(60)
+            step = Step(1, [{"lr": torch.tensor(0.5)}], {"0.0": copy.result[0]})
+            head, views, _ = encode(Frame(step, "x", dtypes={"0.0": torch.float32}))
+            data = memoryview(head + b"".join(views))
+            sizes.append(len(data))
+            read = decode(reader(data), where="here")[0].step
+            assert torch.equal(read.gradients["0.0"].view(torch.int32), gradient.view(torch.int32))
+            assert torch.equal(read.hyperparameters[0]["lr"], torch.tensor(0.5))
     assert sizes[0] < 2.001 * (1 << 16) + 1024 and sizes[1] > 4 << 16
 
 

@@ -11,7 +11,8 @@ Invariants:
     F1  Whole or refused: the header has the digest of each chunk of the gradients, and its own comes before it.
     F2  In one place only: the header names the frame before by its digest, and the layout of the optimizer. A frame of
         another run, of another step, or one that was repeated does not fit.
-    F3  Nothing is rounded. A float32 gradient goes as bfloat16 when that loses no bit (it was reduced in bfloat16).
+    F3  Nothing is rounded. A gradient lies as it came over the link (``link.Copy``), as bfloat16 where that loses no
+        bit; the header says what it was.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ class Frame:
 def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
     """Return the head and header, the gradients (views of host memory), and the digest that names the frame.
 
-    Cost: one pass over the gradients to digest them, and one over float32 ones to see whether bfloat16 will do.
+    Cost: one pass over the gradients, to digest them.
     """
     views: list[memoryview] = []
     entries: list[list[Any]] = []
     for key, gradient in frame.step.gradients.items():
-        stored = _narrowed(gradient.cpu().contiguous())
+        stored = gradient.cpu().contiguous()
         view = _bytes_of(stored)
         digests = [
             xxhash.xxh3_128_hexdigest(view[begin : begin + CHUNK_BYTES]) for begin in range(0, len(view), CHUNK_BYTES)
@@ -142,15 +143,6 @@ def decode(read: Callable[[int, int], memoryview], *, where: str) -> tuple[Frame
     )
     frame = Frame(step, fields["layout"], fields["previous"], fields["number"], attachment, digest=digest.hex())
     return frame, at + size_bytes
-
-
-def _narrowed(gradient: torch.Tensor) -> torch.Tensor:
-    """F3."""
-    if gradient.dtype is not torch.float32 or not gradient.numel():
-        return gradient
-    if bool(gradient.view(torch.int32).bitwise_and(0xFFFF).any()):
-        return gradient
-    return gradient.view(torch.int32).bitwise_right_shift(16).to(torch.int16).view(torch.bfloat16)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -29,7 +29,7 @@ import xxhash
 
 from ..disk.durable import fsync_dir, make_dirs, translated
 from ..disk.file_io import pread_all
-from ..errors import CheckpointError, IntegrityError, OperationTimeoutError
+from ..errors import CheckpointError, IntegrityError
 from ..telemetry import logger
 from ..types import ByteRange, Tier
 from .apply import Replay
@@ -44,6 +44,8 @@ SUFFIX = ".gradients"
 FRAMES_AHEAD = 2
 """Steps whose gradients wait in memory to be written; then a step waits for the disk."""
 WAIT_SECONDS = 600.0
+STALL_SECONDS = 10.0
+"""A disk that takes nothing for so long ends the log, with a word: a step does not wait for one that hangs."""
 
 
 def path_of(directory: Path, base: str) -> Path:
@@ -117,6 +119,8 @@ class GradientLog:
         self._capture: Capture | None = None
         self._pending: tuple[Step, list[str], Copy] | None = None
         self._copying: tuple[list[str], Copy] | None = None
+        self._waits_for_gradients = isinstance(optimizer, torch.optim.SGD)
+        """Something writes over gradients before they are copied (Nesterov, ``zero_grad`` in place): a step waits."""
         self._queue: queue.Queue[_Entry | None] = queue.Queue(FRAMES_AHEAD)
         self._writer: threading.Thread | None = None
 
@@ -149,7 +153,8 @@ class GradientLog:
         version = after.version if after is not None else 0
         self._capture = Capture(self.optimizer, self._on_step, copy=self._on_gradients, version=version)
         previous = after.digest if after is not None and after.digest else _first(base)
-        arguments = (file, path, previous, layout_digest(self.optimizer))
+        self._queue = queue.Queue(FRAMES_AHEAD)  # a writer that hung may still have the one before
+        arguments = (self._queue, file, path, previous, layout_digest(self.optimizer))
         self._writer = threading.Thread(target=self._write, args=arguments, name="tierckpt-gradient-log", daemon=True)
         self._writer.start()
 
@@ -175,8 +180,8 @@ class GradientLog:
         """
         if not self.failure and self._writer is not None:
             entry = _Entry(None, -1, b"", None, [], {}, Future())
-            self._put(entry)
-            entry.written.result(WAIT_SECONDS)
+            if self._put(entry):
+                entry.written.result(WAIT_SECONDS)
         if self.failure:
             raise CheckpointError(
                 f"steps are not logged any more: {self.failure}", hint="Save a whole checkpoint: a new log begins there"
@@ -190,27 +195,26 @@ class GradientLog:
         if self._owns_link:
             self._link.close()
 
-    def _put(self, entry: _Entry) -> None:
+    def _put(self, entry: _Entry | None) -> bool:
         begun = time.perf_counter()
         try:
-            self._queue.put(entry, timeout=WAIT_SECONDS)
+            self._queue.put(entry, timeout=STALL_SECONDS)
         except queue.Full:
-            raise OperationTimeoutError(
-                f"the gradient log in {self.directory} has written nothing for {WAIT_SECONDS:g} s",
-                hint="Look at the disk below it",
-            ) from None
-        self.blocked_seconds += time.perf_counter() - begun
+            self._fail(f"the disk below {self.directory} has taken nothing for {STALL_SECONDS:g} s")
+            return False
+        finally:
+            self.blocked_seconds += time.perf_counter() - begun
+        return True
 
     def _end_writer(self) -> None:
-        if self._writer is not None:
-            self._queue.put(None)
-            self._writer.join()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None and self._put(None):
+            writer.join(WAIT_SECONDS)
 
     def _on_gradients(self, gradients: Gradients) -> Gradients:
         keys = list(gradients)
         copy = self._link.copy([gradients[key] for key in keys], GRADIENTS)
-        if isinstance(self.optimizer, torch.optim.SGD):  # foreach with Nesterov's momentum writes over them
+        if self._waits_for_gradients:
             copy.done.result(WAIT_SECONDS)
         self._copying = (keys, copy)
         return {}
@@ -226,7 +230,7 @@ class GradientLog:
             self.failure = reason
             log.warning("steps are not logged any more, until the next checkpoint: %s", reason)
 
-    def _write(self, file: int, path: Path, previous: str, layout: str) -> None:
+    def _write(self, entries: queue.Queue[_Entry | None], file: int, path: Path, previous: str, layout: str) -> None:
         waiting: list[_Entry] = []
 
         def commit() -> None:
@@ -236,7 +240,7 @@ class GradientLog:
                 waiting.clear()
 
         try:
-            while (entry := self._queue.get()) is not None:
+            while (entry := entries.get()) is not None:
                 if self.failure:
                     entry.written.set_result(None)
                     continue
@@ -252,7 +256,7 @@ class GradientLog:
                             commit()
                 except Exception as error:
                     self._fail(str(error) or repr(error))
-                    entry.written.cancel()
+                    entry.written.set_result(None)  # whoever waits looks at ``failure``
             if not self.failure:
                 with translated(path):
                     commit()
@@ -265,6 +269,7 @@ class GradientLog:
         assert entry.copy is not None and entry.step is not None
         entry.copy.done.result(WAIT_SECONDS)
         if entry.copy.was_changed:
+            self._waits_for_gradients = True  # from the next log on
             raise CheckpointError("gradients were written over before they were copied (zero_grad in place?)")
         gradients = dict(zip(entry.keys, entry.copy.result, strict=True))
         step = Step(entry.step.version, entry.step.hyperparameters, gradients, entry.step.found_inf)

@@ -77,11 +77,15 @@ class _Window:
     parts: list[_Part]
     result: Future[Snapshot] = field(default_factory=Future)
     blocked_seconds: float = 0.0
-    moved_bytes: int = 0
+    copies: list[Copy] = field(default_factory=list)
     gradients: dict[int, tuple[list[str], Copy]] = field(default_factory=dict)
     work: list[Future[None]] = field(default_factory=list)
     failure: str = ""
     sealed: int = -1
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(copy.size_bytes for copy in self.copies)
 
 
 class MultiStepStager:
@@ -226,7 +230,7 @@ class MultiStepStager:
         parameters = [one for one in parameters_of(self.optimizer) if one.key in set(part.keys)]
         part.version = self._capture.version
         part.copy = self.link.copy([one for parameter in parameters for one in self._tensors(parameter)], PARTS)
-        window.moved_bytes += part.copy.size_bytes
+        window.copies.append(part.copy)
         kind, copy, version = type(self.optimizer), part.copy, part.version
         states = {one.key: self._state(one) for one in parameters}
 
@@ -267,6 +271,7 @@ class MultiStepStager:
         except MemoryError:
             window.failure = OUT_OF_MEMORY
             return {}
+        window.copies.append(copy)
         window.gradients[self._capture.version + 1] = (keys, copy)
         if self._waits_for_gradients:
             _wait(copy)
@@ -286,7 +291,6 @@ class MultiStepStager:
             if copy.was_changed:
                 self._waits_for_gradients = True
                 raise CheckpointError("gradients were written over before they were copied (zero_grad in place?)")
-            window.moved_bytes += copy.size_bytes
             gradients = {key: one.to(dtypes[key]) for key, one in zip(keys, copy.result, strict=True)}
             made = Step(step.version, step.hyperparameters, gradients, step.found_inf)
             for part in behind:
@@ -353,7 +357,7 @@ class MultiStepStager:
             copy = self.link.copy([local(tensor.detach())], PARTS)
             _wait(copy)
             copies[key, name] = copy.result[0]
-            window.moved_bytes += copy.size_bytes
+            window.copies.append(copy)
         blocked = window.blocked_seconds + time.perf_counter() - begun
         steps = self._capture.version - window.begun
         self._settle(window, Snapshot(_put(tree, held, copies), steps, window.moved_bytes, blocked, window.failure))
