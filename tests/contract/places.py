@@ -7,13 +7,13 @@ from typing import Any
 
 import fsspec
 
+from tests.contract.store_contract import Place
 from tests.services import AzureServer, S3Server
 from tierckpt.config import Settings
 from tierckpt.format.layout import parse_uri
 from tierckpt.stores import open_store
 from tierckpt.stores.base import Store
 from tierckpt.stores.fsspec_store import UniversalStore
-from tierckpt.testing.store_contract import Place
 
 
 class DirectoryPlace(Place):

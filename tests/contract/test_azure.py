@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.places import AzurePlace
+from tests.contract.store_contract import Place, StoreContract
 from tests.services import AzureServer
-from tierckpt.testing.store_contract import Place, StoreContract
 
 pytestmark = pytest.mark.server
 

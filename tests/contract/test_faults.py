@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.faults import Fault, FaultyStore, Kind
 from tests.contract.places import DirectoryPlace
+from tests.contract.store_contract import Pieces, Place, StoreContract, keys_of
 from tierckpt.errors import PermissionDeniedError, StoreUnavailableError
 from tierckpt.stores.base import Store
 from tierckpt.stores.local import LocalStore
-from tierckpt.testing.faults import Fault, FaultyStore, Kind
-from tierckpt.testing.store_contract import Pieces, Place, StoreContract, keys_of
 from tierckpt.types import ByteRange
 
 

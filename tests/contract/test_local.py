@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.places import DirectoryPlace, FsspecDirectoryPlace
-from tierckpt.testing.store_contract import Place, StoreContract
+from tests.contract.store_contract import Place, StoreContract
 
 
 class TestLocal(StoreContract):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.contract.store_contract import Pieces, keys_of
 from tests.open_files import open_files
 from tests.services import unavailable
 from tierckpt.disk.durable import durable_link, durable_write, make_dirs, translate_os_error
@@ -27,7 +28,6 @@ from tierckpt.errors import (
 )
 from tierckpt.stores import local
 from tierckpt.stores.local import LocalStore
-from tierckpt.testing.store_contract import Pieces, keys_of
 from tierckpt.types import Tier
 
 

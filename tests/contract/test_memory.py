@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.contract.places import MemoryPlace
-from tierckpt.testing.store_contract import Place, StoreContract
+from tests.contract.store_contract import Place, StoreContract
 
 
 class TestMemory(StoreContract):

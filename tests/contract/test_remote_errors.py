@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.contract.places import S3Place
+from tests.contract.store_contract import MiB, Pieces, keys_of
 from tests.services import AzureServer, S3Server, free_port
 from tierckpt.config import Settings
 from tierckpt.errors import (
@@ -27,7 +28,6 @@ from tierckpt.errors import (
 from tierckpt.format.layout import parse_uri
 from tierckpt.stores import credentials, open_store, retry
 from tierckpt.stores.base import Store
-from tierckpt.testing.store_contract import MiB, Pieces, keys_of
 from tierckpt.types import ByteRange
 
 SOON_SECONDS = 60.0

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.faults import Fault, FaultyStore, Kind
 from tests.virtual_time import VirtualTime
 from tierckpt.config import Settings
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, StoreUnavailableError
@@ -21,7 +22,6 @@ from tierckpt.stores import verified_read as mover_retry
 from tierckpt.stores.local import LocalStore
 from tierckpt.stores.retry import FAILURES_TO_OPEN, FLOOR_RETRIES, Breaker, Budget, Probe, Retries
 from tierckpt.stores.verified_read import get_checked
-from tierckpt.testing.faults import Fault, FaultyStore, Kind
 from tierckpt.types import ByteRange
 
 

@@ -1,6 +1,6 @@
 """The store protocol: what the mover needs of a place that keeps objects. Async only.
 
-Contract, tested by one suite that every store subclasses (tierckpt/testing/store_contract.py):
+Contract, tested by one suite that every store subclasses (tests/contract/store_contract.py):
     S1  ``put`` and ``put_stream`` are all or nothing: a reader sees the old object, or the whole new one. An error or
         a cancellation leaves no new object and no truncated one. A piece may be reused once the next is asked for.
     S2  ``put(if_absent=True)`` has exactly one winner among concurrent callers, on stores where

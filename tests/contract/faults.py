@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
-from ..errors import StoreUnavailableError, TierckptError
-from ..stores.base import Browsable, Conditional, Store
-from ..types import Buffer, ByteRange, ObjectInfo
+from tierckpt.errors import StoreUnavailableError, TierckptError
+from tierckpt.stores.base import Browsable, Conditional, Store
+from tierckpt.types import Buffer, ByteRange, ObjectInfo
 
 T = TypeVar("T")
 

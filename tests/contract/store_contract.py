@@ -20,10 +20,10 @@ from pathlib import Path
 
 import pytest
 
-from ..config import MiB
-from ..errors import ConfigError, IntegrityError, ObjectNotFoundError, PreconditionFailedError
-from ..stores.base import Browsable, Conditional, Store
-from ..types import Buffer, ByteRange
+from tierckpt.config import MiB
+from tierckpt.errors import ConfigError, IntegrityError, ObjectNotFoundError, PreconditionFailedError
+from tierckpt.stores.base import Browsable, Conditional, Store
+from tierckpt.types import Buffer, ByteRange
 
 PART = 8 * MiB
 RACERS = 16
