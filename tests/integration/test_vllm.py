@@ -1,11 +1,13 @@
-"""The vLLM plugin against a stub of vLLM: found by its entry point, registered, and every weight arrives once."""
+"""The vLLM plugin against the Python of a released vLLM: its registry, its default loader and its checks are real."""
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,106 +17,309 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.engine_wheels import imported, wheel_python
+from tests.reads import asked
+from tests.services import S3Server
 from tests.states import same
-from tierckpt.errors import CheckpointNotFoundError, ConfigError
+from tierckpt.errors import ConfigError, ObjectNotFoundError
 
 REPOSITORY = Path(__file__).parents[2]
-STUBS = REPOSITORY / "tests" / "stubs"
+REAL = ("vllm.model_executor.model_loader", "vllm.config.load", "vllm.config.utils")
+LACKED = ("transformers", "regex", "huggingface_hub", "filelock", "tqdm", "psutil")
+VALUES = {
+    "transformers.utils.SAFE_WEIGHTS_INDEX_NAME": "model.safetensors.index.json",
+    "vllm.utils.cpu_resource_utils.get_cgroup_memory_limit": lambda: None,
+    "psutil.virtual_memory": lambda: SimpleNamespace(available=1 << 40),
+}
+KIB = 1024
 
 
-class Model:
-    """A model of two linear layers of which this rank has half the rows: it slices whole tensors, as vLLM's do."""
+class Model(torch.nn.Module):
+    """A model that takes its rows of whole tensors, skips what it does not know, and says what it loaded: as vLLM's."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, shapes: dict[str, torch.Size], rank: int = 0, world: int = 1) -> None:
+        super().__init__()
         self.rank, self.world = rank, world
-        self.parameters: dict[str, torch.Tensor] = {}
-        self.training = True
+        self.seen: list[str] = []
+        for name, shape in shapes.items():
+            self.register_parameter(
+                name.replace(".", "_"), torch.nn.Parameter(torch.empty(shape[0] // world, *shape[1:]))
+            )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded = set()
         for name, value in weights:
-            assert name not in self.parameters, "a weight came twice"
-            self.parameters[name] = value.chunk(self.world)[self.rank].clone()
-        return set(self.parameters)
+            assert name not in self.seen, "a weight came twice"
+            self.seen.append(name)
+            if (own := name.replace(".", "_")) in dict(self.named_parameters()):
+                self.get_parameter(own).data.copy_(value.chunk(self.world)[self.rank])
+                loaded.add(own)
+        return loaded
 
-    def eval(self) -> Model:
-        self.training = False
-        return self
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: value.data for name, value in self.named_parameters()}
+
+
+class VLLM:
+    """A released vLLM in this process, with our plugin loaded as it loads it: by what pyproject.toml declares."""
+
+    def __init__(self) -> None:
+        self.loaders = import_module("vllm.model_executor.model_loader")
+        self.current: Any = None
+        config = import_module("vllm.config")
+        config.get_current_vllm_config = config.get_current_vllm_config_or_none = lambda: self.current
+        declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]
+        module, _, function = declared["vllm.general_plugins"]["tierckpt"].partition(":")
+        for _ in range(2):  # vLLM calls plugins again in processes that have them already
+            getattr(import_module(module), function)()
+
+    def loader(self, model: str | Path, load_format: str = "tierckpt", **extra: Any) -> tuple[Any, Any]:
+        """Return a loader and the model's configuration, as an engine that serves ``model`` makes them."""
+        model_config = SimpleNamespace(
+            model=str(model), revision=None, quantization=None, is_moe=True, multimodal_config=None,
+            get_num_experts=lambda: 4,
+        )  # fmt: skip
+        parallel = SimpleNamespace(
+            enable_expert_parallel=False, enable_ep_weight_filter=False, enable_eplb=False, data_parallel_size=2,
+            tensor_parallel_size=1, prefill_context_parallel_size=1, expert_placement_strategy="linear",
+        )  # fmt: skip
+        self.current = SimpleNamespace(model_config=model_config, parallel_config=parallel, engram_config=None)
+        load_config = import_module("vllm.config.load").LoadConfig(
+            load_format=load_format, model_loader_extra_config=extra, use_tqdm_on_load=False
+        )
+        return self.loaders.get_model_loader(load_config), model_config
+
+    def load(self, model: Model, place: str | Path, load_format: str = "tierckpt", **extra: Any) -> Model:
+        loader, model_config = self.loader(place, load_format, **extra)
+        loader.load_weights(model, model_config)
+        return model
+
+
+@pytest.fixture(scope="module")
+def released() -> Iterator[None]:
+    with imported(wheel_python("vllm"), REAL, LACKED, VALUES):
+        yield
+
+
+@pytest.fixture
+def vllm(released: None) -> VLLM:
+    return VLLM()
 
 
 @pytest.fixture
 def tensors(tmp_path: Path) -> dict[str, torch.Tensor]:
-    tensors = {f"layers.{index}.weight": torch.randn(64, 32).bfloat16() for index in range(6)}
+    """A model in six files."""
+    tensors = {f"layers.{index}.weight": torch.randn(64, 32) for index in range(6)}
     (tmp_path / "model").mkdir()
     for index, (name, value) in enumerate(tensors.items()):
         save_file({name: value}, tmp_path / f"model/model-{index:05d}.safetensors")
     return tensors
 
 
-@pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The stub, with our plugin loaded as vLLM loads it: by what pyproject.toml declares."""
-    monkeypatch.syspath_prepend(str(STUBS))
-    declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]
-    module, _, function = declared["vllm.general_plugins"]["tierckpt"].partition(":")
-    for _ in range(2):  # vLLM calls plugins again in processes that have them already
-        getattr(import_module(module), function)()
-    yield import_module("vllm.model_executor.model_loader")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        del sys.modules[name]
+def shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in tensors.items()}
 
 
-def config(**extra: Any) -> Any:
-    return SimpleNamespace(load_format="tierckpt", model_loader_extra_config=extra)
-
-
-def loaded(vllm: Any, load_config: Any, model_config: Any, rank: int = 0, world: int = 1) -> Any:
-    loader = vllm.get_model_loader(load_config)
-    loader.download_model(model_config)
-    return loader.load_model(SimpleNamespace(make_model=lambda: Model(rank, world)), model_config)
+def rows(tensors: dict[str, torch.Tensor], rank: int = 0, world: int = 1) -> dict[str, torch.Tensor]:
+    return {name.replace(".", "_"): value.chunk(world)[rank].clone() for name, value in tensors.items()}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_weight_arrives_and_the_ranks_take_their_part(
-    rank: int, vllm: Any, tensors: dict[str, torch.Tensor], tmp_path: Path
+    rank: int, vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    model = loaded(vllm, config(), SimpleNamespace(model=str(tmp_path / "model")), rank, 2)
-    assert same(model.parameters, {name: value.chunk(2)[rank].clone() for name, value in tensors.items()})
-    assert not model.training
+    model = vllm.load(Model(shapes(tensors), rank, 2), tmp_path / "model")
+    assert same(model.state(), rows(tensors, rank, 2))
+
+
+def test_a_missing_parameter_is_the_error_of_the_default_loader(
+    vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """What must never be: a model that is served with memory that nobody wrote."""
+    (tmp_path / "model/model-00003.safetensors").unlink()
+    said = []
+    for load_format in ("auto", "tierckpt"):
+        with pytest.raises(ValueError, match="not initialized from checkpoint") as error:
+            vllm.load(Model(shapes(tensors)), tmp_path / "model", load_format)
+        said.append(str(error.value))
+    assert said[0] == said[1]
+    assert "layers_3_weight" in said[1]
+    vllm.load(Model(shapes(tensors)), tmp_path / "model", enable_weights_track=False)
 
 
 def test_weights_may_be_elsewhere_than_the_configuration(
-    vllm: Any, tensors: dict[str, torch.Tensor], tmp_path: Path
+    vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     uri = (tmp_path / "model").as_uri()
-    model = loaded(vllm, config(uri=uri, bytes_in_flight_max=8000), SimpleNamespace(model="meta/llama"))
-    assert same(model.parameters, tensors)
-    model = loaded(vllm, config(), SimpleNamespace(model="elsewhere", model_weights=str(tmp_path / "model")))
-    assert same(model.parameters, tensors)
+    model = vllm.load(Model(shapes(tensors)), "meta/llama", uri=uri, bytes_in_flight_max=8000)
+    assert same(model.state(), rows(tensors))
 
 
-@pytest.mark.parametrize("extra", [{"urii": "x"}, {"uri": 3}, {"bytes_in_flight_max": True}, {"chunk_size_bytes": 7}])
-def test_an_option_that_cannot_be_is_refused_before_anything_is_loaded(extra: dict[str, Any], vllm: Any) -> None:
+def test_a_uri_stands_for_the_model_that_is_served_and_for_no_other(
+    vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """A draft model, and a reload from another path, take the same options."""
+    (tmp_path / "draft").mkdir()
+    draft = {"draft.weight": torch.ones(8, 4)}
+    save_file(draft, tmp_path / "draft/model.safetensors")
+    loader, model_config = vllm.loader("meta/llama", uri=(tmp_path / "model").as_uri())
+    model_config.model = str(tmp_path / "draft")
+    model = Model(shapes(draft))
+    loader.load_weights(model, model_config)
+    assert same(model.state(), rows(draft))
+
+
+def test_weights_are_loaded_again_bit_for_bit(vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """``reload_weights`` and sleep level 2 ask a loader for all weights."""
+    loader, model_config = vllm.loader(tmp_path / "model")
+    loader.download_model(model_config)
+    assert same(dict(loader.get_all_weights(model_config, Model(shapes(tensors)))), tensors)
+
+
+def test_a_hugging_face_id_is_fetched_by_vllm(
+    vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = import_module("vllm.model_executor.model_loader.default_loader")
+    monkeypatch.setattr(default, "download_weights_from_hf", lambda name, *_, **__: str(tmp_path / name.split("/")[1]))
+    monkeypatch.setattr(default, "download_safetensors_index_file_from_hf", lambda *_, **__: None)
+    assert same(vllm.load(Model(shapes(tensors)), "meta/model").state(), rows(tensors))
+
+
+def test_files_that_are_no_safetensors_are_left_to_vllm(vllm: VLLM, tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.randn(4, 4)}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    torch.save({"optimizer": torch.zeros(4)}, tmp_path / "optimizer.bin")
+    assert same(vllm.load(Model(shapes(tensors)), tmp_path).state(), rows(tensors))
+
+
+# --- wanted bytes only -----------------------------------------------------------------------------------------------
+
+
+def experts() -> dict[str, torch.Tensor]:
+    dense = {f"layers.{layer}.attention.weight": torch.randn(32, 64) for layer in range(2)}
+    names = [f"layers.{layer}.experts.{expert}.up.weight" for layer in range(2) for expert in range(4)]
+    return dense | {name: torch.randn(512, 512) for name in names}
+
+
+def local_experts(vllm: VLLM, rank: int) -> None:
+    vllm.current.parallel_config.enable_expert_parallel = True
+    vllm.current.parallel_config.enable_ep_weight_filter = True
+    distributed = import_module("vllm.distributed")
+    distributed.get_dp_group = lambda: SimpleNamespace(rank_in_group=rank)
+
+
+def encoder_only(vllm: VLLM, model: Model) -> None:
+    model._language_model_names = ("layers.1.",)  # type: ignore[assignment]
+    vllm.current.model_config.multimodal_config = SimpleNamespace(mm_encoder_only=True)
+
+
+def draft(vllm: VLLM, model: Model) -> None:
+    model.is_unused_checkpoint_weight = lambda name: not name.startswith("layers.1.")  # type: ignore[assignment]
+
+
+FILTERS: dict[str, tuple[Callable[[VLLM, Model], None], Callable[[str], bool]]] = {
+    "experts": (lambda vllm, _: local_experts(vllm, 1), lambda name: not re.search(r"experts\.[01]\.", name)),
+    "encoder": (encoder_only, lambda name: not name.startswith("layers.1.")),
+    "draft": (draft, lambda name: name.startswith("layers.1.")),
+}
+
+
+@pytest.mark.parametrize("filtered", FILTERS)
+@pytest.mark.parametrize("place", ["directory", "uri"])
+def test_what_a_rank_does_not_load_is_not_read(
+    filtered: str, place: str, vllm: VLLM, tmp_path: Path, s3_uri: str, moto: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = experts()
+    save_file(tensors, tmp_path / "model.safetensors")
+    apply, is_wanted = FILTERS[filtered]
+    extra: dict[str, Any] = {}
+    if place == "uri":
+        moto.client().upload_file(str(tmp_path / "model.safetensors"), s3_uri.split("/")[2], "model/model.safetensors")
+        bucket = s3_uri.split("/")[2]
+        extra = {"uri": f"s3://{bucket}/model", "chunk_size_bytes": 64 * KIB, "local_root": str(tmp_path / "root")}
+    wanted = {name: value for name, value in tensors.items() if is_wanted(name)}
+    model = Model(shapes(wanted))
+    loader, model_config = vllm.loader(tmp_path, **extra)
+    apply(vllm, model)
+    with asked(monkeypatch) as read:
+        loader.load_weights(model, model_config)
+    assert sorted(model.seen) == sorted(wanted)
+    assert same(model.state(), rows(wanted))
+    size_bytes = sum(value.nbytes for value in wanted.values())
+    assert read["stores" if extra else "files"] <= 1.05 * size_bytes + 128 * KIB  # and the header
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from tierckpt.integrations.vllm import Options
+rank, store, place, root = int(sys.argv[1]), *sys.argv[2:]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def read():
+    fields = dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())
+    return int(fields["read_bytes"])
+dist.barrier()
+before, size = read(), 0
+for name, tensor in Options({"local_root": root}).stream([place], None, False):
+    size += tensor.nbytes
+print(read() - before, size)
+"""
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_node_read_each_byte_from_the_disk_once(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({f"w{index}": torch.randn(4 << 20) for index in range(8)}, path)  # 128 MiB
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    arguments = [str(tmp_path / "store"), str(path), str(tmp_path / "root")]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *arguments], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+    read_bytes, size_bytes = (sum(int(words[column]) for words in said) for column in (0, 1))
+    assert size_bytes == 2 * (128 << 20)
+    assert 0 < read_bytes <= 1.05 * size_bytes / 2
+
+
+# --- what cannot be --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"urii": "x"}, {"uri": 3}, {"bytes_in_flight_max": True}, {"bytes_in_flight_max": 0}, {"chunk_size_bytes": 7}],
+)
+def test_an_option_that_cannot_be_is_refused_before_anything_is_loaded(extra: dict[str, Any], vllm: VLLM) -> None:
     with pytest.raises(ConfigError):
-        vllm.get_model_loader(config(**extra))
+        vllm.loader("model", **extra)
 
 
-def test_a_model_that_is_not_there_is_said(vllm: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="nowhere"):
-        loaded(vllm, config(), SimpleNamespace(model=str(tmp_path / "nowhere")))
+def test_torchao_weights_at_a_uri_are_refused_with_the_form_that_works(vllm: VLLM, tmp_path: Path) -> None:
+    loader, model_config = vllm.loader("meta/llama", uri="s3://models/llama")
+    loader.load_config.safetensors_load_strategy = "torchao"
+    with pytest.raises(ConfigError) as error:
+        loader.load_weights(Model({}), model_config)
+    assert "tierckpt prefetch s3://models/llama --to" in str(error.value)
+
+
+def test_a_model_that_is_not_there_is_said(vllm: VLLM, tmp_path: Path) -> None:
+    with pytest.raises(ObjectNotFoundError, match="nowhere"):
+        vllm.load(Model({}), "meta/llama", uri=(tmp_path / "nowhere").as_uri())
 
 
 def test_a_model_that_takes_no_more_ends_the_stream(
-    vllm: Any, tensors: dict[str, torch.Tensor], tmp_path: Path
+    vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    loader = vllm.get_model_loader(config(bytes_in_flight_max=4000))
     taken = []
 
-    def refuse(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        taken.append(next(iter(weights)))
-        raise RuntimeError("wrong shape")
+    class Refuses(Model):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+            taken.append(next(iter(weights)))
+            raise RuntimeError("wrong shape")
 
     with pytest.raises(RuntimeError, match="wrong shape"):
-        loader.load_weights(SimpleNamespace(load_weights=refuse), SimpleNamespace(model=str(tmp_path / "model")))
+        vllm.load(Refuses({}), tmp_path / "model", bytes_in_flight_max=4000)
     assert len(taken) == 1
 
 

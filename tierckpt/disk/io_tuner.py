@@ -170,6 +170,9 @@ digest and copy; the page cache is read ahead by the kernel, which needs fewer."
 MODEL_WAYS = (ReadMode(True, 8, straight=True), ReadMode(True, 12), ReadMode(False, 4))
 """The same for model files."""
 
+SHARED_WAYS = (ReadMode(False, 4),)
+"""For model files that several processes of a node read at the same time: the page cache reads each byte once."""
+
 READ_THREADS_MAX = max(way.threads for way in WAYS + MODEL_WAYS)
 
 
@@ -193,6 +196,8 @@ class ReadTuner:
 
     def way(self, device: str) -> ReadMode:
         """How to read ``device`` as far as is known."""
+        if self.ways == SHARED_WAYS:
+            return self.ways[0]
         with self._lock:
             if device not in self._known and (found := self._recorded().get(device)) is not None:
                 self._known[device] = found

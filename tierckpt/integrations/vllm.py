@@ -1,68 +1,138 @@
-"""``load_format="tierckpt"`` for vLLM: weights are streamed into the model at the speed of the disk.
+"""``load_format="tierckpt"`` for vLLM: its default loader, with the weights streamed at the speed of the disk.
 
-vLLM finds ``register`` by the entry point group ``vllm.general_plugins`` and calls it in each of its processes. Weights
-come as whole tensors, in the order of the files; vLLM's own layers take their tensor-parallel part of each. Ranks of
-one node that read a URI share the node cache, so each byte comes from the store once.
+vLLM finds ``register`` by the entry point group ``vllm.general_plugins`` and calls it in each of its processes. The
+loader derives from vLLM's ``DefaultModelLoader`` and replaces how weights are prepared and read. What vLLM does around
+that stays: it finds files and Hugging Face ids, checks that every parameter was loaded, and reloads weights.
 
     vllm serve /nvme/llama-70b --load-format tierckpt
     vllm serve /nvme/llama-70b-config --load-format tierckpt \
         --model-loader-extra-config '{"uri": "s3://models/llama-70b"}'
 
-Source: vLLM's plugin system and its ``BaseModelLoader`` (``download_model``, ``load_weights``).
+Only tensors that this rank loads are read: experts of other ranks, and what a draft model or an encoder leaves out, are
+not. Several ranks of a node read through the page cache, which reads each byte from the disk once; what comes from a
+URI goes through the node cache, so each byte comes from the store once per node.
+
+Source: vLLM 0.33, ``DefaultModelLoader._prepare_weights`` and ``_get_weights_iterator``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..config import Settings
+from ..disk.io_tuner import MODEL_WAYS, SHARED_WAYS
 from ..errors import ConfigError
-from ..loading.safetensors import BYTES_IN_FLIGHT_MAX, stream_safetensors
+from ..loading.parts import Parts
+from ..loading.safetensors import BYTES_IN_FLIGHT_MAX, WantedTensors
 
 LOAD_FORMAT = "tierckpt"
 _OWN = {"uri": str, "device": str, "bytes_in_flight_max": int}
+_VLLM_OWN = ("enable_weights_track", "enable_multithread_load", "num_threads")
 
 
 def register() -> None:
     """Make ``load_format="tierckpt"`` known to the vLLM of this process. vLLM may call it more than once."""
-    from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
+    from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 
-    register_model_loader(LOAD_FORMAT)(_loader_class(BaseModelLoader))
+    register_model_loader(LOAD_FORMAT)(_loader_class(DefaultModelLoader))
 
 
 def _loader_class(base: Any) -> Any:
     """The loader, made when vLLM is there to derive it from."""
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
+    from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
     class TierckptModelLoader(base):  # type: ignore[misc]
-        """Loads what ``weights`` streams; everything else is vLLM's."""
+        """vLLM's default loader, whose safetensors files are read by tierckpt; other files are read by vLLM."""
+
+        counter_before_loading_weights: float = 0.0
 
         def __init__(self, load_config: Any) -> None:
-            super().__init__(load_config)
-            self._options = Options(getattr(load_config, "model_loader_extra_config", None))
+            self._options = Options(load_config.model_loader_extra_config)
+            ours = copy.copy(load_config)
+            ours.load_format, ours.model_loader_extra_config = "auto", self._options.for_vllm
+            super().__init__(ours)
+            # A draft model, secondary weights and a reload from another path share these options, but not the URI.
+            current = get_current_vllm_config_or_none()
+            self._served = current.model_config.model if current is not None else None
 
-        def download_model(self, model_config: Any) -> None:
-            """Nothing: what is not here is read through the node cache while it is loaded."""
+        def _prepare_weights(
+            self,
+            model_name_or_path: str,
+            subfolder: str | None,
+            revision: str | None,
+            fall_back_to_pt: bool,
+            allow_patterns_overrides: list[str] | None,
+        ) -> tuple[str, list[str], bool, str]:
+            """Return where the weights are, and their files: the URI, if it was given for this model."""
+            is_served = self._served is None or model_name_or_path == self._served
+            if not self._options.uri or not is_served or allow_patterns_overrides is not None:
+                found: tuple[str, list[str], bool, str] = super()._prepare_weights(
+                    model_name_or_path, subfolder, revision, fall_back_to_pt, allow_patterns_overrides
+                )
+                return found
+            if self.load_config.safetensors_load_strategy == "torchao":
+                raise ConfigError(
+                    "weights quantized by torchao are read by vLLM itself, which needs them in a directory",
+                    hint=f"tierckpt prefetch {self._options.uri} --to DIR, and serve DIR without uri",
+                )
+            uri = self._options.uri.rstrip("/") + (f"/{subfolder}" if subfolder else "")
+            return uri, [uri], True, ""
 
-        def load_weights(self, model: Any, model_config: Any) -> None:
-            """Stream every weight into ``model``.
+        def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Tensor]]:
+            """Stream the weights of one source that this rank loads.
 
             Raises:
-                TierckptError: as ``stream_safetensors``; the model is not loaded then.
+                TierckptError: as ``stream_safetensors``, the first of them before anything is read.
             """
-            stream = self._options.weights(model_config)
-            try:
-                model.load_weights(stream)
-            finally:
-                stream.close()
+            _, places, use_safetensors, _ = self._prepare_weights(
+                source.model_or_path,
+                source.subfolder,
+                source.revision,
+                source.fall_back_to_pt,
+                source.allow_patterns_overrides,
+            )
+            if not use_safetensors or self.load_config.safetensors_load_strategy == "torchao":
+                found: Iterator[tuple[str, Tensor]] = super()._get_weights_iterator(source)
+                return found
+            if self.counter_before_loading_weights == 0.0:
+                self.counter_before_loading_weights = time.perf_counter()
+            is_shown = enable_tqdm(self.load_config.use_tqdm_on_load)
+            tensors = self._options.stream(sorted(places), self._wanted(source.is_unused_weight), is_shown)
+            return ((source.prefix + name, tensor) for name, tensor in tensors)
+
+        def _wanted(self, is_unused: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
+            """Return which names of the checkpoint this rank loads, by vLLM's own rules; None: all of them."""
+            experts, encoder_only = self.local_expert_ids, self._encoder_only_lm_prefixes
+            mapper = self._encoder_only_weights_mapper
+            if experts is None and encoder_only is None and is_unused is None:
+                return None
+
+            def is_wanted(name: str) -> bool:
+                if should_skip_weight(name, experts) or (is_unused is not None and is_unused(name)):
+                    return False
+                mapped = name if mapper is None else mapper.map_name(name)
+                return not (encoder_only and mapped is not None and mapped.startswith(encoder_only))
+
+            return is_wanted
 
     return TierckptModelLoader
 
 
 class Options:
     """What ``--model-loader-extra-config`` says: ``uri``, ``device``, ``bytes_in_flight_max``, and any ``Settings``.
+
+    Attributes:
+        uri: where the weights of the model that is served are, if they are not where vLLM would look.
+        for_vllm: what vLLM's default loader knows: ``enable_weights_track`` and others.
 
     Raises:
         ConfigError: a name that nobody knows, or a value that cannot be.
@@ -76,15 +146,44 @@ class Options:
                 raise ConfigError(
                     f"{name} of model_loader_extra_config is {value!r}", hint=f"Give a value of {_OWN[name].__name__}"
                 )
-        self._uri: str = own.get("uri", "")
+        if own.get("bytes_in_flight_max", 1) < 1:
+            raise ConfigError("bytes_in_flight_max of model_loader_extra_config is below 1", hint="Give bytes")
+        self.for_vllm = {name: given.pop(name) for name in _VLLM_OWN if name in given}
+        self.uri: str = own.get("uri", "")
         self._device: str = own.get("device", "cpu")
         self._bytes_in_flight_max: int = own.get("bytes_in_flight_max", BYTES_IN_FLIGHT_MAX)
         self._settings = Settings.load(**given)
 
-    def weights(self, model_config: Any) -> Generator[tuple[str, Tensor], None, None]:
-        """Stream the weights of the model that vLLM is to serve."""
-        # vLLM keeps the place of the weights apart where it has fetched configuration and tokenizer elsewhere.
-        place = self._uri or getattr(model_config, "model_weights", "") or model_config.model
-        return stream_safetensors(
-            place, self._device, bytes_in_flight_max=self._bytes_in_flight_max, settings=self._settings
-        )
+    def stream(
+        self, places: list[str], names: Callable[[str], bool] | None, is_shown: bool
+    ) -> Generator[tuple[str, Tensor], None, None]:
+        """Yield the tensors of files, or of a URI, one place after another; show progress in bytes.
+
+        Every header is read and checked before the first tensor is.
+        """
+        from tqdm.auto import tqdm
+
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        ways = SHARED_WAYS if ranks > 1 else MODEL_WAYS
+        with contextlib.ExitStack() as stack:
+            every = [
+                stack.enter_context(
+                    contextlib.closing(WantedTensors(place, self._device, names, "", Parts(), self._settings, ways))
+                )
+                for place in places
+            ]
+            bar = stack.enter_context(
+                tqdm(
+                    desc="Loading safetensors using tierckpt",
+                    total=sum(want.size_bytes for wanted in every for want in wanted.wants),
+                    disable=not is_shown,
+                    unit="B",
+                    unit_scale=True,
+                    mininterval=1.0,
+                )
+            )
+            for wanted in every:
+                wanted.begin()
+                for name, tensor in wanted.stream(self._bytes_in_flight_max):
+                    bar.update(tensor.nbytes)
+                    yield name, tensor

@@ -9,7 +9,7 @@ from ..cache.file_set import Receipt
 from ..cache.partial_entry import RECEIPT, read_file, read_receipt
 from ..cache.verifier import Checker
 from ..config import Settings
-from ..disk.io_tuner import MODEL_WAYS, ReadTuner, read_tuner_for
+from ..disk.io_tuner import MODEL_WAYS, ReadMode, ReadTuner, read_tuner_for
 from ..errors import IntegrityError, StoreError, TierckptError
 from ..read.copies import LocalCopy
 from ..telemetry import logger
@@ -93,9 +93,9 @@ class PrefetchedDirectory(Directory):
         )
 
 
-def open_directory(directory: Path, settings: Settings) -> Directory:
+def open_directory(directory: Path, settings: Settings, ways: tuple[ReadMode, ...] = MODEL_WAYS) -> Directory:
     """``directory``, its files verified where it, or one above it, was prefetched and the digests are known."""
-    tuner, place = read_tuner_for(settings, MODEL_WAYS), directory.resolve()
+    tuner, place = read_tuner_for(settings, ways), directory.resolve()
     for root in (place, *place.parents):
         with contextlib.suppress(OSError, StoreError):
             if not (root / RECEIPT).exists():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config import GiB, Settings
+from ..disk.io_tuner import MODEL_WAYS, ReadMode
 from ..errors import ConfigError, StateMismatchError
 from ..read.parallel_read import windows
 from ..tracebacks import short_traceback
@@ -161,7 +162,7 @@ def stream_safetensors(
         raise ConfigError(f"bytes_in_flight_max is {bytes_in_flight_max}", hint="Give a number of bytes above 0")
     wanted = WantedTensors(uri_or_dir, device, names, prefix, Parts(shard, plan), Settings.load(settings, **overrides))
     wanted.begin()
-    return _stream(wanted, bytes_in_flight_max)
+    return wanted.stream(bytes_in_flight_max)
 
 
 class LazyTensors(Mapping[str, Tensor]):
@@ -218,10 +219,11 @@ class WantedTensors:
         prefix: str,
         parts: Parts,
         settings: Settings,
+        ways: tuple[ReadMode, ...] = MODEL_WAYS,
     ) -> None:
         self.device = _device(device)
         self._is_all = names is None and not prefix
-        self._model = find_model(uri_or_dir, settings)
+        self._model = find_model(uri_or_dir, settings, ways)
         try:
             self.names = _select(self._model, names, prefix)
             chosen = set(self.names)
@@ -237,8 +239,39 @@ class WantedTensors:
         if self._is_all:
             self._model.place.begin(list(dict.fromkeys(want.file.name for want in self.wants)))
 
+    def stream(self, bytes_in_flight_max: int) -> Generator[tuple[str, Tensor], None, None]:
+        """See ``stream_safetensors``. The end of the generator closes this."""
+        stop = threading.Event()
+        ordered = windows(self.wants, lambda want: want.size_bytes, bytes_in_flight_max // 2)
+        with contextlib.closing(self), ThreadPoolExecutor(1, "tierckpt-stream") as reader:
+
+            def begin(window: list[Want] | None) -> Future[dict[str, Tensor]] | None:
+                return reader.submit(fill, window, self.device, stop) if window is not None else None
+
+            try:
+                window = next(ordered, None)
+                reading = begin(window)
+                while window is not None and reading is not None:
+                    ready = deque((want.name, tensor) for want, tensor in _paired(window, reading.result()))
+                    present, window = window, next(ordered, None)
+                    fits = window is not None and _size_bytes(present) + _size_bytes(window) <= bytes_in_flight_max
+                    reading = begin(window) if fits else None
+                    while ready:
+                        yield ready.popleft()
+                    reading = reading or begin(window)
+            finally:
+                stop.set()  # whoever stops early does not wait for more than the requests under way
+
     def close(self) -> None:
         self._model.place.close()
+
+
+def _paired(window: list[Want], tensors: dict[str, Tensor]) -> Iterator[tuple[Want, Tensor]]:
+    return ((want, tensors.pop(want.name)) for want in window)
+
+
+def _size_bytes(window: list[Want]) -> int:
+    return sum(want.size_bytes for want in window)
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -265,37 +298,3 @@ def _select(model: Model, names: Names | None, prefix: str) -> list[str]:
             tensor=missing[0],
         )
     return [name for name in chosen if name in asked]
-
-
-# --- streaming -----------------------------------------------------------------------------------------------------
-
-
-def _stream(wanted: WantedTensors, bytes_in_flight_max: int) -> Generator[tuple[str, Tensor], None, None]:
-    stop = threading.Event()
-    ordered = windows(wanted.wants, lambda want: want.size_bytes, bytes_in_flight_max // 2)
-    with contextlib.closing(wanted), ThreadPoolExecutor(1, "tierckpt-stream") as reader:
-
-        def begin(window: list[Want] | None) -> Future[dict[str, Tensor]] | None:
-            return reader.submit(fill, window, wanted.device, stop) if window is not None else None
-
-        try:
-            window = next(ordered, None)
-            reading = begin(window)
-            while window is not None and reading is not None:
-                ready = deque((want.name, tensor) for want, tensor in _paired(window, reading.result()))
-                present, window = window, next(ordered, None)
-                fits = window is not None and _size_bytes(present) + _size_bytes(window) <= bytes_in_flight_max
-                reading = begin(window) if fits else None
-                while ready:
-                    yield ready.popleft()
-                reading = reading or begin(window)
-        finally:
-            stop.set()  # whoever stops early does not wait for more than the requests under way
-
-
-def _paired(window: list[Want], tensors: dict[str, Tensor]) -> Iterator[tuple[Want, Tensor]]:
-    return ((want, tensors.pop(want.name)) for want in window)
-
-
-def _size_bytes(window: list[Want]) -> int:
-    return sum(want.size_bytes for want in window)

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from ..config import Settings
-from ..disk.io_tuner import MODEL_WAYS, read_tuner_for
+from ..disk.io_tuner import MODEL_WAYS, ReadMode, ReadTuner, read_tuner_for
 from ..errors import CheckpointNotFoundError, TierckptError
 from ..format.layout import parse_uri
 from ..read.copies import Copy, LocalCopy
@@ -20,14 +20,19 @@ from .model import SUFFIX, Model, Place, open_model
 from .prefetched import open_directory
 
 
-def find_model(uri_or_dir: str | os.PathLike[str], settings: Settings) -> Model:
+def find_model(
+    uri_or_dir: str | os.PathLike[str], settings: Settings, ways: tuple[ReadMode, ...] = MODEL_WAYS
+) -> Model:
     """Return the model at a path or URI, its headers checked. Close its place after use.
+
+    Args:
+        ways: ``MODEL_WAYS``, or ``SHARED_WAYS`` where other processes of the node read the same files just now.
 
     Raises:
         CheckpointNotFoundError, ObjectNotFoundError: no such place, or no safetensors file in it.
         IntegrityError, ConfigError, StoreError.
     """
-    place, name = _place_of(uri_or_dir, settings)
+    place, name = _place_of(uri_or_dir, settings, ways)
     try:
         return open_model(place, name)
     except BaseException:
@@ -35,27 +40,27 @@ def find_model(uri_or_dir: str | os.PathLike[str], settings: Settings) -> Model:
         raise
 
 
-def _place_of(uri_or_dir: str | os.PathLike[str], settings: Settings) -> tuple[Place, str]:
+def _place_of(uri_or_dir: str | os.PathLike[str], settings: Settings, ways: tuple[ReadMode, ...]) -> tuple[Place, str]:
     """Return a place, and the name of the one file there that is meant, or ''."""
     if "://" in os.fspath(uri_or_dir):
         location = check_location(parse_uri(uri_or_dir))
         is_file = location.name.endswith(SUFFIX)
         view = open_cached(location.uri, kind="object" if is_file else "directory", settings=settings)
-        return CachedPlace(location.uri, view, settings), view.only.path if view.only is not None else ""
+        return CachedPlace(location.uri, view, settings, ways), view.only.path if view.only is not None else ""
     path = Path(parse_uri(uri_or_dir).path)
     if not (path.is_dir() or path.is_file()):
         raise CheckpointNotFoundError(f"{path} does not exist", hint="Give a directory, a .safetensors file or a URI")
     if path.is_dir():
-        return open_directory(path, settings), ""
-    return open_directory(path.parent, settings), path.name
+        return open_directory(path, settings, ways), ""
+    return open_directory(path.parent, settings, ways), path.name
 
 
 class CachedPlace:
     """What a URI holds, one frozen version of it: read from the node cache where it is there, else from the store."""
 
-    def __init__(self, uri: str, view: CachedView, settings: Settings) -> None:
+    def __init__(self, uri: str, view: CachedView, settings: Settings, ways: tuple[ReadMode, ...] = MODEL_WAYS) -> None:
         self.where = uri
-        self._view, self._settings = view, settings
+        self._view, self._settings, self._ways = view, settings, ways
 
     @property
     def threads(self) -> int:
@@ -69,7 +74,7 @@ class CachedPlace:
         return ObjectInfo(name, found.size_bytes, found.etag) if found is not None else None
 
     def open(self, name: str) -> Copy:
-        return _CachedCopy(self._view, name, self.where, self._settings)
+        return _CachedCopy(self._view, name, self.where, read_tuner_for(self._settings, self._ways))
 
     def begin(self, names: list[str]) -> None:
         """Have these files fetched from now on, in the order of their bytes, while they are read."""
@@ -89,9 +94,9 @@ class _CachedCopy:
 
     tier = Tier.LOCAL  # what comes from the store is counted as such where it comes in
 
-    def __init__(self, view: CachedView, name: str, where: str, settings: Settings) -> None:
+    def __init__(self, view: CachedView, name: str, where: str, tuner: ReadTuner) -> None:
         self.where = f"{where}/{name}"
-        self._view, self._name, self._settings = view, name, settings
+        self._view, self._name, self._tuner = view, name, tuner
         self._file: LocalCopy | None = None
         self._lock = threading.Lock()
 
@@ -120,8 +125,7 @@ class _CachedCopy:
     def _available_file(self) -> LocalCopy:
         with self._lock:
             if self._file is None:
-                tuner = read_tuner_for(self._settings, MODEL_WAYS)
-                self._file = LocalCopy(self._view.path(self._name), Tier.LOCAL, tuner)
+                self._file = LocalCopy(self._view.path(self._name), Tier.LOCAL, self._tuner)
             return self._file
 
     def quarantine(self) -> None:
