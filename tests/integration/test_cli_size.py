@@ -231,3 +231,29 @@ def test_a_simulation_that_cannot_be_is_refused(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert says in refusal(capsys, "simulate", *GPT3, *arguments)["message"]
+
+
+# --- the four ways --------------------------------------------------------------------------------------------------
+
+LINKED = ("--params", "70e9", "--dp", "128", "--stage", "3", "--step", "2s", "--pcie", "1GB/s", "--dwpd", "3")
+
+
+def test_size_says_from_which_interval_a_log_moves_fewer_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    log = answer(capsys, "size", *LINKED)["gradient_log"]
+    assert (log["step_bytes"], log["fewer_bytes_below_interval_steps"]) == (140e9, 7)
+    assert run(["size", *LINKED]) == 0
+    assert "140 GB a step, fewer than full checkpoints more often than every 7 steps" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_four_ways_are_simulated_by_interval_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ("simulate", "--modes", *LINKED, "--days", "2", "--mtbf", "3h")
+    found = answer(capsys, *chosen, "--plot", tmp_path / "modes.svg")
+    names = ["async", "lazy", "multi-step", "gradient log"]
+    assert [mode["name"] for mode in found["modes"]] == names
+    assert {one["name"] for one in found["runs"]} == {*names}
+    assert tree.parse(tmp_path / "modes.svg").getroot().tag.endswith("svg")
+    assert run([*chosen]) == 0
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in (*names, "lost by a failure", "by formula"))
+    assert max(map(len, shown.splitlines())) <= 130

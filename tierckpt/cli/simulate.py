@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from ..errors import ConfigError
+from ..planning import Sizing
+from ..planning.ettr import DAY_SECONDS
 from ..planning.quantities import parse_seconds, positive, whole
-from ..planning.scenario import Cluster, configurations_of, failures_of
+from ..planning.scenario import Cluster, Configuration, FailureKind, configuration_of, configurations_of, failures_of
 from ..types import Json
-from .size import PlotOption, decimal, short
+from .size import PlotOption, decimal, modes_view, short
 from .ui.output import Report, facts, human_seconds, progress_bar, table
 from .ui.planning_options import PlanningOptions, taking_options
 from .ui.session import JsonOption
@@ -32,6 +36,13 @@ OutageEvery = Annotated[str | None, typer.Option("--outage-every", help="Mean ti
 Outage = Annotated[str, typer.Option("--outage", help="How long each of them is.")]
 Rpo = Annotated[str | None, typer.Option("--rpo", help="Most age of the newest state on shared storage, like 30min.")]
 Only = Annotated[list[str] | None, typer.Option("--only", help="Only configurations with this in their name.")]
+Modes = Annotated[
+    bool, typer.Option("--modes", help="Compare async, lazy, multi-step and gradient log instead, by interval.")
+]
+
+MODE_POINTS = 4
+MODE_SAVES_MAX = 20_000
+"""Checkpoints of one simulated point: about a second."""
 
 
 @taking_options
@@ -47,6 +58,7 @@ def simulate(
     outage: Outage = "10min",
     rpo: Rpo = None,
     only: Only = None,
+    modes: Modes = False,
     plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> Report:
@@ -58,6 +70,8 @@ def simulate(
 
     sizing = options.sizing()
     positive(days, "--days")
+    if modes:
+        return _compare_modes(sizing, days, seed, plot, as_json=as_json)
     cluster = Cluster(
         nodes=sizing.mesh.nodes * whole(jobs, "--jobs"),
         rates=sizing.site.rates,
@@ -131,3 +145,57 @@ def _spent(runs: list[Run]) -> Table:
         more = (run.loading_seconds, run.waiting_seconds)
         rows.append((run.name, *(f"{part / run.wall_seconds:.2%}" for part in (*parts, *more))))
     return table("tiers >kept >lost >stalled >restarting >loading >waiting_for_nodes", rows)
+
+
+# --- the four ways --------------------------------------------------------------------------------------------------
+
+
+def _compare_modes(sizing: Sizing, days: float, seed: int, plot: Path | None, *, as_json: bool) -> Report:
+    """Each way at several intervals, on a job whose failures leave a copy on its SSDs or a peer's."""
+    from ..planning.simulator import simulate as run
+
+    failures = FailureKind("process", DAY_SECONDS / sizing.mtbf_seconds / sizing.mesh.nodes, wipes=False)
+    cluster = Cluster(sizing.mesh.nodes, sizing.site.rates, (failures,))
+    with progress_bar(as_json=as_json, of="time") as listener:
+        runs = [
+            run(
+                cluster,
+                one,
+                days=min(days, MODE_SAVES_MAX * one.interval_seconds / DAY_SECONDS),
+                seed=seed,
+                listener=listener,
+            )
+            for one in _points(sizing)
+        ]
+    if plot is not None:
+        from .ui.plots import plot_modes
+
+        plot_modes(plot, sizing, runs)
+    document: Json = {
+        "mtbf_seconds": sizing.mtbf_seconds,
+        "seed": seed,
+        "modes": [asdict(one) for one in sizing.modes],
+        "runs": [asdict(one) for one in runs],
+    } | ({"plot": str(plot)} if plot else {})
+    rows = [
+        (
+            one.name,
+            f"{one.interval_seconds / sizing.site.step_seconds:.0f} steps",
+            f"{one.stalled_seconds / (one.kept_seconds + one.lost_seconds):.3%}",
+            short(one.lost_by_failure_seconds),
+            f"{one.ettr:.2%}",
+            f"{one.expected_ettr:.2%}" if one.expected_ettr is not None else None,
+        )
+        for one in runs
+    ]
+    simulated = table("simulated >interval >stalled >lost_by_a_failure >ETTR >by_formula", rows)
+    return Report(document, [modes_view(sizing), simulated])
+
+
+def _points(sizing: Sizing) -> Iterator[Configuration]:
+    """The best interval of each way, and longer ones up to ten times of it."""
+    for mode in sizing.modes:
+        best = mode.best_interval_seconds(sizing.mtbf_seconds)
+        for place in range(MODE_POINTS):
+            steps = round(best * 10 ** (place / (MODE_POINTS - 1)) / mode.step_seconds)
+            yield configuration_of(mode, sizing, steps * mode.step_seconds)

@@ -62,6 +62,13 @@ def document_of(sizing: Sizing) -> Json:
         "load": {"nodes": sizing.load_nodes} | {_key(row.name): _path(row) for row in sizing.loads},
         "mtbf_seconds": sizing.mtbf_seconds,
         "tiers": [_tier(row) for row in sizing.tiers],
+        "gradient_log": {
+            "step_bytes": sizing.log_step_bytes,
+            "fewer_bytes_below_interval_steps": sizing.log_interval_steps,
+            "drive_writes_per_day": sizing.log_drive_writes_per_day,
+            "node_update_seconds": sizing.node_update_seconds,
+        },
+        "modes": [asdict(mode) for mode in sizing.modes],
         "warnings": list(sizing.warnings),
     }
 
@@ -108,6 +115,7 @@ def view_of(sizing: Sizing) -> list[Table | str]:
         _writes(sizing),
         _paths(sizing),
         _tiers(sizing),
+        modes_view(sizing),
         *(f"note: {text}" for text in sizing.warnings),
     ]
 
@@ -126,6 +134,8 @@ def _summary(sizing: Sizing) -> dict[str, object]:
         "SSD of a node": f"{decimal(ssd.needed_bytes)} needed, {ssd.drive_writes_per_day:.2g} drive writes per day, "
         f"worn in {ssd.years:.3g} years",
         "drain": f"{short(sizing.drain_seconds)} for one, {decimal(sizing.drain_bytes_per_second)}/s on average",
+        "gradient log": f"{decimal(sizing.log_step_bytes)} a step, fewer than full checkpoints more often than every "
+        f"{sizing.log_interval_steps:.3g} steps; {sizing.log_drive_writes_per_day:.2g} drive writes per day",
         "failures": f"one in {human_seconds(sizing.mtbf_seconds)}",
         "restart": f"{human_seconds(site.restart_seconds)}, and loading",
     }
@@ -186,6 +196,25 @@ def _tiers(sizing: Sizing) -> Table:
             for row in sizing.tiers
         ],
     )
+
+
+def modes_view(sizing: Sizing) -> Table:
+    """The four ways to take checkpoints, each at its best interval."""
+    rows = []
+    for mode in sizing.modes:
+        interval = mode.best_interval_seconds(sizing.mtbf_seconds)
+        rows.append(
+            (
+                mode.name,
+                mode.window_steps or None,
+                f"{short(mode.stall_step_seconds)} a step" if mode.is_log else short(mode.stall_seconds),
+                f"{decimal(mode.link_step_bytes)} a step" if mode.is_log else decimal(mode.link_bytes),
+                f"{interval / mode.step_seconds:.0f} steps, {short(interval)}",
+                short(mode.lost_seconds(interval)),
+                f"{mode.ettr(interval, sizing.mtbf_seconds, sizing.copy_restart_seconds):.2%}",
+            )
+        )
+    return table("mode >window >stall >a_rank's_link >interval >lost_by_a_failure >ETTR", rows)
 
 
 def _interval(row: TierRow, place: int) -> str | None:

@@ -9,7 +9,10 @@ from ..errors import ConfigError
 from .policy import Rules
 from .quantities import not_negative, positive, whole
 from .sizer import Sizing, TierRow
-from .transfer import Bandwidths
+from .transfer import Bandwidths, Mode
+
+LOCAL_ONLY = 1 << 60
+"""Every how manieth checkpoint goes to shared storage, when none is to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ class Configuration:
 
     ``blocking`` writes straight to shared storage while training waits; otherwise ``stall_seconds`` of staging, then
     ``flush_seconds`` until it is on the SSDs (``local``) and ``replicate_seconds`` until peers hold it (``peer``), and
-    the drain policy (``rules``) sends it on.
+    the drain policy (``rules``) sends it on. With ``log_step_seconds`` every step is in a log behind the checkpoint,
+    ``log_latency_seconds`` later, and a restart from local or peer replays each in ``replay_step_seconds``.
     """
 
     name: str
@@ -93,6 +97,9 @@ class Configuration:
     peer_load_seconds: float = 0.0
     restore_bytes: float | None = None
     drain_slowdown: float = 0.0
+    log_step_seconds: float = 0.0
+    log_latency_seconds: float = 0.0
+    replay_step_seconds: float = 0.0
     rules: Rules = field(default_factory=Rules)
     expected_ettr: float | None = None
 
@@ -117,6 +124,25 @@ def failures_of(sizing: Sizing, domain_nodes: int) -> tuple[FailureKind, ...]:
 def configurations_of(sizing: Sizing, rpo_seconds: float = math.inf) -> tuple[Configuration, ...]:
     """The sizer's configurations, at the intervals it chose. Those that would get nowhere are left out."""
     return tuple(_configuration(sizing, row, rpo_seconds) for row in sizing.tiers if row.schedule is not None)
+
+
+def configuration_of(mode: Mode, sizing: Sizing, interval_seconds: float) -> Configuration:
+    """``mode`` with a checkpoint every ``interval_seconds``, on the local tier alone."""
+    return Configuration(
+        name=mode.name,
+        interval_seconds=interval_seconds,
+        checkpoint_bytes=sizing.checkpoint_bytes,
+        restart_seconds=sizing.site.restart_seconds,
+        stall_seconds=interval_seconds * mode.stalled_share(interval_seconds),
+        local=True,
+        flush_seconds=mode.latency_seconds,
+        local_load_seconds=sizing.copy_restart_seconds - sizing.site.restart_seconds,
+        log_step_seconds=mode.step_seconds if mode.is_log else 0.0,
+        log_latency_seconds=mode.latency_seconds,
+        replay_step_seconds=mode.replay_step_seconds,
+        rules=Rules(every=LOCAL_ONLY),
+        expected_ettr=mode.ettr(interval_seconds, sizing.mtbf_seconds, sizing.copy_restart_seconds),
+    )
 
 
 def _configuration(sizing: Sizing, row: TierRow, rpo_seconds: float) -> Configuration:

@@ -65,6 +65,13 @@ class Run:
     exposure_seconds_max: float
     interval_seconds: float
     every: int
+    replaying_seconds: float = 0.0
+    """Of ``loading_seconds``, those of the steps in a log."""
+
+    @property
+    def lost_by_failure_seconds(self) -> float:
+        """Training done again and steps replayed, for each restore."""
+        return (self.lost_seconds + self.replaying_seconds) / max(1, sum(self.restores.values()))
 
 
 def simulate(
@@ -177,6 +184,7 @@ class _World:
             exposure_seconds_max=max(job.exposure_max for job in self.jobs),
             interval_seconds=self.configuration.interval_seconds,
             every=self.configuration.rules.every,
+            replaying_seconds=sum(job.replaying for job in self.jobs) / count,
         )
 
 
@@ -211,7 +219,7 @@ class _Job:
         self.spent = dict.fromkeys(("lost", "stalled", "restarting", "loading", "waiting"), 0.0)
         self.restores: Counter[str] = Counter()
         self.checkpoints = self.drains = 0
-        self.exposure_max = 0.0
+        self.exposure_max = self.replaying = 0.0
         self.policy = policy.State()
         self.place: policy.Place = "local"
         self.versions: list[_Version] = []
@@ -421,7 +429,12 @@ class _Job:
             yield from self._move(self.world.reads, self.plan.restore_bytes or self.plan.checkpoint_bytes)
         elif tier != "start":
             yield self.env.timeout(self.plan.local_load_seconds if tier == "local" else self.plan.peer_load_seconds)
-        self._roll_back(version, tier)
+        logged = self._logged_work(version, tier)
+        if logged > version.work:
+            replay = (logged - version.work) / self.plan.log_step_seconds * self.plan.replay_step_seconds
+            yield self.env.timeout(replay)
+            self.replaying += replay
+        self._roll_back(version, tier, logged)
 
     def _take_spare(self) -> None:
         """One node less is missing, and the one it replaces goes to be repaired."""
@@ -455,11 +468,22 @@ class _Job:
     def _lost_since(self, when: float) -> set[int]:
         return {node for node, at in self.wiped.items() if at >= when}
 
-    def _roll_back(self, version: _Version, tier: str) -> None:
-        """Training goes on from ``version``. All nodes have it again: a restore fills the SSDs that it passes."""
+    def _logged_work(self, version: _Version, tier: str) -> float:
+        """Work after the last step that the log behind ``version`` has. It lies where the checkpoints do, near only."""
+        step = self.plan.log_step_seconds
+        if not step or tier not in ("local", "peer"):
+            return version.work
+        durable = max(version.work, self.work - self.plan.log_latency_seconds)
+        return version.work + math.floor((durable - version.work) / step) * step
+
+    def _roll_back(self, version: _Version, tier: str, work: float) -> None:
+        """Training goes on from ``version``, or from the log behind it.
+
+        All nodes have it again: a restore fills the SSDs that it passes.
+        """
         self.restores[tier] += 1
-        self.spent["lost"] += self.work - version.work
-        self.work = version.work
+        self.spent["lost"] += self.work - work
+        self.work = work
         sending = self.drain.version if self.drain else None
         self.versions = [one for one in self.versions if one in (version, sending) or one.shared_at < math.inf]
         for one in self.versions:

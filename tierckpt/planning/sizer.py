@@ -17,7 +17,7 @@ from .mesh import Mesh
 from .model import Model
 from .quantities import not_negative, positive, share, whole
 from .state import State
-from .transfer import Bandwidths
+from .transfer import Bandwidths, Mode
 
 STALL_BUDGETS_SECONDS = (1.0, 5.0, 10.0, 60.0, 120.0)
 WARRANTY_YEARS = 5.0
@@ -162,7 +162,35 @@ class Sizing:
     loads: tuple[PathRow, ...]
     load_nodes: int
     tiers: tuple[TierRow, ...]
+    modes: tuple[Mode, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def log_step_bytes(self) -> float:
+        """Bytes that a gradient log adds each step, over all ranks."""
+        return sum(row.total_bytes for row in self.components if row.name == "gradients")
+
+    @property
+    def log_interval_steps(self) -> float:
+        """A log moves fewer bytes than full checkpoints that come more often than every so many steps."""
+        return self.checkpoint_bytes / self.log_step_bytes
+
+    @property
+    def log_drive_writes_per_day(self) -> float:
+        """Of one node's SSDs, without the bases."""
+        node_bytes = self.log_step_bytes * self.node_written_bytes / self.checkpoint_bytes
+        return node_bytes * DAY_SECONDS / self.site.step_seconds / self.site.ssd_bytes
+
+    @property
+    def node_update_seconds(self) -> float:
+        """What one step of a node's share takes its processors, where the optimizer is near storage."""
+        share = self.node_written_bytes / self.checkpoint_bytes
+        return self.model.parameters * share / transfer.UPDATES_PER_SECOND
+
+    @property
+    def copy_restart_seconds(self) -> float:
+        """Of a failure that left a copy on the SSDs, or on a peer's: the restart, and loading it."""
+        return self.site.restart_seconds + next(row.seconds for row in self.restores if row.name == "local")
 
 
 def size(model: Model, state: State, mesh: Mesh | None = None, site: Site | None = None) -> Sizing:
@@ -210,6 +238,7 @@ def size(model: Model, state: State, mesh: Mesh | None = None, site: Site | None
         loads=_loads(job.model_bytes, load_nodes, site.rates),
         load_nodes=load_nodes,
         tiers=tiers,
+        modes=job.modes(),
         warnings=job.warnings(shared_interval),
     )
 
@@ -322,15 +351,33 @@ class _Job:
             rows.append(self._row("local + peer + shared", (local, peer, deep)))
         return tuple(rows)
 
+    def modes(self) -> tuple[Mode, ...]:
+        """The four ways to take the checkpoints of the first level."""
+        part = self.rank_written / self.state.saved_bytes
+        gradients = sum(one.bytes_per_parameter for one in self.state.components if not one.is_saved)
+        return transfer.modes(
+            self.rank_written,
+            part * gradients,
+            part,
+            ranks=self.node_written / self.rank_written,
+            step_seconds=self.site.step_seconds,
+            interval_min_seconds=max(self.flush_seconds, self.worn_out_seconds),
+            rates=self.site.rates,
+        )
+
+    @property
+    def worn_out_seconds(self) -> float:
+        """The interval at which a node's SSDs are written as often as they are rated for."""
+        return self.node_written * DAY_SECONDS / (self.site.ssd_bytes * self.site.ssd_dwpd)
+
     def _near(self, name: str, part: float, load_seconds: float, flush_seconds: float) -> Level:
-        worn_out = self.node_written * DAY_SECONDS / (self.site.ssd_bytes * self.site.ssd_dwpd)
         return Level(
             name,
             self.stage_seconds,
             self.site.restart_seconds + load_seconds,
             self._mtbf_of(part),
             latency_seconds=flush_seconds,
-            interval_min_seconds=max(flush_seconds, worn_out),
+            interval_min_seconds=max(flush_seconds, self.worn_out_seconds),
         )
 
     def _drained(self, part: float, load_seconds: float) -> Level:

@@ -1,7 +1,13 @@
-"""How long bytes take: restores and model loads, naive, from local copies, and fanned out between nodes.
+"""How long bytes take: restores and model loads, and the four ways a state leaves an accelerator.
 
 Times are bounds by bandwidth: the slowest link that all bytes of the plan must pass. Latencies and small files come on
 top, and are small beside them for the sizes this is for.
+
+The four ways, with M bytes of state, G = rM of gradients, b of link and F of forward and backward pass:
+    async           training waits for the whole copy: M/b
+    lazy            the copy runs beside the next step, and its update waits for the rest: M/b - F (DataStates-LLM)
+    multi-step      parts of falling size over K steps, gradients behind them: M/b - F (1 - (1 - r)^K) / r (GoCkpt)
+    gradient log    G each step, behind a base: fewer bytes than full checkpoints every i steps when i < M/G
 """
 
 from __future__ import annotations
@@ -9,7 +15,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from . import ettr, interval
 from .quantities import positive, whole
+
+STEPS_DEFAULT = 7
+STEPS_MAX = 32
+UPDATES_PER_SECOND = 1e9
+"""Parameters that a node's processors update: fused AdamW of ``torch.optim`` does 0.9 to 1.6 billion on two cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +78,121 @@ def load_tree_seconds(model_bytes: float, nodes: int, rates: Bandwidths) -> floa
 def local_aggregate_rate(nodes: int, rates: Bandwidths) -> float:
     """What the SSDs of all nodes read together: the figure that shared storage would have to match."""
     return nodes * rates.local_read
+
+
+# --- out of the accelerator -----------------------------------------------------------------------------------------
+
+
+def best_steps(gradient_share: float, steps_bytes: float = 0.0, state_bytes: float = 0.0) -> int:
+    """Return how many steps a window should have.
+
+    What a window hides, K - r K (K - 1) / 2 of a step's transfer, is largest at K = 1/r + 1/2: 7 or 8 for 14 bytes of
+    state and 2 of gradient. The fewest steps in which the link carries all are better.
+
+    Args:
+        gradient_share: bytes of gradient for each byte of state.
+        steps_bytes: what the link moves during the forward and backward passes of one step; 0 when it is not known.
+        state_bytes: of parameters and optimizer state.
+    """
+    if not 0 < gradient_share < 1:
+        return STEPS_DEFAULT
+    most = max(1, min(STEPS_MAX, round(1 / gradient_share + 0.5)))
+    if steps_bytes <= 0 or state_bytes <= 0:
+        return min(most, STEPS_DEFAULT)
+    return next(
+        (steps for steps in range(1, most + 1) if state_bytes * _step_share(gradient_share, steps) <= steps_bytes), most
+    )
+
+
+def _step_share(gradient_share: float, steps: int) -> float:
+    """Traffic of each step, as a share of the state: r / (1 - (1 - r)^K), of parts that fall by (1 - r) a step."""
+    return gradient_share / (1 - (1 - gradient_share) ** steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to take checkpoints, and what it costs. Bytes are of one rank's link, intervals are of training.
+
+    ``stall_seconds`` is of one checkpoint, ``stall_step_seconds`` of every step beside it. A checkpoint is on the SSD
+    ``latency_seconds`` after the stall. With ``is_log``, so is every step, and a restart replays the steps
+    since the last base, each in ``replay_step_seconds``.
+    """
+
+    name: str
+    window_steps: int
+    step_seconds: float
+    stall_seconds: float
+    stall_step_seconds: float
+    link_bytes: float
+    link_step_bytes: float
+    latency_seconds: float
+    interval_min_seconds: float
+    is_log: bool = False
+    replay_step_seconds: float = 0.0
+
+    def stalled_share(self, interval_seconds: float) -> float:
+        """Seconds that training stands still for each second of training."""
+        return self.stall_seconds / interval_seconds + self.stall_step_seconds / self.step_seconds
+
+    def replay_seconds(self, interval_seconds: float) -> float:
+        """What a restart takes for the steps of a log, on average: half of an interval's."""
+        return self.replay_step_seconds * interval_seconds / self.step_seconds / 2
+
+    def lost_seconds(self, interval_seconds: float) -> float:
+        """What a failure costs, on average, in training done again and steps replayed."""
+        since = self.step_seconds if self.is_log else interval_seconds
+        return since / 2 + self.latency_seconds + self.replay_seconds(interval_seconds)
+
+    def best_interval_seconds(self, mtbf_seconds: float) -> float:
+        """Whole steps with the least stall and loss, and no shorter than this way can. Bases of a log cost no stall."""
+        found = max(self.interval_min_seconds, interval.exact(self.stall_seconds, mtbf_seconds))
+        return max(1, math.ceil(found / self.step_seconds - 1e-9)) * self.step_seconds
+
+    def ettr(self, interval_seconds: float, mtbf_seconds: float, restart_seconds: float) -> float:
+        """``ettr.exact`` of a checkpoint every ``interval_seconds``; a log takes one each step."""
+        span = self.step_seconds if self.is_log else interval_seconds
+        restart = restart_seconds + self.replay_seconds(interval_seconds)
+        return ettr.exact(
+            span, span * self.stalled_share(interval_seconds), mtbf_seconds, restart, self.latency_seconds
+        )
+
+
+def modes(
+    state_bytes: float,
+    gradient_bytes: float,
+    parameters: float,
+    *,
+    ranks: float,
+    step_seconds: float,
+    interval_min_seconds: float,
+    rates: Bandwidths,
+) -> tuple[Mode, ...]:
+    """The four ways, for a rank that writes ``state_bytes`` of ``parameters``, and ``ranks`` of them on a node.
+
+    Forward and backward pass are taken for the whole of a step. A window moves what the link carries in K steps, with
+    K by ``best_steps``; what is left is copied while training waits. The node's processors bring its copies to the
+    version of its last step; a log is replayed by the accelerators, as fast as it is read.
+    """
+    copy, flush = state_bytes / rates.pcie, ranks * state_bytes / rates.local_write
+    share, carried = gradient_bytes / state_bytes, rates.pcie * step_seconds
+    steps = best_steps(share, carried, state_bytes)
+    step_bytes = min(carried, state_bytes * _step_share(share, steps))
+    rest = max(0.0, state_bytes - step_bytes * (1 - (1 - share) ** steps) / share)
+    frame = gradient_bytes / rates.pcie + ranks * gradient_bytes / rates.local_write
+    slowest = max(gradient_bytes / rates.pcie, ranks * gradient_bytes / rates.local_write)
+    update = ranks * parameters / UPDATES_PER_SECOND
+    beside = max(0.0, copy - step_seconds)
+    window = max(steps * step_seconds, interval_min_seconds)
+    return (
+        Mode("async", 0, step_seconds, copy, 0.0, state_bytes, 0.0, flush, interval_min_seconds),
+        Mode("lazy", 1, step_seconds, beside, 0.0, state_bytes, 0.0, copy - beside + flush, interval_min_seconds),
+        Mode(
+            "multi-step", steps, step_seconds, rest / rates.pcie, 0.0, steps * step_bytes + rest, 0.0,
+            gradient_bytes / rates.pcie + update + flush, window,
+        ),
+        Mode(
+            "gradient log", 0, step_seconds, 0.0, max(0.0, slowest - step_seconds), 0.0, gradient_bytes, frame,
+            interval_min_seconds, is_log=True,
+            replay_step_seconds=max(gradient_bytes / rates.pcie, ranks * gradient_bytes / rates.local_read),
+        ),
+    )  # fmt: skip

@@ -32,13 +32,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import CapacityError, CheckpointError, OperationTimeoutError
+from ..planning.transfer import best_steps
 from ..telemetry import logger
 from .apply import Replay
 from .capture import Capture, Gradients, Step
 from .checksum import Fingerprint
 from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss
 from .optimizers import Parameter, local, parameters_of
-from .parts import best_steps, split_parts
+from .parts import split_parts
 
 log = logger("replay")
 

@@ -87,6 +87,41 @@ def plot_runs(path: Path, runs: Sequence[Run]) -> None:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, fontsize=8, frameon=False)
 
 
+def plot_modes(path: Path, sizing: Sizing, runs: Sequence[Run]) -> None:
+    """Draw stall, lost work and ETTR of each way to take checkpoints against its interval; dots are simulated."""
+    points: dict[str, list[Run]] = {}
+    for run in runs:
+        points.setdefault(run.name, []).append(run)
+    step = sizing.site.step_seconds
+    longest = max(run.interval_seconds for run in runs)
+    with _figure(path, 3) as axes:
+        for mode, colour in zip(sizing.modes, COLOURS, strict=False):
+            first = max(mode.interval_min_seconds, step)
+            spans = [first * (longest / first) ** (place / 60) for place in range(61)]
+            seen = points.get(mode.name, [])
+            lines: list[tuple[list[float], list[float]]] = [
+                (
+                    [100 * mode.stalled_share(one) for one in spans],
+                    [100 * one.stalled_seconds / (one.kept_seconds + one.lost_seconds) for one in seen],
+                ),
+                ([mode.lost_seconds(one) for one in spans], [one.lost_by_failure_seconds for one in seen]),
+                (
+                    [100 * mode.ettr(one, sizing.mtbf_seconds, sizing.copy_restart_seconds) for one in spans],
+                    [100 * one.ettr for one in seen],
+                ),
+            ]
+            for axis, (line, dots) in zip(axes, lines, strict=True):
+                axis.plot([one / step for one in spans], line, color=colour, label=mode.name)
+                axis.plot([one.interval_seconds / step for one in seen], dots, "o", color=colour, markersize=3)
+        titles = ("Stall, % of training", "Lost by a failure, seconds", "ETTR, %")
+        for axis, title in zip(axes, titles, strict=True):
+            axis.set_xscale("log")
+            axis.set_xlabel("interval, steps (of a log: between its bases)")
+            axis.set_title(title)
+        axes[1].set_yscale("log")
+        axes[0].legend(fontsize=8, frameon=False)
+
+
 def plot_goodput(path: Path, found: Goodput) -> None:
     """Draw a run as it was: the step that training had come to, over time, and what each stretch of time was."""
     with _figure(path, 1) as axes:
