@@ -36,6 +36,7 @@ _HOME = {
     "TierStager": ".dcp.stager",
     "TierStorageReader": ".dcp.reader",
     "TierStorageWriter": ".dcp.writer",
+    "adopt": ".adoption",
     "latest": ".client",
     "load_model": ".training.restore",
     "load_safetensors": ".loading.safetensors",
@@ -47,6 +48,7 @@ _HOME = {
 __all__ = ["TierckptError", "errors", *_HOME]
 
 if TYPE_CHECKING:
+    from .adoption import adopt as adopt
     from .client import latest as latest
     from .client import prefetch as prefetch
     from .client import wait as wait

@@ -396,8 +396,10 @@ class Engine:
         return await asyncio.to_thread(self.node_cache.pool.plan, held.frozen)
 
     def local_place(self, held: ResolvedUri) -> Path | None:
-        """Where a checkpoint of ours, all of it, goes by default; None for what goes to the node cache."""
-        return self.directory(held.location) if held.manifest is not None and not held.is_filtered else None
+        """Where a checkpoint of ours, all of it, goes by default; None for what goes to the node cache: there what was
+        adopted has the names that its writer gave it."""
+        is_ours = held.manifest is not None and not held.is_filtered and not held.manifest.adopted_dirs
+        return self.directory(held.location) if is_ours else None
 
     async def restore(self, location: Location, directory: Path) -> RestoreResult:
         """Make ``directory`` a plain copy of the newest usable checkpoint at or under ``location``.

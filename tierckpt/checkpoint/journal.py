@@ -85,12 +85,8 @@ class Entry:
     @property
     def is_fragment(self) -> bool:
         """True after a save without collectives: the manifest covers this rank only."""
-        return (
-            self.manifest is not None
-            and self.manifest.world_size > 1
-            and len(self.manifest.metadata) == 1
-            and (self.manifest.metadata[0].path.startswith("__"))
-        )
+        manifest = self.manifest
+        return manifest is not None and manifest.world_size > 1 and self.token == f"{manifest.attempt}-{self.rank}"
 
 
 class Journal:

@@ -41,6 +41,7 @@ from ..format.layout import (
     SHARD_SUFFIX,
     SUPERSEDED,
     Location,
+    adopted_dir,
     part,
     private_files,
     removal_note,
@@ -250,6 +251,8 @@ def discard_attempt(directory: Path, token: str, manifest: Manifest | None = Non
         for path in (*matching(directory, f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
             if str(path.relative_to(directory)) not in named:
                 path.unlink(missing_ok=True)
+        if not _names(standing, token):
+            shutil.rmtree(directory / adopted_dir(token), ignore_errors=True)
         return not _names(standing, token)
 
 
@@ -270,6 +273,7 @@ def remove_unfinished(directory: Path, token: str) -> None:
     _remove_fragment(directory, token)
     for path in (*matching(directory, f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
         path.unlink(missing_ok=True)
+    shutil.rmtree(directory / adopted_dir(token), ignore_errors=True)
 
 
 def _remove_fragment(directory: Path, token: str) -> None:
@@ -353,6 +357,8 @@ def finish_locked_removal(directory: Path) -> bool:
             doomed += [*MARKS, REPLICA]
             doomed += [f"{PRIVATE_DIR}/{path.name}" for path in matching(directory / PRIVATE_DIR, f"*{SET_ASIDE}")]
         _unlink_all([directory / name for name in doomed] + matching(directory / PARTS_DIR, f"{gone.attempt}-*.json"))
+        for place in {gone.attempt, *dead} if standing is None or standing.attempt != gone.attempt else ():
+            shutil.rmtree(directory / adopted_dir(place), ignore_errors=True)  # what directories were in it
         note.unlink(missing_ok=True)  # last: without it nobody would know what to look for
     _remove_empty(directory)
     return bool(notes)

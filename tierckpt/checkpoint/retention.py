@@ -279,6 +279,8 @@ async def _finish(store: Store, gone: Manifest, stock: Mapping[str, str | None],
         for entry in stale_files(gone, standing) if standing else gone.entries:
             if entry.key not in stock:
                 await store.delete(entry.key)
+        for place in gone.adopted_dirs:
+            await store.delete_dir(place)  # directories that are empty now
         await _delete_parts(store, gone)
         if owns_id and claim is not None:
             await shared_commit.remove(store, CLAIM, claim)

@@ -19,7 +19,17 @@ from ..errors import (
     StoreUnavailableError,
 )
 from ..format import manifest as manifests
-from ..format.layout import CLAIM, MANIFEST, SHARD_SUFFIX, Location, part, pending, private_files, removal_note
+from ..format.layout import (
+    CLAIM,
+    MANIFEST,
+    SHARD_SUFFIX,
+    Location,
+    adopted_dir,
+    part,
+    pending,
+    private_files,
+    removal_note,
+)
 from ..format.manifest import Manifest, stale_files, stale_metadata
 from ..stores.base import Conditional, Store
 from ..stores.verified_read import check_bytes, verified
@@ -257,8 +267,9 @@ async def _remove_replaced(store: Store, manifest: Manifest) -> None:
     tokens -= manifest.tokens | {manifest.attempt}
     doomed = {name for token in tokens for name in (part(token), pending(token), *private_files(token))} - {*last}
     endings = tuple(f"-{token}{SHARD_SUFFIX}" for token in tokens)
+    adopted = tuple(f"{adopted_dir(token)}/" for token in tokens)
     async for info in store.list():
-        if info.key in doomed or info.key.endswith(endings):
+        if info.key in doomed or info.key.endswith(endings) or info.key.startswith(adopted):
             await store.delete(info.key)
     for name in last:  # what says which files are left over goes when they have gone
         await store.delete(name)
@@ -267,6 +278,8 @@ async def _remove_replaced(store: Store, manifest: Manifest) -> None:
 async def _remove_stale(store: Store, old: Manifest, new: Manifest) -> None:
     for name in (*stale_metadata(old, new), *(entry.key for entry in stale_files(old, new))):
         await store.delete(name)
+    for place in old.adopted_dirs:
+        await store.delete_dir(place)  # directories that are empty now
     await store.delete(removal_note(old.attempt))
 
 

@@ -16,7 +16,12 @@ from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, o
 To = Annotated[Path, typer.Option("--to", metavar="DIR", help="Directory to fill.")]
 
 
-def restore(uri: UriArgument, to: To, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
+Latest = Annotated[bool, typer.Option("--latest", help="Of a run: the newest usable checkpoint, as without it.")]
+
+
+def restore(
+    uri: UriArgument, to: To, latest: Latest = False, as_json: JsonOption = False, local_root: LocalRootOption = None
+) -> Report:
     """Write a committed checkpoint to DIR, from this node's copies where they are good, else from shared storage.
 
     URI may be a run: then its newest usable checkpoint. DIR appears when every file is there, checked and durable.

@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -41,11 +40,11 @@ from ..config import Settings
 from ..disk.local_root import check_local_root
 from ..errors import CheckpointError, ConfigError, OperationTimeoutError
 from ..format.layout import (
-    Location,
     local_dir,
     shard_name,
 )
 from ..save.shard_plan import Shard
+from ..stores.schemes import check_target
 from ..telemetry import logger
 from ..tracebacks import short_traceback
 from . import split
@@ -497,21 +496,6 @@ class TierStorageWriter(Mount, StorageWriter):
             yield
         finally:
             self._busy.release()
-
-
-def check_target(location: Location, local_root: Path) -> None:
-    """Raise ConfigError when nothing can be saved to ``location``: HTTP is for reading, and inside the local root the
-    local tier would shadow it."""
-    if location.scheme in ("http", "https"):
-        raise ConfigError(
-            f"{location.uri} can be read and not written: HTTP stores nothing",
-            hint="Save to s3://BUCKET/KEY, az://CONTAINER/KEY, gs://BUCKET/KEY or a path",
-        )
-    if location.scheme == "file" and Path(location.path).is_relative_to(local_root):
-        raise ConfigError(
-            f"{location.path} lies inside local_root {local_root}",
-            hint="Save to a directory outside it; local_root belongs to tierckpt",
-        )
 
 
 def _results(shard: Shard) -> list[WriteResult]:

@@ -33,7 +33,7 @@ from ..errors import (
     TierckptError,
 )
 from ..format import manifest as manifests
-from ..format.layout import PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, local_dir, part, pending
+from ..format.layout import PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, adopted_dir, local_dir, part, pending
 from ..format.manifest import Manifest
 from ..poll import SHARED, Poll
 from ..quantities import human_bytes
@@ -436,7 +436,9 @@ class Drainer:
             return
         store = self.store(entry.location)
         async for info in store.list():
-            if info.key.endswith(f"-{entry.token}{SHARD_SUFFIX}"):
+            if info.key.endswith(f"-{entry.token}{SHARD_SUFFIX}") or info.key.startswith(
+                f"{adopted_dir(entry.token)}/"
+            ):
                 await store.delete(info.key)
 
     async def _merged(self, entry: Entry, store: Store) -> Manifest | None:

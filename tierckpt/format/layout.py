@@ -4,6 +4,7 @@ A checkpoint directory looks the same on every tier, so what is true of the buck
 
     <checkpoint>/.metadata                          DCP's own metadata: stock PyTorch reads the checkpoint through it
     <checkpoint>/__0_0-<token>.distcp               shards; the token is new for every rank and save (P3)
+    <checkpoint>/files-<token>/...                  a directory that somebody else wrote, as it was when it was adopted
     <checkpoint>/.tierckpt/manifest.json            the commit: written last, names every file with size and digests
     <checkpoint>/.tierckpt/claim.json               which attempt owns this id (shared tier only)
     <checkpoint>/.tierckpt/metadata/<attempt>       the metadata bytes that belong to the manifest's attempt
@@ -266,6 +267,11 @@ def origin_file(token: str) -> str:
 def private_files(token: str) -> tuple[str, ...]:
     """What a rank's save writes beside its shards."""
     return attempt_metadata(token), blocks_file(token), origin_file(token), f"{FORMAT_1_ORIGIN_DIR}/{token}"
+
+
+def adopted_dir(token: str) -> str:
+    """Name of the directory that holds the files one rank has adopted, under the names that their writer gave them."""
+    return f"files-{token}"
 
 
 def pending(attempt: str) -> str:

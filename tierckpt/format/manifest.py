@@ -185,6 +185,11 @@ class Manifest:
         return sum(entry.size_bytes for entry in self.entries)
 
     @property
+    def adopted_dirs(self) -> frozenset[str]:
+        """The directories of this attempt that hold what it has adopted; none for what tierckpt has saved itself."""
+        return frozenset(entry.source.partition("/")[0] for entry in self.files if entry.source)
+
+    @property
     def entries(self) -> tuple[FileEntry, ...]:
         """Every file the checkpoint needs: shards first, metadata last."""
         return self.files + self.metadata
@@ -214,10 +219,19 @@ def merge(fragments: Sequence[Manifest]) -> Manifest:
         raise ManifestError(
             f"{len(fragments)} fragments do not make one save of {first.world_size} ranks", attempt=first.attempt
         )
+    files: dict[str, FileEntry] = {}
+    for entry in (entry for fragment in fragments for entry in fragment.files):
+        other = files.setdefault(entry.path, entry)  # ranks that see one directory have adopted the same files
+        if (other.size_bytes, other.digests) != (entry.size_bytes, entry.digests):
+            raise ManifestError(
+                f"{entry.path} of rank {entry.rank} is another file than that of rank {other.rank}",
+                hint="Ranks that adopt into one checkpoint give each file one name, or have the same file under it",
+                attempt=first.attempt,
+            )
     merged = replace(
         first,
         metadata=tuple(sorted((entry for fragment in fragments for entry in fragment.metadata), key=lambda e: e.path)),
-        files=tuple(sorted((entry for fragment in fragments for entry in fragment.files), key=lambda e: e.path)),
+        files=tuple(sorted(files.values(), key=lambda e: e.path)),
         created_unix_seconds=max(fragment.created_unix_seconds for fragment in fragments),
     )
     return decode(merged.encode())
@@ -266,8 +280,8 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
     paths = [entry.path for entry in metadata + files] + [entry.source for entry in metadata + files if entry.source]
     if len(set(paths)) != len(paths):
         bad("a file is named twice")
-    if not metadata:
-        bad("no metadata file")
+    if not metadata and not any(entry.source for entry in files):
+        bad("no metadata file")  # what was adopted has none of its own
     if digest != _algorithm(metadata + files):
         bad(f"it has other digests than {digest!r}")
     return Manifest(attempt, world, chunk, metadata, files, tuple(replaces), float(created), version)

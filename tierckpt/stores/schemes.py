@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ..errors import ConfigError
 from ..format.layout import Location
 
@@ -21,6 +23,21 @@ def check_location(location: Location) -> Location:
         hint=f"Use a path, {', '.join(f'{scheme}://' for scheme in OWN_SCHEMES)} or a scheme fsspec knows",
         uri=location.uri,
     )
+
+
+def check_target(location: Location, local_root: Path) -> None:
+    """Raise ConfigError when nothing can be saved to ``location``: HTTP is for reading, and inside the local root the
+    local tier would shadow it."""
+    if location.scheme in ("http", "https"):
+        raise ConfigError(
+            f"{location.uri} can be read and not written: HTTP stores nothing",
+            hint="Save to s3://BUCKET/KEY, az://CONTAINER/KEY, gs://BUCKET/KEY or a path",
+        )
+    if location.scheme == "file" and Path(location.path).is_relative_to(local_root):
+        raise ConfigError(
+            f"{location.path} lies inside local_root {local_root}",
+            hint="Save to a directory outside it; local_root belongs to tierckpt",
+        )
 
 
 def fsspec_schemes() -> set[str]:

@@ -28,7 +28,7 @@ from ..client import Client, get_client
 from ..config import Settings
 from ..dcp.handoff.client import HandoffHandle, is_wanted
 from ..dcp.stager import Mode, TierStager
-from ..dcp.writer import TierStorageWriter, check_target
+from ..dcp.writer import TierStorageWriter
 from ..errors import (
     CheckpointError,
     OperationTimeoutError,
@@ -39,7 +39,7 @@ from ..errors import (
 from ..format.layout import Location, parse_uri, step_name, step_of
 from ..planning.interval import OVERHEAD_MAX
 from ..planning.tuning import Goal
-from ..stores.schemes import check_location
+from ..stores.schemes import check_location, check_target
 from ..telemetry import BLOCKED_SECONDS, logger
 from ..tracebacks import short_traceback
 from ..types import Tier

@@ -19,6 +19,7 @@ from ...telemetry import LogFormat, LogLevel, log_to
 from ...tracebacks import TRACEBACK_VARIABLE, keeps_tracebacks
 from ...types import Tier
 from .. import (
+    adopt,
     agent,
     doctor,
     drain,
@@ -54,6 +55,7 @@ for _verb in (
     drain.drain,
     prefetch.prefetch,
     restore.restore,
+    adopt.adopt,
     drill.drill,
     status.status,
     agent.agent,

@@ -1,0 +1,330 @@
+"""A directory that somebody else wrote becomes a checkpoint: whole or not at all, whatever its writer does next."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import tierckpt
+from tests.compat.worker import launch
+from tierckpt import adoption
+from tierckpt.checkpoint.journal import Journal
+from tierckpt.cli.ui.app import run as run_cli
+from tierckpt.client import close_all, get_client
+from tierckpt.config import Settings
+from tierckpt.errors import (
+    AlreadyCommittedError,
+    CheckpointError,
+    ConfigError,
+    IntegrityError,
+    ManifestError,
+    OperationTimeoutError,
+)
+from tierckpt.format.layout import parse_uri
+from tierckpt.save import directory as directories
+
+SECONDS = 120.0
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """What a framework might have written: nested, empty and linked files."""
+    made = tmp_path / "out" / "checkpoint-5"
+    (made / "optimizer").mkdir(parents=True)
+    (made / "model.safetensors").write_bytes(os.urandom((9 << 20) + 7))
+    (made / "optimizer" / "rank0.pt").write_bytes(os.urandom(300_000))
+    (made / "scheduler.pt").write_bytes(b"")
+    (made / "latest").symlink_to("model.safetensors")
+    return made
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    names = (path for path in directory.rglob("*") if path.is_file() and ".tierckpt" not in path.parts)
+    return {str(path.relative_to(directory)): path.read_bytes() for path in names}
+
+
+def restored(run: Path | str, to: Path) -> dict[str, bytes]:
+    assert run_cli(["restore", "--latest", str(run), "--to", str(to), "--json"]) == 0
+    return tree(to)
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_what_was_adopted_comes_back_byte_for_byte_on_a_node_that_never_had_it(
+    links: bool, written: Path, shared_uri: str, tmp_path: Path
+) -> None:
+    before = tree(written)
+    handle = tierckpt.adopt(written, f"{shared_uri}/run/step-5", links=links)
+    shutil.rmtree(written)  # the next moment
+    handle.wait("local", 0)
+    handle.wait(timeout_seconds=SECONDS)
+    assert (handle.files, handle.size_bytes) == (4, sum(map(len, before.values())))
+    close_all()
+    shutil.rmtree(tmp_path / "local")
+    assert tierckpt.latest(f"{shared_uri}/run") == handle.uri
+    assert restored(f"{shared_uri}/run", tmp_path / "back") == before
+    assert tree(tierckpt.prefetch(handle.uri)) == before
+    assert run_cli(["verify", "--read-data", handle.uri]) == 0
+    assert run_cli(["info", handle.uri, "--json"]) == 0
+
+
+def test_on_every_tier_the_files_have_their_own_names_in_one_folder(written: Path, tmp_path: Path) -> None:
+    tierckpt.adopt(written, tmp_path / "run" / "step-5").wait(timeout_seconds=SECONDS)
+    (folder,) = (tmp_path / "run" / "step-5").glob("files-*")
+    assert tree(folder) == tree(written)
+
+
+def test_a_checkpoint_of_stock_dcp_loads_by_dcp(tmp_path: Path) -> None:
+    state = {"weight": torch.randn(1000), "step": 7}
+    dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    tierckpt.adopt(tmp_path / "stock", tmp_path / "run" / "step-7").wait(timeout_seconds=SECONDS)
+    for lose in (False, True):
+        if lose:
+            close_all()
+            shutil.rmtree(tmp_path / "local")
+        loaded = {"weight": torch.zeros(1000), "step": 0}
+        dcp.load(loaded, storage_reader=tierckpt.TierStorageReader(tmp_path / "run" / "step-7"), no_dist=True)
+        assert torch.equal(loaded["weight"], state["weight"])
+        assert loaded["step"] == 7
+
+
+def test_killed_right_after_adopting_another_process_drains_it(written: Path, tmp_path: Path) -> None:
+    before, uri = tree(written), str(tmp_path / "run" / "step-5")
+    code = (
+        "import os, signal, shutil, sys, tierckpt\n"
+        "from tierckpt.client import Client\n"
+        "Client.submit = lambda self, token: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "tierckpt.adopt(sys.argv[1], sys.argv[2])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(written), uri], timeout=SECONDS, check=False)
+    assert done.returncode == -signal.SIGKILL
+    shutil.rmtree(written)
+    assert run_cli(["drain", "--wait", "--json"]) == 0
+    shutil.rmtree(tmp_path / "local")
+    assert restored(tmp_path / "run", tmp_path / "back") == before
+
+
+@pytest.mark.parametrize("where", ["save.directory.digests", "checkpoint.local_commit.commit_local"])
+def test_killed_before_the_commit_nothing_is_left_and_it_can_be_adopted_again(
+    where: str, written: Path, tmp_path: Path
+) -> None:
+    uri = str(tmp_path / "run" / "step-5")
+    module, _, name = where.rpartition(".")
+    code = (
+        "import importlib, os, signal, sys, tierckpt\n"
+        f"module = importlib.import_module('tierckpt.{module}')\n"
+        f"module.{name} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "tierckpt.adopt(sys.argv[1], sys.argv[2])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(written), uri], timeout=SECONDS, check=False)
+    assert done.returncode == -signal.SIGKILL
+    get_client(Settings()).recover()
+    assert tierckpt.latest(tmp_path / "run") is None
+    run_cli(["drain", "--wait", "--json"])
+    assert not list((tmp_path / "local").rglob("files-*"))
+    tierckpt.adopt(written, uri).wait(timeout_seconds=SECONDS)
+    assert restored(tmp_path / "run", tmp_path / "back") == tree(written)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------
+
+
+def test_an_empty_directory_a_file_and_a_missing_one_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name in ("empty", "file", "missing"):
+        with pytest.raises(ConfigError):
+            tierckpt.adopt(tmp_path / name, tmp_path / "run" / "step-1")
+    assert tierckpt.latest(tmp_path / "run") is None
+
+
+@pytest.mark.parametrize("target", ["/etc/hostname", "../elsewhere", "nothing", "."])
+def test_a_link_that_leads_out_nowhere_or_round_is_refused(target: str, written: Path) -> None:
+    (written.parent / "elsewhere").write_text("not of the checkpoint")
+    (written / "link").symlink_to(target)
+    with pytest.raises(ConfigError, match="link"):
+        tierckpt.adopt(written, written.parents[1] / "run" / "step-5")
+
+
+def test_a_pipe_is_refused(written: Path) -> None:
+    os.mkfifo(written / "pipe")
+    with pytest.raises(ConfigError, match="pipe"):
+        tierckpt.adopt(written, written.parents[1] / "run" / "step-5")
+
+
+def test_a_file_that_is_open_for_writing_refuses_the_directory(written: Path, tmp_path: Path) -> None:
+    with (written / "scheduler.pt").open("ab"), pytest.raises(CheckpointError, match="still being written"):
+        tierckpt.adopt(written, tmp_path / "run" / "step-5")
+    tierckpt.adopt(written, tmp_path / "run" / "step-5")
+
+
+@pytest.mark.parametrize("change", ["in place", "new file", "gone", "renamed over"])
+def test_two_looks_that_differ_refuse_the_directory(
+    change: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = directories.digests
+
+    def changed(*arguments: object) -> object:
+        model = written / "model.safetensors"
+        if change == "in place":
+            with model.open("r+b") as file:
+                file.write(b"later")
+        elif change == "new file":
+            (written / "new").touch()
+        elif change == "gone":
+            model.unlink()
+        else:
+            shutil.copy2(model, written.parent / "new")
+            (written.parent / "new").replace(model)
+        return digest(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(directories, "digests", changed)
+    with pytest.raises((CheckpointError, ConfigError)):
+        tierckpt.adopt(written, tmp_path / "run" / "step-5")
+    assert tierckpt.latest(tmp_path / "run") is None
+    assert not list((tmp_path / "local").rglob("files-*"))
+    assert not Journal(tmp_path / "local").entries()
+
+
+def test_what_stands_there_is_replaced_only_when_told_and_stays_whole_until_then(written: Path, s3_uri: str) -> None:
+    uri, before = f"{s3_uri}/run/step-5", tree(written)
+    tierckpt.adopt(written, uri).wait(timeout_seconds=SECONDS)
+    (written / "more").write_text("more")
+    with pytest.raises(AlreadyCommittedError, match="Checkpoint already exists"):
+        tierckpt.adopt(written, uri)
+    assert restored(uri, written.parent / "old") == before
+    tierckpt.adopt(written, uri, overwrite=True).wait(timeout_seconds=SECONDS)
+    assert restored(uri, written.parent / "new") == tree(written)
+    names = {name for name, _ in listing(uri)}
+    assert len({name.partition("/")[0] for name in names if name.startswith("files-")}) == 1  # the old one has gone
+
+
+def listing(uri: str) -> list[tuple[str, int]]:
+    client = get_client(Settings())
+
+    async def keys() -> list[tuple[str, int]]:
+        return [(info.key, info.size_bytes) async for info in client.engine.store(parse_uri(uri)).list()]
+
+    return client.run(keys())
+
+
+# --- a writer that goes on -------------------------------------------------------------------------------------
+
+
+def test_what_is_written_in_place_later_does_not_reach_what_was_taken_in(written: Path, tmp_path: Path) -> None:
+    before = tree(written)
+    tierckpt.adopt(written, tmp_path / "run" / "step-5", links=True, drain=False)  # a path: links have no effect
+    for path in written.rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"something else")
+    assert restored(tmp_path / "run" / "step-5", tmp_path / "back") == before
+
+
+def test_with_links_a_write_in_place_is_found_by_the_digests(written: Path, s3_uri: str, tmp_path: Path) -> None:
+    tierckpt.adopt(written, f"{s3_uri}/run/step-5", links=True, drain=False)
+    with (written / "model.safetensors").open("r+b") as file:
+        file.write(b"something else")
+    client = get_client(Settings(drain=False))
+    with pytest.raises(IntegrityError):
+        client.run(client.engine.restore(parse_uri(f"{s3_uri}/run/step-5"), tmp_path / "back"))
+
+
+# --- several ranks ---------------------------------------------------------------------------------------------
+
+
+def test_two_nodes_adopt_into_one_checkpoint_that_is_there_when_both_have(s3_uri: str, tmp_path: Path) -> None:
+    uri = f"{s3_uri}/run/step-5"
+    for rank in (0, 1):
+        (tmp_path / f"node{rank}").mkdir()
+        (tmp_path / f"node{rank}" / f"shard-{rank}").write_bytes(os.urandom(100_000))
+        (tmp_path / f"node{rank}" / "config.json").write_text("{}")  # the same on both
+    handles = []
+    for rank in (0, 1):
+        assert tierckpt.latest(f"{s3_uri}/run", local_root=tmp_path / "third") is None
+        handles.append(
+            tierckpt.adopt(
+                *(tmp_path / f"node{rank}", uri), ranks=(rank, 2), attempt="try-1", local_root=tmp_path / f"local{rank}"
+            )
+        )
+    for handle in handles:
+        handle.wait(timeout_seconds=SECONDS)
+    assert restored(uri, tmp_path / "back") == {**tree(tmp_path / "node0"), **tree(tmp_path / "node1")}
+    with pytest.raises(AlreadyCommittedError, match="Checkpoint already exists"):
+        tierckpt.adopt(tmp_path / "node0", uri, ranks=(0, 2), attempt="try-1", overwrite=True)
+
+
+def test_ranks_that_have_other_bytes_under_one_name_do_not_make_a_checkpoint(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"node{rank}").mkdir()
+        (tmp_path / f"node{rank}" / "config.json").write_text(f"{{{rank}}}")
+    uri = tmp_path / "run" / "step-5"
+    tierckpt.adopt(tmp_path / "node0", uri, ranks=(0, 2), attempt="a")
+    with pytest.raises(ManifestError, match=r"config.json of rank 1 is another file"):
+        tierckpt.adopt(tmp_path / "node1", uri, ranks=(1, 2), attempt="a")
+    assert tierckpt.latest(tmp_path / "run") is None
+
+
+@pytest.mark.parametrize("bad", [{"ranks": (2, 2)}, {"ranks": (0, 2)}, {"attempt": "a/b"}])
+def test_ranks_that_cannot_be_are_refused(bad: dict[str, object], written: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        tierckpt.adopt(written, tmp_path / "run" / "step-5", **bad)  # type: ignore[arg-type]
+
+
+def job(top: str, shares: bool) -> None:
+    """Each rank writes its file: all into one directory, or two into one on each node."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    node = "" if shares else str(rank // 2)
+    place = Path(top, f"out{node}")
+    place.mkdir(exist_ok=True)
+    (place / f"shard-{rank}").write_bytes(bytes([rank]) * 50_000)
+    handle = tierckpt.adopt(place, f"{top}/run/step-5", local_root=Path(top, f"local{node}"))
+    handle.wait(timeout_seconds=SECONDS)
+    mine = world_size if shares else 2
+    assert handle.files == (0 if rank % mine else mine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [True, False])
+def test_the_ranks_of_a_job_find_out_which_of_them_adopts_what(shares: bool, tmp_path: Path) -> None:
+    launch("tests.integration.test_adopt:job", 4, top=str(tmp_path), shares=shares)
+    back = restored(tmp_path / "run", tmp_path / "back")
+    assert back == {f"shard-{rank}": bytes([rank]) * 50_000 for rank in range(4)}
+
+
+def late(top: str) -> None:
+    if dist.get_rank() == 1:
+        return
+    adoption.RANKS_SECONDS = 1.0
+    Path(top, "out").mkdir()
+    Path(top, "out", "file").touch()
+    with pytest.raises(OperationTimeoutError, match="some rank has not begun"):
+        tierckpt.adopt(f"{top}/out", f"{top}/run/step-5")
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
+    launch("tests.integration.test_adopt:late", 2, top=str(tmp_path))
+
+
+# --- the verb --------------------------------------------------------------------------------------------------
+
+
+def test_the_verb_adopts_and_says_where_it_is(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["adopt", str(written), str(tmp_path / "run" / "step-5"), "--wait", "60", "--json"]
+    assert run_cli(arguments) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["files"], said["tier"]) == (4, "shared")
+    assert run_cli(arguments) == 1
+    assert "Checkpoint already exists" in json.loads(capsys.readouterr().err)["error"]
+    assert run_cli([*arguments, "--overwrite", "--ranks", "x"]) == 2

@@ -1,0 +1,71 @@
+"""``tierckpt adopt``: a directory that somebody else wrote becomes a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..adoption import adopt as adopt_directory
+from ..errors import ConfigError
+from ..types import Json
+from .ui.output import Report, facts, human_bytes, human_seconds
+from .ui.session import JsonOption, LocalRootOption, UriArgument, closing_clients, load_settings
+
+Directory = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="What was written, and is closed.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what stands at URI.")]
+Links = Annotated[bool, typer.Option("--links", help="Hard links: the files are never written in place later.")]
+Ranks = Annotated[str | None, typer.Option("--ranks", metavar="R/N", help="This node is R (from 0) of N that adopt.")]
+Attempt = Annotated[str | None, typer.Option("--attempt", metavar="NAME", help="The name that all of --ranks give.")]
+WaitSeconds = Annotated[float, typer.Option("--wait", metavar="SECONDS", help="Wait so long until it is drained.")]
+
+
+def adopt(
+    directory: Directory,
+    uri: UriArgument,
+    overwrite: Overwrite = False,
+    links: Links = False,
+    ranks: Ranks = None,
+    attempt: Attempt = None,
+    wait: WaitSeconds = 0.0,
+    as_json: JsonOption = False,
+    local_root: LocalRootOption = None,
+) -> Report:
+    """Make a checkpoint of DIRECTORY: committed on this node when this returns, drained to URI behind it.
+
+    DIRECTORY may be deleted then. Without an agent the drain goes on while this command lives: give --wait.
+    """
+    begun = time.monotonic()
+    with closing_clients():
+        settings = load_settings(local_root)
+        handle = adopt_directory(
+            directory, uri, overwrite=overwrite, links=links, ranks=_ranks(ranks), attempt=attempt, settings=settings
+        )
+        adopted_seconds = time.monotonic() - begun
+        if wait:
+            handle.wait(timeout_seconds=wait)
+    document: Json = {
+        "uri": handle.uri,
+        "files": handle.files,
+        "size_bytes": handle.size_bytes,
+        "tier": "shared" if wait else "local",
+        "seconds": adopted_seconds,
+    }
+    summary = {
+        "checkpoint": handle.uri,
+        "files": f"{handle.files}, {human_bytes(handle.size_bytes)}",
+        "committed on": "shared storage" if wait else "this node; `tierckpt status` shows the drain",
+        "took": human_seconds(adopted_seconds),
+    }
+    return Report(document, [facts(summary)])
+
+
+def _ranks(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    rank, _, count = text.partition("/")
+    if not (rank.isdigit() and count.isdigit()):
+        raise ConfigError(f"--ranks is {text!r}", hint="Write it like 0/2")
+    return int(rank), int(count)
