@@ -1,0 +1,87 @@
+"""``tierckpt://`` for SGLang: a model in any store, through the node cache.
+
+SGLang finds ``register`` by the entry point group ``sglang.srt.plugins`` and calls it in each of its processes. For a
+model path that begins with ``tierckpt://`` it then takes configuration, tokenizer and weights from there:
+
+    sglang serve --model-path tierckpt://s3/models/llama-70b
+
+Each byte comes from the store once per node; ranks of a node read the cache through the page cache, each byte once.
+
+Source: SGLang 0.5.23, ``sglang.srt.plugins`` and ``BaseFileConnector`` (``glob``, ``pull_files``, ``weight_iterator``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import Settings
+from ..disk.io_tuner import MODEL_WAYS, SHARED_WAYS
+from ..loading.cached_view import open_cached
+from ..loading.parts import Parts
+from ..loading.safetensors import BYTES_IN_FLIGHT_MAX, WantedTensors
+
+SCHEME = "tierckpt://"
+TARGET = "sglang.srt.connector.create_remote_connector"
+
+
+def register() -> None:
+    """Have SGLang of this process open ``tierckpt://``. It may be called more than once."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(TARGET, _connect, HookType.AROUND)
+
+
+def _connect(original: Callable[..., Any], url: Any, device: Any = None, **options: Any) -> Any:
+    if not os.fspath(url).startswith(SCHEME):
+        return original(url, device, **options)
+    return _connector_class()(os.fspath(url))
+
+
+def _connector_class() -> Any:
+    """The connector, made when SGLang is there to derive it from."""
+    from sglang.srt.connector.base_connector import BaseFileConnector
+
+    class TierckptConnector(BaseFileConnector):  # type: ignore[misc]
+        """The files of a model at ``tierckpt://STORE/...``. What ``pull_files`` brings is removed with it."""
+
+        def glob(self, allow_pattern: str | Sequence[str] | None = None) -> list[str]:
+            """Return the URLs of the files that match, sorted."""
+            with open_cached(self.url, settings=Settings.load()) as view:
+                return [f"{self.url}/{name}" for name in sorted(view.files) if _matches(name, allow_pattern)]
+
+        def pull_files(
+            self, allow_pattern: Sequence[str] | None = None, ignore_pattern: Sequence[str] | None = None
+        ) -> None:
+            """Bring files that match into the connector's directory.
+
+            Raises TierckptError: there is no such model, or it cannot be read.
+            """
+            with open_cached(self.url, settings=Settings.load()) as view:
+                for name in sorted(view.files):
+                    if not _matches(name, allow_pattern) or (ignore_pattern and _matches(name, ignore_pattern)):
+                        continue
+                    path = Path(self.get_local_dir()) / name  # a file set holds no name that leaves its directory
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(view.read(name))
+
+        def weight_iterator(self, rank: int = 0) -> Generator[tuple[str, Tensor], None, None]:
+            """Yield every tensor, as ``stream_safetensors``; layers take their part of each."""
+            ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+            ways = SHARED_WAYS if ranks > 1 else MODEL_WAYS
+            wanted = WantedTensors(self.url, "cpu", None, "", Parts(), Settings.load(), ways)
+            wanted.begin()
+            return wanted.stream(BYTES_IN_FLIGHT_MAX)
+
+    return TierckptConnector
+
+
+def _matches(name: str, patterns: str | Sequence[str] | None) -> bool:
+    globs = [patterns] if isinstance(patterns, str) else patterns
+    return globs is None or any(fnmatchcase(name, glob) for glob in globs)
