@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import threading
 import time
@@ -21,7 +22,7 @@ from tierckpt.planning.transfer import best_steps
 from tierckpt.replay import link as links
 from tierckpt.replay.link import GRADIENTS, PARTS, Link
 from tierckpt.replay.multi_step import MultiStepStager, Snapshot
-from tierckpt.replay.parts import split_parts
+from tierckpt.replay.parts import Traffic, split_parts
 
 SECONDS = 60.0
 
@@ -116,7 +117,7 @@ def test_windows_of_every_length(steps: int, slow_link: Link) -> None:
 
 
 def test_bytes_moved_are_the_state_and_the_gradients_of_parts_that_wait() -> None:
-    """1 + r (K - 1) / 2 for equal parts; parts of falling size move a little more, by what is computed here."""
+    """1 + r (K - 1) / 2, with r = 1/3 here: gradients are float32."""
     weights = [nn.Parameter(torch.randn(1 << 12)) for _ in range(140)]
     optimizer = torch.optim.AdamW(weights)
 
@@ -133,9 +134,19 @@ def test_bytes_moved_are_the_state_and_the_gradients_of_parts_that_wait() -> Non
             stager.end_of_step()
         snapshot = pending.result(SECONDS)
     state_bytes = 140 * ((1 << 14) * 3 + 4)
-    parts = split_parts({str(n): (1 << 14) * 3 + 4 for n in range(140)}, 7, 1 / 3)
-    gradient_bytes = sum(len(part) * (1 << 14) * (6 - number) for number, part in enumerate(parts))
-    assert snapshot.steps == 6 and snapshot.moved_bytes == state_bytes + gradient_bytes
+    assert snapshot.steps == 6 and snapshot.moved_bytes == pytest.approx(state_bytes * (1 + (1 / 3) * 6 / 2), rel=0.01)
+
+
+@pytest.mark.parametrize(("seconds", "falls"), [(0.0, False), (0.1, False), (1.0, True), (0.5, False)])
+def test_parts_are_equal_unless_that_alone_makes_steps_wait(seconds: float, falls: bool) -> None:
+    """Copied in four steps' time: equal parts keep steps of 0.1 s waiting for 19 ms in all, and steps of 1 s for 190.
+    On a link of half that width parts of any size wait."""
+    state = 2_400_000_000
+    traffic = Traffic(state, state // 6, state / (4 * seconds) if seconds else 0.0, seconds)
+    if seconds == 0.5:
+        traffic = dataclasses.replace(traffic, step_seconds=0.25)
+    assert (traffic.falling_share(7) > 0) == falls
+    assert traffic.best_steps() == 6
 
 
 def test_a_step_waits_for_its_part_and_for_nothing_else(slow_link: Link) -> None:

@@ -33,6 +33,7 @@ class Copy:
         self.was_changed = False
         """Something wrote over a source before the copy was done."""
         self.size_bytes = 0
+        self.copied_bytes = 0
         self.result = [] if is_narrow else host_memory(sources)
         self._sources = list(sources)
         self._versions = [one._version for one in sources]
@@ -42,6 +43,10 @@ class Copy:
             for target, source in zip(self.result, sources, strict=True):
                 self._add(target, source)
             self._chunks.reverse()
+
+    @property
+    def left_bytes(self) -> int:
+        return self.size_bytes - self.copied_bytes
 
     def next_chunk(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the next target and source to copy, or None at the end."""
@@ -94,12 +99,18 @@ class Link:
 
     def __init__(self, bytes_per_second: float = 0.0) -> None:
         self.bytes_per_second = bytes_per_second
+        self._moved_bytes, self._busy_seconds = 0, 0.0
         self._waiting: list[tuple[int, int, Copy]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="tierckpt-link", daemon=True)
         self._thread.start()
+
+    @property
+    def measured_rate(self) -> float:
+        """Bytes per second while it copied; 0 until a few chunks were."""
+        return self._moved_bytes / self._busy_seconds if self._moved_bytes >= CHUNK_BYTES else 0.0
 
     def copy(self, sources: Sequence[torch.Tensor], priority: int) -> Copy:
         """Begin to copy ``sources``. They must not be written over until the copy is done."""
@@ -132,12 +143,16 @@ class Link:
             try:
                 pair = made.next_chunk()
                 if pair is not None:
+                    begun = time.monotonic()
                     target, source = pair
                     size_bytes = target.numel() * target.element_size()
                     if self.bytes_per_second:
                         free_at = max(free_at, time.monotonic() - CATCH_UP_SECONDS) + size_bytes / self.bytes_per_second
                         time.sleep(max(0.0, free_at - time.monotonic()))
                     target.copy_(source)
+                    made.copied_bytes += size_bytes
+                    self._moved_bytes += size_bytes
+                    self._busy_seconds += time.monotonic() - begun
                     continue
             except BaseException as error:
                 self._remove(made)

@@ -22,28 +22,30 @@ Source: GoCkpt.
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..errors import CapacityError, CheckpointError, OperationTimeoutError
-from ..planning.transfer import best_steps
 from ..telemetry import logger
 from .apply import Replay
 from .capture import Capture, Gradients, Step
 from .checksum import Fingerprint
 from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss
 from .optimizers import Parameter, local, parameters_of
-from .parts import split_parts
+from .parts import Traffic, split_parts
+from .tree import detach, fill, like
 
 log = logger("replay")
 
 COPY_TIMEOUT_SECONDS = 600.0
+STEPS_MEASURED = 9
 OUT_OF_MEMORY = "host memory ran out"
 Take = Callable[[], Any]
 
@@ -61,6 +63,8 @@ class Snapshot:
     """How long training waited, in all calls and steps of the window."""
     fallback: str = ""
     """Why the state was copied whole. '' when it was copied in parts."""
+    waited_bytes: int = 0
+    """What forward and backward passes did not hide: training waited until these were copied."""
 
 
 @dataclass
@@ -76,8 +80,11 @@ class _Window:
     take: Take
     begun: int
     parts: list[_Part]
+    steps_left: int
+    falls_back: bool
     result: Future[Snapshot] = field(default_factory=Future)
     blocked_seconds: float = 0.0
+    waited_bytes: int = 0
     copies: list[Copy] = field(default_factory=list)
     gradients: dict[int, tuple[list[str], Copy]] = field(default_factory=dict)
     work: list[Future[None]] = field(default_factory=list)
@@ -128,10 +135,16 @@ class MultiStepStager:
         self.optimizer = optimizer
         self.link = link or Link()
         self._owns_link = link is None
-        self._fence = optimizer.register_step_pre_hook(self._before_step)  # first: gradients would overtake the part
+        self._fences = [  # first: gradients would overtake the part
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
         self._capture = Capture(optimizer, self._on_step, copy=self._on_gradients)
         self._replays = ThreadPoolExecutor(1, "tierckpt-replay")
         self._window: _Window | None = None
+        self._stepped_at = 0.0
+        self._hidden_seconds: deque[float] = deque(maxlen=STEPS_MEASURED)
+        """From the end of a step to the beginning of the next: what a copy can hide behind."""
         self._waits_for_gradients = isinstance(optimizer, torch.optim.SGD)
         """Something writes over gradients before they are copied (Nesterov, ``zero_grad`` in place): a step waits."""
 
@@ -146,13 +159,23 @@ class MultiStepStager:
         """True while a window is open, and ``end_of_step`` is to be called."""
         return self._window is not None
 
-    def begin(self, take: Take) -> Future[Snapshot]:
+    def traffic(self) -> Traffic:
+        """Return what a window would move now, and what one step hides of it, as measured so far."""
+        return self._traffic(sum(map(self._size, parameters_of(self.optimizer))))
+
+    def _traffic(self, state_bytes: int) -> Traffic:
+        seconds = statistics.median(self._hidden_seconds) if self._hidden_seconds else 0.0
+        return Traffic(state_bytes, self._gradient_bytes(), self.link.measured_rate, seconds)
+
+    def begin(self, take: Take, window_steps: int = 0, *, falls_back: bool = True) -> Future[Snapshot]:
         """Open a window: begin to copy the first part.
 
         Args:
             take: returns all that the checkpoint is to have: dicts and lists of tensors and plain values. It is called
                 at the end of the window's last step. Tensors of the optimizer in it are replaced by their copies,
                 others are copied then.
+            window_steps: of this window; 0: as the stager was told.
+            falls_back: False: what ends the window early is raised by the future, and nothing is copied whole.
 
         Raises:
             CheckpointError: a window is open.
@@ -166,10 +189,10 @@ class MultiStepStager:
             self._capture.close()
             self._capture = Capture(self.optimizer, self._on_step, copy=self._on_gradients)
         sizes = {one.key: self._size(one) for one in parameters_of(self.optimizer)}
-        share = self._gradient_bytes() / max(1, sum(sizes.values()))
-        steps = self.window_steps or best_steps(share)
-        parts = [_Part(keys) for keys in split_parts(sizes, steps, share)]
-        window = self._window = _Window(take, self._capture.version, parts)
+        traffic = self._traffic(sum(sizes.values()))
+        steps = window_steps or self.window_steps or traffic.best_steps()
+        parts = [_Part(keys) for keys in split_parts(sizes, steps, traffic.falling_share(steps))]
+        window = self._window = _Window(take, self._capture.version, parts, steps, falls_back)
         self.end_of_step()
         return window.result
 
@@ -185,25 +208,35 @@ class MultiStepStager:
         try:
             window.failure = window.failure or self._capture.broken
             if window.failure:
-                self._copy_whole_or_fail(window)
+                if window.falls_back:
+                    self._copy_whole_or_fail(window)
+                else:
+                    self.abandon(window.failure)
                 return
-            following = next((part for part in window.parts if part.version < 0), None)
-            if following is not None:
-                self._begin_part(window, following)
-            if window.parts[-1].version >= 0 and window.sealed < 0:
-                self._seal(window)
+            if window.steps_left:
+                window.steps_left -= 1
+                following = next((part for part in window.parts if part.version < 0), None)
+                if following is not None:
+                    self._begin_part(window, following)
+                if not window.steps_left:
+                    self._seal(window, following)
         except MemoryError:
             window.failure = OUT_OF_MEMORY
         finally:
             window.blocked_seconds += time.perf_counter() - begun
 
+    def abandon(self, reason: str) -> None:
+        """Give up an open window: its future raises ``CheckpointError(reason)``. Does nothing when none is open."""
+        window, self._window = self._window, None
+        if window is not None and not window.result.done():
+            window.result.set_exception(CheckpointError(reason))
+
     def close(self) -> None:
         """Give up an open window, and remove the hooks."""
         self._capture.close()
-        self._fence.remove()
-        window, self._window = self._window, None
-        if window is not None and not window.result.done():
-            window.result.set_exception(CheckpointError("the multi-step stager was closed before its window ended"))
+        for fence in self._fences:
+            fence.remove()
+        self.abandon("the multi-step stager was closed before its window ended")
         self._replays.shutdown(cancel_futures=True)
         if self._owns_link:
             self.link.close()
@@ -251,14 +284,20 @@ class MultiStepStager:
 
     def _before_step(self, *_: Any) -> None:
         """W1."""
+        begun = time.perf_counter()
+        if self._stepped_at:
+            self._hidden_seconds.append(begun - self._stepped_at)
         window = self._window
         if window is None:
             return
-        begun = time.perf_counter()
         for part in window.parts:
-            if part.copy is not None:
+            if part.copy is not None and not part.copy.done.done():
+                window.waited_bytes += part.copy.left_bytes
                 _wait(part.copy)
         window.blocked_seconds += time.perf_counter() - begun
+
+    def _after_step(self, *_: Any) -> None:
+        self._stepped_at = time.perf_counter()
 
     def _on_gradients(self, gradients: Gradients) -> Gradients:
         """The gradients of parts that were copied follow them."""
@@ -300,12 +339,12 @@ class MultiStepStager:
 
         window.work.append(self._replays.submit(replay))
 
-    def _seal(self, window: _Window) -> None:
-        """W2, W3."""
+    def _seal(self, window: _Window, last: _Part | None) -> None:
+        """W2, W3. ``last``: the part that is copied from now on."""
         window.sealed = self._capture.version
         live = {one.key: local(one.tensor.detach()) for one in parameters_of(self.optimizer)}
-        replayed = [key for part in window.parts if part.version < window.sealed for key in part.keys]
-        wanted = {key: Fingerprint.of(live[key]) for key in replayed}
+        earlier = [key for part in window.parts if part is not last for key in part.keys]
+        wanted = {key: Fingerprint.of(live[key]) for key in earlier}
         held, tree = self._detach(window.take())
 
         def finish() -> None:
@@ -322,12 +361,15 @@ class MultiStepStager:
                     copies |= {(key, name): one for name, one in part.replay.state[key].items()}
             steps = window.sealed - window.begun
             state = _put(tree, held, copies)
-            self._settle(window, Snapshot(state, steps, window.moved_bytes, window.blocked_seconds))
+            moved, waited = window.moved_bytes, window.waited_bytes
+            self._settle(window, Snapshot(state, steps, moved, window.blocked_seconds, waited_bytes=waited))
 
         def ended(done: Future[None]) -> None:
             if error := done.exception():
                 # Copied whole at the end of the next step.
                 window.failure = OUT_OF_MEMORY if isinstance(error, MemoryError) else str(error) or repr(error)
+                if not window.falls_back and not window.result.done():
+                    window.result.set_exception(CheckpointError(window.failure))
 
         self._replays.submit(finish).add_done_callback(ended)
 
@@ -361,63 +403,24 @@ class MultiStepStager:
             window.copies.append(copy)
         blocked = window.blocked_seconds + time.perf_counter() - begun
         steps = self._capture.version - window.begun
-        self._settle(window, Snapshot(_put(tree, held, copies), steps, window.moved_bytes, blocked, window.failure))
+        moved, waited = window.moved_bytes, window.waited_bytes
+        self._settle(window, Snapshot(_put(tree, held, copies), steps, moved, blocked, window.failure, waited))
+
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return each parameter (as "") and the tensors of its state, by parameter key: the live ones."""
+        return {
+            one.key: {"": one.tensor} | {n: v for n, v in self._state(one).items() if isinstance(v, torch.Tensor)}
+            for one in parameters_of(self.optimizer)
+        }
 
     def _detach(self, tree: Any) -> tuple[dict[tuple[str, str], torch.Tensor], Any]:
         """Replace the optimizer's tensors in ``tree`` by their names, and copy all others."""
-        held: dict[tuple[str, str], torch.Tensor] = {}
-        known: dict[Any, tuple[str, str]] = {}
-        for parameter in parameters_of(self.optimizer):
-            for name, tensor in {"": parameter.tensor, **self._state(parameter)}.items():
-                if isinstance(tensor, torch.Tensor):
-                    held[parameter.key, name] = tensor
-                    known[_identity(tensor)] = (parameter.key, name)
-
-        def walk(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                place = known.get(_identity(value))
-                return _Place(*place) if place is not None else _copied(value)
-            if isinstance(value, dict):
-                return {key: walk(one) for key, one in value.items()}
-            if type(value) in (list, tuple):
-                return type(value)(walk(one) for one in value)
-            return value
-
-        return held, walk(tree)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    key: str
-    name: str
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    shard = local(tensor.detach())
-    return (shard.device, shard.data_ptr() if shard.numel() else id(tensor), shard.shape, shard.stride(), shard.dtype)
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    shard = local(tensor.detach())
-    return _like(tensor, shard.to("cpu", copy=True))
-
-
-def _like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return shard
-    return DTensor.from_local(shard, tensor.device_mesh, tensor.placements, run_check=False,
-                              shape=tensor.shape, stride=tensor.stride())  # fmt: skip
+        held = {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
+        return held, detach(tree, held)
 
 
 def _put(tree: Any, held: dict[tuple[str, str], torch.Tensor], copies: dict[tuple[str, str], torch.Tensor]) -> Any:
-    if isinstance(tree, _Place):
-        place = (tree.key, tree.name)
-        return _like(held[place], copies[place])
-    if isinstance(tree, dict):
-        return {key: _put(one, held, copies) for key, one in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_put(one, held, copies) for one in tree)
-    return tree
+    return fill(tree, {place: like(tensor, copies[place]) for place, tensor in held.items() if place in copies})
 
 
 def _wait(copy: Copy) -> None:
