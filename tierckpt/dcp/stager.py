@@ -109,7 +109,7 @@ class TierStager:
         """Return the staged state dict; in lazy mode a Future of it that is done when the copies are."""
         refuse_tensors(state_dict)
         self.synchronize_staging()
-        staged, copies = self._stage(state_dict)
+        staged, copies = self._stage(state_dict, at_once=self.mode == "eager")
         ready = self._copy(copies)
         in_flight.staged(self.settings.local_root, ready)
         if self.mode == "eager":
@@ -118,10 +118,13 @@ class TierStager:
         ready.add_done_callback(lambda done: _settle(future, staged, done.exception()))
         return future
 
-    def stage_items(self, items: Sequence[WriteItem], planner: SavePlanner) -> StagedItems:
+    def stage_items(
+        self, items: Sequence[WriteItem], planner: SavePlanner, *, in_background: bool = False
+    ) -> StagedItems:
         """Copy what ``items`` ask for and nothing else: for those who have the final plan before they stage.
 
-        Objects are serialised now, on the caller's thread. In lazy mode ``StagedItems.wait`` is for the copies.
+        Objects are serialised now, on the caller's thread. In lazy mode ``StagedItems.wait`` is for the copies; with
+        ``in_background``, for tensors that nobody changes any more, too, and no optimizer's step waits for them.
         """
         self.synchronize_staging()
         staged = StagedItems()
@@ -132,10 +135,11 @@ class TierStager:
             else:
                 tensors.append((item, split.resolve(planner, item).detach()))
         refuse_tensors({item.index.fqn: tensor for item, tensor in tensors})
-        copied, copies = self._stage([tensor for _, tensor in tensors])
+        at_once = self.mode == "eager" and not in_background
+        copied, copies = self._stage([tensor for _, tensor in tensors], at_once=at_once)
         for (item, _), tensor in zip(tensors, copied, strict=True):
             staged.data[item.index] = tensor
-        staged.copied = self._copy(copies)
+        staged.copied = copied_in_background(copies) if in_background else self._copy(copies)
         return staged
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -147,16 +151,15 @@ class TierStager:
 
     def _copy(self, copies: Copies) -> Future[None]:
         """Make the copies, or in lazy mode those that cannot wait; the future is done when all are."""
-        done: Future[None] = Future()
         if self.mode == "eager":
+            done: Future[None] = Future()
             copies.run()
             done.set_result(None)
             return done
         may_wait = self._changed_by_step()
         copies.run_now(lambda tensor: _storage_id(tensor) not in may_wait)
         self._pending = copies
-        copies.run_in_background(lambda error: _settle(done, None, error))
-        return done
+        return copied_in_background(copies)
 
     def synchronize_staging(self) -> None:
         """Return when the copies of the last ``stage`` are done. Raises what went wrong with them."""
@@ -187,11 +190,11 @@ class TierStager:
 
     # --- staging ------------------------------------------------------------------------------------------------
 
-    def _stage(self, state: Any) -> tuple[Any, Copies]:
+    def _stage(self, state: Any, *, at_once: bool) -> tuple[Any, Copies]:
         with gc_paused():
-            return self._staged(state)
+            return self._staged(state, at_once=at_once)
 
-    def _staged(self, state: Any) -> tuple[Any, Copies]:
+    def _staged(self, state: Any, *, at_once: bool) -> tuple[Any, Copies]:
         walk = _Walk(state)
         frames = [item_format.frame(leaf.dtype, tuple(leaf.shape)) for leaf in walk.leaves]
         shards = shard_layout.arrange(
@@ -206,7 +209,7 @@ class TierStager:
         lease = self._lease(size_bytes)
         targets = self._targets(lease, walk.leaves, offsets, size_bytes)
         written = None
-        if self.mode == "eager":
+        if at_once:
             spans = _spans(frames, shards, offsets, lease.memory.address)
             written = write_ahead.prepare(self.settings, lease, spans, offsets, size_bytes)
         return walk.rebuild(targets), Copies(targets, walk.leaves, written)
@@ -391,6 +394,12 @@ def _base(lease: Lease, size_bytes: int, *, torch_shares: bool) -> torch.Tensor:
 
 
 _shared_storages: WeakKeyDictionary[Memory, torch.UntypedStorage] = WeakKeyDictionary()
+
+
+def copied_in_background(copies: Copies) -> Future[None]:
+    done: Future[None] = Future()
+    copies.run_in_background(lambda error: _settle(done, None, error))
+    return done
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

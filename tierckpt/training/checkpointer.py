@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch.distributed as dist
 
@@ -54,6 +54,7 @@ from .preemption_notices import Notices
 from .pruning import BackgroundPruning
 from .restore import agreed_latest, restore_newest, unwrapped
 from .run_log import RunLog
+from .window import SaveMode, SaveWindow, check_mode
 
 log = logger("checkpointer")
 
@@ -71,8 +72,8 @@ RETENTION_SECONDS = 2.0
 class Checkpointer:
     """Saves and restores the state of a training job under ``uri``, as ``uri/step-N``.
 
-    ``save`` blocks only while the state is copied to host memory (with ``staging="lazy"`` not even that long); an error
-    of a save is raised by the next ``save``, ``wait`` or ``close``. Works in one process without torch.distributed, and
+    ``save`` blocks only while the state is copied to host memory (see ``mode`` and ``staging``); an error of a save is
+    raised by the next ``save``, ``wait`` or ``close``. Works in one process without torch.distributed, and
     on every rank of a job under torchrun: all ranks must then make the same calls in the same order.
 
     Args:
@@ -82,6 +83,11 @@ class Checkpointer:
         keep_every: keep also the steps that this number divides; an int or ``{"shared": 1000}``. Alone: those, and the
             newest.
         overwrite: a step that exists already is replaced (default), or refused.
+        mode: "async"; "sync": ``save`` returns when the checkpoint is committed locally; "multi_step": the state of the
+            optimizers in ``state`` is copied over ``window_steps`` steps, and the checkpoint of a save at step n is
+            that of step n + window_steps - 1. Needs a call of ``step`` after every step (docs/guide/every-step.md).
+        window_steps: for "multi_step": a number, at most ``interval`` where that is one; or "auto": by sizes, and what
+            link and step were measured to take; 7 where nothing is known.
         staging: "eager" copies the state before ``save`` returns. "lazy" lets the copies of parameters and optimizer
             state overlap the next forward and backward pass; ``step`` of an optimizer in ``state`` waits for them.
             Nothing else may change these tensors before that step.
@@ -118,6 +124,8 @@ class Checkpointer:
         keep_last: int | Mapping[str, int] | None = None,
         keep_every: int | Mapping[str, int] | None = None,
         overwrite: bool = True,
+        mode: SaveMode = "async",
+        window_steps: int | Literal["auto"] = "auto",
         staging: Mode = "eager",
         interval: Interval = None,
         overhead_max: float = OVERHEAD_MAX,
@@ -136,6 +144,8 @@ class Checkpointer:
         mtbf = dict(mtbf_seconds) if isinstance(mtbf_seconds, Mapping) else mtbf_seconds
         self._pacer = IntervalController(interval, Goal.of(overhead_max, mtbf), DrainDecider(self.settings))
         check_target(self.location, self.settings.local_root)
+        self._mode = check_mode(mode, window_steps)
+        self._window = SaveWindow(self.location, window_steps, interval, self._save_record)
         self._stager = TierStager(mode=staging, settings=self.settings)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-save")
         self._handoffs = (
@@ -180,10 +190,14 @@ class Checkpointer:
             self._unsaved = (step, state)
         try:
             is_last = self._last.look(step)
-            future = self._save(step, state, is_asked=is_last) if is_last or self._pacer.is_due(step) else None
             if is_last:
+                future = self._window.copy_whole(step, state, "the job is preempted")
+                future = future or self._save(step, state, is_asked=True)
                 self._last.done()
-            return future
+                return future
+            self._window.end_of_step(step, state)
+            is_due = self._pacer.is_due(step) and not self._window.is_moving
+            return self._begin(step, state, is_asked=False) if is_due else None
         finally:
             self._steps_seen += 1
             self._resume(begun)
@@ -210,7 +224,7 @@ class Checkpointer:
 
     def _phase(self, now: float) -> Phase:
         """What goes on beside training. Looks at the disk at most ten times a second."""
-        if self._running.is_last_under_way:
+        if self._running.is_last_under_way or self._window.is_open:
             return "flushing"
         if not any(record.is_sent and record.shared_commit_seconds is None for record in self.stats[-LATEST:]):
             return "plain"
@@ -234,13 +248,29 @@ class Checkpointer:
         begun = time.monotonic()
         self._ledger.stepped(step)
         try:
-            return self._save(step, state, is_asked=True)
+            return self._begin(step, state, is_asked=True)
         finally:
             self._resume(begun)
 
+    def _begin(self, step: int, state: Mapping[str, Any], *, is_asked: bool) -> Future[None]:
+        """Save as ``mode`` has it."""
+        if self._mode == "multi_step":
+            return self._window.open(step, state, is_asked=is_asked)
+        future = self._save(step, state, is_asked=is_asked)
+        if self._mode == "sync":
+            self._running.finish()
+            self.stats[-1].blocked_seconds = self.stats[-1].age_seconds
+        return future
+
     def _save(self, step: int, state: Mapping[str, Any], *, is_asked: bool) -> Future[None]:
-        begun = time.monotonic()
         record = SaveRecord(step, self.location.child(step_name(step)).uri)
+        return self._save_record(record, state, None, is_asked=is_asked)
+
+    def _save_record(
+        self, record: SaveRecord, state: Mapping[str, Any], collected: dict[str, Any] | None, *, is_asked: bool
+    ) -> Future[None]:
+        """Save ``state``, or what was collected of it at an earlier step: that is nobody else's."""
+        begun, step = time.monotonic(), record.step
         if self._has_no_room(record.uri):
             return self._skip(record)
         self._note_commits()
@@ -254,9 +284,13 @@ class Checkpointer:
             writer.keep(not record.is_sent)
         self._carry_out(order, writer)
         with unwrapped():
-            plan, planner, metadata = plan_save(state, writer, self._running, self._raise_failures)
-        staged, failure = stage(self._stager, plan, planner, state)
-        self._unsaved = None
+            plan, planner, metadata = plan_save(
+                lambda: states.collect(state) if collected is None else collected,
+                *(writer, self._running, self._raise_failures),
+            )
+        staged, failure = stage(self._stager, plan, planner, state, is_copied=collected is not None)
+        if collected is None:
+            self._unsaved = None
         self._note(record)
         self._ledger.saved(step)
         self._saves += 1
@@ -264,7 +298,7 @@ class Checkpointer:
         exchange = Exchange(
             f"{name}/{self._saves}", f"{name}/{self._saves - 1}" if self._saves > 1 else "", self.timeout_seconds
         )
-        job = Job(writer, plan, staged, metadata, record, exchange, begun)
+        job = Job(writer, plan, staged, metadata, record, exchange, record.begun_at)
         if self._handoffs is not None and failure is None:
             job.handle = self._handoffs.submit(self._hand_in, job)
         future = self._pool.submit(self._write, job)
@@ -272,7 +306,7 @@ class Checkpointer:
         if failure is not None:
             self._running.note_reported({record.uri})
             raise failure
-        record.blocked_seconds = time.monotonic() - begun
+        record.blocked_seconds += time.monotonic() - begun
         BLOCKED_SECONDS.emit(record.blocked_seconds)
         return future
 
@@ -317,44 +351,9 @@ class Checkpointer:
         return job.writer.offer_handoff(job.plan, job.staged, job.metadata, job.exchange.key)
 
     def _write(self, job: Job) -> None:
-        record, is_settled = job.record, True
-
-        def write() -> tuple[list[Any], bool]:
-            job.handoff()
-            job.staged.wait(slots.SLOT_SECONDS)
-            future = job.writer.write_data(job.plan, job.staged)
-            future.wait()
-            return future.value(), job.writer.is_direct_put
-
-        def commit(outcomes: list[tuple[list[Any], bool]]) -> tuple[int, bool]:
-            if job.metadata is None:
-                raise RuntimeError("only the coordinator commits")
-            results = [result for result, _ in outcomes]
-            if any(straight for _, straight in outcomes):
-                job.writer.send_after_all()
-            job.writer.finish(job.metadata, results)
-            files = [file for rank in results for item in rank for file in getattr(item, "files", ())]
-            return sum(file.size_bytes for file in files), any(straight for _, straight in outcomes)
-
-        try:
-            record.size_bytes, record.is_straight = job.exchange.gather_then(write, commit)
-            if record.is_straight:
-                job.writer.send_after_all()
-                record.is_sent = True
-            job.writer.hand_over()
-            if record.is_straight:
-                self._wait_shared(record, self.timeout_seconds)  # until then no other node could restore it
-        except BaseException as error:
-            record.error = f"{type(error).__name__}: {error}"
-            if isinstance(error, TierckptError):
-                error.context.setdefault("checkpoint", record.uri)
-            job.writer.settle(error)
-            is_settled = job.give_up()
-            raise
-        finally:
-            if is_settled:
-                job.take_back_will()
-            job.let_go()
+        # One that went straight: until it is on the shared tier no other node could restore it.
+        job.write(lambda: self._wait_shared(job.record, self.timeout_seconds))
+        record = job.record
         record.local_commit_seconds = time.monotonic() - job.begun
         self._ledger.durable(record.step, record.local_commit_seconds, record.size_bytes)
         # A store that hangs must hold up neither this save's future nor the saves behind it.
@@ -367,6 +366,7 @@ class Checkpointer:
 
         Raises the error of a save or drain that failed, OperationTimeoutError when the time is up.
         """
+        self._window.conclude()
         self._running.finish()
         self._note_commits()
         if tier == Tier.SHARED.value:
@@ -443,6 +443,7 @@ class Checkpointer:
         """
         self._check_open()
         names = states.check_names(state, only)
+        self._window.conclude()
         self._running.finish()
         self._client.recover()
         self._client.enter(self.location, trains=False)  # its first save says that it trains
@@ -493,6 +494,8 @@ class Checkpointer:
             with announced(
                 log, lambda: self._describe_wait(deadline), min(1.0, self.settings.exit_timeout_seconds / 4)
             ):
+                if not self._last.is_done:  # else what still fitted is decided
+                    self._window.conclude()
                 self._running.finish(deadline)
                 self._send_newest()
                 self._note_commits()
@@ -549,8 +552,11 @@ class Checkpointer:
         Not after an error, which other ranks may not have: a save is collective. Nor after a preemption notice:
         what still fitted is decided.
         """
-        if self._unsaved is not None and not self._closed and not self._last.is_done:
-            self.save(*self._unsaved)
+        if self._closed or self._last.is_done:
+            return
+        self._window.conclude()
+        if self._unsaved is not None:
+            self._save(*self._unsaved, is_asked=True)
 
     def flush_before_exit(self, deadline: float) -> list[str]:
         """After SIGTERM: wait, until ``deadline``, for what is under way. Returns what is not safe, in words.
@@ -561,7 +567,8 @@ class Checkpointer:
         self._last.wait(deadline, self._pacer.step_seconds)
         self._running.wait(max(0.0, deadline - time.monotonic()))
         self._send_newest()
-        left = [f"{record.uri} did not reach the local tier in time" for record, _ in self._running.unfinished()]
+        left = ["a multi-step save was not copied in time"] if self._window.is_open else []
+        left += [f"{record.uri} did not reach the local tier in time" for record, _ in self._running.unfinished()]
         entries = self._client.run(self._client.engine.drains.idle(max(0.0, deadline - time.monotonic())))
         left += [f"{entry.uri} is on the local tier only; `tierckpt drain --wait` finishes it" for entry in entries]
         self._ledger.ended("preempted", wait_seconds=deadline - time.monotonic())
@@ -572,6 +579,7 @@ class Checkpointer:
         self._unsaved = None
         self._notices.close()
         self._last.close()
+        self._window.close()
         self._ledger.close()
         self._pool.shutdown(wait=False)
         self._pruning.close()

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from ..arena import slots
 from ..config import Settings
 from ..dcp.handoff.client import HandoffHandle
 from ..dcp.planner import TierSavePlanner
@@ -25,7 +26,6 @@ from ..dcp.writer import TierStorageWriter
 from ..errors import CheckpointSkippedError, OperationTimeoutError, TierckptError
 from ..format.layout import DRAINED, Location, local_dir, parse_uri, step_name
 from ..telemetry import logger
-from .codec import state as states
 from .exchange import Exchange, is_distributed
 
 log = logger("checkpointer")
@@ -50,7 +50,19 @@ class SaveRecord:
     """False: it stays on the local tier; only newer ones go to shared storage."""
     is_straight: bool = False
     """True: it does not lie on the SSD on its way, or not all of it; its local and its shared commit are one."""
+    window_steps: int = 0
+    """Of a multi-step save that was copied in parts: how many steps these moved in."""
+    moved_bytes: int = 0
+    """Of such a save: what this rank copied to host memory, parts and gradients."""
+    waited_bytes: int = 0
+    """How much of that did not fit beside the steps: training waited until it was copied."""
+    fallback: str = ""
+    """Why a multi-step save was copied whole. '' for all others."""
     begun_at: float = field(default_factory=time.monotonic, repr=False)
+
+    def name(self, run: Location, step: int) -> None:
+        """Make this the record of ``step`` of ``run``."""
+        self.step, self.uri = step, run.child(step_name(step)).uri
 
     @property
     def age_seconds(self) -> float:
@@ -77,6 +89,47 @@ class Job:
     exchange: Exchange
     begun: float
     handle: Future[HandoffHandle | None] | None = None
+
+    def write(self, wait_shared: Callable[[], None]) -> None:
+        """Write this rank's shards and have the coordinator commit. Sets what the record knows then, or its error."""
+        record, is_settled = self.record, True
+
+        def write() -> tuple[list[Any], bool]:
+            self.handoff()
+            self.staged.wait(slots.SLOT_SECONDS)
+            future = self.writer.write_data(self.plan, self.staged)
+            future.wait()
+            return future.value(), self.writer.is_direct_put
+
+        def commit(outcomes: list[tuple[list[Any], bool]]) -> tuple[int, bool]:
+            if self.metadata is None:
+                raise RuntimeError("only the coordinator commits")
+            results = [result for result, _ in outcomes]
+            if any(straight for _, straight in outcomes):
+                self.writer.send_after_all()
+            self.writer.finish(self.metadata, results)
+            files = [file for rank in results for item in rank for file in getattr(item, "files", ())]
+            return sum(file.size_bytes for file in files), any(straight for _, straight in outcomes)
+
+        try:
+            record.size_bytes, record.is_straight = self.exchange.gather_then(write, commit)
+            if record.is_straight:
+                self.writer.send_after_all()
+                record.is_sent = True
+            self.writer.hand_over()
+            if record.is_straight:
+                wait_shared()
+        except BaseException as error:
+            record.error = f"{type(error).__name__}: {error}"
+            if isinstance(error, TierckptError):
+                error.context.setdefault("checkpoint", record.uri)
+            self.writer.settle(error)
+            is_settled = self.give_up()
+            raise
+        finally:
+            if is_settled:
+                self.take_back_will()
+            self.let_go()
 
     def handoff(self) -> HandoffHandle | None:
         """What the agent has, once it has it. Raises what went wrong while the save was prepared for that."""
@@ -140,10 +193,15 @@ def _drained_after(record: SaveRecord, settings: Settings, committed_at: Mapping
 
 
 def stage(
-    stager: TierStager, plan: SavePlan, planner: TierSavePlanner, state: Mapping[str, Any]
+    stager: TierStager, plan: SavePlan, planner: TierSavePlanner, state: Mapping[str, Any], *, is_copied: bool = False
 ) -> tuple[StagedItems, BaseException | None]:
-    """Stage what the plan wants of this rank. An error goes the way of the save too: every rank must hear it."""
+    """Stage what the plan wants of this rank. An error goes the way of the save too: every rank must hear it.
+
+    ``is_copied``: training has no part in the tensors any more.
+    """
     try:
+        if is_copied:
+            return stager.stage_items(plan.items, planner, in_background=True), None
         stager.watch(value for value in state.values() if isinstance(value, torch.optim.Optimizer))
         return stager.stage_items(plan.items, planner), None
     except BaseException as error:
@@ -251,7 +309,10 @@ class RunningSaves:
 
 
 def plan_save(
-    state: Mapping[str, Any], writer: TierStorageWriter, running: RunningSaves, raise_failures: Callable[[], None]
+    collect: Callable[[], dict[str, Any]],
+    writer: TierStorageWriter,
+    running: RunningSaves,
+    raise_failures: Callable[[], None],
 ) -> tuple[SavePlan, TierSavePlanner, Metadata | None]:
     """DCP's planning, on the caller's thread: the only collectives of a save."""
     planner = TierSavePlanner()
@@ -260,7 +321,7 @@ def plan_save(
 
     def local_step() -> SavePlan:
         raise_failures()  # here, so that all ranks raise it and none is left in the collective
-        collected = states.collect(state)  # here too: what one rank cannot save is raised on all of them
+        collected = collect()  # here too: what one rank cannot save is raised on all of them
         planner.set_up_planner(collected, writer.storage_meta(), ranks.is_coordinator)
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
         return writer.prepare_local_plan(planner.create_local_plan())

@@ -1,0 +1,203 @@
+"""``Checkpointer(mode="multi_step")``: what is saved over several steps is the state of the step that is named."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tierckpt
+from tests.unit.test_multi_step import check
+from tierckpt import Checkpointer
+from tierckpt.errors import CheckpointError, ConfigError
+from tierckpt.training.job import SaveRecord
+from tierckpt.training.window import MultiStepSave
+
+SECONDS = 60.0
+
+
+class Job:
+    """A loop with two optimizers, a schedule, a buffer and random state."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+        self.model.register_buffer("seen", torch.zeros(()))
+        halves = list(self.model.children())
+        self.first = torch.optim.AdamW([p for one in halves[:3] for p in one.parameters()], lr=0.01)
+        self.second = torch.optim.SGD([p for one in halves[3:] for p in one.parameters()], lr=0.01, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.first, 0.95)
+        self.number = 0
+        self.kept: dict[int, Any] = {}
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "first": self.first,
+            "second": self.second,
+            "schedule": self.schedule,
+            "rng": tierckpt.RngState(),
+            "data": {"at": self.number, "seen": torch.tensor([self.number])},
+        }
+
+    def train(self) -> None:
+        self.number += 1
+        for optimizer in (self.first, self.second):
+            optimizer.zero_grad()
+        self.model(torch.randn(4, 16)).square().mean().backward()
+        for optimizer in (self.first, self.second):
+            optimizer.step()
+        self.schedule.step()
+        self.model.seen += 1  # type: ignore[operator]
+        self.kept[self.number] = copy.deepcopy(self.values())
+
+    def values(self) -> dict[str, Any]:
+        of_optimizers = {"first": self.first.state_dict(), "second": self.second.state_dict()}
+        return {
+            "model": self.model.state_dict(),
+            **of_optimizers,
+            "schedule": self.schedule.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+
+
+def check_restored(uri: str, step: int, wanted: Any, **options: Any) -> None:
+    job = Job()
+    state = job.state
+    with Checkpointer(uri, **options) as checkpointer:
+        assert checkpointer.restore(state, step) == step
+    check(job.values(), wanted)
+    assert state["data"]["at"] == step and state["data"]["seen"].tolist() == [step]
+
+
+def train(uri: str, steps: int, **options: Any) -> tuple[Job, list[SaveRecord]]:
+    job = Job()
+    with Checkpointer(uri, mode="multi_step", **options) as checkpointer:
+        for _ in range(steps):
+            job.train()
+            checkpointer.step(job.number, job.state)
+    return job, checkpointer.stats
+
+
+@pytest.mark.parametrize("window_steps", [1, 2, 4, 8])
+def test_a_checkpoint_is_of_the_last_step_of_its_window(window_steps: int, file_uri: str) -> None:
+    job, stats = train(file_uri, 20, interval=8, window_steps=window_steps)
+    ends = [8 + window_steps - 1, 16 + window_steps - 1]
+    named = [record.step for record in stats]
+    assert named == ([*ends, 20] if ends[-1] < 20 else [ends[0], 20]) and not any(record.error for record in stats)
+    for record in stats:
+        assert record.uri.endswith(f"/step-{record.step}")
+        check_restored(file_uri, record.step, job.kept[record.step])
+    assert stats[0].window_steps == window_steps and stats[0].moved_bytes > 0 and not stats[0].fallback
+    assert bool(stats[-1].fallback) == (ends[-1] > 20), "the last window is cut off by the end of the loop"
+
+
+def test_the_future_names_the_step_and_is_done_when_it_is_committed(file_uri: str) -> None:
+    job = Job()
+    with Checkpointer(file_uri, mode="multi_step", window_steps=3) as checkpointer:
+        job.train()
+        saved = checkpointer.save(1, job.state)
+        assert isinstance(saved, MultiStepSave) and saved.record.step == 3
+        while not saved.done():
+            job.train()
+            checkpointer.step(job.number, job.state)
+        saved.result(SECONDS)
+        assert checkpointer.stats == [saved.record] and saved.record.local_commit_seconds is not None
+    check_restored(file_uri, 3, job.kept[3])
+
+
+@pytest.mark.parametrize("end", ["close", "wait", "the with block", "restore"])
+def test_what_ends_a_window_early_saves_the_state_of_now(end: str, file_uri: str) -> None:
+    job = Job()
+    with Checkpointer(file_uri, mode="multi_step", window_steps=7) as checkpointer:
+        job.train()
+        saved = checkpointer.save(1, job.state)
+        for _ in range(3):
+            job.train()
+            checkpointer.step(job.number, job.state)
+        if end == "restore":
+            assert checkpointer.restore(job.state) == 4
+        elif end != "the with block":
+            getattr(checkpointer, end)()
+    saved.result(SECONDS)
+    (record,) = checkpointer.stats
+    assert record.step == 4 and "before the last step" in record.fallback
+    check_restored(file_uri, 4, job.kept[4])
+
+
+def test_a_window_that_is_given_up_is_copied_whole_and_the_record_says_why(file_uri: str) -> None:
+    job = Job()
+    with Checkpointer(file_uri, mode="multi_step", window_steps=4) as checkpointer:
+        job.train()
+        checkpointer.save(1, job.state)
+        for number in range(5):
+            job.train()
+            if number == 1:
+                job.first.load_state_dict(copy.deepcopy(job.first.state_dict()))
+            checkpointer.step(job.number, job.state)
+    (record,) = checkpointer.stats
+    assert record.step == 4 and "load_state_dict" in record.fallback and not record.window_steps
+    check_restored(file_uri, 4, job.kept[4])
+
+
+def test_two_windows_at_once_are_refused(file_uri: str) -> None:
+    """That is also what a loop hears that never calls step."""
+    job = Job()
+    with Checkpointer(file_uri, mode="multi_step", window_steps=4) as checkpointer:
+        job.train()
+        checkpointer.save(1, job.state)
+        job.train()
+        with pytest.raises(CheckpointError, match=r"second one cannot begin.*Call step\(\) after every step"):
+            checkpointer.save(2, job.state)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "lazy"}, "mode is 'lazy'"),
+        ({"window_steps": 4}, "window_steps is given, and mode is 'async'"),
+        ({"mode": "multi_step", "window_steps": 0}, "window_steps is 0"),
+        ({"mode": "multi_step", "window_steps": "many"}, "window_steps is 'many'"),
+        (
+            {"mode": "multi_step", "window_steps": 8, "interval": 7},
+            "window_steps is 8, and a save begins every 7",
+        ),
+    ],
+)
+def test_arguments_that_cannot_work(options: dict[str, Any], words: str, file_uri: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Checkpointer(file_uri, **options)
+
+
+def states_that_cannot_be_followed() -> dict[str, tuple[dict[str, Any], str]]:
+    model = nn.Linear(2, 2)
+    nowhere = nn.Linear(2, 2, device="meta")
+    return {
+        "no optimizer": ({"model": model}, "no optimizer whose steps"),
+        "not elementwise": ({"m": model, "o": torch.optim.LBFGS(model.parameters())}, "LBFGS cannot be replayed"),
+        "meta": ({"m": nowhere, "o": torch.optim.AdamW(nowhere.parameters())}, "on the meta device"),
+    }
+
+
+@pytest.mark.parametrize("name", states_that_cannot_be_followed())
+def test_a_state_that_cannot_be_followed_is_refused(name: str, file_uri: str) -> None:
+    state, words = states_that_cannot_be_followed()[name]
+    with (
+        Checkpointer(file_uri, mode="multi_step") as checkpointer,
+        pytest.raises(ConfigError, match=words),
+    ):
+        checkpointer.save(1, state)
+
+
+def test_sync_returns_when_the_checkpoint_is_committed(file_uri: str) -> None:
+    job = Job()
+    with Checkpointer(file_uri, mode="sync") as checkpointer:
+        job.train()
+        assert checkpointer.save(1, job.state).done()
+        (record,) = checkpointer.stats
+        assert record.local_commit_seconds is not None and record.blocked_seconds >= record.local_commit_seconds
+    check_restored(file_uri, 1, job.kept[1])

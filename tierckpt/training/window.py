@@ -1,0 +1,313 @@
+"""The multi-step save of a Checkpointer: a window of K steps, and one checkpoint of the last of them.
+
+    save(n), or a step that is due    ranks agree on K; the copy of the first part begins
+    step(n+1) ... step(n+K-2)         the next part; gradients of those before follow
+    step(n+K-1)                       the last part begins; all that is no optimizer's is copied now
+    a step after that                 every rank has its parts at that version: the save path writes them as step n+K-1
+
+Invariants:
+    M1  A checkpoint is of one step on all ranks. They agree at the last step of the window, and at each step until its
+        parts are whole; when one rank has given up, all save what they have at that step, copied whole.
+    M2  Nothing that ``save`` was asked for is lost by a loop that ends: the end of a window before its last step is a
+        whole copy of the state of now.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias, get_args
+
+import torch
+
+from ..errors import CheckpointError, ConfigError
+from ..format.layout import Location, step_name
+from ..planning.transfer import STEPS_MAX
+from ..quantities import human_bytes
+from ..replay.link import Link
+from ..replay.multi_step import OUT_OF_MEMORY, MultiStepStager, Snapshot
+from ..replay.parts import Traffic
+from ..replay.tree import detach, fill
+from ..telemetry import logger
+from .codec import state as states
+from .exchange import all_gather, same_outcome
+from .interval import Interval
+from .job import SaveRecord
+
+log = logger("checkpointer")
+
+SaveMode: TypeAlias = Literal["sync", "async", "multi_step"]
+State: TypeAlias = Mapping[str, Any]
+
+DONE, PENDING = "", "pending"
+SETTLE_SECONDS = 600.0
+"""How long the end of a loop waits for parts to be brought to the last step, before it copies the state whole."""
+
+
+def check_mode(mode: SaveMode, window_steps: int | Literal["auto"]) -> SaveMode:
+    """Return ``mode``. Raises ConfigError for another one, and for a window in a mode that has none."""
+    if mode not in get_args(SaveMode):
+        raise ConfigError(f"mode is {mode!r}", hint="Write one of " + ", ".join(map(repr, get_args(SaveMode))))
+    if mode != "multi_step" and window_steps != "auto":
+        raise ConfigError(f"window_steps is given, and mode is {mode!r}", hint='Add mode="multi_step"')
+    return mode
+
+
+class MultiStepSave(Future[None]):
+    """Done when the checkpoint is committed on the local tier. ``record`` names it: its step, its URI, how it went."""
+
+    def __init__(self, record: SaveRecord) -> None:
+        super().__init__()
+        self.record = record
+
+
+class Write(Protocol):
+    """Saves ``state`` as an ordinary checkpoint: ``collected``, if that is given, which belongs to nobody else."""
+
+    def __call__(
+        self, record: SaveRecord, state: State, collected: dict[str, Any] | None, *, is_asked: bool
+    ) -> Future[None]: ...
+
+
+@dataclass
+class _Window:
+    handle: MultiStepSave
+    steps: int
+    is_asked: bool
+    step: int
+    state: State
+    made: int = 0
+    copies: list[Future[Snapshot]] = field(default_factory=list)
+    tree: Any = None
+    failure: str = ""
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.made == self.steps
+
+
+class SaveWindow:
+    """The windows of one Checkpointer, one at a time. All ranks must call the same methods in the same order.
+
+    Args:
+        steps: of a window; "auto": by sizes, the rate of the link and the time of a step, 7 when they are not known.
+        interval: no window is longer, where that is a number.
+
+    Raises:
+        ConfigError: a number of steps below 1, or above ``interval``.
+    """
+
+    def __init__(self, location: Location, steps: int | Literal["auto"], interval: Interval, write: Write) -> None:
+        if steps != "auto" and (isinstance(steps, bool | str) or steps < 1):
+            raise ConfigError(f"window_steps is {steps!r}: 'auto', or a whole number of steps of at least 1")
+        self._longest = interval if isinstance(interval, int) else None
+        if steps != "auto" and self._longest is not None and steps > self._longest:
+            raise ConfigError(
+                f"window_steps is {steps}, and a save begins every {self._longest} steps (interval)",
+                hint="Make the interval at least as long as the window",
+            )
+        self._steps = 0 if steps == "auto" else steps
+        self._location, self._write = location, write
+        self._link: Link | None = None
+        self._stagers: list[MultiStepStager] = []
+        self._window: _Window | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """True until what ``open`` began is being written."""
+        return self._window is not None
+
+    @property
+    def is_moving(self) -> bool:
+        """True while steps of the window are left: no other can begin."""
+        return self._window is not None and not self._window.is_sealed
+
+    def open(self, step: int, state: State, *, is_asked: bool) -> Future[None]:
+        """Begin a window at ``step``. The future is done when the checkpoint of its last step is committed locally.
+
+        Raises:
+            CheckpointError: a window is open.
+            ConfigError: the state has an optimizer that cannot be replayed, or none.
+        """
+        if self.is_moving:
+            raise CheckpointError(
+                "a multi-step checkpoint is still being copied, and a second one cannot begin",
+                hint="Call step() after every step of training, and save less often than window_steps",
+            )
+        self.conclude()
+        same_outcome(lambda: self._meet(state))
+        steps = max(all_gather(self._steps_here()))
+        record = SaveRecord(step + steps - 1, self._location.child(step_name(step + steps - 1)).uri)
+        window = self._window = _Window(MultiStepSave(record), steps, is_asked, step, state)
+        log.debug("a window of %d steps begins at step %d", steps, step)
+
+        def begin(stager: MultiStepStager) -> None:
+            window.copies.append(stager.begin(stager.tensors, steps, falls_back=False))
+
+        self._advance(window, step, state, begin)
+        return window.handle
+
+    def end_of_step(self, step: int, state: State) -> None:
+        """Copy the next part; with the last one, all that is no optimizer's; and write what is whole on all ranks."""
+        window = self._window
+        if window is None:
+            return
+        if window.is_sealed:
+            window.step, window.state = step, state
+            self._settle(window)
+        else:
+            self._advance(window, step, state, MultiStepStager.end_of_step)
+
+    def conclude(self, reason: str = "the loop ended before the last step of its window") -> None:
+        """End the window now (M2). Waits for parts that are all copied; does nothing when no window is open."""
+        window = self._window
+        if window is None:
+            return
+        if window.is_sealed:
+            if futures.wait(window.copies, SETTLE_SECONDS).not_done:
+                window.failure = f"its parts were not brought to one version in {SETTLE_SECONDS:g} s"
+            self._settle(window)
+        else:
+            self._copy_whole(window, reason)
+
+    def copy_whole(self, step: int, state: State, reason: str) -> Future[None] | None:
+        """End the window with a copy of ``state`` as ``step``. Returns its future; None when no window is open."""
+        window = self._window
+        if window is None:
+            return None
+        window.step, window.state = step, state
+        self._copy_whole(window, reason)
+        return window.handle
+
+    def close(self) -> None:
+        """Give up an open window, and remove the hooks."""
+        window, self._window = self._window, None
+        if window is not None:
+            window.handle.set_exception(CheckpointError("the Checkpointer was closed before the window ended"))
+        for stager in self._stagers:
+            stager.close()
+        self._stagers.clear()
+        if self._link is not None:
+            self._link.close()
+
+    def _meet(self, state: State) -> None:
+        """Have a stager for each optimizer in ``state``; they share a link."""
+        optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+        if not optimizers:
+            raise ConfigError(
+                "the state has no optimizer whose steps a multi-step checkpoint could follow",
+                hint='Pass it beside its module ({"model": model, "optimizer": optimizer}), or use mode="async"',
+            )
+        if list(map(id, optimizers)) == [id(stager.optimizer) for stager in self._stagers]:
+            return
+        for stager in self._stagers:
+            stager.close()
+        self._stagers.clear()
+        self._link = self._link or Link()
+        for optimizer in optimizers:
+            self._stagers.append(MultiStepStager(optimizer, link=self._link))
+
+    def _steps_here(self) -> int:
+        found = [stager.traffic() for stager in self._stagers]
+        traffic = Traffic(
+            sum(one.state_bytes for one in found),
+            sum(one.gradient_bytes for one in found),
+            found[0].bytes_per_second,
+            max(one.step_seconds for one in found),
+        )
+        return min(self._steps or traffic.best_steps(), self._longest or STEPS_MAX)
+
+    def _advance(self, window: _Window, step: int, state: State, move: Callable[[MultiStepStager], None]) -> None:
+        begun, inside = time.perf_counter(), 0.0
+        window.step, window.state = step, state
+        window.made += 1
+        collected: dict[str, Any] = {}
+        if window.is_sealed:
+            try:
+                collected = states.collect(state)  # first: torch steps an optimizer that has no state yet
+            except Exception as error:  # raised again where all ranks hear of it: when the state is copied whole
+                window.failure = f"{type(error).__name__}: {error}"
+        for stager in self._stagers:
+            at = time.perf_counter()
+            move(stager)
+            inside += time.perf_counter() - at
+        if window.is_sealed and not window.failure:
+            try:
+                window.tree = detach(collected, self._tensors())
+            except MemoryError:
+                window.failure = OUT_OF_MEMORY
+        window.handle.record.blocked_seconds += time.perf_counter() - begun - inside
+        if window.is_sealed:
+            window.handle.record.name(self._location, step)
+            self._settle(window)
+
+    def _tensors(self) -> dict[tuple[int, str, str], torch.Tensor]:
+        return {
+            (number, key, name): tensor
+            for number, stager in enumerate(self._stagers)
+            for key, named in stager.tensors().items()
+            for name, tensor in named.items()
+        }
+
+    def _settle(self, window: _Window) -> None:
+        """M1. Collective."""
+        told = all_gather(_outcome(window))
+        reason = next((one for one in told if one not in (DONE, PENDING)), "")
+        if reason:
+            self._copy_whole(window, reason)
+        elif PENDING not in told:
+            self._write_parts(window)
+
+    def _write_parts(self, window: _Window) -> None:
+        snapshots = [copied.result() for copied in window.copies]
+        copies = {
+            (number, key, name): tensor
+            for number, snapshot in enumerate(snapshots)
+            for key, named in snapshot.state.items()
+            for name, tensor in named.items()
+        }
+        record = window.handle.record
+        record.window_steps = window.steps
+        record.moved_bytes = sum(one.moved_bytes for one in snapshots)
+        record.waited_bytes = sum(one.waited_bytes for one in snapshots)
+        record.blocked_seconds += sum(one.blocked_seconds for one in snapshots)
+        if record.waited_bytes:
+            log.info(
+                "%s: %s of %s did not fit beside %d steps, and were waited for",
+                *(record.uri, human_bytes(record.waited_bytes), human_bytes(record.moved_bytes), window.steps),
+            )
+        self._write_as(window, fill(window.tree, copies))
+
+    def _copy_whole(self, window: _Window, reason: str) -> None:
+        for stager in self._stagers:
+            stager.abandon(reason)
+        record = window.handle.record
+        record.name(self._location, window.step)
+        record.fallback = reason
+        log.warning("%s is copied whole: %s", record.uri, reason)
+        self._write_as(window, None)
+
+    def _write_as(self, window: _Window, collected: dict[str, Any] | None) -> None:
+        self._window, handle = None, window.handle
+        try:
+            future = self._write(handle.record, window.state, collected, is_asked=window.is_asked)
+        except BaseException as error:
+            handle.set_exception(error)
+            raise
+
+        def follow(done: Future[None]) -> None:
+            error = done.exception()
+            handle.set_exception(error) if error is not None else handle.set_result(None)
+
+        future.add_done_callback(follow)
+
+
+def _outcome(window: _Window) -> str:
+    """Why this rank has given up; else whether its parts are whole."""
+    failed = [error for one in window.copies if one.done() and (error := one.exception()) is not None]
+    if window.failure or failed:
+        return window.failure or str(failed[0])
+    return DONE if all(one.done() for one in window.copies) else PENDING
