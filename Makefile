@@ -1,6 +1,6 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
-.PHONY: help test test-all azurite check lint types layers demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
+.PHONY: help test test-all azurite check lint types layers docs package demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
   bench-fanout bench-fanout-simulation bench-gpu bench-load bench-load-ranks bench-load-s3 bench-plan bench-replay bench-safetensors bench-save bench-serve clean
 
 PYTHON ?= python3
@@ -53,6 +53,13 @@ layers: $(STAMP)
 	$(BIN)/lint-imports
 
 check: lint types layers test-all ## what CI runs: lint, types, layers, every test
+
+docs: $(STAMP) ## build the documentation site into site/
+	@$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+package: $(STAMP) ## build the wheel and try it with each extra, each in a bare environment; EXTRAS="cli torch" for some
+	$(BIN)/python tools/check_package.py $(EXTRAS)
 
 demo: $(STAMP) ## train, kill, lose the node, resume from S3, export, prefetch, generate
 	$(BIN)/python examples/demo/run.py
@@ -148,5 +155,5 @@ bench-fanout-simulation: $(STAMP) ## the same placement and schedule under a vir
 	$(BIN)/python bench/fanout_simulation.py $(BENCH_ARGS)
 
 clean: ## remove what builds and tests leave, the environment included
-	rm -rf .venv .services .demo build dist bench/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .services .demo build dist site bench/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

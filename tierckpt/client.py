@@ -470,7 +470,7 @@ def prefetch(
         PartialTransferError: some files could not be fetched; ``.failures`` names them.
         CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError: nothing usable at ``uri``.
         CapacityError: the files do not fit on the disk; nothing was fetched.
-        IntegrityError, StoreError, ConfigError.
+        IntegrityError, StoreError, ConfigError: damage, what the store answered, a setting that cannot work.
         OperationTimeoutError: ``wait_seconds`` have passed.
     Cost: each byte is read from shared storage once per cluster, and written once per node.
 

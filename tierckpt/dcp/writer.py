@@ -107,8 +107,9 @@ class TierStorageWriter(Mount, StorageWriter):
         settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``, ``drain=False``).
         single_file_per_rank: False writes one shard per item.
         sync_files: False skips fsync of shards: faster, and a power cut may lose the checkpoint on the local tier.
-        thread_count, per_thread_copy_ahead, cache_staged_state_dict: taken because DCP's writer takes them; threads
-            are chosen by measurement (8 at most), and staging memory is always kept.
+        thread_count: taken because DCP's writer takes it; threads are chosen by measurement, 8 at most.
+        per_thread_copy_ahead: likewise.
+        cache_staged_state_dict: likewise; staging memory is always kept.
         overwrite: False refuses an id that holds a checkpoint already.
         serialization_format: only TORCH_SAVE; for safetensors use ``tierckpt export``.
 
@@ -231,7 +232,8 @@ class TierStorageWriter(Mount, StorageWriter):
 
         Raises:
             CapacityError: the SSD is full, and eviction cannot make room.
-            PermissionDeniedError, ConfigError, StateMismatchError (meta tensors).
+            PermissionDeniedError, ConfigError: the local root.
+            StateMismatchError: tensors on the meta device.
         """
         future: Future[list[WriteResult]] = Future()
         with self._telling(), self._working():

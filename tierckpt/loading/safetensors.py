@@ -136,11 +136,11 @@ def stream_safetensors(
 
     While the caller has the tensors of one window, the next is read. What was read and not yet handed out never takes
     more than ``bytes_in_flight_max``, or one tensor that is larger; so a model larger than memory goes through. The
-    tensors of a window (half of that) share memory: keep a clone of those you keep, or all of them.
+    tensors of a window (half of that) share memory: keep a clone of those you keep, or all of them. The other arguments
+    are those of ``load_safetensors``.
 
     Args:
         bytes_in_flight_max: see above; at least one tensor is read at a time.
-        Others: as in ``load_safetensors``.
 
     Returns a generator of ``(name, tensor)``, each tensor of the dtype and shape (or part) that its file gives it.
 

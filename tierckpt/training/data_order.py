@@ -43,7 +43,8 @@ class DataOrder:
         seed: of the order. All ranks must give the same; a restore takes the one of the checkpoint.
         shuffle: a new order for each epoch, the same for all ranks. False: as the dataset has it.
         epochs: where the stream ends; its last batches may be one sample longer or shorter. None: never.
-        rank, world_size: of the job; None: as torch.distributed has them.
+        rank: of the job; None: as torch.distributed has it.
+        world_size: likewise.
 
     Raises:
         ConfigError: an empty dataset, or a size below 1; names which.

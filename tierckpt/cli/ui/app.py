@@ -44,7 +44,6 @@ app = typer.Typer(
     help="Checkpoints and models on node-local SSD and shared storage.",
     epilog="Exit codes: 0 ok, 1 error, 2 usage or configuration, 3 partial, 4 not found, 5 integrity, 6 permission, "
     "7 try again later.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )

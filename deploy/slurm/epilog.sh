@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Slurm Epilog (slurm.conf: Epilog=/etc/slurm/epilog.d/tierckpt.sh), as root on each node after a job: says what is not on
+# shared storage yet. The agent that the prolog started goes on draining; the node may take its next job meanwhile.
+# An example: adapt it, it was not run on a cluster.
+set -uo pipefail
+
+root=/local/nvme/tierckpt/$SLURM_JOB_USER
+[[ -d $root ]] || exit 0
+status=$(runuser --user "$SLURM_JOB_USER" -- env TIERCKPT_LOCAL_ROOT="$root" /opt/tierckpt/bin/tierckpt status --json) || exit 0
+logger --tag tierckpt "job $SLURM_JOB_ID: $status"
+exit 0 # a failed epilog would drain the node: what is left here is safe, and is sent
