@@ -21,7 +21,7 @@ from .checkpoint.journal import Journal
 from .checkpoint.namespace import Browser
 from .checkpoint.prune import Pruner, PruneResult, finish_local
 from .checkpoint.retention import Policy, Rule
-from .checkpoint.select import Selector, place_of
+from .checkpoint.select import Selector, below, place_of
 from .checkpoint.verify import VerifyReport, verify
 from .config import Settings
 from .disk import read_lease
@@ -40,7 +40,7 @@ from .errors import (
     StoreUnavailableError,
     TierckptError,
 )
-from .format.layout import MANIFEST, Location, local_dir
+from .format.layout import MANIFEST, WINDOWS_DIR, Location, local_dir
 from .format.manifest import FileEntry
 from .peer.catalog import Live, cluster_of
 from .peer.fetch.join import PeerJoiner
@@ -214,15 +214,18 @@ class Engine:
         own = await catalog.describe(location, self.directory(location), self.store(location))
         if own is not None:
             return [own]
-        rows = await asyncio.gather(
-            *(self._describe(location.child(name)) for name in await self.selector.names(location))
-        )
+        names = [*await self.selector.names(location), *await self._windows(location)]
+        rows = await asyncio.gather(*(self._describe(location.child(name)) for name in names))
         found = [row for row in rows if row is not None]
         if not found:
             raise CheckpointNotFoundError(
                 f"no checkpoint at or under {location.uri}", hint="Check the URI, the endpoint and local_root"
             )
         return sorted(found, key=lambda row: (row.step is not None, row.step or 0, row.location.name))
+
+    async def _windows(self, location: Location) -> builtins.list[str]:
+        """The names of the redo logs of a run."""
+        return sorted(below(WINDOWS_DIR, await self.selector.names(location.child(WINDOWS_DIR))))
 
     async def _describe(self, location: Location) -> Row | None:
         return await catalog.describe(location, self.directory(location), self.store(location))
@@ -451,9 +454,13 @@ class Engine:
         """Remove the checkpoints directly under ``location`` that ``policy`` does not keep; say what became of each.
 
         Never the newest of a tier, nor what is not on a lower tier yet, nor what is in use (checkpoint/retention.py).
+        Redo logs are judged by the same policy, among themselves.
         """
         children = [location.child(name) for name in await self.selector.names(location)]
-        result = await Pruner(self.settings, self.journal, self.store).prune(children, policy, dry_run=dry_run)
+        pruner = Pruner(self.settings, self.journal, self.store)
+        result = await pruner.prune(children, policy, dry_run=dry_run)
+        if windows := [location.child(name) for name in await self._windows(location)]:
+            result.join(await pruner.prune(windows, policy, dry_run=dry_run), below=WINDOWS_DIR)
         if not dry_run:
             finished = await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
             result.leftovers += [directory.name for directory in finished]

@@ -27,6 +27,7 @@ from ..format.layout import (
     PENDING_DIR,
     PRIVATE_DIR,
     SHARD_SUFFIX,
+    WINDOWS_DIR,
     Location,
     rank_metadata,
     step_of,
@@ -269,10 +270,16 @@ class Row:
     files: int
     size_bytes: int
 
+    @property
+    def name(self) -> str:
+        """Below the run; that of a redo log says where it lies."""
+        is_window = self.location.parent.name == WINDOWS_DIR
+        return f"{WINDOWS_DIR}/{self.location.name}" if is_window else self.location.name
+
     def to_json(self) -> Json:
         return {
             "uri": self.location.uri,
-            "name": self.location.name,
+            "name": self.name,
             "step": self.step,
             "local": self.local,
             "shared": self.shared,

@@ -59,6 +59,15 @@ class PruneResult:
     leftovers: list[str] = field(default_factory=list)
     errors: list[TierckptError] = field(default_factory=list)
 
+    def join(self, other: PruneResult, *, below: str) -> None:
+        """Add what became of the copies in the directory ``below`` of the run."""
+        self.outcomes += [
+            replace(one, copy=replace(one.copy, name=f"{below}/{one.copy.name}")) for one in other.outcomes
+        ]
+        self.others |= {f"{below}/{name}": why for name, why in other.others.items()}
+        self.leftovers += [f"{below}/{name}" for name in other.leftovers]
+        self.errors += other.errors
+
     def only(self, outcome: str) -> list[Outcome]:
         return [one for one in self.outcomes if one.outcome == outcome]
 

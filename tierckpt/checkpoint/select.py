@@ -33,7 +33,7 @@ from ..errors import (
     StoreUnavailableError,
     UncommittedCheckpointError,
 )
-from ..format.layout import PRIVATE_DIR, REPLICA, Location, step_of
+from ..format.layout import PRIVATE_DIR, REPLICA, WINDOWS_DIR, Location, step_of
 from ..format.manifest import Manifest
 from ..stores.base import Recoverable, Store
 from ..telemetry import logger
@@ -96,7 +96,9 @@ class Selector:
         wait = _Wait(self._settings, self._store_at(location), location)
         return await wait.until_seen(lambda: self._explicit(location), lambda error: self._whole_near(location, error))
 
-    async def newest(self, location: Location, step_max: int | None = None, *, may_be_own: bool = True) -> Newest:
+    async def newest(
+        self, location: Location, step_max: int | None = None, *, may_be_own: bool = True, windows: bool = False
+    ) -> Newest:
         """Return the newest usable checkpoint at or under ``location``: committed, every file with a copy of its size.
 
         Newest is the highest step number in the name, not above ``step_max``; uncommitted and incomplete ones are
@@ -104,6 +106,7 @@ class Selector:
 
         Args:
             may_be_own: take this node's own newest step at once while the shared tier cannot be asked (N3).
+            windows: take a redo log (``layout.WINDOWS_DIR``) that is newer than every checkpoint, too.
 
         Raises:
             StoreUnavailableError, PermissionDeniedError: nobody could look, so nobody knows what is newest (N1).
@@ -113,7 +116,7 @@ class Selector:
         async def own(error: StoreError) -> Newest | None:
             if (explicit := await self._whole_near(location, error)) is not None:
                 return Newest(explicit, error)
-            near = await self._near(location, step_max)
+            near = await self._near(location, step_max, windows)
             wait.advice = _advice(near)
             if not (may_be_own and near.is_own and near.chosen is not None):
                 return None
@@ -127,7 +130,7 @@ class Selector:
             return Newest(near.chosen, error)
 
         async def look() -> Newest:
-            newest = await self._look(location, step_max)
+            newest = await self._look(location, step_max, windows)
             if newest is None or newest.unseen is None:
                 self.reached.add(place_of(location))
             return Newest(newest, newest.unseen if newest is not None else None)
@@ -151,12 +154,15 @@ class Selector:
                 return replace(found, unseen=error)
         return None
 
-    async def _look(self, location: Location, step_max: int | None) -> Checkpoint | None:
+    async def _look(self, location: Location, step_max: int | None, windows: bool) -> Checkpoint | None:
         try:
             return await self._explicit(location)
         except (CheckpointNotFoundError, UncommittedCheckpointError):
             pass
         names = {*await self._names_near(location), *await self._store_at(location).list_dirs()}
+        if windows and WINDOWS_DIR in names:
+            names |= below(WINDOWS_DIR, await self._store_at(location).list_dirs(WINDOWS_DIR))
+            names |= below(WINDOWS_DIR, await self._names_near(location.child(WINDOWS_DIR)))
         for name in _newest_first(names, step_max):
             try:
                 checkpoint = await self.find(location.child(name))
@@ -195,10 +201,13 @@ class Selector:
         local = await asyncio.to_thread(_directories, self._directory_of(location))
         return local + list(await self._cluster.committed(location) if self._cluster is not None else ())
 
-    async def _near(self, location: Location, step_max: int | None) -> _Near:
+    async def _near(self, location: Location, step_max: int | None, windows: bool) -> _Near:
         newest: Checkpoint | None = None
         is_own = False
-        for name in _newest_first(set(await self._names_near(location))):
+        names = set(await self._names_near(location))
+        if windows:
+            names |= below(WINDOWS_DIR, await self._names_near(location.child(WINDOWS_DIR)))
+        for name in _newest_first(names):
             for checkpoint in await self._committed_near(location.child(name)):
                 is_whole = not await catalog.lacking_near(checkpoint)
                 if newest is None:
@@ -383,10 +392,14 @@ def newest_of(names: Iterable[str]) -> list[str]:
     return [name for name in names if age_of(name) == newest]
 
 
+def below(name: str, children: Iterable[str]) -> set[str]:
+    return {f"{name}/{child}" for child in children}
+
+
 def _newest_first(names: set[str], step_max: int | None = None) -> list[str]:
     def is_wanted(name: str) -> bool:
-        step = step_of(name)
-        return not name.startswith(".") and (step_max is None or (step is not None and step <= step_max))
+        step, child = step_of(name), name.removeprefix(f"{WINDOWS_DIR}/")
+        return not child.startswith(".") and (step_max is None or (step is not None and step <= step_max))
 
     return sorted(filter(is_wanted, names), key=lambda name: (*age_of(name), name), reverse=True)
 

@@ -74,6 +74,7 @@ def _committed(checkpoint: Checkpoint, manifest: Manifest) -> Report:
         "tiers": sorted(str(tier) for tier in checkpoint.tiers),
         "local_directory": str(checkpoint.directory),
         "size_bytes": manifest.size_bytes,
+        "notes": dict(manifest.notes),
         "files": files,
     }
     summary = {
@@ -84,6 +85,7 @@ def _committed(checkpoint: Checkpoint, manifest: Manifest) -> Report:
         "ranks": manifest.world_size,
         "committed on": ", ".join(document["tiers"]),
         "size": f"{human_bytes(manifest.size_bytes)} in {len(files)} files",
+        **manifest.notes,
     }
     lines = [
         (item["path"], item["rank"], human_bytes(item["size_bytes"]), "yes" if item["on_this_node"] else "no")

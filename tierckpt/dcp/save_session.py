@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
@@ -81,6 +81,8 @@ class SaveRole:
     """Some rank's shards went straight to the shared tier."""
     epoch: str | None = None
     """Of a process that stands in for a rank that has ended: it commits only in this epoch."""
+    notes: Mapping[str, str | int | bool] = dataclasses.field(default_factory=dict)
+    """For the manifest."""
 
 
 class SaveSession:
@@ -285,6 +287,7 @@ class SaveSession:
             files=tuple(collected[path] for path in sorted(collected)),
             replaces=self.role.replaces,
             created_unix_seconds=time.time(),
+            notes=self.role.notes,
         )
 
     # --- the end ------------------------------------------------------------------------------------------------

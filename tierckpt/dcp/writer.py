@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -348,6 +348,10 @@ class TierStorageWriter(Mount, StorageWriter):
     def keep(self, is_kept: bool) -> None:
         """Say whether this save stays on the local tier instead of being drained. Every rank says the same."""
         self._role.is_kept = is_kept
+
+    def annotate(self, notes: Mapping[str, str | int | bool]) -> None:
+        """Have the manifest say ``notes``. Every rank says the same."""
+        self._role.notes = notes
 
     def send_after_all(self) -> None:
         """Some rank's shards went straight to the shared tier: all ranks' follow, whatever was to stay here."""

@@ -18,7 +18,9 @@ A checkpoint directory looks the same on every tier, so what is true of the buck
     <checkpoint>/.tierckpt/incoming/                files on their way here from peers (local tier)
     <checkpoint>/.tierckpt/superseded.json          local-only, and newer ones stand here (local tier)
 
-A run, the directory of its checkpoints, has ``<run>/.tierckpt-history/*.jsonl``: what `tierckpt report` reads.
+A run, the directory of its checkpoints, has ``<run>/.tierckpt-history/*.jsonl``: what `tierckpt report` reads. And
+``<run>/.tierckpt-windows/step-<n>``: a redo log (docs/internals/redo-log.md), laid out and committed as a
+checkpoint is. Nobody takes it for a checkpoint of step n before it was replayed.
 
 The local root holds::
 
@@ -75,6 +77,9 @@ FORMAT_1_SUPERSEDED = ".tierckpt/passed.json"
 
 HISTORY_DIR = ".tierckpt-history"
 """Of a run, beside its checkpoints: what its processes have done with their time, one small file for each start."""
+
+WINDOWS_DIR = ".tierckpt-windows"
+"""Of a run: redo logs by step, each of which becomes a checkpoint of that step when it is replayed."""
 
 SHARD_SUFFIX = ".distcp"
 

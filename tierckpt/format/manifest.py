@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeGuard
 
 from xxhash import xxh3_128
@@ -175,6 +175,8 @@ class Manifest:
     created_unix_seconds: float = 0.0
     version: int = VERSION
     """What is read in version 1 is written on as that, so that its copies on all tiers stay equal bytes."""
+    notes: Mapping[str, str | int | bool] = field(default_factory=dict)
+    """What its writer says about it, for people: how its steps were made again, and whether bit for bit."""
 
     @property
     def tokens(self) -> frozenset[str]:
@@ -209,6 +211,7 @@ class Manifest:
             "chunk_size_bytes": self.chunk_size_bytes,
             "metadata": [encode_entry(entry) for entry in sorted(self.metadata, key=lambda item: item.path)],
             "files": [encode_entry(entry) for entry in sorted(self.files, key=lambda item: item.path)],
+            **({"notes": dict(self.notes)} if self.notes else {}),
         }
 
 
@@ -284,7 +287,10 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
         bad("no metadata file")  # what was adopted has none of its own
     if digest != _algorithm(metadata + files):
         bad(f"it has other digests than {digest!r}")
-    return Manifest(attempt, world, chunk, metadata, files, tuple(replaces), float(created), version)
+    notes = body.get("notes", {})
+    if not (isinstance(notes, dict) and all(isinstance(value, str | int) for value in notes.values())):
+        bad(f"notes is {notes!r:.80}")
+    return Manifest(attempt, world, chunk, metadata, files, tuple(replaces), float(created), version, notes)
 
 
 def seal(body: dict[str, Any]) -> bytes:

@@ -36,7 +36,7 @@ HEADER_BYTES_MAX = 1 << 30
 FIRST = "0" * 32
 """Stands for the frame before the first."""
 
-_DTYPES = {str(one).removeprefix("torch."): one for one in (
+DTYPES = {str(one).removeprefix("torch."): one for one in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
 )}  # fmt: skip
@@ -70,12 +70,12 @@ def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
     entries: list[list[Any]] = []
     for key, gradient in frame.step.gradients.items():
         stored = gradient.cpu().contiguous()
-        view = _bytes_of(stored)
+        view = bytes_of(stored)
         digests = [
             xxhash.xxh3_128_hexdigest(view[begin : begin + CHUNK_BYTES]) for begin in range(0, len(view), CHUNK_BYTES)
         ]
         dtype = frame.dtypes.get(key, gradient.dtype)
-        entries.append([key, _name(dtype), _name(stored.dtype), list(gradient.shape), digests])
+        entries.append([key, dtype_name(dtype), dtype_name(stored.dtype), list(gradient.shape), digests])
         views.append(view)
     views.append(memoryview(frame.attachment))
     header = json.dumps(
@@ -85,7 +85,7 @@ def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
             "previous": frame.previous,
             "layout": frame.layout,
             "skipped": frame.step.is_skipped,
-            "hyperparameters": [_to_json(group) for group in frame.step.hyperparameters],
+            "hyperparameters": [to_json(group) for group in frame.step.hyperparameters],
             "gradients": entries,
             "attachment": [len(frame.attachment), xxhash.xxh3_128_hexdigest(frame.attachment)],
         },
@@ -122,22 +122,22 @@ def decode(read: Callable[[int, int], memoryview], *, where: str) -> tuple[Frame
     fields, at = json.loads(header), _HEAD.size + header_bytes
     gradients: dict[str, torch.Tensor] = {}
     for key, dtype, stored, shape, digests in fields["gradients"]:
-        tensor = torch.empty(shape, dtype=_DTYPES[stored])
-        view = _bytes_of(tensor)
+        tensor = torch.empty(shape, dtype=DTYPES[stored])
+        view = bytes_of(tensor)
         view[:] = part(at, len(view))
         for number, wanted in enumerate(digests):
             chunk = view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
             if xxhash.xxh3_128_hexdigest(chunk) != wanted:
                 raise _damaged(where, f"the gradient of parameter {key} is not what was written")
         at += len(view)
-        gradients[key] = tensor.to(_DTYPES[dtype])
+        gradients[key] = tensor.to(DTYPES[dtype])
     size_bytes, wanted = fields["attachment"]
     attachment = bytes(part(at, size_bytes))
     if xxhash.xxh3_128_hexdigest(attachment) != wanted:
         raise _damaged(where, "its attachment is not what was written")
     step = Step(
         fields["version"],
-        [_from_json(group) for group in fields["hyperparameters"]],
+        [from_json(group) for group in fields["hyperparameters"]],
         gradients,
         torch.ones(()) if fields["skipped"] else None,
     )
@@ -145,38 +145,40 @@ def decode(read: Callable[[int, int], memoryview], *, where: str) -> tuple[Frame
     return frame, at + size_bytes
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(bytearray())
     return memoryview(cast(Any, tensor.view(-1).view(torch.uint8).numpy()))
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _to_json(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """Python's floats survive JSON bit for bit; a tensor (``lr=torch.tensor(...)``) is written as its bytes."""
     if isinstance(value, Mapping):
-        return {key: _to_json(one) for key, one in value.items()}
+        return {key: to_json(one) for key, one in value.items()}
     if isinstance(value, torch.Tensor):
         stored = value.detach().cpu().contiguous()
-        return {"tensor": [_name(value.dtype), list(value.shape), bytes(_bytes_of(stored)).hex(), str(value.device)]}
+        return {
+            "tensor": [dtype_name(value.dtype), list(value.shape), bytes(bytes_of(stored)).hex(), str(value.device)]
+        }
     if isinstance(value, tuple | list):
-        return [_to_json(one) for one in value]
+        return [to_json(one) for one in value]
     return value
 
 
-def _from_json(value: Any) -> Any:
+def from_json(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"tensor"}:
             dtype, shape, data, _ = value["tensor"]
-            tensor = torch.empty(shape, dtype=_DTYPES[dtype])
-            _bytes_of(tensor)[:] = bytes.fromhex(data)
+            tensor = torch.empty(shape, dtype=DTYPES[dtype])
+            bytes_of(tensor)[:] = bytes.fromhex(data)
             return tensor
-        return {key: _from_json(one) for key, one in value.items()}
+        return {key: from_json(one) for key, one in value.items()}
     if isinstance(value, list):
-        return tuple(_from_json(one) for one in value)
+        return tuple(from_json(one) for one in value)
     return cast(Any, value)
 
 

@@ -132,6 +132,7 @@ class SaveHandoff:
     kinds: Mapping[str, Kind]
     files: tuple[FileEntry, ...] | None = None
     environment: Mapping[str, str] = field(default_factory=cloud_environment, repr=False)
+    notes: Mapping[str, str | int | bool] = field(default_factory=dict)
 
     def durable(self, files: tuple[FileEntry, ...]) -> SaveHandoff:
         """The handoff of this rank once ``files`` are durable."""

@@ -144,6 +144,7 @@ def _resume(
         replaces=handoff.replaces,
         holds_back=True,
         epoch=handoff.epoch,
+        notes=handoff.notes,
     )
     transforms = _StorageWriterTransforms()
     if has_begun:

@@ -69,6 +69,7 @@ def offer(
         parts=planned.parts if planned is not None else (),
         metadata=metadata,
         kinds={name: memory.kind for name, memory in memories.items()},
+        notes=role.notes,
     )
     return client.hand_in(settings, save, handoff, memories, planned.leases if planned is not None else ())
 

@@ -1,0 +1,296 @@
+"""A window whose parts are still at the versions they were copied at, and all that brings them to the last one.
+
+    parts at their versions, gradients and hyperparameters of the steps between, fingerprints at the last version
+
+An optimizer on an accelerator has other last bits than its implementation for the CPU. So its steps are not made again
+beside training, but where the window is used: by the same implementation on the same kind of device. Fingerprints taken
+there at the last version decide.
+
+Invariants:
+    D1  Nothing of several versions leaves this module as a state: ``fold`` returns one of the last version, or raises.
+        What ``pack`` makes is stored where no reader looks for a checkpoint (``training/windows.py``).
+    D2  A window is whole: for every part, every step from its version to the last. A missing or repeated one is found
+        (A1), and a gradient, part or hyperparameter that is another one ends in another fingerprint.
+    D3  A tensor with another fingerprint is taken only if "approximate" was asked for, build, device or implementation
+        are others than in training, and a sample of its elements lies within ``tolerance``. It is then said.
+
+Source: docs/adr/0015-redo-log.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.optim.optimizer import _default_to_fused_or_foreach
+
+from ..errors import IntegrityError, StateMismatchError
+from ..types import Json
+from .apply import Replay
+from .capture import Step
+from .checksum import Fingerprint, sample_of
+from .frame import DTYPES, dtype_name, from_json, to_json
+from .optimizers import ELEMENTWISE
+
+Exact = Literal["required", "approximate"]
+Key = tuple[str, str]
+"""A tensor of the optimizer: the key of its parameter, and its name in the state; "" for the parameter itself."""
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What must be equal for a step to have the same bits."""
+
+    build: str
+    device: str
+    implementation: str
+
+    @classmethod
+    def here(cls, device: torch.device, implementation: str) -> Conditions:
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+        else:
+            name = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else "?"
+        return cls(f"torch {torch.__version__}", f"{device.type} ({name})", implementation)
+
+    def differences(self, other: Conditions) -> str:
+        """Return what is another in ``other``, for people; '' when nothing is."""
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__slots__)
+        return ", ".join(f"{name} {mine} in training and {its} here" for name, mine, its in pairs if mine != its)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    version: int
+    keys: tuple[str, ...]
+
+
+@dataclass
+class Redo:
+    """A window, in host memory.
+
+    Attributes:
+        tensors: of the optimizer, each at the version of its part. ``fold`` writes over them.
+        values: what the optimizer's state of each parameter has beside tensors.
+        devices: the kind of device that each tensor was on.
+        steps: from the oldest part's version to ``version``, with the gradients of parts that were copied before.
+        wanted: fingerprints of all tensors after the last step.
+    """
+
+    kind: type[torch.optim.Optimizer]
+    version: int
+    conditions: Conditions
+    parts: list[Part]
+    tensors: dict[Key, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    devices: dict[Key, str] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    wanted: dict[Key, Fingerprint] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        gradients = (one for step in self.steps for one in step.gradients.values())
+        return sum(one.numel() * one.element_size() for one in (*self.tensors.values(), *gradients))
+
+    def fold(self, exact: Exact = "required") -> str:
+        """Bring all tensors to the last version, one part after the other, on the kind of device they were on.
+
+        Returns '' when every bit is that of training, else what was accepted, for people (D3).
+
+        Raises:
+            StateMismatchError: other bits, and build, device or implementation are not those of training.
+            IntegrityError: other bits all the same, or a step is missing: the window is damaged, or something beside
+                the optimizer changed a parameter while it was open.
+        Memory on the device: one part and its gradients of one step. Cost: the optimizer's steps, the link both ways.
+        """
+        accepted = ""
+        for part in self.parts:
+            accepted = self._fold_part(part, exact) or accepted
+        return accepted
+
+    def _fold_part(self, part: Part, exact: Exact) -> str:
+        names = [key for key in self.tensors if key[0] in set(part.keys)]
+        made = {key: self.tensors[key].to(_device_of(self.devices[key])) for key in names}
+        state: dict[str, dict[str, Any]] = {key: dict(self.values.get(key, {})) for key in part.keys}
+        for (key, name), tensor in made.items():
+            if name:
+                state[key][name] = tensor
+        replay = Replay(self.kind, {key: made[key, ""] for key in part.keys}, state, part.version)
+        for step in self.steps:
+            if step.version > part.version:
+                kept = {key: step.gradients[key] for key in part.keys if key in step.gradients}
+                gradients = {key: one.to(self.dtypes[key]) for key, one in kept.items()}
+                replay.apply(Step(step.version, step.hyperparameters, gradients, step.found_inf))
+        if replay.version != self.version:
+            raise IntegrityError(
+                f"a part of the window ends at version {replay.version} and not at {self.version}",
+                hint="A step is missing. The checkpoint before it is used",
+            )
+        accepted = ""
+        for key in part.keys:
+            after = {"": replay.parameters[key], **replay.state[key]}
+            self.values[key] = {name: one for name, one in after.items() if not isinstance(one, torch.Tensor)}
+            for name, tensor in after.items():
+                if isinstance(tensor, torch.Tensor):
+                    accepted = self._check(key, name, tensor, part, exact) or accepted
+                    self.tensors[key, name] = tensor.cpu()
+        if missing := [key for key in self.wanted if key[0] in set(part.keys) and key not in self.tensors]:
+            raise IntegrityError(
+                f"the window has no {missing[0]} after its steps", hint="The checkpoint before is used"
+            )
+        return accepted
+
+    def _check(self, key: str, name: str, tensor: torch.Tensor, part: Part, exact: Exact) -> str:
+        wanted = self.wanted.get((key, name))
+        if wanted is not None and wanted.fits(tensor):
+            return ""
+        here = Conditions.here(_device_of(self.devices.get((key, ""), "cpu")), self.conditions.implementation)
+        differences = self.conditions.differences(here)
+        what = f"{name or 'the value'} of parameter {key} has other bits than in training"
+        if not differences or wanted is None:
+            raise IntegrityError(
+                f"{what}, with the same build, device and implementation",
+                hint="The window is damaged, or something beside the optimizer changed it while it was being copied",
+            )
+        if exact == "approximate" and self.is_close(key, name, tensor, part.version):
+            return differences
+        raise StateMismatchError(
+            f"{what}: {differences}",
+            hint='Use the build and device of training, or exact="approximate" to accept a difference in the last bits',
+        )
+
+    def is_close(self, key: str, name: str, tensor: torch.Tensor, version: int) -> bool:
+        """True when the sampled elements of ``tensor`` lie within ``tolerance`` of those in training."""
+        wanted = self.wanted[key, name].sample.cpu()
+        found = sample_of(tensor).cpu()
+        gradients = [step.gradients[key] for step in self.steps if step.version > version and key in step.gradients]
+        largest = max((float(one.abs().max()) for one in gradients if one.numel()), default=0.0)
+        rates = [float(step.hyperparameters[int(key.partition(".")[0])].get("lr", 0.0)) for step in self.steps]
+        bound = tolerance(name, wanted, self.version - version, max(rates, default=0.0), largest)
+        return found.shape == wanted.shape and bool(((found - wanted).abs().double() <= bound).all())
+
+
+def tolerance(name: str, wanted: torch.Tensor, steps: int, rate: float, gradient: float) -> torch.Tensor:
+    """Return how far each element may be off after ``steps`` steps by another implementation.
+
+    Of the parameter 8 K u max(abs(p), lr), of a second moment 4 K u v, of other state 8 u max(abs(m)) + 4 K u
+    max(abs(g)), with u half a unit in the last place of 1: 2**-24 for float32. Measured for an emulation of CUDA's
+    fused AdamW of torch 2.13 against the CPU's. What is no floating point number must be equal.
+    """
+    if not wanted.is_floating_point() or name == "step":
+        return torch.zeros(wanted.shape, dtype=torch.float64)
+    unit = torch.finfo(wanted.dtype).eps / 2
+    size = wanted.abs().double()
+    if not name:
+        return 8 * steps * unit * size.clamp(min=rate)
+    if name.endswith("_sq"):
+        return 4 * steps * unit * size
+    largest = float(size.max()) if size.numel() else 0.0
+    return torch.full_like(size, 8 * unit * largest + 4 * steps * unit * gradient)
+
+
+def implementation_of(group: Mapping[str, Any]) -> str:
+    """Return which of an optimizer's implementations steps this group: "fused", "foreach" or "forloop"."""
+    if group.get("fused"):
+        return "fused"
+    foreach = group.get("foreach")
+    if foreach is None and group.get("fused") is None:
+        _, foreach = _default_to_fused_or_foreach(group["params"], differentiable=False, use_fused=False)
+        if isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable"):
+            foreach = False
+    return "foreach" if foreach else "forloop"
+
+
+def _device_of(kind: str) -> torch.device:
+    if kind == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+# --- as tensors, and a recipe in JSON ----------------------------------------------------------------------------
+
+
+def pack(redo: Redo, names: Mapping[str, str]) -> tuple[dict[str, torch.Tensor], Json]:
+    """Return the tensors of a window by name, and the recipe that says what they are.
+
+    Args:
+        names: what the tensors of each parameter are called: in no other rank's window but for equal ones.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    described = []
+    for (key, name), tensor in redo.tensors.items():
+        stored = f"{names[key]}/{name or 'parameter'}"
+        tensors[stored] = tensor
+        described.append([key, name, stored, redo.devices[key, name]])
+    steps = []
+    for step in redo.steps:
+        gradients = {}
+        for key, gradient in step.gradients.items():
+            gradients[key] = f"{names[key]}/gradient-{step.version}"
+            tensors[gradients[key]] = gradient
+        steps.append([step.version, step.is_skipped, [to_json(group) for group in step.hyperparameters], gradients])
+    recipe = {
+        "format": FORMAT,
+        "optimizer": redo.kind.__name__,
+        "version": redo.version,
+        "build": redo.conditions.build,
+        "device": redo.conditions.device,
+        "implementation": redo.conditions.implementation,
+        "parts": [[part.version, list(part.keys)] for part in redo.parts],
+        "tensors": described,
+        "values": to_json(redo.values),
+        "dtypes": {key: dtype_name(dtype) for key, dtype in redo.dtypes.items()},
+        "steps": steps,
+        "fingerprints": [
+            [key, name, str(wanted.number), wanted.is_sum, to_json(wanted.sample.cpu())]
+            for (key, name), wanted in redo.wanted.items()
+        ],
+    }
+    return tensors, recipe
+
+
+def unpack(tensors: Mapping[str, torch.Tensor], found: Json) -> Redo:
+    """Return the window that ``pack`` made these of. Raises IntegrityError for a recipe that is none."""
+    try:
+        {FORMAT: None}[found["format"]]
+        kinds = {kind.__name__: kind for kind in ELEMENTWISE}
+        redo = Redo(
+            kinds[found["optimizer"]],
+            int(found["version"]),
+            Conditions(str(found["build"]), str(found["device"]), str(found["implementation"])),
+            [Part(int(version), tuple(keys)) for version, keys in found["parts"]],
+            values={key: dict(values) for key, values in from_json(found["values"]).items()},
+            dtypes={key: DTYPES[name] for key, name in found["dtypes"].items()},
+        )
+        for key, name, stored, device in found["tensors"]:
+            redo.tensors[key, name], redo.devices[key, name] = tensors[stored], str(device)
+        for version, is_skipped, groups, gradients in found["steps"]:
+            redo.steps.append(
+                Step(
+                    int(version),
+                    [_placed(from_json(group), group) for group in groups],
+                    {key: tensors[stored] for key, stored in gradients.items()},
+                    torch.ones(()) if is_skipped else None,
+                )
+            )
+        for key, name, number, is_sum, sample in found["fingerprints"]:
+            redo.wanted[key, name] = Fingerprint(int(number), from_json(sample), bool(is_sum))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise IntegrityError(
+            f"the recipe of a window cannot be used: {type(error).__name__}: {error}",
+            hint="It is damaged, or of another release: the checkpoint before it is used",
+        ) from error
+    return redo
+
+
+def _placed(group: Any, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Put tensors among the hyperparameters (``lr=torch.tensor(...)``) where they were."""
+    made = dict(group)
+    for name, value in made.items():
+        if isinstance(value, torch.Tensor):
+            made[name] = value.to(_device_of(torch.device(written[name]["tensor"][3]).type))
+    return made
