@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..errors import CapacityError, CheckpointError, OperationTimeoutError
 from ..telemetry import logger
@@ -38,8 +39,9 @@ from .apply import Replay
 from .capture import Capture, Gradients, Step
 from .checksum import Fingerprint
 from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss
-from .optimizers import Parameter, local, parameters_of
+from .optimizers import ELEMENTWISE, Parameter, layout_digest, local, parameters_of
 from .parts import Traffic, split_parts
+from .redo import Conditions, Exact, Part, Redo, implementation_of
 from .tree import detach, fill, like
 
 log = logger("replay")
@@ -47,6 +49,7 @@ log = logger("replay")
 COPY_TIMEOUT_SECONDS = 600.0
 STEPS_MEASURED = 9
 OUT_OF_MEMORY = "host memory ran out"
+EDITED = "a parameter was changed by something beside the optimizer"
 Take = Callable[[], Any]
 
 
@@ -65,6 +68,12 @@ class Snapshot:
     """Why the state was copied whole. '' when it was copied in parts."""
     waited_bytes: int = 0
     """What forward and backward passes did not hide: training waited until these were copied."""
+    inexact: str = ""
+    """What was not as in training when steps were made again, so that the last bits differ. '' for bit for bit."""
+    redo: Redo | None = None
+    """The parts, still at several versions: ``redo.fold()`` brings them to the last one. ``state`` has none of them."""
+    tree: Any = None
+    """With ``redo``: what ``take`` returned, with gaps where the optimizer's tensors were (``tree.gaps``)."""
 
 
 @dataclass
@@ -88,6 +97,8 @@ class _Window:
     copies: list[Copy] = field(default_factory=list)
     gradients: dict[int, tuple[list[str], Copy]] = field(default_factory=dict)
     work: list[Future[None]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    edits: tuple[int, ...] = ()
     failure: str = ""
     sealed: int = -1
 
@@ -106,11 +117,15 @@ class MultiStepStager:
         optimizer: an elementwise one of ``torch.optim`` that has made a step.
         window_steps: 0 chooses by the sizes of state and gradients.
         link: shared by several optimizers of a process; None makes one.
+        exact: for parameters on an accelerator, whose steps have other last bits on the CPU. "required": they are kept,
+            as ``Snapshot.redo``, and made again where they were made. "approximate": made again on the CPU, accepted
+            within ``redo.tolerance``; ``Snapshot.inexact`` says so. Parameters in host memory are always exact.
+        defers: keep the steps of parameters in host memory too. For tests.
 
     Raises:
         ConfigError: the optimizer cannot be replayed.
-    Cost: host memory for a copy of the state and for the gradients of two steps; 1 + r (K - 1) / 2 times the bytes of
-        the state over the link, with r the bytes of gradient for a byte of state.
+    Cost: host memory for a copy of the state and for the gradients of two steps, of all steps when they are kept;
+        1 + r (K - 1) / 2 times the bytes of the state over the link, with r the bytes of gradient for a byte of state.
     Source: GoCkpt.
 
     Example:
@@ -130,8 +145,18 @@ class MultiStepStager:
         (True, 1)
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, window_steps: int = 0, *, link: Link | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        window_steps: int = 0,
+        *,
+        link: Link | None = None,
+        exact: Exact = "required",
+        defers: bool = False,
+    ) -> None:
         self.window_steps = window_steps
+        self.exact = exact
+        self._defers = defers or any(local(one.tensor).device.type != "cpu" for one in parameters_of(optimizer))
         self.optimizer = optimizer
         self.link = link or Link()
         self._owns_link = link is None
@@ -290,6 +315,9 @@ class MultiStepStager:
         window = self._window
         if window is None:
             return
+        edits = self._edits() if window.edits else ()
+        if len(edits) == len(window.edits) and edits != window.edits:
+            window.failure = window.failure or EDITED
         for part in window.parts:
             if part.copy is not None and not part.copy.done.done():
                 window.waited_bytes += part.copy.left_bytes
@@ -298,6 +326,12 @@ class MultiStepStager:
 
     def _after_step(self, *_: Any) -> None:
         self._stepped_at = time.perf_counter()
+        if self._window is not None and self._defers:
+            self._window.edits = self._edits()
+
+    def _edits(self) -> tuple[int, ...]:
+        """How often each parameter was written to: what is found later, or on a device, costs the window."""
+        return tuple(local(one.tensor.detach())._version for one in parameters_of(self.optimizer))
 
     def _on_gradients(self, gradients: Gradients) -> Gradients:
         """The gradients of parts that were copied follow them."""
@@ -331,7 +365,12 @@ class MultiStepStager:
             if copy.was_changed:
                 self._waits_for_gradients = True
                 raise CheckpointError("gradients were written over before they were copied (zero_grad in place?)")
-            gradients = {key: one.to(dtypes[key]) for key, one in zip(keys, copy.result, strict=True)}
+            gradients = dict(zip(keys, copy.result, strict=True))
+            if self._defers:
+                made = Step(step.version, step.hyperparameters, gradients, step.found_inf)
+                window.steps.append(made)
+                return
+            gradients = {key: one.to(dtypes[key]) for key, one in gradients.items()}
             made = Step(step.version, step.hyperparameters, gradients, step.found_inf)
             for part in behind:
                 if part.replay is not None:
@@ -344,12 +383,19 @@ class MultiStepStager:
         window.sealed = self._capture.version
         live = {one.key: local(one.tensor.detach()) for one in parameters_of(self.optimizer)}
         earlier = [key for part in window.parts if part is not last for key in part.keys]
-        wanted = {key: Fingerprint.of(live[key]) for key in earlier}
         held, tree = self._detach(window.take())
+        if self._defers:
+            found = {place: Fingerprint.of(local(one.detach())) for place, one in held.items()}
+            redo = self._redo(window, found)
+        else:
+            wanted = {key: Fingerprint.of(live[key]) for key in earlier}
 
         def finish() -> None:
             for one in window.work:
                 one.result()
+            if self._defers:
+                self._settle(window, self._folded(window, redo, held, tree))
+                return
             copies: dict[tuple[str, str], torch.Tensor] = {}
             for part in window.parts:
                 if part.replay is None or part.replay.version != window.sealed:
@@ -372,6 +418,47 @@ class MultiStepStager:
                     window.result.set_exception(CheckpointError(window.failure))
 
         self._replays.submit(finish).add_done_callback(ended)
+
+    def _redo(self, window: _Window, wanted: dict[tuple[str, str], Fingerprint]) -> Redo:
+        members = list(parameters_of(self.optimizer))
+        implementations = sorted({implementation_of(group) for group in self.optimizer.param_groups})
+        return Redo(
+            next(known for known in type(self.optimizer).__mro__ if known in ELEMENTWISE),
+            window.sealed,
+            Conditions.here(local(members[0].tensor).device, ", ".join(implementations)),
+            layout_digest(self.optimizer),
+            [],
+            devices={place: local(one).device.type for place, one in self._held().items()},
+            dtypes={one.key: one.tensor.dtype for one in members},
+            sharded=frozenset(one.key for one in members if isinstance(one.tensor, DTensor)),
+            wanted=wanted,
+        )
+
+    def _folded(self, window: _Window, redo: Redo, held: dict[tuple[str, str], torch.Tensor], tree: Any) -> Snapshot:
+        for part in window.parts:
+            if part.replay is None:
+                raise CheckpointError("a part of the window was not copied")
+            redo.parts.append(Part(part.version, tuple(part.keys)))
+            for key, parameter in part.replay.parameters.items():
+                redo.tensors[key, ""] = parameter
+                for name, one in part.replay.state[key].items():
+                    if isinstance(one, torch.Tensor):
+                        redo.tensors[key, name] = one
+                    else:
+                        redo.values.setdefault(key, {})[name] = one
+        groups = [implementation_of(group) == "foreach" for group in self.optimizer.param_groups]
+        for step in window.steps:  # what torch chose by itself for these parameters, it is told to choose again
+            chosen = [
+                {**one, "foreach": groups[n]} if one.get("foreach") is None and one.get("fused") is None else one
+                for n, one in enumerate(step.hyperparameters)
+            ]
+            redo.steps.append(Step(step.version, chosen, step.gradients, step.found_inf))
+        steps, moved = window.sealed - window.begun, window.moved_bytes
+        blocked, waited = window.blocked_seconds, window.waited_bytes
+        if self.exact == "required":
+            return Snapshot(None, steps, moved, blocked, waited_bytes=waited, redo=redo, tree=tree)
+        inexact = redo.fold(self.exact, on="cpu")
+        return Snapshot(_put(tree, held, redo.tensors), steps, moved, blocked, waited_bytes=waited, inexact=inexact)
 
     def _settle(self, window: _Window, snapshot: Snapshot) -> None:
         if self._window is window:
@@ -415,8 +502,11 @@ class MultiStepStager:
 
     def _detach(self, tree: Any) -> tuple[dict[tuple[str, str], torch.Tensor], Any]:
         """Replace the optimizer's tensors in ``tree`` by their names, and copy all others."""
-        held = {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
+        held = self._held()
         return held, detach(tree, held)
+
+    def _held(self) -> dict[tuple[str, str], torch.Tensor]:
+        return {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
 
 
 def _put(tree: Any, held: dict[tuple[str, str], torch.Tensor], copies: dict[tuple[str, str], torch.Tensor]) -> Any:

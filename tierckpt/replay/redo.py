@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from ..errors import IntegrityError, StateMismatchError
+from ..errors import IntegrityError, StateMismatchError, TierckptError
 from ..types import Json
 from .apply import Replay
 from .capture import Step
@@ -75,7 +75,9 @@ class Redo:
     Attributes:
         tensors: of the optimizer, each at the version of its part. ``fold`` writes over them.
         values: what the optimizer's state of each parameter has beside tensors.
+        layout: of the optimizer (``layout_digest``): its groups, and the shape and type of each parameter.
         devices: the kind of device that each tensor was on.
+        sharded: the parameters of which this rank has a shard.
         steps: from the oldest part's version to ``version``, with the gradients of parts that were copied before.
         wanted: fingerprints of all tensors after the last step.
     """
@@ -83,11 +85,13 @@ class Redo:
     kind: type[torch.optim.Optimizer]
     version: int
     conditions: Conditions
+    layout: str
     parts: list[Part]
     tensors: dict[Key, torch.Tensor] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     devices: dict[Key, str] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    sharded: frozenset[str] = frozenset()
     steps: list[Step] = field(default_factory=list)
     wanted: dict[Key, Fingerprint] = field(default_factory=dict)
 
@@ -96,8 +100,8 @@ class Redo:
         gradients = (one for step in self.steps for one in step.gradients.values())
         return sum(one.numel() * one.element_size() for one in (*self.tensors.values(), *gradients))
 
-    def fold(self, exact: Exact = "required") -> str:
-        """Bring all tensors to the last version, one part after the other, on the kind of device they were on.
+    def fold(self, exact: Exact = "required", *, on: str = "") -> str:
+        """Bring all tensors to the last version, part by part, on the kind of device that they were on, or ``on``.
 
         Returns '' when every bit is that of training, else what was accepted, for people (D3).
 
@@ -108,8 +112,18 @@ class Redo:
         Memory on the device: one part and its gradients of one step. Cost: the optimizer's steps, the link both ways.
         """
         accepted = ""
+        if on:
+            self.devices = dict.fromkeys(self.devices, on)
         for part in self.parts:
-            accepted = self._fold_part(part, exact) or accepted
+            try:
+                accepted = self._fold_part(part, exact) or accepted
+            except (TierckptError, torch.OutOfMemoryError):
+                raise
+            except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                raise IntegrityError(
+                    f"the steps of a window cannot be made again: {type(error).__name__}: {error}",
+                    hint="It is damaged, or of another release: the checkpoint before it is used",
+                ) from error
         return accepted
 
     def _fold_part(self, part: Part, exact: Exact) -> str:
@@ -240,6 +254,8 @@ def pack(redo: Redo, names: Mapping[str, str]) -> tuple[dict[str, torch.Tensor],
         "build": redo.conditions.build,
         "device": redo.conditions.device,
         "implementation": redo.conditions.implementation,
+        "layout": redo.layout,
+        "sharded": sorted(redo.sharded),
         "parts": [[part.version, list(part.keys)] for part in redo.parts],
         "tensors": described,
         "values": to_json(redo.values),
@@ -262,7 +278,9 @@ def unpack(tensors: Mapping[str, torch.Tensor], found: Json) -> Redo:
             kinds[found["optimizer"]],
             int(found["version"]),
             Conditions(str(found["build"]), str(found["device"]), str(found["implementation"])),
+            str(found["layout"]),
             [Part(int(version), tuple(keys)) for version, keys in found["parts"]],
+            sharded=frozenset(found["sharded"]),
             values={key: dict(values) for key, values in from_json(found["values"]).items()},
             dtypes={key: DTYPES[name] for key, name in found["dtypes"].items()},
         )

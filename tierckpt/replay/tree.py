@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..errors import CheckpointError
 from .optimizers import local
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -40,6 +41,26 @@ def detach(tree: Any, held: Mapping[Any, torch.Tensor]) -> Any:
     return walk(tree)
 
 
+def gaps(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield where each gap of ``tree`` is, and whose it is. Raises CheckpointError for one inside a tuple."""
+    if isinstance(tree, _Gap):
+        yield path, tree.place
+    elif isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from gaps(value, (*path, key))
+    elif isinstance(tree, tuple) and any(isinstance(one, _Gap) for one in tree):
+        raise CheckpointError("a tuple of the state holds a tensor of the optimizer")
+
+
+def without_gaps(tree: Any) -> Any:
+    """Return ``tree`` with nothing where gaps were; None in lists."""
+    if isinstance(tree, dict):
+        return {key: without_gaps(one) for key, one in tree.items() if not isinstance(one, _Gap)}
+    if type(tree) is list:
+        return [None if isinstance(one, _Gap) else without_gaps(one) for one in tree]
+    return tree
+
+
 def fill(tree: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
     """Return ``tree`` with ``copies`` in its gaps."""
     if isinstance(tree, _Gap):
@@ -55,8 +76,8 @@ def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     """Return ``shard``, a copy of this rank's part of ``tensor``, as the kind of tensor that that is."""
     if not isinstance(tensor, DTensor):
         return shard
-    return DTensor.from_local(shard, tensor.device_mesh, tensor.placements, run_check=False,
-                              shape=tensor.shape, stride=tensor.stride())  # fmt: skip
+    made = cast(Any, DTensor)(shard, tensor._spec, requires_grad=False)  # from_local would send it back to the device
+    return cast(DTensor, made)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

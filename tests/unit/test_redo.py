@@ -1,0 +1,283 @@
+"""A window that is kept as it was copied becomes the state after its last step, bit for bit, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.test_multi_step import SECONDS, Job, changes, check
+from tests.unit.test_replay import FUSED, IMPLEMENTATIONS, KINDS, matrix
+from tierckpt.errors import IntegrityError, StateMismatchError, TierckptError
+from tierckpt.replay import apply, redo
+from tierckpt.replay.multi_step import MultiStepStager, Snapshot
+from tierckpt.replay.redo import Conditions, Redo, pack, tolerance, unpack
+from tierckpt.replay.tree import fill
+
+OTHER = Conditions("torch 0.0", "another device", "foreach")
+
+
+def window_of(job: Job, steps: int = 4) -> tuple[Snapshot, Any]:
+    """A window that is kept, and the state after its last step."""
+    with MultiStepStager(job.optimizer, window_steps=steps, defers=True) as stager:
+        pending = stager.begin(job.state)
+        for _ in range(steps - 1):
+            job.train()
+            stager.end_of_step()
+        wanted = copy.deepcopy(job.state())
+        job.train()
+        return pending.result(SECONDS), wanted
+
+
+def kept(snapshot: Snapshot) -> Redo:
+    assert snapshot.redo is not None and snapshot.state is None and not snapshot.fallback
+    return snapshot.redo
+
+
+def stored(found: Redo) -> tuple[dict[str, torch.Tensor], Any]:
+    tensors, recipe = pack(found, {key: f"tensors.{key}" for key, name in found.tensors if not name})
+    return {name: one.clone() for name, one in tensors.items()}, json.loads(json.dumps(recipe))
+
+
+def folded(snapshot: Snapshot, found: Redo) -> Any:
+    return fill(snapshot.tree, found.tensors)
+
+
+@pytest.mark.parametrize("begun", [0, 2], ids=["before the first step", "after two"])
+@pytest.mark.parametrize(("kind", "implementation"), list(matrix()))
+def test_every_optimizer_comes_back_from_its_parts(kind: str, implementation: str, begun: int) -> None:
+    job = Job(KINDS[kind], **IMPLEMENTATIONS[implementation])
+    for _ in range(begun):
+        job.train()
+    snapshot, wanted = window_of(job)
+    again = unpack(*stored(kept(snapshot)))
+    assert again.fold() == ""
+    check(folded(snapshot, again), wanted)
+    assert kind in FUSED or implementation != "fused"
+
+
+def test_parts_are_of_several_versions_until_they_are_folded() -> None:
+    job = Job()
+    job.train()
+    snapshot, wanted = window_of(job)
+    found = kept(snapshot)
+    assert [part.version for part in found.parts] == [0, 1, 2, 3] and found.version == 3
+    with pytest.raises(AssertionError):
+        check(fill(snapshot.tree, found.tensors), wanted)
+    gradients = sum(len(step.gradients) for step in found.steps)
+    assert gradients == sum(len(part.keys) * (3 - part.version) for part in found.parts)
+
+
+Recipe = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
+
+
+def bugs() -> dict[str, Callable[[Tensors, Recipe], None]]:
+    def stale(tensors: Tensors, recipe: Recipe) -> None:
+        recipe["steps"][2][2] = recipe["steps"][1][2]
+
+    def missing(tensors: Tensors, recipe: Recipe) -> None:
+        del recipe["steps"][1]
+
+    def missing_last(tensors: Tensors, recipe: Recipe) -> None:
+        del recipe["steps"][-1]
+
+    def twice(tensors: Tensors, recipe: Recipe) -> None:
+        recipe["steps"].insert(1, recipe["steps"][1])
+
+    def order(tensors: Tensors, recipe: Recipe) -> None:
+        recipe["steps"].reverse()
+
+    def implementation(tensors: Tensors, recipe: Recipe) -> None:
+        for step in recipe["steps"]:
+            for group in step[2]:
+                group |= {"fused": True, "foreach": False}
+
+    def version(tensors: Tensors, recipe: Recipe) -> None:
+        recipe["parts"][0][0] += 1
+
+    def gradient(tensors: Tensors, recipe: Recipe) -> None:
+        name = next(iter(recipe["steps"][1][3].values()))
+        tensors[name].view(-1).view(torch.uint8)[0] ^= 1
+
+    def other_gradient(tensors: Tensors, recipe: Recipe) -> None:
+        of_step = recipe["steps"][1][3]
+        first, second = [key for key in of_step if tensors[of_step[key]].numel() == 169][:2]
+        of_step[first], of_step[second] = of_step[second], of_step[first]
+
+    def no_gradient(tensors: Tensors, recipe: Recipe) -> None:
+        recipe["steps"][1][3].popitem()
+
+    def part(tensors: Tensors, recipe: Recipe) -> None:
+        tensors[recipe["tensors"][0][2]].view(-1).view(torch.uint8)[0] ^= 1
+
+    def moment(tensors: Tensors, recipe: Recipe) -> None:
+        name = next(stored for _, name, stored, _ in recipe["tensors"] if name == "exp_avg")
+        tensors[name].view(-1).view(torch.uint8)[2] ^= 1
+
+    def skipped(tensors: Tensors, recipe: Recipe) -> None:
+        recipe["steps"][1][1] = True
+
+    def fingerprint(tensors: Tensors, recipe: Recipe) -> None:
+        recipe["fingerprints"][0][2] = "1"
+
+    def no_tensor(tensors: Tensors, recipe: Recipe) -> None:
+        tensors.popitem()
+
+    def newer(tensors: Tensors, recipe: Recipe) -> None:
+        recipe["format"] = 99
+
+    def other_optimizer(tensors: Tensors, recipe: Recipe) -> None:
+        recipe["optimizer"] = "Adadelta"
+
+    return dict(locals())
+
+
+@pytest.mark.parametrize("bug", bugs())
+def test_a_window_that_is_another_than_the_one_that_was_copied_is_refused(bug: str) -> None:
+    job = Job()
+    job.train()
+    snapshot, _ = window_of(job)
+    tensors, recipe = stored(kept(snapshot))
+    bugs()[bug](tensors, recipe)
+    with pytest.raises(IntegrityError):
+        unpack(tensors, recipe).fold()
+    with pytest.raises(IntegrityError):
+        unpack(tensors, recipe).fold("approximate")
+
+
+def flipped(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """A device whose replay differs from training by ``bits`` units in the last place of one element."""
+    real = apply.Replay.apply
+
+    def of_another_device(self: Any, step: Any) -> None:
+        real(self, step)
+        for tensor in self.parameters.values():
+            tensor.view(-1)[:1].view(torch.int32).add_(bits)
+
+    monkeypatch.setattr(apply.Replay, "apply", of_another_device)
+
+
+def test_one_bit_of_a_replay_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    job.train()
+    snapshot, _ = window_of(job)
+    tensors, recipe = stored(kept(snapshot))
+    flipped(monkeypatch, 1)
+    with pytest.raises(IntegrityError, match="has other bits than in training, with the same build"):
+        unpack(tensors, recipe).fold()
+
+
+def test_another_device_is_said_and_taken_only_within_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    job.train()
+    snapshot, wanted = window_of(job)
+    found = kept(snapshot)
+    found.conditions = OTHER
+    tensors, recipe = stored(found)
+    assert unpack(*copy.deepcopy((tensors, recipe))).fold() == ""  # the same bits all the same: nothing to say
+    flipped(monkeypatch, 1)
+    with pytest.raises(StateMismatchError, match="another device in training"):
+        unpack(*copy.deepcopy((tensors, recipe))).fold()
+    again = unpack(*copy.deepcopy((tensors, recipe)))
+    assert "device another device in training" in again.fold("approximate")
+    flipped(monkeypatch, 1 << 12)
+    with pytest.raises(StateMismatchError):
+        unpack(tensors, recipe).fold("approximate")
+    assert wanted
+
+
+def test_a_rounding_of_another_implementation_is_within_the_tolerance() -> None:
+    """CPU's fused AdamW and its for-loop round otherwise, as two devices do."""
+    job = Job(fused=True)
+    job.train()
+    snapshot, _ = window_of(job, 7)
+    found = kept(snapshot)
+    found.conditions = OTHER
+    tensors, recipe = stored(found)
+    for step in recipe["steps"]:
+        for group in step[2]:
+            group |= {"fused": None, "foreach": False}
+    with pytest.raises(StateMismatchError):
+        unpack(*copy.deepcopy((tensors, recipe))).fold()
+    assert unpack(tensors, recipe).fold("approximate")
+
+
+def test_a_stager_that_may_differ_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Conditions.here
+    calls = iter(range(100))
+    monkeypatch.setattr(Conditions, "here", lambda *given: OTHER if next(calls) == 0 else real(*given))
+    flipped(monkeypatch, 1)
+    job = Job()
+    job.train()
+    with MultiStepStager(job.optimizer, window_steps=4, defers=True, exact="approximate") as stager:
+        pending = stager.begin(job.state)
+        for _ in range(4):
+            job.train()
+            stager.end_of_step()
+        snapshot = pending.result(SECONDS)
+    assert snapshot.redo is None and "another device" in snapshot.inexact and snapshot.state is not None
+
+
+def test_the_tolerance_is_that_of_the_contract() -> None:
+    value = torch.tensor([1.0, 0.0, -2.0])
+    unit = 2.0**-24
+    assert tolerance("", value, 3, 1e-3, 0.5).tolist() == [24 * unit, 24 * unit * 1e-3, 48 * unit]
+    assert tolerance("exp_avg_sq", value, 3, 1e-3, 0.5).tolist() == [12 * unit, 0.0, 24 * unit]
+    assert tolerance("step", value, 3, 1e-3, 0.5).tolist() == [0.0, 0.0, 0.0]
+    assert tolerance("seen", torch.tensor([3]), 3, 1e-3, 0.5).tolist() == [0.0]
+    assert tolerance("exp_avg", value, 3, 1e-3, 0.5).tolist() == [16 * unit + 6 * unit] * 3
+
+
+@pytest.mark.parametrize("reason", changes())
+def test_what_breaks_a_window_breaks_one_that_is_kept(reason: str) -> None:
+    """An edit that torch's counter of writes does not see (``.data``) is found when it is folded."""
+    job = Job()
+    job.train()
+    with MultiStepStager(job.optimizer, window_steps=4, defers=True) as stager:
+        pending = stager.begin(job.state)
+        for number in range(6):
+            job.train()
+            if number == 1:
+                changes()[reason](job)
+            stager.end_of_step()
+        snapshot = pending.result(SECONDS)
+    if reason == "beside the optimizer":
+        with pytest.raises(IntegrityError, match="something beside the optimizer"):
+            kept(snapshot).fold()
+    else:
+        assert reason in snapshot.fallback and snapshot.redo is None
+
+
+def test_an_edit_that_is_seen_has_the_state_copied_whole() -> None:
+    job = Job()
+    job.train()
+    with MultiStepStager(job.optimizer, window_steps=4, defers=True) as stager:
+        pending = stager.begin(job.state)
+        for number in range(6):
+            job.train()
+            if number == 1:
+                with torch.no_grad():
+                    next(job.model.parameters()).mul_(0.5)
+            stager.end_of_step()
+        snapshot = pending.result(SECONDS)
+    assert "beside the optimizer" in snapshot.fallback
+
+
+def test_a_learning_rate_that_is_a_tensor() -> None:
+    job = Job(lr=torch.tensor(1e-3))
+    job.train()
+    snapshot, wanted = window_of(job)
+    again = unpack(*stored(kept(snapshot)))
+    assert again.fold() == ""
+    check(folded(snapshot, again)["model"], wanted["model"])
+
+
+def test_a_recipe_that_is_nothing_is_refused() -> None:
+    for nothing in ({}, {"format": redo.FORMAT}, {"format": redo.FORMAT, "optimizer": "LBFGS"}):
+        with pytest.raises(TierckptError):
+            unpack({}, nothing)
