@@ -174,7 +174,12 @@ class TierStorageReader(Mount, StorageReader):
     def read_objects(self, metadata: Metadata, names: Sequence[str]) -> dict[str, Any]:
         """Return objects of the checkpoint, read by this rank for itself. The checkpoint stays in use for a load."""
         target: dict[str, Any] = dict.fromkeys(names, "")
-        if names:
+        self.read_alone(metadata, target)
+        return target
+
+    def read_alone(self, metadata: Metadata, target: dict[str, Any]) -> None:
+        """Fill ``target`` in place, without the other ranks. The checkpoint stays in use for a load."""
+        if target:
             planner = DefaultLoadPlanner()
             planner.set_up_planner(target, metadata, is_coordinator=False)
             self.set_up_storage_reader(metadata, False)
@@ -182,7 +187,6 @@ class TierStorageReader(Mount, StorageReader):
                 self._read(planner.create_local_plan(), planner)
             finally:
                 self._infos = {}
-        return target
 
     @short_traceback
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

@@ -96,9 +96,9 @@ class Redo:
     wanted: dict[Key, Fingerprint] = field(default_factory=dict)
 
     @property
-    def size_bytes(self) -> int:
-        gradients = (one for step in self.steps for one in step.gradients.values())
-        return sum(one.numel() * one.element_size() for one in (*self.tensors.values(), *gradients))
+    def replayed(self) -> int:
+        """How many steps were missing from the oldest part."""
+        return max((self.version - part.version for part in self.parts), default=0)
 
     def fold(self, exact: Exact = "required", *, on: str = "") -> str:
         """Bring all tensors to the last version, part by part, on the kind of device that they were on, or ``on``.

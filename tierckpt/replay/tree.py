@@ -62,9 +62,9 @@ def without_gaps(tree: Any) -> Any:
 
 
 def fill(tree: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
-    """Return ``tree`` with ``copies`` in its gaps."""
+    """Return ``tree`` with ``copies`` in its gaps; others stay."""
     if isinstance(tree, _Gap):
-        return copies[tree.place]
+        return copies.get(tree.place, tree)
     if isinstance(tree, dict):
         return {key: fill(one, copies) for key, one in tree.items()}
     if type(tree) in (list, tuple):

@@ -16,8 +16,9 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
@@ -39,6 +40,7 @@ from ..errors import (
 from ..format.layout import Location, parse_uri, step_name, step_of
 from ..planning.interval import OVERHEAD_MAX
 from ..planning.tuning import Goal
+from ..replay.redo import Exact
 from ..stores.schemes import check_location, check_target
 from ..telemetry import BLOCKED_SECONDS, logger
 from ..tracebacks import short_traceback
@@ -52,13 +54,12 @@ from .interval import Interval, IntervalController, Phase
 from .job import Job, RunningSaves, SaveRecord, describe_wait, left_out, note_commits, plan_save, stage
 from .preemption_notices import Notices
 from .pruning import BackgroundPruning
+from .redo_log import make_checkpoint
 from .restore import agreed_latest, restore_newest, unwrapped
 from .run_log import RunLog
 from .window import SaveMode, SaveWindow, check_mode
 
 log = logger("checkpointer")
-
-T = TypeVar("T")
 
 PROMPT_SECONDS = 0.02
 LATEST = 64
@@ -73,21 +74,21 @@ class Checkpointer:
     """Saves and restores the state of a training job under ``uri``, as ``uri/step-N``.
 
     ``save`` blocks only while the state is copied to host memory (see ``mode`` and ``staging``); an error of a save is
-    raised by the next ``save``, ``wait`` or ``close``. Works in one process without torch.distributed, and
-    on every rank of a job under torchrun: all ranks must then make the same calls in the same order.
+    raised by the next ``save``, ``wait`` or ``close``. All ranks of a job must make the same calls in the same order.
 
     Args:
         uri: directory or key prefix of the run.
         keep_last: checkpoints to keep; an int for both tiers, or ``{"local": 2, "shared": 10}``. None keeps all.
             The newest is never removed, nor a local copy that is not on the shared tier yet, nor one being restored.
-        keep_every: keep also the steps that this number divides; an int or ``{"shared": 1000}``. Alone: those, and the
-            newest.
+        keep_every: keep also the steps that this number divides; an int or ``{"shared": 1000}``. Alone: and the newest.
         overwrite: a step that exists already is replaced (default), or refused.
         mode: "async"; "sync": ``save`` returns when the checkpoint is committed locally; "multi_step": the state of the
             optimizers in ``state`` is copied over ``window_steps`` steps, and the checkpoint of a save at step n is
             that of step n + window_steps - 1. Needs a call of ``step`` after every step (docs/guide/every-step.md).
         window_steps: for "multi_step": a number, at most ``interval`` where that is one; or "auto": by sizes, and what
             link and step were measured to take; 7 where nothing is known.
+        exact: for "multi_step" on an accelerator. "required": what is saved is a redo log, of which a restore makes a
+            checkpoint on such a device. "approximate": last bits may be others than in training; the manifest says so.
         staging: "eager" copies the state before ``save`` returns. "lazy" lets the copies of parameters and optimizer
             state overlap the next forward and backward pass; ``step`` of an optimizer in ``state`` waits for them.
             Nothing else may change these tensors before that step.
@@ -126,6 +127,7 @@ class Checkpointer:
         overwrite: bool = True,
         mode: SaveMode = "async",
         window_steps: int | Literal["auto"] = "auto",
+        exact: Exact = "required",
         staging: Mode = "eager",
         interval: Interval = None,
         overhead_max: float = OVERHEAD_MAX,
@@ -144,8 +146,8 @@ class Checkpointer:
         mtbf = dict(mtbf_seconds) if isinstance(mtbf_seconds, Mapping) else mtbf_seconds
         self._pacer = IntervalController(interval, Goal.of(overhead_max, mtbf), DrainDecider(self.settings))
         check_target(self.location, self.settings.local_root)
-        self._mode = check_mode(mode, window_steps)
-        self._window = SaveWindow(self.location, window_steps, interval, self._save_record)
+        self._mode, self._exact = check_mode(mode, window_steps, exact), exact
+        self._window = SaveWindow(self.location, window_steps, interval, exact, self._save_record)
         self._stager = TierStager(mode=staging, settings=self.settings)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-save")
         self._handoffs = (
@@ -280,6 +282,7 @@ class Checkpointer:
         overwrite = self._overwrite and not (self._is_blind and is_new_here)
         writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=overwrite)
         writer.hold_back()
+        writer.annotate(record.notes)
         if self._pacer.keeps_some:
             writer.keep(not record.is_sent)
         self._carry_out(order, writer)
@@ -426,7 +429,8 @@ class Checkpointer:
 
         All ranks agree on the step before any of them changes anything. Each file is read from whichever copy is good:
         a bad one is set aside and the next one tried. Without ``step``, a checkpoint with a file that has no good copy
-        left is passed over for the one before it, on all ranks, and the log says so.
+        left, or a redo log that cannot be replayed here, is passed over for the one before it, on all ranks, and the
+        log says so. A redo log that is replayed becomes a checkpoint of its step first.
 
         None means that shared storage was listed and has no checkpoint. While it does not answer it is waited for,
         ``store_wait_seconds``, on all ranks, unless every rank's node has saved the newest step there and not drained
@@ -449,7 +453,8 @@ class Checkpointer:
         self._client.enter(self.location, trains=False)  # its first save says that it trains
         begun = time.monotonic()
         with self._looking():
-            uri = restore_newest(self._client, self.location, state, names, step, trust_pickle=trust_pickle)
+            fold = partial(make_checkpoint, exact=self._exact, write=partial(self._save_record, is_asked=True))
+            uri = restore_newest(self._client, self.location, state, names, step, fold, trust_pickle=trust_pickle)
         if uri is None:
             return None
         self.restore_seconds = time.monotonic() - begun
@@ -465,7 +470,7 @@ class Checkpointer:
         Raises what ``restore`` raises when nobody can know that.
         """
         with self._looking():
-            uri = agreed_latest(self._client, self.location)
+            uri = agreed_latest(self._client, self.location, windows=True)
         return step_of(uri) if uri is not None else None
 
     @contextmanager

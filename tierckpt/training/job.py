@@ -58,6 +58,8 @@ class SaveRecord:
     """How much of that did not fit beside the steps: training waited until it was copied."""
     fallback: str = ""
     """Why a multi-step save was copied whole. '' for all others."""
+    notes: Mapping[str, str | int | bool] = field(default_factory=dict)
+    """What its manifest says of it: whether its steps were made again, and bit for bit."""
     begun_at: float = field(default_factory=time.monotonic, repr=False)
 
     def name(self, run: Location, step: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,22 @@ from ..checkpoint.catalog import Checkpoint
 from ..client import Client, get_client
 from ..config import Settings
 from ..dcp.reader import TierStorageReader
-from ..errors import CheckpointNotFoundError, IntegrityError, ObjectNotFoundError, StateMismatchError, TierckptError
-from ..format.layout import Location, parse_uri, step_name, step_of
+from ..errors import (
+    CheckpointNotFoundError,
+    IntegrityError,
+    ObjectNotFoundError,
+    StateMismatchError,
+    TierckptError,
+    UncommittedCheckpointError,
+)
+from ..format.layout import WINDOWS_DIR, Location, parse_uri, step_name, step_of
 from ..loading.devices import check_device
 from ..stores.schemes import check_location
 from ..telemetry import logger
 from ..tracebacks import short_traceback
 from .codec import state as states
 from .exchange import all_gather, is_distributed, portable, same_outcome
+from .redo_log import is_window
 
 log = logger("checkpointer")
 
@@ -59,10 +67,14 @@ def restore_newest(
     state: dict[str, Any],
     only: Collection[str] | None,
     step: int | None,
+    fold: Callable[[TierStorageReader, Mapping[str, Any]], str],
     *,
     trust_pickle: bool = False,
 ) -> str | None:
     """Restore ``step``, else the newest checkpoint of the run that has a good copy of every file. Returns its URI.
+
+    Where a redo log is newer than all checkpoints, ``fold`` makes one of it, and returns its URI; a redo log that
+    cannot be replayed is passed over like a damaged checkpoint.
 
     None when there is none. Raises what keeps the newest from being restored, when no older one can be either, and what
     ``agreed_latest`` raises: "none" is never said for a shared tier that nobody could ask.
@@ -73,30 +85,46 @@ def restore_newest(
 
     if step is not None:
         uri = location.child(step_name(step)).uri
-        restore_into(open_checkpoint(uri), state, only)
+        try:
+            restore_into(open_checkpoint(uri), state, only)
+        except (CheckpointNotFoundError, UncommittedCheckpointError) as error:
+            window = open_checkpoint(location.child(WINDOWS_DIR).child(step_name(step)).uri)
+            try:
+                same_outcome(window.read_metadata)
+            except TierckptError:
+                raise error from None
+            restore_into(open_checkpoint(fold(window, state)), state, only)
         return uri
     lost: list[tuple[str, TierckptError]] = []
     step_max: int | None = None
     while True:
         try:
-            newest = agreed_latest(client, location, step_max)
+            newest = agreed_latest(client, location, step_max, windows=True)
         except CheckpointNotFoundError:
             if not lost:
                 raise
             newest = None
         if newest is None:
             break
+        found = newest
         try:
+            if is_window(parse_uri(newest)):
+                newest = fold(open_checkpoint(newest), state)
             restore_into(open_checkpoint(newest), state, only)
-        except (IntegrityError, ObjectNotFoundError) as error:
-            lost.append((newest, error))
+        except (IntegrityError, ObjectNotFoundError, StateMismatchError) as error:
+            if isinstance(error, StateMismatchError) and not is_window(parse_uri(found)):
+                raise  # one of a checkpoint is the caller's to know
+            lost.append((found, error))
             damaged = step_of(newest)
             if damaged is None:
                 break  # nothing is older than what has no step
             step_max = damaged - 1
             continue
         if lost:
-            told = "; ".join(f"{passed} has no good copy left: {error}" for passed, error in lost)
+            told = "; ".join(
+                f"{passed} {'was not replayed' if is_window(parse_uri(passed)) else 'has no good copy left'}: {error}"
+                for passed, error in lost
+            )
             log.warning("restored %s, because %s", newest, told)
         return newest
     if lost:
@@ -116,8 +144,12 @@ class _Sight:
     error: BaseException | None = None
 
 
-def agreed_latest(client: Client, location: Location, step_max: int | None = None) -> str | None:
+def agreed_latest(
+    client: Client, location: Location, step_max: int | None = None, *, windows: bool = False
+) -> str | None:
     """Lower everybody's newest step to the lowest, until all can load it: never a mix of steps.
+
+    With ``windows`` a redo log that is newer than every checkpoint counts as one.
 
     None when no rank sees any, and all could look. A rank that could not look neither resets nor sets back the job: as
     long as others could, it waits for the shared tier; its error is raised on all ranks, and names it.
@@ -128,11 +160,11 @@ def agreed_latest(client: Client, location: Location, step_max: int | None = Non
     """
     limit, newest = step_max, ""
     while True:
-        mine, found = _look(client, location, limit)
+        mine, found = _look(client, location, limit, windows)
         seen = _agree(mine)
         if len({sight.is_blind for sight in seen}) > 1:  # what others see may be newer than what is on this node
             if mine.is_blind:
-                mine, found = _look(client, location, limit, may_be_own=False)
+                mine, found = _look(client, location, limit, windows, may_be_own=False)
             seen = _agree(mine)
         if all(sight.attempt is None for sight in seen):
             if newest:
@@ -151,10 +183,10 @@ def agreed_latest(client: Client, location: Location, step_max: int | None = Non
 
 
 def _look(
-    client: Client, location: Location, step_max: int | None, *, may_be_own: bool = True
+    client: Client, location: Location, step_max: int | None, windows: bool, *, may_be_own: bool = True
 ) -> tuple[_Sight, Checkpoint | None]:
     try:
-        newest = client.run(client.engine.selector.newest(location, step_max, may_be_own=may_be_own))
+        newest = client.run(client.engine.selector.newest(location, step_max, may_be_own=may_be_own, windows=windows))
     except Exception as error:
         return _Sight(error=portable(error)), None
     found = newest.checkpoint

@@ -3,7 +3,8 @@
     save(n), or a step that is due    ranks agree on K; the copy of the first part begins
     step(n+1) ... step(n+K-2)         the next part; gradients of those before follow
     step(n+K-1)                       the last part begins; all that is no optimizer's is copied now
-    a step after that                 every rank has its parts at that version: the save path writes them as step n+K-1
+    a step after that                 every rank has its parts at that version: the save path writes them as step n+K-1;
+                                      on an accelerator it writes the parts and what makes them that (``redo_log``)
 
 Invariants:
     M1  A checkpoint is of one step on all ranks. They agree at the last step of the window, and at each step until its
@@ -24,18 +25,20 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args
 import torch
 
 from ..errors import CheckpointError, ConfigError
-from ..format.layout import Location, step_name
+from ..format.layout import WINDOWS_DIR, Location, step_name
 from ..planning.transfer import STEPS_MAX
 from ..quantities import human_bytes
 from ..replay.link import Link
 from ..replay.multi_step import OUT_OF_MEMORY, MultiStepStager, Snapshot
 from ..replay.parts import Traffic
+from ..replay.redo import Exact
 from ..replay.tree import detach, fill
 from ..telemetry import logger
 from .codec import state as states
 from .exchange import all_gather, same_outcome
 from .interval import Interval
 from .job import SaveRecord
+from .redo_log import inexact_notes, stored
 
 log = logger("checkpointer")
 
@@ -47,8 +50,10 @@ SETTLE_SECONDS = 600.0
 """How long the end of a loop waits for parts to be brought to the last step, before it copies the state whole."""
 
 
-def check_mode(mode: SaveMode, window_steps: int | Literal["auto"]) -> SaveMode:
+def check_mode(mode: SaveMode, window_steps: int | Literal["auto"], exact: Exact) -> SaveMode:
     """Return ``mode``. Raises ConfigError for another one, and for a window in a mode that has none."""
+    if exact not in get_args(Exact):
+        raise ConfigError(f"exact is {exact!r}", hint="Write one of " + ", ".join(map(repr, get_args(Exact))))
     if mode not in get_args(SaveMode):
         raise ConfigError(f"mode is {mode!r}", hint="Write one of " + ", ".join(map(repr, get_args(SaveMode))))
     if mode != "multi_step" and window_steps != "auto":
@@ -100,7 +105,9 @@ class SaveWindow:
         ConfigError: a number of steps below 1, or above ``interval``.
     """
 
-    def __init__(self, location: Location, steps: int | Literal["auto"], interval: Interval, write: Write) -> None:
+    def __init__(
+        self, location: Location, steps: int | Literal["auto"], interval: Interval, exact: Exact, write: Write
+    ) -> None:
         if steps != "auto" and (isinstance(steps, bool | str) or steps < 1):
             raise ConfigError(f"window_steps is {steps!r}: 'auto', or a whole number of steps of at least 1")
         self._longest = interval if isinstance(interval, int) else None
@@ -110,7 +117,7 @@ class SaveWindow:
                 hint="Make the interval at least as long as the window",
             )
         self._steps = 0 if steps == "auto" else steps
-        self._location, self._write = location, write
+        self._location, self._exact, self._write = location, exact, write
         self._link: Link | None = None
         self._stagers: list[MultiStepStager] = []
         self._window: _Window | None = None
@@ -208,7 +215,7 @@ class SaveWindow:
         self._stagers.clear()
         self._link = self._link or Link()
         for optimizer in optimizers:
-            self._stagers.append(MultiStepStager(optimizer, link=self._link))
+            self._stagers.append(MultiStepStager(optimizer, link=self._link, exact=self._exact))
 
     def _steps_here(self) -> int:
         found = [stager.traffic() for stager in self._stagers]
@@ -266,11 +273,14 @@ class SaveWindow:
         copies = {
             (number, key, name): tensor
             for number, snapshot in enumerate(snapshots)
-            for key, named in snapshot.state.items()
+            for key, named in (snapshot.state or {}).items()
             for name, tensor in named.items()
         }
+        redos = {number: one.redo for number, one in enumerate(snapshots) if one.redo is not None}
         record = window.handle.record
         record.window_steps = window.steps
+        if inexact := next((one.inexact for one in snapshots if one.inexact), ""):
+            record.notes = inexact_notes(inexact, window.steps - 1)
         record.moved_bytes = sum(one.moved_bytes for one in snapshots)
         record.waited_bytes = sum(one.waited_bytes for one in snapshots)
         record.blocked_seconds += sum(one.blocked_seconds for one in snapshots)
@@ -279,7 +289,11 @@ class SaveWindow:
                 "%s: %s of %s did not fit beside %d steps, and were waited for",
                 *(record.uri, human_bytes(record.waited_bytes), human_bytes(record.moved_bytes), window.steps),
             )
-        self._write_as(window, fill(window.tree, copies))
+        tree = fill(window.tree, copies)
+        if redos:
+            record.uri = self._location.child(WINDOWS_DIR).child(step_name(record.step)).uri
+            tree, record.notes = stored(tree, redos)
+        self._write_as(window, tree)
 
     def _copy_whole(self, window: _Window, reason: str) -> None:
         for stager in self._stagers:

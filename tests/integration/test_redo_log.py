@@ -1,0 +1,223 @@
+"""A multi-step save whose steps are made again by the restore: right, or the checkpoint before it; nothing between."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import tierckpt
+from tests.integration.test_multi_step_save import Job, check
+from tierckpt import Checkpointer
+from tierckpt.client import close_all
+from tierckpt.errors import IntegrityError, TierckptError
+from tierckpt.format.layout import WINDOWS_DIR
+from tierckpt.replay.multi_step import MultiStepStager
+from tierckpt.replay.redo import Conditions
+from tierckpt.training import window
+
+OTHER = Conditions("torch 0.0", "another device", "foreach")
+
+
+class Deferring(MultiStepStager):
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options, defers=True)
+
+
+@pytest.fixture(autouse=True)
+def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "MultiStepStager", Deferring)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "run"
+    close_all()
+
+
+def trained(uri: Path, windows: int = 1, plain: int = 0, **options: Any) -> tuple[Job, list[int]]:
+    """Saves a plain checkpoint at each of the first ``plain`` steps, then ``windows`` windows of three steps. The loop
+    dies: nothing is saved at its end. Returns the steps of the windows."""
+    job, steps = Job(), []
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Checkpointer(uri, mode="multi_step", window_steps=3, **options) as saves,
+    ):
+        for _ in range(plain):
+            job.train()
+            with Checkpointer(uri, **options) as ordinary:
+                ordinary.save(job.number, job.state).result(60)
+        for _ in range(windows):
+            job.train()
+            pending = saves.save(job.number, job.state)
+            while not pending.done():
+                job.train()
+                saves.step(job.number, job.state)
+            pending.result(60)
+            steps.append(pending.record.step)  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+    return job, steps
+
+
+def restored(uri: Path, step: int | None = None, **options: Any) -> tuple[int | None, Job, Any]:
+    job = Job()
+    state = job.state
+    with Checkpointer(uri, **options) as checkpointer:
+        found = checkpointer.restore(state, step)
+    return found, job, state
+
+
+def test_a_redo_log_is_restored_bit_for_bit_and_is_a_checkpoint_then(run: Path) -> None:
+    job, (step,) = trained(run)
+    assert (run / WINDOWS_DIR / f"step-{step}" / ".metadata").is_file() and not (run / f"step-{step}").exists()
+    with Checkpointer(run) as checkpointer:
+        assert checkpointer.latest_step() == step
+    assert tierckpt.latest(run) is None  # for who reads checkpoints, and replays nothing
+    found, again, state = restored(run)
+    assert found == step and state["data"]["at"] == step
+    check(again.values(), job.kept[step])
+    assert tierckpt.latest(run) == str(run / f"step-{step}")
+    found, again, _ = restored(run)
+    assert found == step
+    check(again.values(), job.kept[step])
+
+
+def test_stock_pytorch_finds_no_checkpoint_before_and_a_plain_one_after(run: Path) -> None:
+    job, (step,) = trained(run)
+    target = {"model": Job().model.state_dict()}
+    with pytest.raises(Exception, match=r"metadata"):
+        dcp.load(target, checkpoint_id=run / f"step-{step}")
+    with pytest.raises(Exception, match=r"Missing key|KeyError|model"):  # nor in the log itself
+        dcp.load({"model": Job().model.state_dict()}, checkpoint_id=run / WINDOWS_DIR / f"step-{step}")
+    restored(run)
+    dcp.load(target, checkpoint_id=run / f"step-{step}")
+    check(target["model"], job.kept[step]["model"])
+
+
+def test_the_next_save_and_the_model_alone(run: Path) -> None:
+    job, (step,) = trained(run)
+    again = Job()
+    with Checkpointer(run) as checkpointer:
+        state: dict[str, Any] = {"model": again.model, "first": again.first, "second": again.second}
+        assert checkpointer.restore(state, only="model") == step
+        check(again.model.state_dict(), job.kept[step]["model"])
+        assert not again.first.state
+        checkpointer.save(step + 1, again.state).result(60)
+    assert tierckpt.latest(run) == str(run / f"step-{step + 1}")
+
+
+def test_a_step_that_is_asked_for_by_number(run: Path) -> None:
+    job, steps = trained(run, windows=2)
+    found, again, _ = restored(run, steps[0])
+    assert found == steps[0]
+    check(again.values(), job.kept[steps[0]])
+    found, again, _ = restored(run)
+    assert found == steps[1]
+    check(again.values(), job.kept[steps[1]])
+    with pytest.raises(TierckptError):
+        restored(run, 99)
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def copies(run: Path, step: int, local: Path) -> list[Path]:
+    found = [*run.glob(f"{WINDOWS_DIR}/step-{step}/*.distcp"), *local.glob(f"**/{WINDOWS_DIR}/step-{step}/*.distcp")]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("piece", ["all", "first", "last"])
+def test_damage_to_a_redo_log_is_found_and_the_checkpoint_before_it_is_restored(
+    piece: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    local = tmp_path / "local"
+    job, (step,) = trained(run, plain=1, local_root=local)
+    for path in copies(run, step, local):
+        if piece == "all":
+            damage(path)
+            continue
+        data = bytearray(path.read_bytes())
+        at = 5000 if piece == "first" else len(data) - 5000
+        data[at : at + 64] = bytes(64)
+        path.write_bytes(data)
+    close_all()
+    found, again, _ = restored(run, local_root=local)
+    assert found == 1
+    check(again.values(), job.kept[1])
+    assert "was not replayed" in caplog.text and not (run / f"step-{step}").exists()
+
+
+def test_another_device_falls_back_and_says_why_or_is_accepted(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tests.unit.test_redo import flipped
+
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(Conditions, "here", lambda *_: OTHER)
+        job, (step,) = trained(run, plain=1)
+    with monkeypatch.context() as elsewhere:
+        flipped(elsewhere, 1)
+        found, again, _ = restored(run)
+        assert found == 1 and "another device in training" in caplog.text
+        check(again.values(), job.kept[1])
+        found, again, _ = restored(run, exact="approximate")
+        assert found == step
+    with pytest.raises(AssertionError):
+        check(again.values(), job.kept[step])
+    for name, tensor in again.model.state_dict().items():
+        assert torch.allclose(tensor, job.kept[step]["model"][name], rtol=0, atol=1e-7), name
+    client = tierckpt.client.get_client(tierckpt.Settings.load(None))
+    checkpoint = client.run(client.engine.find(tierckpt.format.layout.parse_uri(run / f"step-{step}")))
+    assert checkpoint.manifest is not None and checkpoint.manifest.notes["exact"] is False
+    assert "x 2**-24" in str(checkpoint.manifest.notes["tolerance"])
+
+
+def test_without_anything_before_it_the_error_is_raised(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.unit.test_redo import flipped
+
+    trained(run)
+    flipped(monkeypatch, 1)
+    with pytest.raises(IntegrityError, match="other bits than in training"):
+        restored(run)
+
+
+def test_other_parameters_are_refused_before_anything_is_changed(run: Path) -> None:
+    job, _ = trained(run, plain=1)
+    other = Job()
+    other.first.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    with Checkpointer(run) as checkpointer:
+        state: dict[str, Any] = {"model": other.model, "second": other.second}
+        assert checkpointer.restore(state, only="model") == 1  # there is no telling what its optimizers are
+    check(other.model.state_dict(), job.kept[1]["model"])
+
+
+def test_retention_ls_verify_and_info_know_redo_logs(run: Path) -> None:
+    from typer.testing import CliRunner
+
+    from tierckpt.cli import app
+
+    _, steps = trained(run, windows=4, keep_last=2)
+    kept = sorted(path.name for path in (run / WINDOWS_DIR).iterdir())
+    assert kept == [f"step-{step}" for step in steps[-2:]]
+    close_all()
+    cli = CliRunner()
+    listed = cli.invoke(app, ["ls", str(run), "--json"])
+    assert listed.exit_code == 0 and f"{WINDOWS_DIR}/step-{steps[-1]}" in listed.stdout
+    assert cli.invoke(app, ["verify", str(run), "--read-data"]).exit_code == 0
+    assert cli.invoke(app, ["status"]).exit_code == 0
+    shown = cli.invoke(app, ["info", str(run / WINDOWS_DIR / f"step-{steps[-1]}")])
+    assert shown.exit_code == 0 and "redo log" in shown.stdout and "AdamW" in shown.stdout
+    assert cli.invoke(app, ["prune", str(run), "--keep-last", "1", "--yes"]).exit_code == 0
+    assert [path.name for path in (run / WINDOWS_DIR).iterdir()] == [f"step-{steps[-1]}"]
+    damaged = next((run / WINDOWS_DIR / f"step-{steps[-1]}").glob("*.distcp"))
+    damage(damaged)
+    assert cli.invoke(app, ["verify", str(run), "--read-data"]).exit_code != 0

@@ -1,0 +1,231 @@
+"""A window of a multi-step save as a redo log on the tiers, and the checkpoint that it becomes.
+
+    <run>/.tierckpt-windows/step-N     committed, drained, verified and removed as any checkpoint is
+        __tierckpt_window__            parts at their versions, gradients; for each rank a recipe in JSON, as bytes
+        all else                       what is no optimizer's, of step N, under the names that it has in a checkpoint
+
+Invariants:
+    R1  Until it is folded no reader takes it for a checkpoint of step N: ``<run>/step-N`` does not exist.
+    R2  Folding reads, replays and compares before it writes anything; and writes as every save does: a kill at any
+        instruction leaves the redo log as it was, and the checkpoint whole or not there.
+    R3  A rank folds what that rank has saved. With other ranks, groups or shards it is refused, on all of them.
+
+Source: docs/adr/0015-redo-log.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import empty as empty_dtensor
+
+from ..dcp.reader import TierStorageReader
+from ..errors import IntegrityError, StateMismatchError
+from ..format.layout import WINDOWS_DIR, Location, parse_uri, step_of
+from ..replay.optimizers import layout_digest, parameters_of
+from ..replay.redo import Exact, Redo, pack, unpack
+from ..replay.tree import gaps, like, without_gaps
+from ..telemetry import logger
+from ..types import Json
+from .codec import state as states
+from .exchange import is_distributed, same_outcome
+from .job import SaveRecord
+
+log = logger("checkpointer")
+
+WINDOW = "__tierckpt_window__"
+TENSORS, RECIPE = f"{WINDOW}.tensors.", f"{WINDOW}.recipe."
+Notes = dict[str, str | int | bool]
+HINT = "The checkpoint before it is used. Restore on the ranks and with the shards that saved it to use this one"
+
+
+def is_window(location: Location) -> bool:
+    return location.parent.name == WINDOWS_DIR
+
+
+def stored(tree: Any, redos: Mapping[int, Redo]) -> tuple[dict[str, Any], Notes]:
+    """Return what is saved of a window, and what its manifest says.
+
+    Args:
+        tree: the state that was collected, with gaps for tensors of these optimizers: (number of optimizer, key, name).
+    """
+    found = list(gaps(tree))
+    names: dict[int, dict[str, str]] = {number: {} for number in redos}
+    for path, (number, key, _) in found:
+        called = "/".join(map(str, path))
+        if key in redos[number].sharded:
+            called = f"{states.rank_key()}/{called}"
+        names[number].setdefault(key, called)
+    tensors: dict[str, torch.Tensor] = {}
+    recipes = []
+    for number, redo in redos.items():
+        for key, _ in redo.devices:  # one that the state has nothing of, and its steps need it
+            names[number].setdefault(key, f"{states.rank_key()}/{number}/{key}")
+        packed, recipe = pack(redo, names[number])
+        tensors |= packed
+        recipes.append([number, recipe])
+    text = json.dumps(
+        {
+            "world_size": dist.get_world_size() if is_distributed() else 1,
+            "optimizers": recipes,
+            "places": [[list(path), list(place)] for path, place in found],
+        },
+        separators=(",", ":"),
+    )
+    recipe_bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    window = {"tensors": tensors, "recipe": {states.rank_key(): recipe_bytes}}
+    return without_gaps(tree) | {WINDOW: window}, _notes(list(redos.values()), "redo log", exact=True)
+
+
+def _notes(redos: Sequence[Redo], what: str, *, exact: bool, accepted: str = "") -> Notes:
+    first = redos[0]
+    notes: Notes = {
+        "replay": what,
+        "exact": exact,
+        "optimizer": ", ".join(sorted({redo.kind.__name__ for redo in redos})),
+        "build": first.conditions.build,
+        "device": first.conditions.device,
+        "implementation": first.conditions.implementation,
+    }
+    return notes if exact else notes | inexact_notes(accepted, max(redo.replayed for redo in redos))
+
+
+def inexact_notes(accepted: str, steps: int) -> Notes:
+    """What a manifest says of a state whose last bits are not those of training."""
+    return {
+        "exact": False,
+        "other than in training": accepted,
+        "tolerance": f"parameters {8 * steps} x 2**-24 of max(abs(p), lr), second moments {4 * steps} x 2**-24 of v",
+    }
+
+
+def fold(reader: TierStorageReader, state: Mapping[str, Any], exact: Exact) -> tuple[dict[str, Any], Notes]:
+    """Return the state that the redo log of ``reader`` becomes, to be saved, and what its manifest says.
+
+    Reads what this rank has saved and all that is no optimizer's; ``state`` says what the optimizers are, and where
+    shards belong. Nothing in it is changed.
+
+    Raises:
+        StateMismatchError: other ranks, groups or shards (R3); or, with "required", other bits on another build, device
+            or implementation.
+        IntegrityError: it is damaged, or something beside the optimizer changed parameters while it was being copied.
+    Memory of the host: the window, 1 + r (K - 1) / 2 of the state. Cost: a read of that, and the optimizer's steps.
+    """
+    metadata = reader.read_metadata()
+    recipe = _recipe(reader, metadata)
+    optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+    _check_fits(recipe, optimizers, reader.path)
+    target = _target(metadata, recipe, state)
+    reader.read_alone(metadata, target)
+    tensors = {name.removeprefix(TENSORS): one for name, one in target.items() if name.startswith(TENSORS)}
+    redos = {number: unpack(tensors, one) for number, one in recipe["optimizers"]}
+    accepted = "; ".join(filter(None, (redo.fold(exact) for redo in redos.values())))
+    paths = metadata.planner_data or {}
+    tree: dict[str, Any] = {}
+    for name, value in target.items():
+        if not name.startswith(f"{WINDOW}."):
+            set_element(tree, paths.get(name, (name,)), value)
+    live = [{one.key: one.tensor for one in parameters_of(optimizer)} for optimizer in optimizers]
+    try:
+        for path, (number, key, name) in recipe["places"]:
+            set_element(tree, tuple(path), _as_live(live[number][key], redos[number].tensors[key, name]))
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise _bad(reader.path, error) from error
+    return tree, _notes(list(redos.values()), "replayed", exact=not accepted, accepted=accepted)
+
+
+def make_checkpoint(
+    reader: TierStorageReader,
+    state: Mapping[str, Any],
+    exact: Exact,
+    write: Callable[[SaveRecord, Mapping[str, Any], dict[str, Any]], Future[None]],
+) -> str:
+    """Fold the redo log of ``reader`` and save what it becomes. Returns the URI of that checkpoint. Collective.
+
+    Raises what ``fold`` raises, on all ranks, and what ``write`` and the save raise.
+    """
+    window = parse_uri(reader.path)
+    collected, notes = same_outcome(lambda: fold(reader, state, exact))
+    record = SaveRecord(step_of(window.name) or 0, window.parent.parent.child(window.name).uri, notes=notes)
+    write(record, state, collected).result()
+    log.info("%s was made of its redo log, %s", record.uri, "bit for bit" if notes["exact"] else notes)
+    return record.uri
+
+
+def _recipe(reader: TierStorageReader, metadata: Metadata) -> Json:
+    name = f"{RECIPE}{states.rank_key()}"
+    found = metadata.state_dict_metadata.get(name)
+    if not isinstance(found, TensorStorageMetadata):
+        raise StateMismatchError(
+            f"{reader.path} was saved by fewer ranks than there are, and is not replayed", hint=HINT
+        )
+    target = {name: torch.empty(found.size, dtype=torch.uint8)}
+    reader.read_alone(metadata, target)
+    try:
+        recipe: Json = json.loads(bytes(target[name].numpy()))
+    except ValueError as error:
+        raise _bad(reader.path, error) from error
+    if not isinstance(recipe, dict) or recipe.keys() != {"world_size", "optimizers", "places"}:
+        raise _bad(reader.path, "other fields")
+    return recipe
+
+
+def _check_fits(recipe: Json, optimizers: Sequence[torch.optim.Optimizer], path: str) -> None:
+    world_size = dist.get_world_size() if is_distributed() else 1
+    if any(one["sharded"] for _, one in recipe["optimizers"]) and recipe["world_size"] != world_size:
+        raise StateMismatchError(
+            f"{path} has the shards of {recipe['world_size']} ranks, there are {world_size}, and it is not replayed",
+            hint=HINT,
+        )
+    layouts = dict(enumerate(map(layout_digest, optimizers)))
+    if any(layouts.get(number) != one["layout"] for number, one in recipe["optimizers"]):
+        raise StateMismatchError(
+            f"{path} is of other optimizers than the state, or of other groups, parameters or shards of them",
+            hint=HINT,
+        )
+
+
+def _target(metadata: Metadata, recipe: Json, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank reads: its own tensors of the window, and the rest as ``state`` has it."""
+    mine: set[str] = set()
+    for _, one in recipe["optimizers"]:
+        mine |= {f"{TENSORS}{stored}" for _, _, stored, _ in one["tensors"]}
+        mine |= {f"{TENSORS}{stored}" for *_, gradients in one["steps"] for stored in gradients.values()}
+    live, _ = flatten_state_dict(states.collect(state))
+    target: dict[str, Any] = {}
+    for name, found in metadata.state_dict_metadata.items():
+        if name.startswith(f"{WINDOW}.") and name not in mine:
+            continue
+        if not isinstance(found, TensorStorageMetadata):
+            target[name] = ""
+        elif isinstance(beside := live.get(name), DTensor):
+            target[name] = empty_dtensor(
+                found.size,
+                dtype=found.properties.dtype,
+                device_mesh=beside.device_mesh,
+                placements=beside.placements,
+            )
+        else:
+            target[name] = torch.empty(found.size, dtype=found.properties.dtype)
+    if missing := mine - target.keys():
+        raise _bad(parse_uri(WINDOW).name, f"{len(missing)} of its tensors are not there")
+    return target
+
+
+def _as_live(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """State of a sharded parameter is sharded as it, but for scalars: the number of steps."""
+    is_shard = isinstance(parameter, DTensor) and tensor.shape == parameter.to_local().shape
+    return like(parameter, tensor) if is_shard else tensor
+
+
+def _bad(path: str, why: object) -> IntegrityError:
+    return IntegrityError(f"the recipe in {path} cannot be used: {why}", hint="The checkpoint before it is used")
