@@ -447,6 +447,7 @@ def prefetch(
     exclude: Sequence[str] = (),
     pin: bool = False,
     wait_seconds: float | None = None,
+    hf_cache: bool = False,
     settings: Settings | None = None,
     listener: ProgressListener = ignore_progress,
     **overrides: Any,
@@ -463,6 +464,8 @@ def prefetch(
         exclude: globs of files to leave out.
         pin: keep it in the node cache until it is unpinned; other versions of ``uri`` are unpinned.
         wait_seconds: wait so long for what is not committed or not there yet. None: that is an error.
+        hf_cache: of ``hf://org/name``: fill the Hugging Face cache (``HF_HUB_CACHE``, or ``to``), where
+            ``from_pretrained("org/name")`` finds it. Returns the snapshot's directory.
         settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``).
         listener: called with a ``Progress`` as bytes arrive, on the client's thread: it must return at once.
 
@@ -488,7 +491,9 @@ def prefetch(
 
         async def fetch(engine: Engine) -> PrefetchResult:
             def once() -> Awaitable[PrefetchResult]:
-                return engine.prefetch(location, target, include=include, exclude=exclude, pin=pin, keep=True)
+                return engine.prefetch(
+                    location, target, include=include, exclude=exclude, pin=pin, keep=True, hf_cache=hf_cache
+                )
 
             return (
                 await once() if wait_seconds is None else await retry_until_available(once, wait_seconds, location.uri)

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from .cache.entry import CacheEntry
+from .cache.hub_layout import prefetch_to_hub_cache
 from .cache.node_cache import Check, Kind, NodeCache, ResolvedUri, refuse_pin
 from .cache.pool import AdmissionPlan
 from .cache.prefetch import PrefetchResult, prefetch
@@ -49,6 +50,8 @@ from .restore import fetch_file
 from .restore.drill import DrillReport, choose, drill
 from .restore.restore import RestoreResult, restore
 from .stores.base import Store
+from .stores.hub.api import hub_cache
+from .stores.hub.store import HubStore
 from .telemetry import ignore_progress, logger
 from .types import Buffer, ByteRange, ObjectInfo, Progress, ProgressListener, Tier
 
@@ -338,13 +341,27 @@ class Engine:
         exclude: Sequence[str] = (),
         pin: bool = False,
         keep: bool = False,
+        hf_cache: bool = False,
     ) -> PrefetchResult:
         """Have a checkpoint or model on this node, whole: in ``directory``, or where it belongs.
 
         A checkpoint of ours belongs on the local tier, anything else in the node cache. ``keep``: nobody evicts it from
-        there while this process lives.
+        there while this process lives. ``hf_cache``: ``directory`` is a Hugging Face cache, by default this user's.
         """
         held, checkpoint = await self._freeze(location, include, exclude)
+        if hf_cache:
+            if not isinstance(held.store, HubStore) or pin:
+                raise ConfigError("a Hugging Face cache takes hf:// URIs, and pins nothing", hint="Give hf://ORG/NAME")
+            return await prefetch_to_hub_cache(
+                held.store,
+                held.store.commit,
+                held.frozen.files,
+                (directory or hub_cache()).absolute(),
+                chunk_size_bytes=held.frozen.chunk_size_bytes,
+                concurrency=self.settings.concurrency * 2,
+                listener=self._listener,
+                sharing=self.sharing,
+            )
         target = directory or self.local_place(held)
         if target is None:
             return await self.node_cache.prefetch(held, pin=pin, keep=keep)

@@ -42,6 +42,7 @@ from ..format.layout import PRIVATE_DIR
 from ..format.manifest import BLOCK_DIGEST_BYTES, MANIFEST_BYTES_MAX, ChunkDigest, blocks_of, digest_of, has_digest
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Tier
+from .content import check_content
 from .direct_write import write_at
 from .file_set import FileSet, Receipt, decode
 
@@ -478,13 +479,15 @@ class PartialEntry:
         return [landed[chunk] for chunk in range(self.frozen.chunks_of(index))]
 
     def _make_durable(self, index: int) -> None:
-        """fsync a whole file. One that fails has lost bytes nobody knows of: all of it is forgotten."""
+        """Check what a whole file holds, and fsync it. One that fails has lost bytes nobody knows of, or was sent wrong
+        ones: all of it is forgotten."""
         path = self.incoming / self.frozen.files[index].path
         with translated(path):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
+                check_content(file, self.frozen.files[index], self.frozen.uri)
                 os.fsync(file)
-            except OSError:
+            except (OSError, IntegrityError):
                 self.append_line(f"!{index}.")
                 raise
             finally:

@@ -46,6 +46,13 @@ ReadData = Annotated[bool, typer.Option("--read-data", help="With --check: diges
 Evict = Annotated[bool, typer.Option("--evict", help="Remove it from the cache, unless it is pinned or in use.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched and evicted. Changes nothing.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait for what is not committed, or not there, yet.")]
+HfCache = Annotated[
+    bool,
+    typer.Option(
+        "--hf-cache",
+        help="Of hf://ORG/NAME: fill the Hugging Face cache (HF_HUB_CACHE, or --to), where from_pretrained finds it.",
+    ),
+]
 Watch = Annotated[
     bool,
     typer.Option("--watch", help="Show all nodes (peers) fill, until all have it. Without a URI: only show."),
@@ -56,6 +63,7 @@ Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0, h
 def prefetch(
     uris: Uris = None,
     to: To = None,
+    hf_cache: HfCache = False,
     include: Include = None,
     exclude: Exclude = None,
     pin: Pin = False,
@@ -82,6 +90,8 @@ def prefetch(
             return watch_rollout(None, load_settings(local_root), as_json=as_json)
     if sum((check, evict, unpin, dry_run)) > 1 or (pin and (unpin or evict or check)):
         raise ConfigError("give one of --check, --evict, --unpin, --dry-run", hint="--pin goes with a fetch")
+    if hf_cache and any((pin, unpin, check, evict, dry_run)):
+        raise ConfigError("--hf-cache only fetches", hint="`hf cache ls` and `hf cache rm` look after that cache")
     if not uris and not check:
         raise ConfigError("no URI is given", hint="`tierckpt prefetch --check` without one lists the cache")
     locations = [location_of(uri) for uri in uris or ()]
@@ -93,6 +103,7 @@ def prefetch(
         tuple(exclude or ()),
         pin,
         timeout if wait else None,
+        hf_cache,
     )
     if watch and load_settings(local_root).peers is not None:
         return _watched(locations[0], job, local_root, as_json=as_json)
@@ -131,13 +142,15 @@ class _Job:
         exclude: Sequence[str],
         pin: bool,
         wait_seconds: float | None,
+        hf_cache: bool,
     ) -> None:
-        self.to = to
+        self.to, self.hf_cache = to, hf_cache
         self.include, self.exclude, self.pin, self.wait_seconds = include, exclude, pin, wait_seconds
 
     async def fetch(self, location: Location, engine: Engine) -> Report:
         begun = time.monotonic()
-        work = partial(engine.prefetch, location, self.to, include=self.include, exclude=self.exclude, pin=self.pin)
+        chosen = partial(engine.prefetch, include=self.include, exclude=self.exclude, pin=self.pin)
+        work = partial(chosen, location, self.to, hf_cache=self.hf_cache)
         if self.wait_seconds is None:
             result = await work()
         else:

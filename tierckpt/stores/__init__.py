@@ -30,6 +30,10 @@ def open_store(location: Location, settings: Settings, retries: Retries | None =
         from .remote import RemoteStore
 
         return RemoteStore(location, settings, retries)
+    if location.scheme == "hf":
+        from .hub.store import HubStore
+
+        return HubStore(location, settings, retries)
     from .fsspec_store import open_universal
 
     return open_universal(location)

@@ -1,4 +1,4 @@
-"""Any URL that fsspec opens: sftp://, hdfs://, smb://, webdav, hf://, memory:// and the rest.
+"""Any URL that fsspec opens: sftp://, hdfs://, smb://, webdav, memory:// and the rest.
 
 An fsspec file publishes what it holds when it is closed, and it is closed by ``with``, and by the garbage collector,
 after an error too: the classic way to a truncated object under a good name. So nothing is ever written under its own

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..format.layout import Location
 
-OWN_SCHEMES = ("file", "s3", "az", "gs")
+OWN_SCHEMES = ("file", "s3", "az", "gs", "hf")
 
 
 def check_location(location: Location) -> Location:

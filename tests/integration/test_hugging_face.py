@@ -1,0 +1,372 @@
+"""``hf://`` against a Hub of our own that counts: one commit, few calls, checked content, and every refusal typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierckpt
+from tests.servers.hub import TOKEN, FakeHub, Repository, fake_hub, oid
+from tierckpt.config import Settings
+from tierckpt.errors import (
+    ConfigError,
+    IntegrityError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    StoreUnavailableError,
+    TierckptError,
+)
+from tierckpt.format.layout import parse_uri
+from tierckpt.stores import open_store
+
+KIB, MIB = 1 << 10, 1 << 20
+REPO = "org/model-1.5B"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with fake_hub() as hub:
+        for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN_PATH"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "root"))
+        yield hub
+
+
+def content(size_bytes: int, seed: int = 0) -> bytes:
+    return bytes((index * 31 + seed) % 251 for index in range(1021)) * (size_bytes // 1021 + 1)
+
+
+def model(files: int = 4, size_bytes: int = 200 * KIB, seed: int = 0) -> dict[str, bytes]:
+    """Weights, of which LFS has the bytes, and small files, which git has."""
+    weights = {f"model-{index:05d}.safetensors": content(size_bytes, seed + index) for index in range(files)}
+    return weights | {"config.json": b"{}", "sub/vocab.txt": b"a b c", "empty": b""}
+
+
+def published(hub: FakeHub, files: dict[str, bytes] | None = None, **repository: Any) -> dict[str, bytes]:
+    files = files if files is not None else model()
+    hub.repositories[REPO] = Repository(**repository)
+    hub.repositories[REPO].commit(files)
+    return files
+
+
+def fetch(tmp_path: Path, uri: str = f"hf://{REPO}", **settings: Any) -> Path:
+    return tierckpt.prefetch(uri, tmp_path / "here", chunk_size_bytes=64 * KIB, **settings)
+
+
+def holds(directory: Path, files: dict[str, bytes]) -> bool:
+    found = {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and ".tierckpt" not in path.parts
+    }
+    return found == files
+
+
+# --- what it is for ------------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_64_files_costs_few_calls(hub: FakeHub, tmp_path: Path) -> None:
+    files = published(hub, {f"model-{index:05d}.safetensors": content(150 * KIB, index) for index in range(64)})
+    assert holds(fetch(tmp_path), files)
+    assert hub.requests <= 64 + 3, hub.calls
+    assert hub.sent.total() == sum(map(len, files.values()))
+
+
+def test_small_files_are_sent_by_the_resolver_itself(hub: FakeHub, tmp_path: Path) -> None:
+    files = published(hub)
+    hub.page = 3  # and the tree has pages
+    assert holds(fetch(tmp_path), files)
+    assert hub.calls == {"revision": 1, "tree": 3, "resolve": 6}
+
+
+def test_it_goes_through_the_node_cache(hub: FakeHub, tmp_path: Path) -> None:
+    files = published(hub)
+    assert holds(tierckpt.prefetch(f"hf://{REPO}"), files)
+    before = hub.sent.total()
+    assert holds(tierckpt.prefetch(f"hf://{REPO}@main"), files)  # another URI, so another entry
+    assert holds(tierckpt.prefetch(f"hf://{REPO}"), files)
+    assert hub.sent.total() == 2 * before
+
+
+@pytest.mark.parametrize("revision", ["v1.0", "refs/pr/1", "feature%2Fx"])
+def test_a_revision_may_be_named(revision: str, hub: FakeHub, tmp_path: Path) -> None:
+    published(hub)
+    other = model(seed=9)
+    hub.repositories[REPO].commit(other, revision.replace("%2F", "/"))
+    assert holds(fetch(tmp_path, f"hf://{REPO}@{revision}"), other)
+
+
+def test_a_commit_is_not_resolved_and_a_directory_may_be_meant(hub: FakeHub, tmp_path: Path) -> None:
+    published(hub)
+    commit = hub.repositories[REPO].revisions["main"]
+    assert holds(fetch(tmp_path, f"hf://{REPO}@{commit}/sub"), {"vocab.txt": b"a b c"})
+    assert hub.calls["revision"] == 0
+
+
+def test_a_revision_that_moves_meanwhile_changes_nothing(hub: FakeHub, tmp_path: Path) -> None:
+    files = published(hub)
+    newer = model(seed=7)
+
+    def move() -> None:
+        hub.on_resolve = lambda: None
+        hub.repositories[REPO].commit(newer)
+
+    hub.on_resolve = move
+    assert holds(fetch(tmp_path), files)
+    (tmp_path / "later").mkdir()
+    assert holds(fetch(tmp_path / "later", local_root=tmp_path / "later-root"), newer)
+
+
+def test_an_url_that_expires_is_renewed(hub: FakeHub, tmp_path: Path) -> None:
+    files = published(hub, model(files=1, size_bytes=2 * MIB))
+    hub.expires_after = 5
+    assert holds(fetch(tmp_path), files)
+    assert hub.calls["resolve"] > 3  # of three files with bytes
+
+
+# --- secrets and places --------------------------------------------------------------------------------------------
+
+
+def test_the_token_goes_to_the_hub_and_to_no_other_host(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = published(hub, gated=True)
+    with pytest.raises(PermissionDeniedError, match="gated") as error:
+        fetch(tmp_path)
+    assert error.value.exit_code == 6 and f"{hub.endpoint}/{REPO}" in str(error.value)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/token").write_text("hf_" + "x" * 30)
+    with pytest.raises(PermissionDeniedError, match="this token") as error:
+        fetch(tmp_path)
+    assert "x" * 30 not in str(error.value)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert holds(fetch(tmp_path), files)
+    assert hub.cdn_requests and hub.cdn_authorizations == {""}
+    assert TOKEN not in caplog.text
+
+
+def test_offline_nothing_is_asked(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published(hub)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(StoreUnavailableError, match="HF_HUB_OFFLINE"):
+        fetch(tmp_path)
+    assert not hub.requests
+
+
+# --- what cannot be ------------------------------------------------------------------------------------------------
+
+MISSING = {
+    "hf://org/nothing-here": "no repository org/nothing-here",
+    f"hf://{REPO}@v9": "no revision 'v9'",
+    f"hf://{REPO}/none": "no file|holds no files",
+    "hf://gpt2": "names no repository",
+}
+
+
+@pytest.mark.parametrize("uri", MISSING)
+def test_what_is_not_there_is_said(uri: str, hub: FakeHub, tmp_path: Path) -> None:
+    published(hub)
+    with pytest.raises(ObjectNotFoundError, match=MISSING[uri]):
+        fetch(tmp_path, uri)
+
+
+def test_an_endpoint_that_is_none_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "huggingface.co")
+    with pytest.raises(ConfigError, match="HF_ENDPOINT"):
+        fetch(tmp_path, local_root=tmp_path / "root")
+
+
+@pytest.mark.parametrize("header", [{"Retry-After": "1"}, {"RateLimit": '"api";r=0;t=1'}])
+def test_a_rate_limit_is_waited_for(header: dict[str, str], hub: FakeHub, tmp_path: Path) -> None:
+    files = published(hub)
+    hub.limited = [header] * 3
+    begun = time.monotonic()
+    assert holds(fetch(tmp_path), files)
+    assert time.monotonic() - begun >= 1
+
+
+def test_a_rate_limit_beyond_the_deadline_is_said(hub: FakeHub, tmp_path: Path) -> None:
+    published(hub)
+    hub.limited = [{"Retry-After": "100000"}]
+    with pytest.raises(StoreUnavailableError, match="takes no more requests for 100000 s") as error:
+        fetch(tmp_path)
+    assert error.value.exit_code == 7
+    assert hub.requests == 1
+
+
+def test_a_hub_that_stumbles_is_asked_again(hub: FakeHub, tmp_path: Path) -> None:
+    files = published(hub)
+    hub.refused = [503, 500]
+    assert holds(fetch(tmp_path), files)
+
+
+@pytest.mark.parametrize("pointers", [False, True])
+def test_a_pointer_without_object_is_said(pointers: bool, hub: FakeHub, tmp_path: Path) -> None:
+    published(hub)
+    hub.lost, hub.pointers = {"model-00001.safetensors"}, pointers
+    with pytest.raises(TierckptError, match=r"pointer without its object|no object for it") as error:
+        fetch(tmp_path)
+    assert "model-00001" in str(error.value)
+    assert not (tmp_path / "here").exists()
+
+
+def test_wrong_bytes_are_refused_and_fetched_anew(hub: FakeHub, tmp_path: Path) -> None:
+    files = published(hub)
+    hub.damaged = {"model-00002.safetensors"}
+    with pytest.raises(IntegrityError, match="sha256") as error:
+        fetch(tmp_path)
+    assert "model-00002" in str(error.value) and not (tmp_path / "here").exists()
+    hub.damaged, before = set(), hub.sent["model-00000.safetensors"]
+    assert holds(fetch(tmp_path), files)
+    assert hub.sent["model-00000.safetensors"] <= max(before, 200 * KIB)  # what was good is not fetched again
+
+
+async def test_it_is_read_only(hub: FakeHub) -> None:
+    published(hub)
+    store = open_store(parse_uri(f"hf://{REPO}"), Settings.load())
+    for refused in (store.put("key", b"data"), store.delete("config.json"), store.delete_dir("sub")):
+        with pytest.raises(PermissionDeniedError, match="read only"):
+            await refused
+    assert not hub.requests
+
+
+# --- the cache of Hugging Face libraries -----------------------------------------------------------------------------
+
+THEIRS = """
+import sys, huggingface_hub as hub
+local = sys.argv[1] == "offline"
+directory = hub.snapshot_download("org/model-1.5B", local_files_only=local)
+print(directory)
+print(hub.try_to_load_from_cache("org/model-1.5B", "sub/vocab.txt"))
+info = hub.scan_cache_dir()
+print(len(info.warnings), [len(repo.revisions) for repo in info.repos], info.size_on_disk)
+"""
+
+
+def theirs(how: str, **environment: str) -> list[str]:
+    """What huggingface_hub, unmodified, finds."""
+    pytest.importorskip("huggingface_hub")
+    command = [sys.executable, "-c", THEIRS, how]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def snapshot_holds(snapshot: Path, files: dict[str, bytes]) -> bool:
+    paths = [path for path in snapshot.rglob("*") if not path.is_dir()]
+    assert not any(path.readlink().is_absolute() for path in paths)
+    return {str(path.relative_to(snapshot)): path.read_bytes() for path in paths} == files
+
+
+def test_their_libraries_find_it_offline(hub: FakeHub, tmp_path: Path) -> None:
+    files = published(hub)
+    commit = hub.repositories[REPO].revisions["main"]
+    snapshot = tierckpt.prefetch(f"hf://{REPO}", hf_cache=True)
+    root = tmp_path / "hf/hub/models--org--model-1.5B"
+    assert snapshot == root / "snapshots" / commit and snapshot_holds(snapshot, files)
+    assert (root / "refs/main").read_text() == commit
+    assert {path.name for path in (root / "blobs").iterdir()} == {oid(data) for data in files.values()}
+    assert {path.name for path in root.iterdir()} == {"blobs", "refs", "snapshots"}
+    found = theirs("offline", HF_HUB_OFFLINE="1")
+    assert found[:2] == [str(snapshot), str(snapshot / "sub/vocab.txt")]
+    assert found[2] == f"0 [1] {sum(len(data) for data in files.values())}"
+
+
+def test_their_libraries_fetch_nothing_again(hub: FakeHub, tmp_path: Path) -> None:
+    """Asked with the Hub in reach, they compare etags with the names of blobs."""
+    published(hub)
+    snapshot = tierckpt.prefetch(f"hf://{REPO}", hf_cache=True)
+    before = hub.sent.total()
+    assert theirs("online")[0] == str(snapshot)
+    assert hub.sent.total() == before
+
+
+def test_only_blobs_that_are_not_there_are_fetched(hub: FakeHub, tmp_path: Path) -> None:
+    files = published(hub)
+    first = tierckpt.prefetch(f"hf://{REPO}", tmp_path / "cache", hf_cache=True)
+    newer = files | {"config.json": b'{"newer": true}', "model-00001.safetensors": content(300 * KIB, 77)}
+    hub.repositories[REPO].commit(newer)
+    before = hub.sent.total()
+    second = tierckpt.prefetch(f"hf://{REPO}", tmp_path / "cache", hf_cache=True)
+    assert first != second and snapshot_holds(first, files) and snapshot_holds(second, newer)
+    assert hub.sent.total() - before == len(newer["config.json"]) + len(newer["model-00001.safetensors"])
+    tierckpt.prefetch(f"hf://{REPO}", tmp_path / "cache", hf_cache=True)
+    assert hub.sent.total() - before == len(newer["config.json"]) + len(newer["model-00001.safetensors"])
+
+
+def test_what_was_fetched_and_not_published_is_published_by_the_next(hub: FakeHub, tmp_path: Path) -> None:
+    """Killed between the last byte and the last link."""
+    files = published(hub)
+    commit, root = hub.repositories[REPO].revisions["main"], tmp_path / "cache/models--org--model-1.5B"
+    tierckpt.prefetch(f"hf://{REPO}", root / ".tierckpt" / commit)
+    (root / "blobs").mkdir()
+    os.link(root / ".tierckpt" / commit / "config.json", root / "blobs" / oid(files["config.json"]))
+    before = hub.sent.total()
+    assert snapshot_holds(tierckpt.prefetch(f"hf://{REPO}", tmp_path / "cache", hf_cache=True), files)
+    assert hub.sent.total() == before
+
+
+def test_a_part_of_a_repository_and_only_some_files(hub: FakeHub, tmp_path: Path) -> None:
+    files = published(hub)
+    found = tierckpt.prefetch(f"hf://{REPO}/sub", tmp_path / "cache", hf_cache=True)
+    assert snapshot_holds(found, {"sub/vocab.txt": files["sub/vocab.txt"]})
+    found = tierckpt.prefetch(f"hf://{REPO}", tmp_path / "cache", hf_cache=True, include=["*.json"])
+    assert snapshot_holds(found, {name: files[name] for name in ("sub/vocab.txt", "config.json")})
+
+
+def test_wrong_bytes_never_reach_that_cache(hub: FakeHub, tmp_path: Path) -> None:
+    published(hub)
+    hub.damaged = {"model-00002.safetensors"}
+    with pytest.raises(IntegrityError, match="sha256"):
+        tierckpt.prefetch(f"hf://{REPO}", tmp_path / "cache", hf_cache=True)
+    root = tmp_path / "cache/models--org--model-1.5B"
+    assert not (root / "refs").exists() and not (root / "snapshots").exists()
+
+
+def test_that_cache_takes_repositories_only(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="hf://"):
+        tierckpt.prefetch(tmp_path / "model", hf_cache=True)
+
+
+# --- kill -9 -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["directory", "cache"])
+def test_a_killed_prefetch_goes_on_where_it_stopped(target: str, hub: FakeHub, tmp_path: Path) -> None:
+    chunk, workers = 64 * KIB, 8
+    files = published(hub, {f"model-{index:05d}.safetensors": content(256 * KIB, index) for index in range(64)})
+    hub.seconds_per_answer = 0.05
+    command = [sys.executable, "-m", "tierckpt", "prefetch", f"hf://{REPO}", "--to", str(tmp_path / "here"), "--json"]
+    command += ["--hf-cache"] * (target == "cache")
+    environment = os.environ | {
+        "TIERCKPT_CHUNK_SIZE_BYTES": str(chunk),
+        "TIERCKPT_CONCURRENCY": str(workers // 2),  # a prefetch takes twice as many
+    }
+    killed = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    total = sum(map(len, files.values()))
+    while hub.sent.total() < total // 2:
+        assert killed.poll() is None
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    hub.seconds_per_answer = 0.0
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["files"] == 64
+    assert (holds if target == "directory" else snapshot_holds)(Path(document["directory"]), files)
+    assert 0 <= hub.sent.total() - total <= workers * chunk

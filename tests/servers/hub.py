@@ -1,0 +1,221 @@
+"""A Hugging Face Hub of our own: revisions, trees in pages, a resolver that redirects to signed URLs, limits, refusals.
+
+It counts what it is asked for, and by whom with which token. Two ports are two hosts: the Hub, and
+what it calls its CDN.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+LFS_BYTES_MIN = 1000
+TOKEN = "hf_" + "a1B2c3D4" * 4
+_RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+
+
+@dataclass
+class Repository:
+    """Commits by their names, and what the revisions are now."""
+
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    revisions: dict[str, str] = field(default_factory=dict)
+    gated: bool = False
+
+    def commit(self, files: dict[str, bytes], revision: str = "main") -> str:
+        name = hashlib.sha1(repr((len(self.commits), sorted(files))).encode()).hexdigest()
+        self.commits[name] = dict(files)
+        self.revisions[revision] = name
+        return name
+
+
+def oid(data: bytes) -> str:
+    """As the tree has it: the SHA-256 of an LFS file, the git blob of any other."""
+    if len(data) >= LFS_BYTES_MIN:
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+class FakeHub:
+    def __init__(self) -> None:
+        self.repositories: dict[str, Repository] = {}
+        self.calls: Counter[str] = Counter()
+        """Requests to the Hub, by what they are."""
+        self.sent: Counter[str] = Counter()
+        """Bytes of files that went out, by path."""
+        self.cdn_requests = 0
+        self.cdn_authorizations: set[str] = set()
+        self.page = 1000
+        self.limited: list[dict[str, str]] = []
+        """Headers of the answers 429 that come next."""
+        self.refused: list[int] = []
+        """Statuses of the answers that come next."""
+        self.damaged: set[str] = set()
+        self.lost: set[str] = set()
+        """Paths whose object is not there; with ``pointers`` the resolver sends the pointer."""
+        self.pointers = False
+        self.seconds_per_answer = 0.0
+        self.on_resolve = lambda: None
+        self.epoch = 0
+        self.expires_after = 0
+        """At this request to the CDN every URL that was signed so far expires."""
+        self._lock = threading.Lock()
+        self._servers = [self._server(self._hub), self._server(self._cdn)]
+        self.endpoint, self.cdn = (f"http://127.0.0.1:{server.server_port}" for server in self._servers)
+
+    @property
+    def requests(self) -> int:
+        return sum(self.calls.values())
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+
+    def _server(self, answer: Any) -> ThreadingHTTPServer:
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                answer(self)
+
+            do_HEAD = do_GET
+
+            def log_message(self, *_: Any) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return server
+
+    # --- the Hub -------------------------------------------------------------------------------------------------
+
+    def _hub(self, request: BaseHTTPRequestHandler) -> None:
+        url = urlsplit(request.path)
+        parts = [unquote(part) for part in url.path.split("/") if part]
+        kind = "api" if parts[:1] == ["api"] else "resolve"
+        with self._lock:
+            self.calls[parts[4] if kind == "api" and len(parts) > 4 else kind] += 1
+            limit = self.limited.pop(0) if self.limited else None
+            status = self.refused.pop(0) if self.refused else 0
+        if limit is not None:
+            return self._say(request, 429, b"", limit)
+        if status:
+            return self._say(request, status, b"", {})
+        name = "/".join(parts[2:4] if kind == "api" else parts[:2])
+        repository = self.repositories.get(name)
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if repository is None:
+            code = 404 if token else 401
+            return self._say(request, code, b"", {"X-Error-Code": "RepoNotFound"})
+        if repository.gated and token != TOKEN:
+            return self._say(request, 403 if token else 401, b"", {"X-Error-Code": "GatedRepo"})
+        if kind == "api":
+            return self._api(request, repository, parts[4], parts[5] if len(parts) > 5 else "main", parse_qs(url.query))
+        return self._resolve(request, repository, parts[3], "/".join(parts[4:]))
+
+    def _api(
+        self, request: BaseHTTPRequestHandler, repository: Repository, what: str, revision: str, query: Any
+    ) -> None:
+        commit = revision if revision in repository.commits else repository.revisions.get(revision)
+        if commit is None:
+            return self._say(request, 404, b"", {"X-Error-Code": "RevisionNotFound"})
+        files = repository.commits[commit]
+        if what == "revision":
+            body: Any = {"id": "/".join(urlsplit(request.path).path.split("/")[3:5]), "private": False, "tags": []}
+            body |= {
+                "sha": commit,
+                "downloads": 0,
+                "likes": 0,
+                "siblings": [{"rfilename": path} for path in sorted(files)],
+            }
+            return self._say(request, 200, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        begin = int(query.get("cursor", ["0"])[0])
+        items = [{"type": "directory", "path": "sub", "oid": "0" * 40, "size": 0}]
+        for path in sorted(files)[begin : begin + self.page]:
+            data = files[path]
+            item: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": "1" * 40}
+            if len(data) >= LFS_BYTES_MIN:
+                item["lfs"] = {"oid": oid(data), "size": len(data), "pointerSize": 134}
+            else:
+                item["oid"] = oid(data)
+            items.append(item)
+        headers = {"Content-Type": "application/json"}
+        if begin + self.page < len(files):
+            following = f"{self.endpoint}{urlsplit(request.path).path}?recursive=true&cursor={begin + self.page}"
+            headers["Link"] = f'<{following}>; rel="next"'
+        return self._say(request, 200, json.dumps(items).encode(), headers)
+
+    def _resolve(self, request: BaseHTTPRequestHandler, repository: Repository, revision: str, path: str) -> None:
+        self.on_resolve()
+        commit = revision if revision in repository.commits else repository.revisions.get(revision, "")
+        data = repository.commits.get(commit, {}).get(path)
+        if data is None or (path in self.lost and not self.pointers):
+            return self._say(request, 404, b"", {"X-Error-Code": "EntryNotFound"})
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{oid(data)}"'}
+        if path in self.lost:
+            pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid(data)}\nsize {len(data)}\n"
+            return self._say(request, 200, pointer.encode(), headers)
+        if len(data) < LFS_BYTES_MIN:
+            return self._send(request, path, data, headers)
+        name = f"{commit}/{path}"
+        signed = f"{self.cdn}/{name}?Expires={self.epoch}&Signature={self._signature(name)}"
+        headers |= {"Location": signed, "X-Linked-Etag": f'"{oid(data)}"', "X-Linked-Size": str(len(data))}
+        return self._say(request, 302, b"", headers)
+
+    # --- its CDN -------------------------------------------------------------------------------------------------
+
+    def _signature(self, name: str) -> str:
+        return hashlib.sha256(f"{self.epoch} {name}".encode()).hexdigest()
+
+    def _cdn(self, request: BaseHTTPRequestHandler) -> None:
+        url = urlsplit(request.path)
+        commit, _, path = url.path.lstrip("/").partition("/")
+        with self._lock:
+            self.cdn_requests += 1
+            self.epoch += self.cdn_requests == self.expires_after
+            self.cdn_authorizations.add(request.headers.get("Authorization", ""))
+        if parse_qs(url.query).get("Signature") != [self._signature(f"{commit}/{path}")]:
+            return self._say(request, 403, b"expired", {})
+        data = next(files.commits[commit][path] for files in self.repositories.values() if commit in files.commits)
+        if path in self.damaged:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        time.sleep(self.seconds_per_answer)
+        return self._send(request, path, data, {})
+
+    def _send(self, request: BaseHTTPRequestHandler, path: str, data: bytes, headers: dict[str, str]) -> None:
+        wanted = _RANGE.fullmatch(request.headers.get("Range", ""))
+        start, stop = (int(wanted[1]), min(int(wanted[2]) + 1, len(data))) if wanted else (0, len(data))
+        if wanted:
+            headers = {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
+        self._say(request, 206 if wanted else 200, data[start:stop], headers)
+        with self._lock:
+            self.sent[path] += stop - start
+
+    def _say(self, request: BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str]) -> None:
+        request.send_response(status)
+        for name, value in headers.items():
+            request.send_header(name, value)
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        if request.command != "HEAD":
+            request.wfile.write(body)
+
+
+@contextmanager
+def fake_hub() -> Iterator[FakeHub]:
+    hub = FakeHub()
+    try:
+        yield hub
+    finally:
+        hub.close()

@@ -1,0 +1,145 @@
+"""Prefetch into the cache of Hugging Face libraries, where ``from_pretrained("org/name")`` finds it, offline too.
+
+    <cache>/models--org--name/blobs/<sha256, or git's sha1>      the bytes
+    <cache>/models--org--name/snapshots/<commit>/PATH            relative links to them
+    <cache>/models--org--name/refs/<revision>                    the commit
+    <cache>/models--org--name/.tierckpt/<commit>                 what is being fetched, as of any prefetch
+
+Invariants:
+    L1  A blob appears whole, checked and durable, by a hard link; a snapshot links to nothing else; a ref names a
+        snapshot whose links are durable. So whoever looks in that order, as those libraries do, finds all or nothing.
+    L2  Every step can be done again. What was killed between two of them is finished by the next prefetch, which
+        fetches only blobs that are not there.
+
+Source: "Hub local cache", the documentation for those who implement it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, translated
+from ..errors import ConfigError, StoreError
+from ..format.layout import PRIVATE_DIR
+from ..format.manifest import is_safe_path
+from ..stores.hub.api import Repository
+from ..stores.hub.store import HubStore
+from ..types import ProgressListener
+from .file_set import FileSpec
+from .partial_entry import read_receipt
+from .peers import PeerJoin
+from .prefetch import PrefetchResult, prefetch
+
+
+async def prefetch_to_hub_cache(
+    store: HubStore,
+    commit: str,
+    files: Sequence[FileSpec],
+    cache: Path,
+    *,
+    chunk_size_bytes: int,
+    concurrency: int,
+    listener: ProgressListener,
+    sharing: PeerJoin | None = None,
+) -> PrefetchResult:
+    """Make the Hugging Face cache ``cache`` hold ``files`` of ``commit``. Returns the snapshot's directory.
+
+    Raises: as ``prefetch``; ConfigError for a revision that cannot be a file name.
+    """
+    repository = store.repository
+    if not is_safe_path(repository.revision):
+        raise ConfigError(f"the revision {repository.revision!r} cannot be a file name")
+    root = cache / repository.folder
+    await asyncio.to_thread(_finish_all, root)
+    missing = [item for item in files if not _is_there(_blob(root, item), item)]
+    size_bytes = sum(item.size_bytes for item in files)
+    missing_bytes = sum(item.size_bytes for item in missing)
+    result = PrefetchResult(root, len(files), size_bytes, 0)
+    if missing:
+        result = await prefetch(
+            store,
+            missing,
+            root / PRIVATE_DIR / commit,
+            chunk_size_bytes=chunk_size_bytes,
+            concurrency=concurrency,
+            listener=listener,
+            sharing=sharing,
+        )
+        await asyncio.to_thread(_finish, root, root / PRIVATE_DIR / commit)
+    snapshot = await asyncio.to_thread(_link, root, repository, commit, files)
+    here_bytes = result.here_bytes + size_bytes - missing_bytes
+    return replace(result, directory=snapshot, files=len(files), size_bytes=size_bytes, here_bytes=here_bytes)
+
+
+def _blob(root: Path, item: FileSpec) -> Path:
+    return root / "blobs" / (item.etag or "").partition(":")[2]
+
+
+def _is_there(blob: Path, item: FileSpec) -> bool:
+    try:
+        return blob.stat().st_size == item.size_bytes
+    except OSError:
+        return False
+
+
+def _finish_all(root: Path) -> None:
+    for fetched in matching(root / PRIVATE_DIR, "*"):
+        _finish(root, fetched)
+
+
+def _finish(root: Path, fetched: Path) -> None:
+    """Make blobs of what was fetched whole, which is what its receipt says, and remove it."""
+    receipt = read_receipt(fetched)
+    if receipt is None:
+        return
+    with translated(root):
+        make_dirs(root / "blobs")
+        for item in receipt.frozen.files:
+            _put_blob(fetched / item.path, _blob(root, item), item)
+        fsync_dir(root / "blobs")
+    shutil.rmtree(fetched, ignore_errors=True)  # its files have another name by now
+    with contextlib.suppress(OSError):
+        (root / PRIVATE_DIR).rmdir()
+
+
+def _put_blob(source: Path, blob: Path, item: FileSpec) -> None:
+    if _is_there(blob, item):
+        return
+    temporary = blob.with_name(f"{blob.name}.{secrets.token_hex(6)}.incomplete")  # as those libraries name theirs
+    try:
+        os.link(source, temporary)
+    except FileNotFoundError:
+        if not _is_there(blob, item):  # else another process has finished it meanwhile
+            raise StoreError(f"{source} was removed while it was published", hint="Run it again") from None
+        return
+    temporary.replace(blob)
+
+
+def _link(root: Path, repository: Repository, commit: str, files: Sequence[FileSpec]) -> Path:
+    """Make the links of a snapshot, then the ref (L1)."""
+    snapshot = root / "snapshots" / commit
+    folders = {root / "snapshots", snapshot}
+    with translated(root):
+        for item in files:
+            link = snapshot / repository.path / item.path
+            target = os.path.relpath(_blob(root, item), link.parent)
+            make_dirs(link.parent)
+            folders.add(link.parent)
+            if not (link.is_symlink() and os.readlink(link) == target):  # noqa: PTH115
+                temporary = link.with_name(f".{secrets.token_hex(6)}")
+                temporary.symlink_to(target)
+                temporary.replace(link)
+        for folder in folders:
+            fsync_dir(folder)
+        if not repository.is_commit:
+            ref = root / "refs" / repository.revision
+            make_dirs(ref.parent)
+            durable_write(ref, commit.encode())
+    return snapshot

@@ -1,0 +1,372 @@
+"""The HTTP API of a Hugging Face Hub, as far as reading a repository needs it: revision, tree, resolver.
+
+Promises:
+    A1  The token goes to the Hub's own host and to no other, and to nothing that is printed.
+    A2  A limit on requests (429) is waited for as long as the Hub says, by all requests together, within a deadline.
+    A3  Nothing is asked while ``HF_HUB_OFFLINE`` is set.
+
+Environment, as huggingface_hub reads it: ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_TOKEN_PATH``, ``HF_HOME``,
+``HF_HUB_OFFLINE``. Source: docs of the Hub ("Hub API endpoints", "Rate limits").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote, unquote, urljoin, urlsplit
+
+from ...config import Settings
+from ...errors import (
+    ConfigError,
+    IntegrityError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    StoreError,
+    StoreUnavailableError,
+)
+from ...format.layout import Location
+from ...format.manifest import is_safe_path
+from ...redaction import redact
+from ...telemetry import logger
+from ...types import ByteRange, Tier
+from ..http_client import said
+from ..retry import PROBE_SECONDS_MAX, Retries, Tries
+
+log = logger("stores.hub")
+
+ANSWER_SECONDS_MAX: Final = 30.0
+BODY_BYTES_MAX: Final = 64 << 20
+"""Of a page of a listing, or of a file that the resolver sends itself: git holds no larger ones."""
+RATE_LIMIT_SECONDS_MAX: Final = 600.0
+"""The Hub counts requests in windows of five minutes: two of them."""
+RATE_LIMIT_SECONDS: Final = 30.0
+"""Waited where a limit does not say how long."""
+REDIRECTS_MAX: Final = 5
+_MAY_PASS = {408, 425, 500, 502, 503, 504}
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_RATE_LIMIT = re.compile(r";\s*t=(\d+)")
+_NEXT = re.compile(r'<([^>]+)>\s*;\s*rel="next"')
+_KINDS = {"datasets": "datasets", "spaces": "spaces", "models": "models"}
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A repository and what of it is meant."""
+
+    kind: str
+    """``models``, ``datasets`` or ``spaces``."""
+    name: str
+    revision: str = "main"
+    path: str = ""
+    """The directory in it; '' for all of it."""
+
+    @property
+    def page(self) -> str:
+        return self.name if self.kind == "models" else f"{self.kind}/{self.name}"
+
+    @property
+    def folder(self) -> str:
+        """Its directory in the Hugging Face cache."""
+        return f"{self.kind}--{self.name.replace('/', '--')}"
+
+    @property
+    def is_commit(self) -> bool:
+        return _COMMIT.fullmatch(self.revision) is not None
+
+
+def repository_of(location: Location) -> Repository | None:
+    """Return what ``hf://org/name[@revision][/path]`` or ``hf://datasets/org/name...`` names; None: no repository."""
+    kind, parts = "models", [part for part in (location.authority, *location.path.split("/")) if part]
+    if parts and parts[0] in _KINDS:
+        kind = _KINDS[parts.pop(0)]
+    if len(parts) < 2:
+        return None
+    name, _, revision = parts[1].partition("@")
+    rest = parts[2:]
+    if revision == "refs" and len(rest) >= 2:  # @refs/pr/1 and @refs/convert/parquet are spelt with slashes
+        revision, rest = "/".join([revision, *rest[:2]]), rest[2:]
+    return Repository(kind, f"{parts[0]}/{name}", unquote(revision) or "main", "/".join(rest))
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of one commit. ``etag``: ``sha256:...`` of its bytes (LFS), or ``git:...``, the SHA-1 of its blob."""
+
+    path: str
+    size_bytes: int
+    etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: bytes
+    url: str
+    """Whose answer it is."""
+
+    def json(self) -> Any:
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            raise StoreError(f"{urlsplit(self.url).netloc} does not answer as a Hub does", tier=Tier.SHARED) from None
+
+
+class Hub:
+    """One Hub, by ``HF_ENDPOINT``."""
+
+    def __init__(self, settings: Settings, retries: Retries) -> None:
+        self.endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+        self.host = urlsplit(self.endpoint).netloc
+        if urlsplit(self.endpoint).scheme not in ("http", "https") or not self.host:
+            raise ConfigError(f"HF_ENDPOINT is {redact(self.endpoint)!r}", hint="Write https://HOST")
+        self._settings, self._retries = settings, retries
+        self._breaker = retries.breaker(self.host)
+        self._free_at = 0.0
+        """When (monotonic) the Hub may be asked again (A2)."""
+
+    # --- what it is asked ----------------------------------------------------------------------------------------
+
+    async def commit(self, repository: Repository) -> str:
+        """Return the commit that a revision is now. One request, none for a commit.
+
+        Raises:
+            ObjectNotFoundError: no such repository or revision. PermissionDeniedError: gated, or private.
+            StoreUnavailableError: no answer in time, or offline.
+        """
+        if repository.is_commit:
+            return repository.revision
+        revision = quote(repository.revision, safe="")
+        answer = await self._api(f"/api/{repository.kind}/{repository.name}/revision/{revision}", repository)
+        found = answer.json()
+        commit = found.get("sha") if isinstance(found, dict) else None
+        if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+            raise StoreError(f"{self.host} names no commit for {repository.page}@{repository.revision}")
+        return commit
+
+    async def tree(self, repository: Repository, commit: str) -> list[HubFile]:
+        """Return every file of a commit, by path below the repository. One request for each page (1000 files)."""
+        url: str | None = f"/api/{repository.kind}/{repository.name}/tree/{commit}?recursive=true&expand=false"
+        files = []
+        while url is not None:
+            answer = await self._api(url, repository)
+            found = answer.json()
+            if not isinstance(found, list):
+                raise StoreError(f"{self.host} lists no files of {repository.page}")
+            files += [_file(item, repository) for item in found if item.get("type") == "file"]
+            following = _NEXT.search(answer.headers.get("link", ""))
+            url = urljoin(answer.url, following[1]) if following else None
+        return files
+
+    async def resolve(self, repository: Repository, commit: str, path: str, byte_range: ByteRange) -> str | bytes:
+        """Return the URL, on another host, that gives ranges of a file for a while, or the range itself.
+
+        Raises:
+            IntegrityError: an answer of another commit.
+        """
+        prefix = "" if repository.kind == "models" else f"{repository.kind}/"
+        url = f"/{prefix}{repository.name}/resolve/{commit}/{quote(path)}"
+        at = {"Range": f"bytes={byte_range.start}-{byte_range.stop - 1}", "Accept-Encoding": "identity"}
+        answer = await self._api(url, repository, at, path=path)
+        other = answer.headers.get("x-repo-commit", commit)
+        if other != commit:
+            raise IntegrityError(
+                f"{self.host} answers with commit {other[:40]} of {path}, not with {commit}", file=path
+            )
+        if answer.status in (200, 206):
+            return answer.body[byte_range.start : byte_range.stop] if answer.status == 200 else answer.body
+        return answer.headers["location"]
+
+    # --- how -----------------------------------------------------------------------------------------------------
+
+    async def _api(
+        self, url: str, repository: Repository, headers: Mapping[str, str] | None = None, path: str = ""
+    ) -> Answer:
+        """Ask the Hub; follow it on its own host. Returns what is no refusal: 2xx, or 3xx to another host."""
+        url = urljoin(f"{self.endpoint}/", url.lstrip("/")) if url.startswith("/") else url
+        for _ in range(REDIRECTS_MAX):
+            answer = await self._ask(url, headers or {})
+            if answer.status < 300:
+                return answer
+            if answer.status >= 400:
+                raise self._refusal(answer, repository, path)
+            url = urljoin(url, answer.headers.get("location", ""))
+            if urlsplit(url).netloc != self.host:
+                return Answer(answer.status, {**answer.headers, "location": url}, b"", answer.url)
+        raise StoreError(f"{self.host} redirects {repository.page} in a circle", tier=Tier.SHARED)
+
+    async def _ask(self, url: str, headers: Mapping[str, str]) -> Answer:
+        """Make one request, again while it fails in a way that may pass, or is put off (A2)."""
+        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+            raise StoreUnavailableError(
+                f"{self.host} is not asked: HF_HUB_OFFLINE is set",
+                hint="`tierckpt prefetch --check` lists what is on this node; unset it to fetch more",
+                tier=Tier.SHARED,
+                attempts=0,
+            )
+        tries, deadline = Tries(self._retries, self._settings.store_timeout_seconds), 0.0
+        while True:
+            await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
+            try:
+                async with self._retries.asking(self._breaker, self.probe):
+                    answer = await asyncio.to_thread(request, url, {**headers, **self._authorization(url)})
+                    if answer.status in _MAY_PASS:
+                        raise unavailable(self.host, f"HTTP {answer.status}", status=answer.status)
+            except StoreUnavailableError as error:
+                if not await tries.pause(error):
+                    raise
+                continue
+            if answer.status != 429:
+                return answer
+            deadline = deadline or time.monotonic() + RATE_LIMIT_SECONDS_MAX
+            self._put_off(answer, deadline)
+
+    def _put_off(self, answer: Answer, deadline: float) -> None:
+        """Note until when the Hub is not to be asked. Raises StoreUnavailableError: beyond ``deadline``."""
+        seconds = _seconds_to_wait(answer.headers)
+        if time.monotonic() + seconds > deadline:
+            raise StoreUnavailableError(
+                f"{self.host} takes no more requests for {seconds:g} s",
+                hint="Try again later; with a token (HF_TOKEN) the limit is higher",
+                tier=Tier.SHARED,
+                status=429,
+                attempts=1,
+            )
+        log.warning("%s takes no more requests for %g s: waiting", self.host, seconds)
+        self._free_at = max(self._free_at, time.monotonic() + seconds)
+
+    async def probe(self) -> bool:
+        """Ask once for something cheap. True when the Hub answered."""
+        with contextlib.suppress(StoreUnavailableError):
+            async with asyncio.timeout(PROBE_SECONDS_MAX):
+                answer = await asyncio.to_thread(request, f"{self.endpoint}/robots.txt", {})
+            return answer.status not in _MAY_PASS
+        return False
+
+    def _authorization(self, url: str) -> dict[str, str]:
+        token = _token() if urlsplit(url).netloc == self.host else ""  # A1
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+    def _refusal(self, answer: Answer, repository: Repository, path: str) -> StoreError:
+        where = f"{repository.page}@{repository.revision}"
+        code, status = answer.headers.get("x-error-code", ""), answer.status
+        has_token = "this token" if _token() else "no token (HF_TOKEN)"
+        if code == "GatedRepo" or (status == 403 and code != "RepoNotFound"):
+            return PermissionDeniedError(
+                f"{where} is gated, and {has_token} has access",
+                hint=f"Accept its conditions at {self.endpoint}/{repository.page}, and set HF_TOKEN",
+                tier=Tier.SHARED,
+            )
+        if code == "RevisionNotFound":
+            return ObjectNotFoundError(
+                f"{repository.page} has no revision {repository.revision!r}",
+                hint=f"Look at {self.endpoint}/{repository.page}/tree/main",
+                tier=Tier.SHARED,
+            )
+        if path and (code == "EntryNotFound" or (status == 404 and not code)):
+            return ObjectNotFoundError(
+                f"{where} lists {path}, and has no object for it",
+                hint="Its pointer was committed and its bytes were not: tell whoever owns the repository",
+                tier=Tier.SHARED,
+                file=path,
+            )
+        if code == "RepoNotFound" or status == 404:
+            return ObjectNotFoundError(
+                f"{self.host} has no repository {repository.page}, or {has_token} may see it",
+                hint="Check the name; a private one needs HF_TOKEN",
+                tier=Tier.SHARED,
+            )
+        if status == 401:
+            return PermissionDeniedError(
+                f"{self.host} refuses {where}: {has_token} may see it", hint="Set HF_TOKEN", tier=Tier.SHARED
+            )
+        return StoreError(f"{self.host} refuses {where}: HTTP {status}", tier=Tier.SHARED, status=status)
+
+
+def request(url: str, headers: Mapping[str, str]) -> Answer:
+    """Make one GET and return the answer, whatever it says; a redirect is not followed. Blocking.
+
+    Raises StoreUnavailableError: there is no answer, or no whole one.
+    """
+    host = urlsplit(url).netloc
+    try:
+        with _opener.open(urllib.request.Request(url, headers=dict(headers)), timeout=ANSWER_SECONDS_MAX) as reply:
+            return _answer(reply, url)
+    except urllib.error.HTTPError as refusal:
+        with refusal:
+            return _answer(refusal, url)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise unavailable(host, said(reason) if isinstance(reason, BaseException) else "no answer") from None
+
+
+def _answer(reply: Any, url: str) -> Answer:
+    headers = {name.lower(): value for name, value in reply.headers.items()}
+    body = b"" if 300 <= reply.status < 400 else reply.read(BODY_BYTES_MAX + 1)
+    if len(body) > BODY_BYTES_MAX:
+        raise StoreError(f"{urlsplit(url).netloc} sends more than {BODY_BYTES_MAX} bytes", tier=Tier.SHARED)
+    return Answer(reply.status, headers, body, url)
+
+
+class _Unfollowed(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Say where it leads: whoever asked knows whom the token is for."""
+
+
+_opener = urllib.request.build_opener(_Unfollowed)
+
+
+def unavailable(host: str, reason: str, **context: object) -> StoreUnavailableError:
+    return StoreUnavailableError(
+        f"{host} cannot be reached: {reason}", hint="Retries are spent; try again later", tier=Tier.SHARED, **context
+    )
+
+
+def _file(item: Mapping[str, Any], repository: Repository) -> HubFile:
+    path, lfs = item.get("path"), item.get("lfs")
+    oid = lfs.get("oid") if isinstance(lfs, dict) else item.get("oid")
+    size_bytes = lfs.get("size") if isinstance(lfs, dict) else item.get("size")
+    is_good = isinstance(oid, str) and (_SHA256 if lfs else _COMMIT).fullmatch(oid) is not None
+    if not isinstance(path, str) or not is_safe_path(path) or not isinstance(size_bytes, int) or not is_good:
+        raise StoreError(f"{repository.page} lists a file that cannot be: {str(path)[:100]!r}", tier=Tier.SHARED)
+    return HubFile(path, size_bytes, f"{'sha256' if lfs else 'git'}:{oid}")
+
+
+def _seconds_to_wait(headers: Mapping[str, str]) -> float:
+    if (after := headers.get("retry-after", "")).isdecimal():
+        return float(after)
+    left = _RATE_LIMIT.search(headers.get("ratelimit", ""))
+    return float(left[1]) if left else RATE_LIMIT_SECONDS
+
+
+def hf_home() -> Path:
+    """Return where huggingface_hub keeps what it has."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
+
+
+def hub_cache() -> Path:
+    """Return where Hugging Face libraries look for repositories: ``HF_HUB_CACHE``, else ``HF_HOME/hub``."""
+    return Path(os.environ.get("HF_HUB_CACHE") or hf_home() / "hub").expanduser()
+
+
+def _token() -> str:
+    if token := os.environ.get("HF_TOKEN", "").strip():
+        return token
+    path = Path(os.environ.get("HF_TOKEN_PATH") or hf_home() / "token").expanduser()
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text().strip()
+    return ""

@@ -1,0 +1,288 @@
+"""``hf://org/name[@revision]`` as a store: one commit of a repository of a Hugging Face Hub.
+
+Invariants:
+    H1  A revision is resolved to a commit once, when it is listed; what was listed is read at that commit, whatever the
+        revision becomes meanwhile.
+    H2  Requests to the Hub: one for the revision, one for each 1000 files listed, one for each file read. Ranges are
+        read from the URL that the resolver gives, on connections of our own (``http_range``); it is renewed when it has
+        expired.
+    H3  A file is identified by its content: ``sha256:...`` where LFS has it, else its git blob. ``cache`` compares it
+        with the bytes of each file that has landed whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Final, NoReturn, TypeVar
+from urllib.parse import urlsplit
+
+from ...config import Settings
+from ...errors import (
+    IntegrityError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreError,
+    StoreUnavailableError,
+    TierckptError,
+)
+from ...format.layout import Location
+from ...types import Buffer, ByteRange, ObjectInfo, Tier
+from .. import congestion
+from ..common import check_key, check_prefix, check_range, short_answer
+from ..http_range import Get, NotThisWay, Ranges, is_behind_proxy
+from ..retry import Retries, Tries
+from .api import Hub, HubFile, Repository, repository_of, request
+
+T = TypeVar("T")
+
+LISTED_SECONDS: Final = 10.0
+"""A listing is as good as new for so long: the verbs that freeze a model share one."""
+URLS_MAX: Final = 3
+"""Times that a URL is asked for before its file counts as not to be had."""
+DIRECT: Final = "direct"
+_POINTER = b"version https://git-lfs"
+
+
+class HubStore:
+    """Files of one repository, below a directory of it. Read only."""
+
+    def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
+        self.uri = location.uri
+        self.has_put_if_absent = False
+        self.retries = retries or Retries(settings)
+        self._repository = repository_of(location)
+        self._settings = settings
+        self._hub: Hub | None = None
+        self._ranges = Ranges()
+        self._listed: dict[str, HubFile] = {}
+        self._listed_at = 0.0
+        self._commit = ""
+        self._listing = asyncio.Lock()
+        self._commits: dict[tuple[str, str], tuple[str, HubFile]] = {}
+        """Of each file, by key and etag, the commit in which it was listed (H1)."""
+        self._urls: dict[tuple[str, str], str] = {}
+        self._locating: dict[str, asyncio.Lock] = {}
+
+    @property
+    def repository(self) -> Repository:
+        """Raises ObjectNotFoundError: the URI names none."""
+        if self._repository is None:
+            raise ObjectNotFoundError(
+                f"{self.uri} names no repository",
+                hint="Write hf://ORG/NAME or hf://ORG/NAME@REVISION",
+                tier=Tier.SHARED,
+            )
+        return self._repository
+
+    @property
+    def commit(self) -> str:
+        """Return the commit that was listed last; '' before."""
+        return self._commit
+
+    async def _files(self) -> dict[str, HubFile]:
+        """Return the files by key, listed not longer ago than ``LISTED_SECONDS``."""
+        async with self._listing:
+            if not self._listed_at or time.monotonic() - self._listed_at > LISTED_SECONDS:
+                repository, hub = self.repository, self._open()
+                commit = await hub.commit(repository)
+                below = f"{repository.path}/" if repository.path else ""
+                found = await hub.tree(repository, commit)
+                self._listed = {file.path.removeprefix(below): file for file in found if file.path.startswith(below)}
+                self._commits |= {(key, file.etag): (commit, file) for key, file in self._listed.items()}
+                self._listed_at, self._commit = time.monotonic(), commit
+            return self._listed
+
+    def _open(self) -> Hub:
+        if self._hub is None:
+            self._hub = Hub(self._settings, self.retries)
+        return self._hub
+
+    async def _file(self, key: str, etag: str | None) -> tuple[str, HubFile]:
+        """Return a file and its commit. Raises ObjectNotFoundError, PreconditionFailedError."""
+        if etag is not None and (known := self._commits.get((key, etag))) is not None:
+            return known
+        file = (await self._files()).get(check_key(key))
+        if file is None:
+            raise ObjectNotFoundError(f"{self.uri} has no file {key}", tier=Tier.SHARED, key=key)
+        if etag is not None and file.etag != etag:
+            raise PreconditionFailedError(f"{key} has changed", uri=self.uri, key=key)
+        return self._commit, file
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    async def head(self, key: str) -> ObjectInfo:
+        _, file = await self._file(key, None)
+        return ObjectInfo(key, file.size_bytes, file.etag)
+
+    async def get(self, key: str) -> bytes:
+        _, file = await self._file(key, None)
+        return bytes(await self.get_range(key, ByteRange(0, file.size_bytes), if_match=file.etag))
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        into = memoryview(bytearray(check_range(byte_range).size_bytes))
+        await self.get_range_into(key, byte_range, into, if_match=if_match)
+        return into
+
+    async def get_range_into(
+        self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
+    ) -> None:
+        """``get_range`` into memory of the caller's.
+
+        Raises:
+            ObjectNotFoundError: the file is listed, and has no object.
+            IntegrityError: the Hub sends other bytes than it lists.
+        """
+        commit, file = await self._file(key, if_match)
+        size_bytes = check_range(byte_range).size_bytes
+        if byte_range.stop > file.size_bytes:
+            raise short_answer(self.uri, key, byte_range, max(0, file.size_bytes - byte_range.start))
+        if not size_bytes:
+            return
+        reason = ""
+        for _ in range(URLS_MAX):
+            url = await self._locate(commit, file, byte_range, into)
+            if url is None:
+                return
+            try:
+                await self._receive(url, byte_range, into)
+                return
+            except NotThisWay as refusal:  # mostly it has expired
+                reason = str(refusal)
+                if self._urls.get((commit, file.path)) == url:
+                    del self._urls[commit, file.path]
+        raise self._unhad(file, reason)
+
+    async def _locate(self, commit: str, file: HubFile, byte_range: ByteRange, into: memoryview) -> str | None:
+        """Return a URL for ranges of a file; None when the resolver has sent the range itself."""
+        name = commit, file.path
+        if name not in self._urls:
+            async with self._locating.setdefault(file.path, asyncio.Lock()):
+                if name not in self._urls:
+                    return await self._resolve(commit, file, byte_range, into)
+        if self._urls[name] != DIRECT:
+            return self._urls[name]
+        return await self._resolve(commit, file, byte_range, into)
+
+    async def _resolve(self, commit: str, file: HubFile, byte_range: ByteRange, into: memoryview) -> str | None:
+        found = await self._open().resolve(self.repository, commit, file.path, byte_range)
+        if isinstance(found, str):
+            self._urls[commit, file.path] = found
+            return found
+        if len(found) != byte_range.size_bytes:
+            what = "a pointer without its object" if found.startswith(_POINTER) else f"{len(found)} bytes"
+            raise IntegrityError(
+                f"{self.uri} lists {file.path} with {file.size_bytes} bytes, and sends {what}",
+                hint="The repository is damaged: tell whoever owns it",
+                file=file.path,
+                tier=Tier.SHARED,
+            )
+        self._urls[commit, file.path] = DIRECT
+        into[: len(found)] = found
+        return None
+
+    async def _receive(self, url: str, byte_range: ByteRange, into: memoryview) -> None:
+        """Raises NotThisWay: the URL is not good for it, or not any more."""
+        host = urlsplit(url).netloc
+        breaker, crowd = self.retries.breaker(host), self.retries.congestion(host)
+        tries = Tries(self.retries, self._settings.store_timeout_seconds)
+        window = min(congestion.WINDOW_SECONDS, self._settings.store_timeout_seconds)
+        enough = max(1, int(congestion.BYTES_PER_SECOND_MIN * window))
+        tls = self._ranges.tls if url.startswith("https:") else None
+        while True:
+            try:
+                async with self.retries.asking(breaker, self._open().probe):
+                    if is_behind_proxy(url):
+                        await asyncio.to_thread(_read_by_proxy, url, byte_range, into)
+                    else:
+                        get = Get(f"{self.uri} at {host}", url, byte_range, into, None, window, enough, tls)
+                        await crowd.run(partial(self._ranges.connections.run, get))
+                    return
+            except StoreUnavailableError as error:
+                if not await tries.pause(error):
+                    raise
+
+    def _unhad(self, file: HubFile, reason: str) -> StoreError:
+        if reason == "HTTP 404":
+            return ObjectNotFoundError(
+                f"{self.uri} lists {file.path}, and has no object for it",
+                hint="Its pointer was committed and its bytes were not: tell whoever owns the repository",
+                file=file.path,
+                tier=Tier.SHARED,
+            )
+        return StoreError(f"{file.path} of {self.uri} cannot be read: {reason}", file=file.path, tier=Tier.SHARED)
+
+    # --- listing -------------------------------------------------------------------------------------------------
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        below = f"{check_prefix(prefix)}/" if prefix else ""
+        for key, file in (await self._files()).items():
+            if key.startswith(below):
+                yield ObjectInfo(key, file.size_bytes, file.etag)
+
+    async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
+        level = await self.list_level(prefix)
+        return level[1] if level is not None else []
+
+    async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+        below = f"{check_prefix(prefix)}/" if prefix else ""
+        files, names = [], set()
+        for key, file in (await self._files()).items():
+            name, is_deeper, _ = key.removeprefix(below).partition("/")
+            if key.startswith(below) and is_deeper:
+                names.add(name)
+            elif key.startswith(below):
+                files.append(ObjectInfo(key, file.size_bytes, file.etag))
+        return (files, sorted(names)) if files or names or not prefix else None
+
+    # --- ways back, and what it is not for -----------------------------------------------------------------------
+
+    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
+        return await self.retries.again(work)
+
+    async def reconnect(self, damage: TierckptError) -> None:
+        if not await self.retries.pay():
+            raise damage
+        self._ranges.connections.close()
+        self._urls.clear()
+
+    async def available(self) -> bool:
+        return False
+
+    def hasten(self) -> None:
+        """A Hub that is down is asked in its turn."""
+
+    async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        self._refuse()
+
+    async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
+        self._refuse()
+
+    async def link(self, key: str, source: Path) -> bool:
+        return False
+
+    async def delete(self, key: str) -> None:
+        self._refuse()
+
+    async def delete_dir(self, prefix: str) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise PermissionDeniedError(
+            f"{self.uri} is read only", hint="Save to s3://, az://, gs:// or a path", tier=Tier.SHARED
+        )
+
+    async def close(self) -> None:
+        self._ranges.close()
+
+
+def _read_by_proxy(url: str, byte_range: ByteRange, into: memoryview) -> None:
+    answer = request(url, {"Range": f"bytes={byte_range.start}-{byte_range.stop - 1}"})
+    if answer.status != 206 or len(answer.body) != byte_range.size_bytes:
+        raise NotThisWay(f"HTTP {answer.status}")
+    into[: byte_range.size_bytes] = answer.body
