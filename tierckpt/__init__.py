@@ -29,6 +29,7 @@ _HOME = {
     "Checkpointer": ".training.checkpointer",
     "DataOrder": ".training.data_order",
     "MultiStepStager": ".replay.multi_step",
+    "NearStorageOptimizer": ".near_storage.optimizer",
     "PerRank": ".training.codec.state",
     "RngState": ".training.codec.state",
     "Settings": ".config",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from .dcp.writer import TierStorageWriter as TierStorageWriter
     from .loading.safetensors import load_safetensors as load_safetensors
     from .loading.safetensors import stream_safetensors as stream_safetensors
+    from .near_storage.optimizer import NearStorageOptimizer as NearStorageOptimizer
     from .replay.multi_step import MultiStepStager as MultiStepStager
     from .training.checkpointer import Checkpointer as Checkpointer
     from .training.codec.state import PerRank as PerRank

@@ -22,6 +22,7 @@
     │   ├── CommitAbandonedError                               some rank never finished its part
     │   ├── CheckpointSkippedError                    exit 7   staging is full and the policy says skip
     │   └── StateMismatchError (ValueError)                    the state dict does not fit the checkpoint
+    ├── UpdaterLostError                              exit 7   the process of a NearStorageOptimizer has ended
     ├── PartialTransferError                          exit 3   some files arrived, some did not: .failures
     └── OperationTimeoutError (TimeoutError)          exit 7   a deadline passed; the message says what was awaited
 
@@ -175,6 +176,11 @@ class CheckpointSkippedError(CheckpointError):
 
 class StateMismatchError(CheckpointError, ValueError):
     pass
+
+
+class UpdaterLostError(TierckptError):
+    exit_code = 7
+    retryable = True
 
 
 class PartialTransferError(TierckptError):

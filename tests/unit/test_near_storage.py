@@ -1,0 +1,428 @@
+"""The optimizer near storage: the bits of the one in the trainer, without its state; and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, load
+
+import tierckpt
+from tierckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    IntegrityError,
+    PreconditionFailedError,
+    StateMismatchError,
+    UpdaterLostError,
+)
+from tierckpt.near_storage import updater_process
+from tierckpt.near_storage.optimizer import NearStorageOptimizer
+
+STEPS = 20
+KINDS: dict[str, Any] = {
+    "AdamW": functools.partial(dict, kind=torch.optim.AdamW, lr=0.01),
+    "AdamW, foreach": functools.partial(dict, kind=torch.optim.AdamW, lr=0.01, foreach=True),
+    "AdamW, fused": functools.partial(dict, kind=torch.optim.AdamW, lr=0.01, fused=True),
+    "Adam, amsgrad and decay": functools.partial(dict, kind=torch.optim.Adam, amsgrad=True, weight_decay=0.1),
+    "SGD, momentum": functools.partial(dict, kind=torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
+    "SGD, Nesterov, fused": functools.partial(
+        dict, kind=torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True
+    ),
+    "SGD": functools.partial(dict, kind=torch.optim.SGD, lr=0.1),
+    "Adagrad": functools.partial(dict, kind=torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
+    "RMSprop": functools.partial(dict, kind=torch.optim.RMSprop, momentum=0.9, centered=True),
+    "NAdam": functools.partial(dict, kind=torch.optim.NAdam),
+}
+
+
+class Model(nn.Module):
+    """Three layers, of which one is used in every other step only; one parameter is more than a block."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(13, 33), nn.Linear(33, 5)
+        self.sometimes = nn.Linear(33, 33)
+        self.large = nn.Parameter(torch.randn(700_000) / 100)
+        self.register_buffer("seen", torch.zeros(()))
+        self.to(dtype)
+
+    def backward(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        inputs = torch.randn(8, 13, generator=generator).to(self.large.dtype)
+        hidden = torch.tanh(self.first(inputs))
+        if number % 2:
+            hidden = torch.tanh(self.sometimes(hidden))
+        out = self.last(hidden) + (self.large * (1 + number % 3)).square().mean()
+        out.square().mean().backward()
+
+    def groups(self) -> list[dict[str, Any]]:
+        named = list(self.named_parameters())
+        return [{"params": named[:3], "weight_decay": 0.2}, {"params": named[3:]}]
+
+
+class Reference:
+    """The same training, with float32 masters and an ordinary optimizer in this process."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.model = Model()
+        self.named = dict(self.model.named_parameters())
+        self.masters = {name: one.detach().float() for name, one in self.named.items()}
+        names = [[name for name, _ in group["params"]] for group in self.model.groups()]
+        kind = options.pop("kind")
+        groups = [
+            group | {"params": [self.masters[name] for name in found]}
+            for group, found in zip(self.model.groups(), names, strict=True)
+        ]
+        self.optimizer = kind(groups, **options)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+
+    def train(self, number: int) -> None:
+        train(self.model, number, self.step)
+        self.schedule.step()
+
+    def step(self) -> None:
+        for name, one in self.named.items():
+            self.masters[name].grad = one.grad.float() if one.grad is not None else None
+            one.grad = None
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, one in self.named.items():
+                one.copy_(self.masters[name])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """By the names that a checkpoint gives them."""
+        found = {f"model.{name}": one.detach() for name, one in self.named.items()}
+        for name, master in self.masters.items():
+            found[f"master.{name}"] = master
+            found |= {f"optimizer.state.{name}.{key}": one for key, one in self.optimizer.state[master].items()}
+        return found
+
+
+def train(model: Model, number: int, step: Any) -> None:
+    model.backward(number)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    if number != 4:  # as a GradScaler leaves one out
+        step()
+    for one in model.parameters():
+        one.grad = None
+
+
+class Trainer:
+    def __init__(self, directory: Path, options: dict[str, Any], **more: Any) -> None:
+        self.model = Model()
+        kind = options.pop("kind")
+        self.optimizer = NearStorageOptimizer(self.model.groups(), kind, directory=directory, **options, **more)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+
+    def train(self, number: int) -> None:
+        train(self.model, number, self.optimizer.step)
+        self.schedule.step()
+
+
+def stock(directory: Path) -> dict[str, torch.Tensor]:
+    """Load with plain PyTorch."""
+    found = FileSystemReader(directory).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in found.items() if hasattr(one, "size")
+    }
+    load(state, storage_reader=FileSystemReader(directory), no_dist=True)
+    return state
+
+
+def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    "kind", [name if name == "AdamW" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
+)
+def test_offload_has_the_bits_of_the_optimizer_over_masters(kind: str, tmp_path: Path) -> None:
+    reference, trainer = Reference(KINDS[kind]()), Trainer(tmp_path / "near", KINDS[kind](), persist_every=3)
+    with trainer.optimizer as optimizer:
+        for number in range(1, STEPS + 1):
+            trainer.train(number)
+            reference.train(number)
+            for one, other in zip(trainer.model.parameters(), reference.model.parameters(), strict=True):
+                assert torch.equal(one, other), number
+        moved = optimizer.moved_bytes
+        assert optimizer.checkpoint(tmp_path / "run/step-20", {"epoch": 3}).result(120) == STEPS - 1
+        assert optimizer.moved_bytes == moved
+    assert equal(stock(tmp_path / "run/step-20"), reference.state())
+
+
+class TestOffload:
+    @pytest.fixture
+    def trainer(self, tmp_path: Path) -> Iterator[Trainer]:
+        trainer = Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
+        yield trainer
+        trainer.optimizer.close()
+
+    def test_each_step_is_there_when_the_trainer_is_gone(self, trainer: Trainer, tmp_path: Path) -> None:
+        """Nothing is asked for, and the process ends with its trainer."""
+        reference = Reference(KINDS["AdamW"]())
+        for number in (1, 2, 3):
+            trainer.train(number)
+            reference.train(number)
+        os.kill(trainer.optimizer.process_id, signal.SIGKILL)
+        trainer.optimizer.close()
+        again = Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
+        with again.optimizer as optimizer:
+            with pytest.raises(ConfigError, match="resume"):
+                optimizer.step()
+            with pytest.raises(CheckpointError, match="resume"):
+                optimizer.checkpoint(tmp_path / "run/step-3")
+            assert optimizer.resume() == 3
+            again.schedule.load_state_dict(trainer.schedule.state_dict())
+            for group, other in zip(optimizer.param_groups, trainer.optimizer.param_groups, strict=True):
+                group["lr"] = other["lr"]
+            for number in (5, 6, 7, 8):
+                again.train(number)
+                reference.train(number)
+            for one, other in zip(again.model.parameters(), reference.model.parameters(), strict=True):
+                assert torch.equal(one, other)
+
+    def test_a_process_that_is_gone_is_begun_again_and_training_has_the_same_bits(
+        self, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reference = Reference(KINDS["AdamW"]())
+        trainer.train(1)
+        reference.train(1)
+        os.kill(trainer.optimizer.process_id, signal.SIGKILL)
+        trainer.train(2)
+        reference.train(2)
+        os.kill(trainer.optimizer.process_id, signal.SIGKILL)
+
+        def refused(*_: Any, **__: Any) -> None:
+            raise UpdaterLostError("it ends at once", hint="")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(updater_process.UpdaterProcess, "start", refused)
+            trainer.model.backward(3)
+            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.5)
+            with pytest.raises(UpdaterLostError):
+                trainer.optimizer.step()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        trainer.schedule.step()
+        reference.train(3)
+        assert trainer.optimizer.steps == 3
+        for one, other in zip(trainer.model.parameters(), reference.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+    def test_the_trainer_has_four_bytes_a_parameter(self, trainer: Trainer) -> None:
+        trainer.train(1)
+        count = sum(one.numel() for one in trainer.model.parameters())
+        parameters = sum(one.nbytes for one in trainer.model.parameters())
+        assert all(not state for state in trainer.optimizer.state.values())
+        descriptors = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]  # noqa: PTH208
+        shared = [one.stat().st_size for one in descriptors if one.is_symlink() and "memfd:" in str(one.readlink())]
+        assert parameters == 2 * count and min(shared) <= 2 * count + (2 << 20)
+        gradients_up, parameters_down = 2 * count, 2 * count
+        unused = 2 * sum(one.numel() for one in trainer.model.sometimes.parameters())
+        trainer.train(2)
+        assert trainer.optimizer.moved_bytes == 2 * (gradients_up + parameters_down) - unused
+
+    def test_a_checkpoint_restores_in_an_empty_directory_and_in_a_checkpointer(
+        self, trainer: Trainer, tmp_path: Path
+    ) -> None:
+        for number in (1, 2):
+            trainer.train(number)
+        buffers = {"model": dict(trainer.model.named_buffers())}
+        saved = trainer.optimizer.checkpoint(tmp_path / "run/step-2", buffers)
+        trainer.train(3)  # beside it
+        assert saved.result(120) == 2
+        other = Trainer(tmp_path / "other", KINDS["AdamW"](), persist_every=4)
+        with other.optimizer as optimizer:
+            assert optimizer.restore(tmp_path / "run/step-2") == 2
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.81)
+            other.train(3)
+            for one, same in zip(other.model.parameters(), trainer.model.parameters(), strict=True):
+                assert torch.equal(one, same)
+        reference = Reference(KINDS["AdamW"]())
+        for number in (1, 2):
+            reference.train(number)
+        model = Model()
+        with tierckpt.Checkpointer(tmp_path / "run") as checkpointer:
+            assert checkpointer.restore({"model": model}, only="model") == 2
+        for one, same in zip(model.parameters(), reference.model.parameters(), strict=True):
+            assert torch.equal(one, same)
+
+    def test_state_dict_has_groups_and_no_state(self, trainer: Trainer) -> None:
+        trainer.train(1)
+        state = trainer.optimizer.state_dict()
+        assert not any(state["state"].values()) and state["steps"] == 1
+        state["param_groups"][0]["lr"] = 0.25
+        trainer.optimizer.load_state_dict(state)
+        assert trainer.optimizer.param_groups[0]["lr"] == 0.25
+        trainer.train(2)
+        with pytest.raises(StateMismatchError, match="step 1"):
+            trainer.optimizer.load_state_dict(state)
+
+    def test_a_directory_has_one_trainer(self, trainer: Trainer, tmp_path: Path) -> None:
+        with pytest.raises(PreconditionFailedError, match="running"):
+            Trainer(tmp_path / "near", KINDS["AdamW"]())
+
+    def test_groups_are_fixed_and_gradients_have_the_precision_of_parameters(self, trainer: Trainer) -> None:
+        with pytest.raises(ConfigError, match="cannot be added"):
+            trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]})
+        trainer.model.large.grad_dtype = torch.float32
+        trainer.model.large.grad = torch.ones_like(trainer.model.large, dtype=torch.float32)
+        with pytest.raises(ConfigError, match="float32"):
+            trainer.optimizer.step()
+        trainer.model.large.grad = None
+        trainer.model.large.grad_dtype = torch.bfloat16
+        trainer.train(1)
+        assert trainer.optimizer.steps == 1
+
+
+def test_a_directory_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    Trainer(tmp_path / "near", KINDS["SGD"]()).optimizer.close()
+    with pytest.raises(StateMismatchError, match="is of SGD"):
+        Trainer(tmp_path / "near", KINDS["AdamW"]())
+
+
+def test_what_cannot_be_stepped_near_storage_is_refused(tmp_path: Path) -> None:
+    def build(params: Any, *arguments: Any, **options: Any) -> None:
+        NearStorageOptimizer(params, *arguments, directory=tmp_path, **options)
+
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="LBFGS"):
+        build(model.parameters(), torch.optim.LBFGS)
+    with pytest.raises(ConfigError, match="meta"):
+        build(nn.Linear(2, 2, dtype=torch.bfloat16, device="meta").parameters(), torch.optim.AdamW)
+    with pytest.raises(ConfigError, match=r"float32.*shadow"):  # the parameters of autocast and a GradScaler
+        build(nn.Linear(2, 2).parameters(), torch.optim.AdamW)
+    model.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"kept in float32"):
+        build(model.parameters(), torch.optim.AdamW)
+    with pytest.raises(ConfigError, match="neither"):
+        build(model.parameters(), torch.optim.AdamW, mode="both")
+    with pytest.raises(ConfigError, match="in the trainer"):
+        build(torch.optim.AdamW(model.parameters()))
+    assert not list(tmp_path.iterdir())
+
+
+class Shadowed:
+    """Ordinary training, with a shadow."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        self.model = Model(dtype)
+        self.inner = torch.optim.AdamW(self.model.groups(), lr=0.01)
+        self.near = NearStorageOptimizer(self.inner, directory=directory, mode="shadow", **options)
+
+    def train(self, number: int) -> None:
+        train(self.model, number, self.near.step)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for name, one in self.model.named_parameters():
+            found |= {f"optimizer.state.{name}.{key}": value.clone() for key, value in self.inner.state[one].items()}
+            found[f"model.{name}"] = one.detach().clone()
+        return found
+
+
+class TestShadow:
+    @pytest.fixture
+    def job(self, tmp_path: Path) -> Iterator[Shadowed]:
+        job = Shadowed(tmp_path / "near", persist_every=4)
+        yield job
+        job.near.close()
+
+    def test_a_checkpoint_is_the_state_of_its_step_and_moves_nothing(self, job: Shadowed, tmp_path: Path) -> None:
+        saved: list[tuple[Future[int], dict[str, torch.Tensor]]] = []
+        for number in range(1, STEPS + 1):
+            job.train(number)
+            if number % 8 == 0:
+                moved = job.near.moved_bytes
+                saved.append((job.near.checkpoint(tmp_path / f"run/step-{number}"), job.state()))
+                assert job.near.moved_bytes == moved
+        for number, (future, wanted) in zip((8, 16), saved, strict=True):
+            assert future.result(120) == number - 1
+            assert equal(stock(tmp_path / f"run/step-{number}"), wanted)
+
+    def test_a_new_trainer_resumes_at_the_newest_step(self, job: Shadowed, tmp_path: Path) -> None:
+        for number in range(1, 8):
+            job.train(number)
+        wanted = job.state()
+        job.near.close()
+        again = Shadowed(tmp_path / "near", persist_every=4)
+        with again.near as near:
+            with pytest.raises(ConfigError, match="resume"):
+                near.step()
+            assert near.resume() == 6
+            assert equal(again.state(), wanted)
+            again.train(8)
+            job.inner.zero_grad()
+            job.model.backward(8)
+            torch.nn.utils.clip_grad_norm_(job.model.parameters(), 0.5)
+            job.inner.step()
+            assert equal(again.state(), job.state())
+            near.checkpoint(tmp_path / "run/step-8").result(120)
+        assert equal(stock(tmp_path / "run/step-8"), job.state())
+
+    def test_a_process_that_is_gone_is_begun_again_with_the_steps_it_missed(
+        self, job: Shadowed, tmp_path: Path
+    ) -> None:
+        for number in range(1, 8):
+            job.train(number)
+            if number in (2, 5):
+                os.kill(job.near.process_id, signal.SIGKILL)
+        job.near.checkpoint(tmp_path / "run/step-7").result(120)
+        assert equal(stock(tmp_path / "run/step-7"), job.state())
+
+    def test_an_edit_beside_the_optimizer_is_found(self, job: Shadowed, tmp_path: Path) -> None:
+        job.train(1)
+        with torch.no_grad():
+            job.model.large[17] += 1
+        with pytest.raises(StateMismatchError, match="large was changed"):
+            job.near.checkpoint(tmp_path / "run/step-1").result(120)
+        job.near.load_state_dict(job.inner.state_dict())
+        job.train(2)
+        job.near.checkpoint(tmp_path / "run/step-2").result(120)
+        assert equal(stock(tmp_path / "run/step-2"), job.state())
+
+    def test_gradients_of_16_bits_move_in_2_bytes(self, job: Shadowed) -> None:
+        """A seventh of parameters of 2 and 4 bytes and two moments."""
+        count = sum(one.numel() for one in job.model.parameters())
+        before = job.near.moved_bytes
+        for one in job.model.parameters():
+            one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+        job.near.step()
+        assert job.near.moved_bytes - before == 2 * count
+
+
+def test_a_shadow_may_join_an_optimizer_that_has_a_state(tmp_path: Path) -> None:
+    job = Shadowed(tmp_path / "first")
+    with job.near:
+        for number in (1, 2, 3):
+            job.train(number)
+    with NearStorageOptimizer(job.inner, directory=tmp_path / "second", mode="shadow") as near:
+        for number in (5, 6):
+            train(job.model, number, near.step)
+        near.checkpoint(tmp_path / "run/step-6").result(120)
+    assert equal(stock(tmp_path / "run/step-6"), job.state())
+
+
+def test_damage_is_found_and_the_other_version_is_taken(tmp_path: Path) -> None:
+    """Of the version that counts in a file of both: only the one before it is left, with its gradients gone."""
+    trainer = Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=2)
+    for number in range(1, 10):
+        trainer.train(number)
+    trainer.optimizer.close()
+    (state,) = (tmp_path / "near").glob("*/state")
+    data = bytearray(state.read_bytes())
+    for at in range(0, len(data), 4096):
+        data[at + 100] ^= 1
+    state.write_bytes(data)
+    with pytest.raises(IntegrityError, match="damaged"):
+        Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=2)

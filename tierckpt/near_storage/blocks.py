@@ -1,0 +1,182 @@
+"""Where each tensor of an optimizer lies: in the blocks of the state file, and in memory shared with the trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from ..arena.memory import Memory
+from ..errors import ConfigError
+from ..quantities import DISK_BLOCK_BYTES, round_up
+from ..replay.optimizers import ELEMENTWISE
+
+BLOCK_BYTES = 4 << 20
+"""A block has whole parameters, and as many of them as make up this: its record and msync are then a small part."""
+ALIGNMENT = 64
+MASTER = ""
+"""The name of the parameter itself among its tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter as the trainer has it."""
+
+    key: str
+    """"group.index"."""
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def group(self) -> int:
+        return int(self.key.partition(".")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor in a block: ``offset`` is from the block's begin, ``index`` that of its byte of presence there."""
+
+    key: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some parameters with all that belongs to them. Its first bytes say which of its tensors are there."""
+
+    index: int
+    keys: tuple[str, ...]
+    places: tuple[Place, ...]
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All blocks of an optimizer."""
+
+    kind: str
+    master_dtypes: Mapping[str, str]
+    blocks: tuple[Block, ...]
+    size_bytes: int
+    """Of one version of all blocks."""
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(dataclasses.asdict(self)).encode()).hexdigest()[:32]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return cast(torch.dtype, getattr(torch, name))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def base_of(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return the class of ``torch.optim`` whose step ``kind`` makes."""
+    return next(known for known in kind.__mro__ if known in ELEMENTWISE)
+
+
+def kind_of(name: str) -> type[torch.optim.Optimizer]:
+    return next(known for known in ELEMENTWISE if known.__name__ == name)
+
+
+def layout_of(
+    kind: type[torch.optim.Optimizer],
+    members: Sequence[Member],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    master_dtype: torch.dtype | None,
+) -> Layout:
+    """Lay out the state of ``members``. What a step makes is found by a step of one element.
+
+    Args:
+        groups: hyperparameters of each.
+        master_dtype: of all parameters here; None: as the trainer has them.
+    """
+    blocks: list[Block] = []
+    waiting: list[Member] = []
+    masters = {one.key: master_dtype or dtype_of(one.dtype) for one in members}
+    made: dict[tuple[int, torch.dtype], dict[str, tuple[torch.dtype, bool]]] = {}
+    offset = 0
+
+    def end_block() -> None:
+        nonlocal offset
+        places: list[Place] = []
+        count = sum(1 + len(made[one.group, masters[one.key]]) for one in waiting)
+        at = round_up(count, ALIGNMENT)
+        for one in waiting:
+            dtype = masters[one.key]
+            tensors = {MASTER: (dtype, True)} | made[one.group, dtype]
+            for name, (kept, is_whole) in tensors.items():
+                shape = one.shape if is_whole else ()
+                places.append(Place(one.key, name, name_of(kept), shape, at, len(places)))
+                at = round_up(at + math.prod(shape) * kept.itemsize, ALIGNMENT)
+        size_bytes = round_up(at, DISK_BLOCK_BYTES)
+        blocks.append(Block(len(blocks), tuple(one.key for one in waiting), tuple(places), offset, size_bytes))
+        offset += size_bytes
+        waiting.clear()
+
+    held = 0
+    for one in members:
+        dtype = masters[one.key]
+        if (one.group, dtype) not in made:
+            made[one.group, dtype] = _state_of(kind, groups[one.group], dtype)
+        waiting.append(one)
+        held += math.prod(one.shape) * (dtype.itemsize + sum(d.itemsize for d, _ in made[one.group, dtype].values()))
+        if held >= BLOCK_BYTES:
+            end_block()
+            held = 0
+    if waiting:
+        end_block()
+    return Layout(kind.__name__, {key: name_of(one) for key, one in masters.items()}, tuple(blocks), offset)
+
+
+def shared_places(members: Sequence[Member]) -> tuple[dict[str, int], int]:
+    """Return where each parameter's gradient lies in shared memory, and how much of that it takes."""
+    offsets, at = {}, 0
+    for one in members:
+        offsets[one.key] = at
+        at = round_up(at + math.prod(one.shape) * dtype_of(one.dtype).itemsize, ALIGNMENT)
+    return offsets, at
+
+
+def view_of(memory: Memory, offset: int, member: Member) -> torch.Tensor:
+    """Return the tensor of a parameter's shape and type at ``offset``."""
+    dtype, count = dtype_of(member.dtype), math.prod(member.shape)
+    if not count:
+        return torch.empty(member.shape, dtype=dtype)
+    return torch.frombuffer(memory.view, dtype=dtype, count=count, offset=offset).view(member.shape)
+
+
+def _state_of(
+    kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, tuple[torch.dtype, bool]]:
+    """Return the type of each tensor that a step keeps, and whether it has an element for each of the parameter's."""
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+    parameter.grad = torch.zeros(2, dtype=dtype)
+    optimizer = cast(Any, kind)([{**group, "params": [parameter]}])
+    optimizer.step()
+    found = {}
+    for name, value in optimizer.state[parameter].items():
+        if isinstance(value, torch.Tensor):
+            found[name] = (value.dtype, value.ndim > 0)
+        elif value is not None:
+            raise ConfigError(
+                f"{kind.__name__} keeps {name!r} as a {type(value).__name__}, which has no place in a file of tensors",
+                hint='Save whole checkpoints (mode="async") with this one',
+            )
+    return found

@@ -1,0 +1,467 @@
+"""``NearStorageOptimizer``: what a training loop steps, with the state in another process and on the SSD."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal, Self, cast
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from ..config import Settings
+from ..dcp.reader import TierStorageReader
+from ..errors import CheckpointError, ConfigError, StateMismatchError
+from ..format.layout import parse_uri
+from ..replay.capture import Capture, Step, hyperparameters_of
+from ..replay.checksum import Fingerprint
+from ..replay.frame import Frame, encode
+from ..replay.optimizers import check_replayable, local, parameters_of
+from .blocks import MASTER, Layout, Member, base_of, layout_of, name_of
+from .state_file import StateFile, Tensors
+from .states import Fill, begin_state, current_state, filled, held
+from .step_channel import StepChannel
+
+PERSIST_EVERY = 8
+"""Steps: a state of 12 bytes a parameter is written once in so many, and the log of 2 is at most so long."""
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class NearStorageOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state lies in files on the SSD of this node and is stepped there, by a process of its own.
+
+    ``mode="offload"``: ``params`` are bfloat16 (or float16); they and their gradients are all that the trainer has. The
+    process has float32 master parameters and the optimizer's state, steps them with the same class of ``torch.optim``
+    from the gradients in float32, and ``step`` returns with the new parameters, rounded. Steps have the bits of that
+    optimizer over float32 masters in the trainer. Gradients are clipped by whoever calls ``step``, schedules change
+    ``param_groups``, a ``GradScaler`` may skip steps.
+
+    ``mode="shadow"``: the trainer steps an optimizer of its own, on the CPU, and the process makes each step again
+    from its gradients: the same bits, a moment later.
+
+    Either way each step is on the SSD, ``resume`` continues at the newest one, and a checkpoint is written by the
+    process from what is there: nothing of it crosses the link between accelerator and host.
+
+    Args:
+        params: parameters or groups, as ``torch.optim`` takes them; names of ``named_parameters`` are kept. With
+            ``mode="shadow"`` an optimizer that exists, and no ``kind``.
+        kind: a class of ``torch.optim`` that works element by element; ``options`` are its.
+        directory: of this rank, on this node's SSD; of one trainer at a time. It takes 24 bytes a parameter (Adam).
+        workers: threads of the process, which is the CPU time it may take. A parameter is one thread's.
+        persist_every: steps after which a block is written to the SSD again; in between its gradients are.
+        timeout_seconds: how long a step waits for the process.
+        numa_nodes: where the memory shared with the process lies.
+        settings: of the checkpoints that are written; a ``Settings``.
+
+    Raises:
+        ConfigError: the optimizer is not elementwise, parameters are on the meta device or of another precision.
+        PreconditionFailedError: another trainer has ``directory``.
+        StateMismatchError: ``directory`` has another optimizer's state.
+        UpdaterLostError: from ``step``, when the process has ended twice in it. Nothing is lost: call it again.
+    Cost: of the trainer, 4 bytes a parameter and its gradient (16 for AdamW over masters). Of each step, 2 bytes a
+        parameter up and (offload) down.
+    Source: SK hynix's checkpoint-offloading SSD; Smart-Infinity.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
+        >>> optimizer = NearStorageOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.1, directory="near")
+        >>> model(torch.ones(4, 8, dtype=torch.bfloat16)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.checkpoint("run/step-1").result()  # of parameters, masters and state: an ordinary checkpoint
+        1
+        >>> optimizer.close()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        kind: type[torch.optim.Optimizer] | None = None,
+        *,
+        directory: str | os.PathLike[str],
+        mode: Literal["offload", "shadow"] = "offload",
+        workers: int = 2,
+        persist_every: int = PERSIST_EVERY,
+        timeout_seconds: float = 600.0,
+        numa_nodes: tuple[int, ...] = (),
+        settings: Settings | None = None,
+        **options: Any,
+    ) -> None:
+        if mode not in ("offload", "shadow"):
+            raise ConfigError(f"mode={mode!r} is neither 'offload' nor 'shadow'")
+        self.is_offload = mode == "offload"
+        inner = params if isinstance(params, torch.optim.Optimizer) else self._made(params, kind, options)
+        if inner is params and self.is_offload:
+            raise ConfigError(
+                "an optimizer that exists has its state in the trainer",
+                hint='Give parameters and its class, or mode="shadow"',
+            )
+        check_replayable(inner)
+        self._is_open = False
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = None if self.is_offload else inner
+        self._join()
+        self._tensors = {one.key: one.tensor for one in parameters_of(inner)}
+        self._members = _members(inner)
+        for one in self._members:
+            self._check(one, self._tensors[one.key])
+        self._kind = base_of(type(inner))
+        self._layout: Layout = layout_of(
+            self._kind, self._members, self._hyperparameters(), master_dtype=torch.float32 if self.is_offload else None
+        )
+        self.directory = Path(directory).absolute()
+        order = {
+            "directory": str(self.directory),
+            "kind": self._kind.__name__,
+            "mode": mode,
+            "groups": self._head(0).hex(),
+            "workers": workers,
+            "persist_every": persist_every,
+            "settings": Settings.load(settings).model_dump_json(),
+        }
+        self._channel = StepChannel(
+            self._members, self._layout, self._tensors, order, numa_nodes=numa_nodes, timeout_seconds=timeout_seconds
+        )
+        self._process = self._channel.process
+        self._steps = 0
+        self._capture: Capture | None = None
+        self._is_open = True
+        with held(self.directory, os.getpid()):
+            self._must_resume = current_state(self.directory, self._layout) is not None
+            if not self._must_resume:
+                begin_state(self.directory, self._layout, filled(self._values(inner.state)), lambda: 0)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process.start()
+        self._steps = 0 if self._must_resume else self._process.step
+        if self.inner is not None and not self._must_resume:
+            self._follow(self.inner)
+
+    def _join(self) -> None:
+        """The groups of the inner optimizer are the groups here. In offload no parameter has a state."""
+        if self.inner is not None:
+            self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        else:
+            self.state = defaultdict(dict, {one.tensor: {} for one in parameters_of(self)})
+
+    def _made(
+        self, params: Any, kind: type[torch.optim.Optimizer] | None, options: Mapping[str, Any]
+    ) -> torch.optim.Optimizer:
+        if kind is None:
+            raise ConfigError("which optimizer? Give a class of torch.optim after the parameters")
+        made = cast(Any, kind)(params, **options)
+        if self.is_offload:
+            made.state.clear()  # Adagrad begins it at once
+        return cast(torch.optim.Optimizer, made)
+
+    def _check(self, member: Member, tensor: torch.Tensor) -> None:
+        if self.is_offload and (tensor.dtype not in LOW_PRECISION or hasattr(tensor, "main_grad")):
+            raise ConfigError(
+                f"parameter {member.name} is {member.dtype}, or its gradients are kept in float32 beside it; offload "
+                "has parameters and gradients of 16 bits in the trainer, and the float32 ones in its process",
+                hint="Use model.to(torch.bfloat16) without autocast and GradScaler (bfloat16 needs no scaling), or "
+                'mode="shadow", which keeps your optimizer and its precision',
+            )
+        if not self.is_offload and tensor.device.type != "cpu":
+            raise ConfigError(
+                f"parameter {member.name} is on {tensor.device}, where a step rounds otherwise than on the CPU",
+                hint='Use mode="offload": the state is stepped in one place only, then',
+            )
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step. In offload it returns with the new parameters, and the gradients are in a file by then.
+
+        A process that has ended is begun again, once, and the step is made from the gradients that it had.
+
+        Raises:
+            UpdaterLostError: the process has ended again. Call ``step`` again: it makes the same step, from the same
+                gradients, and then training goes on, with the same bits.
+            ConfigError: ``directory`` has steps already: ``resume`` is to be called first.
+            CapacityError, OperationTimeoutError, ...: what the process met. The same holds.
+        """
+        if self._must_resume:
+            raise ConfigError(
+                f"{self.directory} has the state of step {self._process.step}",
+                hint="Call resume(), which continues there, or give an empty directory",
+            )
+        if self.inner is not None:
+            return self.inner.step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._channel.is_interrupted:
+            self._check_gradients()
+        self._channel.make(self._steps + 1, self._head(self._steps + 1))
+        self._steps += 1
+        return loss
+
+    @property
+    def steps(self) -> int:
+        """How many steps the state has made, those before ``resume`` included."""
+        return self._steps
+
+    @property
+    def process_id(self) -> int:
+        """Of the process that has the state."""
+        return self._process.pid
+
+    @property
+    def moved_bytes(self) -> int:
+        """Between the trainer's tensors and the memory that it shares with the process, so far."""
+        return self._channel.moved_bytes
+
+    def _check_gradients(self) -> None:
+        for one in parameters_of(self):
+            gradient = one.tensor.grad
+            if gradient is not None and (gradient.dtype != one.tensor.dtype or gradient.layout is not torch.strided):
+                raise ConfigError(
+                    f"the gradient of parameter {one.name} is {gradient.dtype} ({gradient.layout}), and the parameter "
+                    f"{one.tensor.dtype}",
+                    hint="Offload takes dense gradients of the parameter's precision: accumulate in that, or use "
+                    'mode="shadow"',
+                )
+
+    def _follow(self, inner: torch.optim.Optimizer) -> None:
+        """In shadow: record the steps of the trainer's optimizer, from here on."""
+        if self._capture is not None:
+            self._capture.close()
+        self._capture = Capture(inner, self._on_step, copy=self._on_gradients, version=self._steps)
+
+    def _on_gradients(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self._channel.copy(self._steps + 1, gradients)
+        return {}
+
+    def _on_step(self, step: Step) -> None:
+        self._steps = step.version
+        head = encode(Frame(Step(step.version, step.hyperparameters, {}, step.found_inf), ""))[0]
+        self._channel.end(head, is_skipped=step.is_skipped)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def checkpoint(self, uri: str | os.PathLike[str], state: Mapping[str, Any] | None = None) -> Future[int]:
+        """Write the state of now as an ordinary checkpoint, by the process. The future is its step, once committed.
+
+            model                    parameters, as the trainer has them, by name (by number without names)
+            master                   in offload: float32 parameters
+            optimizer                state by name, and param_groups
+            near_storage             steps: what ``steps`` was
+            ...                      what ``state`` has; "model" in it (buffers) goes with the parameters
+
+        Steps go on meanwhile. A second one waits for the first, and steps then wait with it. In a job of several ranks
+        each writes its own (``f"{run}/rank-{rank}/step-{step}"``): shards are not joined.
+
+        Args:
+            uri: as ``TierStorageWriter`` takes it; ``f"{run}/step-{step}"`` is what ``Checkpointer(run)`` finds.
+            state: tensors, numbers, texts, and containers of them. Copied before this returns.
+
+        Raises:
+            CheckpointError: the shadow has been given up; says why. Others from the future, the writer's.
+            StateMismatchError: from the future: something beside the optimizer has changed a parameter (shadow).
+        Cost: of the trainer, a message and ``state``. Of the node, one pass over the state and one copy of it.
+        """
+        location = parse_uri(uri).uri
+        if self._must_resume or (self.is_offload and self._channel.is_interrupted):
+            raise CheckpointError("the state is not that of the trainer", hint="Call resume(), or step() again, before")
+        prints = {}
+        if self._capture is not None:
+            if self._capture.broken:
+                raise CheckpointError(
+                    f"the shadow has been given up: {self._capture.broken}",
+                    hint="Save whole checkpoints, or build the optimizer again over an empty directory",
+                )
+            self._channel.follow(0)
+            prints = {key: Fingerprint.of(local(one.detach())).number for key, one in self._tensors.items()}
+        elif not self._process.is_alive:
+            self._process.start()
+            self._channel.check_step(self._steps)
+        told, payload = {"state": dict(state or {}), "groups": self._options(), "fingerprints": prints}, io.BytesIO()
+        torch.save(told, payload)
+        answer = self._process.ask({"op": "checkpoint", "uri": location}, payload.getvalue())
+        made: Future[int] = Future()
+
+        def end(done: Future[dict[str, Any]]) -> None:
+            error = done.exception()
+            if error is not None:
+                made.set_exception(error)
+            else:
+                made.set_result(done.result()["step"])
+
+        answer.add_done_callback(end)
+        return made
+
+    def resume(self) -> int:
+        """Bring the trainer to the newest step that ``directory`` has, and return that. 0: there was none.
+
+        Parameters are replaced (2 bytes each in offload); in shadow the optimizer's state is, too. ``param_groups`` are
+        as they were built: schedules are resumed by whoever has them.
+
+        Raises:
+            IntegrityError: the state is damaged. UpdaterLostError: the process has ended.
+        """
+        if not self._process.is_alive:
+            self._process.start()
+        answer = self._process.call({"op": "settle"})
+        self._steps, self._must_resume = answer["step"], False
+        self._channel.forget()
+        if self.inner is None:
+            self._channel.take_parameters()
+        else:
+            self._take_state(self.inner, Path(answer["directory"]))
+            self._follow(self.inner)
+        return self._steps
+
+    @torch.no_grad()
+    def _take_state(self, inner: torch.optim.Optimizer, directory: Path) -> None:
+        file = StateFile(directory, self._layout)
+        for block in self._layout.blocks:
+            for key, tensors in file.tensors(block, file.newest(block)[0]).items():
+                tensor = self._tensors[key]
+                local(tensor.detach()).copy_(tensors.pop(MASTER))
+                inner.state[tensor] = {name: one.clone() for name, one in tensors.items()}
+        file.close()
+
+    def restore(self, uri: str | os.PathLike[str]) -> int:
+        """Replace the state of ``directory``, and what the trainer has, by a checkpoint, and return its ``steps``.
+
+        One that ``checkpoint`` has written; or any with "model" and "optimizer" (``torch.optim`` state by name), whose
+        parameters become the masters. ``param_groups`` are those of the checkpoint.
+
+        Raises:
+            StateMismatchError: it has not all parameters. Others as ``TierStorageReader``.
+        """
+        source, settings = parse_uri(uri).uri, Settings.received(self._process.order["settings"])
+        present = TierStorageReader(source, settings=settings).read_metadata().state_dict_metadata
+        groups: dict[str, Any] = {
+            path: value
+            for number, group in enumerate(self._options())
+            for name, value in group.items()
+            if (path := f"optimizer.param_groups.{number}.{name}") in present
+        }
+        steps = {"near_storage.steps": 0} if "near_storage.steps" in present else {}
+
+        def fill(tensors: Tensors) -> Mapping[str, Mapping[str, object]]:
+            wanted: dict[str, Any] = {}
+            made: dict[str, dict[str, object]] = {}
+            for one in self._members:
+                paths = {name: f"optimizer.state.{one.name}.{name}" for name in tensors[one.key]}
+                paths[MASTER] = next((p for p in (f"master.{one.name}", f"model.{one.name}") if p in present), "")
+                if not paths[MASTER]:
+                    raise StateMismatchError(f"{source} has no parameter {one.name}", checkpoint=source)
+                made[one.key] = {name: None for name, path in paths.items() if path in present}
+                wanted |= {paths[name]: tensors[one.key][name] for name in made[one.key]}
+            wanted |= groups | steps
+            load(wanted, storage_reader=TierStorageReader(source, settings=settings), no_dist=True)
+            for path in (*groups, *steps):
+                (groups if path in groups else steps)[path] = wanted[path]
+            return made
+
+        self._replace(fill, lambda: int(steps.get("near_storage.steps", 0)))
+        for number, group in enumerate(self.param_groups):
+            head = f"optimizer.param_groups.{number}."
+            group.update({path.removeprefix(head): value for path, value in groups.items() if path.startswith(head)})
+        return self.resume()
+
+    def _replace(self, fill: Fill, steps: Callable[[], int]) -> None:
+        """Begin another state, and the process again over it."""
+        if self._capture is not None:
+            self._capture.close()
+        self._process.close()
+        with held(self.directory, os.getpid()):
+            begin_state(self.directory, self._layout, fill, steps)
+        self._channel.forget()
+        self._process.start()
+        self._steps, self._must_resume = self._process.step, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """In offload ``param_groups`` and ``steps`` alone: the state stays where it is. In shadow the optimizer's.
+
+        Raises nothing. ``checkpoint`` writes the state.
+        """
+        return super().state_dict() | {"steps": self._steps} if self.inner is None else self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` gave, or the state of the same class of ``torch.optim`` over the same parameters.
+
+        In offload such a state replaces that of ``directory``, with masters that are the parameters of now; without
+        one the steps must be those that ``directory`` has made.
+
+        Raises:
+            StateMismatchError: they are not.
+        """
+        if self.inner is not None:
+            self.inner.load_state_dict(dict(state_dict))
+            self._join()
+            self._replace(filled(self._values(self.inner.state)), lambda: self._steps)
+            self._follow(self.inner)
+            return
+        found = state_dict["state"]
+        if not any(found.values()) and state_dict.get("steps", self._process.step) != self._process.step:
+            raise StateMismatchError(
+                f"the state is of step {state_dict['steps']}, and {self.directory} is at {self._process.step}",
+                hint="Call restore(uri) with a checkpoint of that step",
+            )
+        super().load_state_dict({**state_dict, "state": {}})
+        self._join()
+        if any(found.values()):
+            order = [one.tensor for one in parameters_of(self)]
+            state = {tensor: found.get(number, {}) for number, tensor in enumerate(order)}
+            self._replace(filled(self._values(state)), lambda: self._steps)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the state is laid out. Raises ConfigError."""
+        if self._is_open:
+            raise ConfigError(
+                "parameters cannot be added to an optimizer near storage",
+                hint="Build it with all its groups; one that is frozen has no gradient, and is left as it is",
+            )
+        super().add_param_group(param_group)
+
+    def close(self) -> None:
+        """End the process when it has done what it was given. Raises nothing; idempotent."""
+        if self._capture is not None:
+            self._capture.close()
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- what it is made of -----------------------------------------------------------------------------------------
+
+    def _values(self, state: Mapping[Any, Mapping[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+        return {
+            key: {MASTER: local(tensor.detach())}
+            | {name: local(one) for name, one in state.get(tensor, {}).items() if isinstance(one, torch.Tensor)}
+            for key, tensor in self._tensors.items()
+        }
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        """Of each group, as the process can use them."""
+        groups = [hyperparameters_of(self, group) for group in self.param_groups]
+        return [group | ({"capturable": False} if "capturable" in group else {}) for group in groups]
+
+    def _options(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in self.param_groups]
+
+    def _head(self, step: int) -> bytes:
+        return encode(Frame(Step(step, self._hyperparameters(), {}), ""))[0]
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[Member]:
+    """Return the parameters, by name if they have any, else by number as ``state_dict`` has them."""
+    has_names = all(group.get("param_names") for group in optimizer.param_groups)
+    return [
+        Member(
+            one.key, one.name if has_names else str(number), tuple(local(one.tensor).shape), name_of(one.tensor.dtype)
+        )
+        for number, one in enumerate(parameters_of(optimizer))
+    ]

@@ -1,0 +1,138 @@
+"""The two versions of each block, mapped, and the records that say which of them counts (N1)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import xxhash
+
+from ..disk.durable import fsync_dir, make_dirs, translated
+from ..disk.file_io import address_of, allocate, libc
+from ..errors import IntegrityError
+from .blocks import Block, Layout, Place, dtype_of
+
+STATE, RECORDS = "state", "records"
+RECORD_BYTES = 64
+_RECORD = struct.Struct("<8sqQ16s")
+_MAGIC = b"TKBLOCK1"
+_MS_SYNC = 4
+
+Tensors = dict[str, dict[str, torch.Tensor]]
+
+libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class StateFile:
+    """The blocks of ``layout`` in ``directory``; made there when ``create``. A version is 0 or 1.
+
+    Raises:
+        CapacityError: the disk has no room for both versions; found before the first byte.
+    """
+
+    def __init__(self, directory: Path, layout: Layout, *, create: bool = False) -> None:
+        self.directory, self.layout = directory, layout
+        path = directory / STATE
+        if create:
+            make_dirs(directory)
+        with translated(path), contextlib.ExitStack() as opened:
+            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
+            file = os.open(path, flags, 0o600)
+            opened.callback(os.close, file)
+            self._records = os.open(directory / RECORDS, flags, 0o600)
+            size_bytes = 2 * layout.size_bytes
+            if create:
+                allocate(file, size_bytes)
+                os.ftruncate(file, size_bytes)
+                os.ftruncate(self._records, 2 * RECORD_BYTES * len(layout.blocks))
+                os.fsync(file)
+                os.fsync(self._records)
+                fsync_dir(directory)
+            self._map = mmap.mmap(file, size_bytes)
+        self._view = memoryview(self._map)
+        self._address = address_of(self._view)
+
+    def tensors(self, block: Block, version: int, *, all_of_them: bool = False) -> Tensors:
+        """Return the tensors of a block that are there, by key and name. They share its memory."""
+        present = self.bytes_of(block, version)
+        found: Tensors = {key: {} for key in block.keys}
+        for place in block.places:
+            if all_of_them or present[place.index]:
+                found[place.key][place.name] = self._tensor(block, version, place)
+        return found
+
+    def mark(self, block: Block, version: int, present: Mapping[str, Mapping[str, object]]) -> None:
+        """Say which tensors are there."""
+        view = self.bytes_of(block, version)
+        for place in block.places:
+            view[place.index] = place.name in present.get(place.key, {})
+
+    def bytes_of(self, block: Block, version: int) -> memoryview:
+        begin = version * self.layout.size_bytes + block.offset
+        return self._view[begin : begin + block.size_bytes]
+
+    def copy(self, block: Block, source: int) -> None:
+        """Bring the other version to the bytes of ``source``."""
+        into, of = (torch.frombuffer(self.bytes_of(block, one), dtype=torch.uint8) for one in (1 - source, source))
+        into.copy_(of)
+
+    def record(self, block: Block, version: int, step: int) -> None:
+        """Make a version of a block durable, then the record that it counts, at ``step`` (N1)."""
+        data = self.bytes_of(block, version)
+        digest = xxhash.xxh3_128_digest(data)
+        with translated(self.directory / STATE):
+            begin = self._address + version * self.layout.size_bytes + block.offset
+            if libc.msync(begin, block.size_bytes, _MS_SYNC):
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))
+        head = _RECORD.pack(_MAGIC, step, block.index, digest)
+        with translated(self.directory / RECORDS):
+            os.pwrite(self._records, head + xxhash.xxh3_128_digest(head), self._record_at(block, version))
+            os.fdatasync(self._records)
+
+    def newest(self, block: Block) -> tuple[int, int]:
+        """Return the version of a block that counts, and its step.
+
+        Raises:
+            IntegrityError: neither does.
+        Cost: one pass over the block, to check it.
+        """
+        found = []
+        for version in (0, 1):
+            data = os.pread(self._records, _RECORD.size + 16, self._record_at(block, version))
+            head, check = data[: _RECORD.size], data[_RECORD.size :]
+            if len(data) == _RECORD.size + 16 and xxhash.xxh3_128_digest(head) == check:
+                _, step, index, digest = _RECORD.unpack(head)
+                if index == block.index:
+                    found.append((step, version, digest))
+        for step, version, digest in sorted(found, reverse=True):
+            if xxhash.xxh3_128_digest(self.bytes_of(block, version)) == digest:
+                return version, step
+        raise IntegrityError(
+            f"block {block.index} of the optimizer's state in {self.directory} is damaged, in both versions",
+            hint="Restore the newest checkpoint, into an empty directory",
+            path=self.directory / STATE,
+        )
+
+    def close(self) -> None:
+        """The mapping goes with the last tensor of it."""
+        os.close(self._records)
+
+    def _record_at(self, block: Block, version: int) -> int:
+        return (version * len(self.layout.blocks) + block.index) * RECORD_BYTES
+
+    def _tensor(self, block: Block, version: int, place: Place) -> torch.Tensor:
+        dtype = dtype_of(place.dtype)
+        size = 1
+        for length in place.shape:
+            size *= length
+        if not size:
+            return torch.empty(place.shape, dtype=dtype)
+        begin = version * self.layout.size_bytes + block.offset + place.offset
+        return torch.frombuffer(self._view, dtype=dtype, count=size, offset=begin).view(place.shape)

@@ -1,0 +1,121 @@
+"""Which state of a directory counts (N5), and who may have it: one trainer at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ..disk.durable import durable_write, fsync_dir, make_dirs, read_whole
+from ..disk.file_lock import try_lock
+from ..errors import (
+    ManifestError,
+    ObjectNotFoundError,
+    OperationTimeoutError,
+    PreconditionFailedError,
+    StateMismatchError,
+)
+from ..poll import LOCAL, Poll
+from .blocks import Layout
+from .state_file import StateFile, Tensors
+
+LOCK, CURRENT = "lock", "current.json"
+CURRENT_BYTES_MAX = 1 << 16
+END_SECONDS = 45.0
+"""How long an updater goes on when its trainer is gone: what is under way is finished, or given up."""
+LOCK_SECONDS = 60.0
+"""How long a new one waits for it: longer."""
+
+Fill = Callable[[Tensors], Mapping[str, Mapping[str, object]]]
+"""Fills tensors, and returns by key and name which of them are there."""
+
+
+@contextmanager
+def held(directory: Path, trainer: int) -> Iterator[None]:
+    """Hold ``directory`` for the process ``trainer``. One that is left by a trainer that has ended is waited for.
+
+    Raises:
+        PreconditionFailedError: another trainer has it.
+        OperationTimeoutError: the process of a trainer that has ended does not end.
+    """
+    make_dirs(directory)
+    path = directory / LOCK
+    for _ in Poll(LOCK_SECONDS, LOCAL):
+        with try_lock(path) as hold:
+            if hold:
+                os.ftruncate(hold.descriptor, 0)
+                os.pwrite(hold.descriptor, str(trainer).encode(), 0)
+                yield
+                return
+        other = path.read_text()
+        if other and Path(f"/proc/{other}").exists():  # a process that the trainer itself has ended holds nothing
+            raise PreconditionFailedError(
+                f"{directory} belongs to an optimizer of the process {other}, which is running",
+                hint="Give each optimizer (of each rank of a job) a directory of its own, or close that one",
+                path=directory,
+            )
+    raise OperationTimeoutError(
+        f"the process of an optimizer near storage has {directory} since its trainer ended, {LOCK_SECONDS:g} s ago",
+        hint="Look for a disk that hangs, and for a process `python -m tierckpt.near_storage`",
+        path=directory,
+    )
+
+
+def current_state(directory: Path, layout: Layout) -> Path | None:
+    """Return where the state of ``directory`` lies, None when there is none.
+
+    Raises:
+        StateMismatchError: it is of another optimizer, or of other parameters.
+    """
+    try:
+        found = json.loads(read_whole(directory / CURRENT, CURRENT_BYTES_MAX))
+    except ObjectNotFoundError:
+        return None
+    except ValueError as error:
+        raise ManifestError(f"{directory / CURRENT}: {error}", path=directory) from None
+    if found["layout"] != layout.digest:
+        raise StateMismatchError(
+            f"the optimizer's state in {directory} is of {found['kind']} with other parameters, types or options",
+            hint="Build the optimizer as it was, or give it an empty directory",
+            path=directory,
+        )
+    return directory / str(found["token"])
+
+
+def begin_state(directory: Path, layout: Layout, fill: Fill, step: Callable[[], int]) -> None:
+    """Begin a state in the place of whatever is there (N5), at ``step``, asked when it is filled. It is held."""
+    token = secrets.token_hex(8)
+    file = StateFile(directory / token, layout, create=True)
+    tensors: Tensors = {}
+    for block in layout.blocks:
+        tensors |= file.tensors(block, 0, all_of_them=True)
+    present = fill(tensors)
+    for block in layout.blocks:
+        file.mark(block, 0, present)
+        file.record(block, 0, step())
+    file.close()
+    found = {"token": token, "layout": layout.digest, "kind": layout.kind}
+    durable_write(directory / CURRENT, json.dumps(found).encode())
+    for other in directory.iterdir():
+        if other.is_dir() and other.name != token:
+            shutil.rmtree(other)
+    fsync_dir(directory)
+
+
+def filled(values: Mapping[str, Mapping[str, torch.Tensor]]) -> Fill:
+    """Fill from ``values``, by key and name."""
+
+    def fill(tensors: Tensors) -> Mapping[str, Mapping[str, object]]:
+        for key, found in tensors.items():
+            for name, tensor in found.items():
+                if name in values[key]:
+                    tensor.copy_(values[key][name])
+        return values
+
+    return fill

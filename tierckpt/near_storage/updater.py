@@ -1,0 +1,453 @@
+"""The process that owns an optimizer's state: steps its blocks, logs the gradients, writes checkpoints.
+
+A step of the trainer's, on several threads:
+    main        hears that gradients of a block are in shared memory, and hands the block to its worker
+    workers     one thread each: bring a block to the step, in the version that does not count (N2); a block has one
+                worker, and what it is given is done in order
+    log         when all gradients of the step are there: the frame, to its file, and then to the disk
+    finisher    when the frame is in its file and the blocks are at the step: has the workers put the new parameters
+                where the gradients were (N4), and the trainer hears of it
+    workers     every ``persist_every`` steps, other blocks each step: wait until the frame is on the disk, record the
+                block (N3), and go on in its other version
+
+Whatever fails ends the process: it says why, and the next one begins from the files (crash only).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ..arena.memory import Kind, Memory
+from ..config import Settings
+from ..dcp.writer import TierStorageWriter
+from ..disk.priority import BACKGROUND_NICE, lower_this_thread
+from ..errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError, StateMismatchError
+from ..replay.apply import Replay
+from ..replay.capture import Step
+from ..replay.checksum import Fingerprint
+from ..replay.frame import Frame, decode
+from ..telemetry import log_to, logger
+from .blocks import MASTER, Block, Layout, Member, dtype_of, kind_of, layout_of, shared_places, view_of
+from .gradient_files import GradientFiles, read_frames
+from .messages import receive, send, to_message
+from .state_file import StateFile
+from .states import END_SECONDS, current_state, held
+
+log = logger("replay")
+
+WAIT_SECONDS = 600.0
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A step whose gradients are coming."""
+
+    step: Step
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    work: list[Future[None]] = field(default_factory=list)
+
+
+class _Reached:
+    """A step that others wait for."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._changed = threading.Condition()
+
+    def set(self, step: int) -> None:
+        with self._changed:
+            self._step = step
+            self._changed.notify_all()
+
+    def wait(self, step: int) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._step >= step, WAIT_SECONDS):
+                raise OperationTimeoutError(
+                    f"the gradients of step {step} did not reach the disk in {WAIT_SECONDS:g} s",
+                    hint="Look for a disk that hangs",
+                )
+
+
+class LiveBlock:
+    """A block, and the version of it that steps are applied to."""
+
+    def __init__(self, file: StateFile, block: Block, kind: type[torch.optim.Optimizer]) -> None:
+        self.block = block
+        self._file, self._kind = file, kind
+        version, self.recorded = file.newest(block)
+        self._go_on(version, self.recorded)
+        self.reader: Future[None] | None = None
+        """Somebody who reads the version that counts. It is not replaced meanwhile."""
+
+    @property
+    def step(self) -> int:
+        return self.replay.version
+
+    def apply(self, step: Step, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Bring it from the step before to ``step``."""
+        self.replay.apply(Step(step.version, step.hyperparameters, gradients, step.found_inf))
+        self._place_new()
+
+    def record(self, step: int) -> None:
+        """From now on the version counts that steps were applied to (N1); go on in the other one (N2)."""
+        if self.recorded == step:
+            return
+        self._file.record(self.block, self._at, step)
+        self.recorded = step
+        self._go_on(self._at, step)
+
+    def recorded_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        return self._file.tensors(self.block, 1 - self._at)
+
+    def _go_on(self, counts: int, step: int) -> None:
+        self._file.copy(self.block, counts)
+        self._at = 1 - counts
+        self._build(step)
+
+    def _build(self, step: int) -> None:
+        tensors = self._file.tensors(self.block, self._at)
+        masters = {key: found.pop(MASTER) for key, found in tensors.items()}
+        self.replay = Replay(self._kind, masters, tensors, step)
+
+    def _place_new(self) -> None:
+        """A tensor that the step has made (an optimizer's state begins so) goes to its place in the file."""
+        state, is_new = self.replay.state, False
+        room = self._file.tensors(self.block, self._at, all_of_them=True)
+        for key, tensors in state.items():
+            for name, tensor in tensors.items():
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                if name not in room[key] or room[key][name].shape != tensor.shape:
+                    raise StateMismatchError(
+                        f"a step of {self._kind.__name__} keeps {name!r} of parameter {key}, which has no place here",
+                        hint="Options that decide what is kept (momentum, amsgrad) cannot change in one directory",
+                    )
+                if room[key][name].data_ptr() != tensor.data_ptr():
+                    room[key][name].copy_(tensor)
+                    is_new = True
+        if is_new:
+            present = {key: {MASTER, *(n for n, t in found.items() if t is not None)} for key, found in state.items()}
+            self._file.mark(self.block, self._at, {key: dict.fromkeys(names) for key, names in present.items()})
+            self._build(self.replay.version)
+
+
+class Updater:
+    """Serves one trainer. ``order`` is what ``UpdaterProcess`` sends."""
+
+    def __init__(self, order: Mapping[str, Any], connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._settings = Settings.received(order["settings"])
+        self._is_offload = order["mode"] == "offload"
+        self._persist_every = max(1, int(order["persist_every"]))
+        self._members = [Member(one[0], one[1], tuple(one[2]), one[3]) for one in order["members"]]
+        self._kind = kind_of(order["kind"])
+        groups = _decoded(bytes.fromhex(order["groups"])).step.hyperparameters
+        dtype = torch.float32 if self._is_offload else None
+        layout = layout_of(self._kind, self._members, groups, master_dtype=dtype)
+        offsets, _ = shared_places(self._members)
+        memories = [Memory.from_fd(fd, Kind(kind)) for fd, kind in order["memories"]]
+        self._shared = [
+            {one.key: view_of(memory, offsets[one.key], one) for one in self._members} for memory in memories
+        ]
+        count = max(1, int(order["workers"]))
+        self._workers = [ThreadPoolExecutor(1, f"tierckpt-update-{number}") for number in range(count)]
+        self._logger = ThreadPoolExecutor(1, "tierckpt-log")
+        self._finisher = ThreadPoolExecutor(1, "tierckpt-finish")
+        self._writer = ThreadPoolExecutor(1, "tierckpt-checkpoint")
+        if not self._is_offload:
+            for pool in (*self._workers, self._logger, self._finisher, self._writer):
+                pool.submit(lower_this_thread, BACKGROUND_NICE)
+        self._open(Path(order["directory"]), layout)
+        self._begun: _Begun | None = None
+
+    # --- the state --------------------------------------------------------------------------------------------------
+
+    def _open(self, directory: Path, layout: Layout) -> None:
+        found = current_state(directory, layout)
+        if found is None:
+            raise ObjectNotFoundError(f"{directory} has no optimizer's state", path=directory)
+        self._layout, self._digest = layout, layout.digest
+        self._file = StateFile(found, layout)
+        total, self._worker_of = [0] * len(self._workers), {}
+        for block in sorted(layout.blocks, key=lambda one: -one.size_bytes):
+            number = total.index(min(total))
+            total[number] += block.size_bytes
+            self._worker_of[block.index] = self._workers[number]
+        opened = [self._worker_of[one.index].submit(LiveBlock, self._file, one, self._kind) for one in layout.blocks]
+        self._blocks = [one.result() for one in opened]
+        self._block_of = {key: live for live in self._blocks for key in live.block.keys}
+        self.step = self._roll_forward(found)
+        self._durable = _Reached(self.step)
+        self._files = GradientFiles(found, self.step)
+
+    def _roll_forward(self, directory: Path) -> int:
+        """Bring every block to the newest step of the log (N3)."""
+        newest = min(live.step for live in self._blocks)
+        for frame in read_frames(directory, self._digest, newest):
+            waiting = [
+                self._worker_of[live.block.index].submit(live.apply, frame.step, _of(live, frame.step.gradients))
+                for live in self._blocks
+                if live.step == frame.number - 1
+            ]
+            for one in waiting:
+                one.result()
+            newest = frame.number
+        late = [live for live in self._blocks if live.step != newest]
+        if late:
+            raise IntegrityError(
+                f"block {late[0].block.index} of the optimizer's state in {directory} is of step {late[0].step}, and "
+                f"the gradients lead to step {newest}",
+                hint="The log of gradients is damaged. Restore the newest checkpoint, into an empty directory",
+                path=directory,
+            )
+        return newest
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def begin_step(self, payload: bytes) -> None:
+        """A step begins: its hyperparameters, and no gradient yet."""
+        self._begun = _Begun(_decoded(payload).step)
+
+    def take(self, keys: Sequence[str], narrow: Sequence[str], memory: int) -> None:
+        """Gradients of some parameters, all of one block, are in shared memory."""
+        assert self._begun is not None
+        begun, live = self._begun, self._block_of[keys[0]]
+        found = {}
+        for key in keys:
+            tensor = self._shared[memory][key]
+            if key in narrow:
+                tensor = tensor.view(-1).view(torch.bfloat16)[: tensor.numel()].view(tensor.shape)
+            found[key] = tensor
+        begun.gradients |= found
+        if self._is_offload:
+            begun.work.append(self._update(live, begun.step, found))
+
+    def end_step(self) -> None:
+        """All gradients are there. In shadow blocks are updated from here on: whoever records one then knows that the
+        frame of its step is coming."""
+        assert self._begun is not None
+        begun, self._begun = self._begun, None
+        step = begun.step
+        self.step = step.version
+        for live in self._blocks:
+            own = _of(live, begun.gradients)
+            if not own or not self._is_offload:
+                begun.work.append(self._update(live, step, own))
+        whole = Step(step.version, step.hyperparameters, begun.gradients, step.found_inf)
+        dtypes = {key: dtype_of(self._layout.master_dtypes[key]) for key in begun.gradients}
+        frame = Frame(whole, self._digest, number=step.version, dtypes=dtypes)
+        self._do(self._logger, self._log, frame, begun.work)
+
+    def _update(self, live: LiveBlock, step: Step, gradients: Mapping[str, torch.Tensor]) -> Future[None]:
+        def update() -> None:
+            masters = live.replay.parameters
+            live.apply(step, {key: one.to(masters[key].dtype) for key, one in gradients.items()})
+
+        return self._do(self._worker_of[live.block.index], update)
+
+    def _log(self, frame: Frame, work: list[Future[None]]) -> None:
+        self._files.append(frame)
+        self._do(self._finisher, self._finish, frame.number, work)
+        self._files.sync()
+        self._durable.set(frame.number)
+        if frame.number % self._persist_every == 0:
+            self._files.begin(frame.number)
+            self._files.trim(min(live.recorded for live in self._blocks))
+
+    def _finish(self, step: int, work: list[Future[None]]) -> None:
+        for one in work:
+            one.result(WAIT_SECONDS)
+        if self._is_offload:
+            self._give_parameters()
+        for live in self._blocks:  # before the trainer hears of it: in offload the next step is behind it, then
+            if step % self._persist_every == live.block.index % self._persist_every:
+                self._do(self._worker_of[live.block.index], self._record, live)
+        self.tell({"done": step})
+
+    def _give_parameters(self) -> None:
+        """Put the parameters, rounded to the trainer's type, where their gradients were (N4)."""
+
+        def give(live: LiveBlock) -> None:
+            for key, master in live.replay.parameters.items():
+                self._shared[0][key].copy_(master)
+
+        for one in [self._do(self._worker_of[live.block.index], give, live) for live in self._blocks]:
+            one.result(WAIT_SECONDS)
+
+    def _record(self, live: LiveBlock) -> None:
+        """N3. A block that is being read is recorded another time: its log is longer until then."""
+        if live.reader is None or live.reader.done():
+            self._durable.wait(live.step)
+            live.record(live.step)
+
+    # --- a checkpoint -----------------------------------------------------------------------------------------------
+
+    def checkpoint(self, number: int, uri: str, payload: bytes) -> None:
+        """Record every block at this step, then write what is recorded. Steps go on meanwhile."""
+        told = torch.load(io.BytesIO(payload), weights_only=True)
+        step = self.step
+        written: Future[None] = Future()
+
+        def record(live: LiveBlock) -> None:
+            if live.reader is not None:
+                live.reader.result(WAIT_SECONDS)  # the checkpoint before this one
+            self._record(live)
+            live.reader = written
+
+        recorded = [self._do(self._worker_of[live.block.index], record, live) for live in self._blocks]
+
+        def write() -> None:
+            answer: dict[str, Any] = {"number": number, "step": step}
+            try:
+                for one in recorded:
+                    one.result(WAIT_SECONDS)
+                writer = TierStorageWriter(uri, settings=self._settings)
+                save(self._state_dict(told, step), storage_writer=writer, no_dist=True)
+            except Exception as error:  # of the checkpoint alone: the state is as it was
+                log.warning("%s: %s", uri, error)
+                cause = next(iter(getattr(error, "failures", {}).values()), [error])[0]
+                answer |= to_message(cause)
+            finally:
+                written.set_result(None)
+            self.tell(answer)
+
+        self._do(self._writer, write)
+
+    def _state_dict(self, told: Mapping[str, Any], step: int) -> dict[str, Any]:
+        tensors: dict[str, dict[str, torch.Tensor]] = {}
+        for live in self._blocks:
+            tensors |= live.recorded_tensors()
+        model: dict[str, Any] = dict(told["state"].get("model", {}))
+        masters, states = {}, {}
+        for one in self._members:
+            master = tensors[one.key].pop(MASTER)
+            wanted = told["fingerprints"].get(one.key)
+            if wanted is not None and Fingerprint.of(master).number != wanted:
+                raise StateMismatchError(
+                    f"parameter {one.name} was changed by something beside the optimizer",
+                    hint="Save a whole checkpoint, or give its state to load_state_dict, from where the shadow goes on",
+                )
+            model[one.name] = master.to(dtype_of(one.dtype))
+            masters[one.name], states[one.name] = master, tensors[one.key]
+        names = [[one.name for one in self._members if one.group == number] for number in range(len(told["groups"]))]
+        groups = [{**group, "params": found} for group, found in zip(told["groups"], names, strict=True)]
+        made = {**told["state"], "model": model, "optimizer": {"state": states, "param_groups": groups}}
+        made["near_storage"] = {"steps": step}
+        return made | ({"master": masters} if self._is_offload else {})
+
+    # --- the trainer ------------------------------------------------------------------------------------------------
+
+    def serve(self, trainer: int) -> None:
+        """Do what the trainer says, until it says that it ends, or ends."""
+        self.tell({"ready": self.step})
+        try:
+            while self._connection.poll(1.0) or os.getppid() == trainer:
+                if not self._connection.poll(0):
+                    continue
+                message, payload = receive(self._connection)
+                verb = message.pop("op")
+                if verb == "close":
+                    break
+                if verb == "settle":
+                    self._settle(message["number"])
+                elif verb == "begin_step":
+                    self.begin_step(payload)
+                elif verb == "checkpoint":
+                    self.checkpoint(payload=payload, **message)
+                elif verb == "take":
+                    self.take(**message)
+                else:
+                    self.end_step()
+        except (EOFError, ConnectionError):
+            pass
+        self._end()
+
+    def _settle(self, number: int) -> None:
+        """Record every block at this step; in offload, give the parameters."""
+        step = self.step
+
+        def record(live: LiveBlock) -> None:
+            if live.reader is not None:
+                live.reader.result(WAIT_SECONDS)
+            self._record(live)
+
+        waiting = [self._do(self._worker_of[live.block.index], record, live) for live in self._blocks]
+
+        def end() -> None:
+            for one in waiting:
+                one.result(WAIT_SECONDS)
+            if self._is_offload:
+                self._give_parameters()
+            self.tell({"number": number, "step": step, "directory": str(self._file.directory)})
+
+        self._do(self._finisher, end)
+
+    def _end(self) -> None:
+        timer = threading.Timer(END_SECONDS, os._exit, [1])
+        timer.daemon = True
+        timer.start()
+        for pool in (self._logger, self._finisher, *self._workers, self._writer):
+            pool.shutdown(wait=True)
+        self._files.close()
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        try:
+            with self._sending:
+                send(self._connection, message)
+        except OSError:  # the trainer is gone, and ``serve`` sees it
+            pass
+
+    def _do(self, pool: ThreadPoolExecutor, call: Callable[..., None], *arguments: Any) -> Future[None]:
+        def run() -> None:
+            try:
+                call(*arguments)
+            except BaseException as error:
+                log.exception("the optimizer near storage ends")
+                self.tell({"failed": to_message(error)})
+                os._exit(1)
+
+        return pool.submit(run)
+
+
+def _decoded(data: bytes) -> Frame:
+    view = memoryview(data)
+    return decode(lambda offset, size: view[offset : offset + size], where="from the trainer")[0]
+
+
+def _of(live: LiveBlock, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: gradients[key] for key in live.block.keys if key in gradients}
+
+
+def main() -> None:
+    log_to(sys.stderr, "text", "warning")
+    torch.set_num_threads(1)  # a worker is a thread
+    order = json.loads(sys.stdin.read())
+    connection = Connection(order["connection"])
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a rank's process is alone
+    code = 0
+    try:
+        with held(Path(order["directory"]), order["trainer"]):
+            Updater(order, connection).serve(order["trainer"])
+    except Exception as error:
+        log.exception("the optimizer near storage ends")
+        with suppress(OSError):
+            send(connection, {"failed": to_message(error)})
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # all is written: there is nothing to take apart
