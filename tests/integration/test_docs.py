@@ -16,6 +16,7 @@ import pytest
 import typer
 import yaml
 
+from tests.servers.hub import Repository, fake_hub
 from tests.services import S3Server
 from tierckpt import telemetry
 from tierckpt.agent.metrics import GAUGES
@@ -70,15 +71,18 @@ def test_every_python_block_runs_by_itself(moto: S3Server, tmp_path: Path) -> No
         store.create_bucket(Bucket=bucket)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
     environment = os.environ | moto.environment() | alone | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf")}
-    done = subprocess.run(
-        [sys.executable, "-c", PREPARE + RUN],
-        input=json.dumps(runnable),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        timeout=500,
-    )
+    with fake_hub() as hub:
+        hub.repositories["org/name"] = Repository()
+        hub.repositories["org/name"].commit({"config.json": b"{}"})
+        done = subprocess.run(
+            [sys.executable, "-c", PREPARE + RUN],
+            input=json.dumps(runnable),
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment | {"HF_ENDPOINT": hub.endpoint},
+            timeout=500,
+        )
     assert "WRONG" in done.stdout, done.stderr
     wrong = json.loads(done.stdout.rpartition("WRONG")[2])
     assert not wrong, "\n".join(f"{name}\n{text}" for name, text in wrong.items())
