@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -142,6 +143,72 @@ def test_a_window_that_is_given_up_is_copied_whole_and_the_record_says_why(file_
     (record,) = checkpointer.stats
     assert record.step == 4 and "load_state_dict" in record.fallback and not record.window_steps
     check_restored(file_uri, 4, job.kept[4])
+
+
+def test_steps_that_pass_the_hooks_have_the_state_copied_whole(file_uri: str) -> None:
+    """An optimizer fused into the backward pass: the one in the state is never stepped, others move its parameters."""
+    job = Job()
+    fused = {p: torch.optim.SGD([p], lr=0.1) for p in job.model.parameters()}
+    with Checkpointer(file_uri, mode="multi_step", window_steps=3) as checkpointer:
+        job.train()
+        checkpointer.save(1, job.state)
+        for parameter, optimizer in fused.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        for _ in range(3):
+            job.number += 1
+            job.model(torch.randn(4, 16)).square().mean().backward()
+            job.kept[job.number] = copy.deepcopy(job.values())
+            checkpointer.step(job.number, job.state)
+    (record,) = checkpointer.stats
+    assert record.step in (3, 4) and "beside the optimizer" in record.fallback
+    check_restored(file_uri, record.step, job.kept[record.step])
+
+
+def test_several_steps_of_an_optimizer_between_two_calls(file_uri: str) -> None:
+    job = Job()
+    with Checkpointer(file_uri, mode="multi_step", window_steps=3, interval=4) as checkpointer:
+        for call in range(1, 9):
+            job.train()
+            job.train()
+            job.kept[-call] = job.kept[job.number]
+            checkpointer.step(call, job.state | {"data": {"at": call, "seen": torch.tensor([call])}})
+    assert [record.step for record in checkpointer.stats] == [6, 8]
+    assert checkpointer.stats[0].window_steps == 3
+    check_restored(file_uri, 6, job.kept[-6])
+
+
+def test_auto_is_no_longer_than_the_interval_and_no_window_overlaps(file_uri: str) -> None:
+    job, stats = train(file_uri, 14, interval=3)
+    assert not any(record.fallback for record in stats[:-1])
+    assert all(1 <= record.window_steps <= 3 for record in stats[:-1])
+    begun = [record.step - record.window_steps + 1 for record in stats[:-1]]
+    assert begun == [3, 6, 9, 12][: len(begun)] and len(begun) >= 3
+    check_restored(file_uri, stats[1].step, job.kept[stats[1].step])
+
+
+def test_a_preempted_job_saves_the_step_it_is_at(file_uri: str) -> None:
+    job = Job()
+    with Checkpointer(file_uri, mode="multi_step", interval=7) as checkpointer:
+        while not checkpointer.preempted:
+            job.train()
+            if job.number == 9:
+                checkpointer.request_final_save(time.monotonic() + SECONDS, "a signal came")
+            checkpointer.step(job.number, job.state)
+    (record,) = checkpointer.stats
+    assert record.step == 9 and record.fallback == "the job is preempted"
+    check_restored(file_uri, 9, job.kept[9])
+
+
+def test_a_loop_that_fails_gives_the_window_up(file_uri: str) -> None:
+    job = Job()
+    with pytest.raises(ZeroDivisionError), Checkpointer(file_uri, mode="multi_step") as checkpointer:
+        job.train()
+        saved = checkpointer.save(1, job.state)
+        raise ZeroDivisionError
+    with pytest.raises(CheckpointError, match="closed before the window ended"):
+        saved.result(SECONDS)
+    job.train()
+    assert checkpointer.stats == []
 
 
 def test_two_windows_at_once_are_refused(file_uri: str) -> None:

@@ -227,6 +227,20 @@ def test_what_breaks_a_window_has_the_state_copied_whole(reason: str) -> None:
         check(after.state, states[after.steps])
 
 
+def test_a_change_between_two_parts_is_seen_though_no_step_was_made() -> None:
+    """As by an optimizer whose steps pass no hook: its parameters change, and it is not stepped."""
+    job = Job()
+    job.train()
+    with MultiStepStager(job.optimizer, window_steps=2) as stager:
+        pending = stager.begin(job.state, falls_back=False)
+        next(job.model.parameters()).data.mul_(0.5)
+        stager.end_of_step()
+        with pytest.raises(CheckpointError, match="beside the optimizer"):
+            pending.result(SECONDS)
+        stager.abandon("seen")
+        assert not stager.is_open
+
+
 def _same(found: Any, wanted: Any) -> bool:
     try:
         check(found, wanted)

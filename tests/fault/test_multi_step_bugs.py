@@ -1,0 +1,248 @@
+"""Seeded bugs of a multi-step save: the checks must find each mistake that others have made.
+
+A bug is found when the window gives itself up (its record says why), when the restored state is not that of the step
+that it names, or when training waits for what it need not wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.exact import check_same
+from tests.fault.window_job import Job, restored
+from tierckpt.replay import capture, link, multi_step
+from tierckpt.replay.apply import Replay
+from tierckpt.replay.capture import Step
+from tierckpt.replay.checksum import Fingerprint
+from tierckpt.replay.link import GRADIENTS, Copy, Link
+from tierckpt.training import window
+from tierckpt.training.codec import state as states
+
+WINDOW, BEGUN = 4, 3
+Patch = pytest.MonkeyPatch
+Bug = Callable[[Patch, Job], None]
+
+
+def taken_when_it_is_written(patch: Patch, job: Job) -> None:
+    """(a) Buffers, schedule and random state are of a later step."""
+
+    def late(tree: Any, copies: Any) -> Any:
+        now = states.collect(job.state)
+        filled = original(tree, copies)
+        return now | {"model": filled["model"] | {"seen": now["model"]["seen"]}, "optimizer": filled["optimizer"]}
+
+    original = window.fill
+    patch.setattr(window, "fill", late)
+
+
+def replayed_in_another_layout(patch: Patch, job: Job) -> None:
+    """(b) A fused step of pieces has other bits than one of whole tensors."""
+
+    def apply(replay: Replay, step: Step) -> None:
+        replay.version = step.version
+        for key, tensor in replay.parameters.items():
+            state, count = replay.state[key], 13
+            flat, gradient = tensor.view(-1), step.gradients[key].reshape(-1)
+            for at in range(0, flat.numel(), count):
+                piece = torch.nn.Parameter(flat[at : at + count])
+                piece.grad = gradient[at : at + count].clone()
+                options = {name: value for name, value in step.hyperparameters[0].items() if name != "foreach"}
+                optimizer = torch.optim.AdamW([piece], **options)
+                moments = {name: state[name].view(-1)[at : at + count] for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[piece] = {"step": state["step"].clone(), **moments}
+                optimizer.step()
+            state["step"] += 1
+
+    patch.setattr(Replay, "apply", apply)
+
+
+def gradients_in_half_precision(patch: Patch, job: Job) -> None:
+    """(c) Gradients are cast, whatever that loses."""
+    patch.setattr(link, "halves_without_loss", lambda one: one.view(-1).to(torch.bfloat16).view(torch.int16))
+
+
+def replayed_out_of_order(patch: Patch, job: Job) -> None:
+    """(d) A step that came early is applied, and the version is the largest that was seen."""
+    waiting: dict[int, Step] = {}
+
+    def apply(replay: Replay, step: Step) -> None:
+        if id(replay) not in waiting and replay.version == step.version - 1:
+            waiting[id(replay)] = step
+            return
+        first = waiting.pop(id(replay), None)
+        for one in (step, first):
+            if one is not None:
+                replay.version = one.version - 1
+                original(replay, one)
+        replay.version = step.version
+
+    original = Replay.apply
+    patch.setattr(Replay, "apply", apply)
+
+
+def one_step_left_out(patch: Patch, job: Job) -> None:
+    def apply(replay: Replay, step: Step) -> None:
+        original(replay, step) if step.version != 2 else setattr(replay, "version", step.version)
+
+    original = Replay.apply
+    patch.setattr(Replay, "apply", apply)
+
+
+def hyperparameters_of_the_first_step(patch: Patch, job: Job) -> None:
+    first: list[Any] = []
+
+    def stale(optimizer: Any, group: Any) -> Any:
+        first.append(original(optimizer, group))
+        return first[0]
+
+    original = capture.hyperparameters_of
+    patch.setattr(capture, "hyperparameters_of", stale)
+
+
+def without(name: str) -> Bug:
+    """(g) An option of the optimizer is not known to the replay."""
+
+    def bug(patch: Patch, job: Job) -> None:
+        def fewer(optimizer: Any, group: Any) -> Any:
+            return original(optimizer, group) | {name: False}
+
+        original = capture.hyperparameters_of
+        patch.setattr(capture, "hyperparameters_of", fewer)
+
+    return bug
+
+
+def skipped_steps_are_made(patch: Patch, job: Job) -> None:
+    """(g) What a GradScaler skips is replayed."""
+    patch.setattr(Step, "is_skipped", False)
+
+
+def gradients_before_they_are_clipped(patch: Patch, job: Job) -> None:
+    """(g) The clip coefficient is not known to the replay."""
+
+    def copied(this: Link, sources: Any, priority: int) -> Copy:
+        return original(this, [3 * one for one in sources] if priority == GRADIENTS else sources, priority)
+
+    original = Link.copy
+    patch.setattr(Link, "copy", copied)
+
+
+def a_part_is_copied_late(patch: Patch, job: Job) -> None:
+    """The update does not wait for the copy of what it writes over (W1)."""
+    patch.setattr(Copy, "next_chunk", slow(Copy.next_chunk))
+    hooks: list[Any] = []
+
+    def register(this: torch.optim.Optimizer, hook: Any) -> Any:
+        hooks.append(hook)
+        return original(this, (lambda *_: None) if len(hooks) == 1 else hook)
+
+    original = torch.optim.Optimizer.register_step_pre_hook
+    patch.setattr(torch.optim.Optimizer, "register_step_pre_hook", register)
+
+
+def slow(original: Callable[[Copy], Any]) -> Callable[[Copy], Any]:
+    def next_chunk(this: Copy) -> Any:
+        time.sleep(0.02)
+        return original(this)
+
+    return next_chunk
+
+
+FUSED = {"fused": True}
+BUGS: dict[str, tuple[Bug, dict[str, Any]]] = {
+    "(a) the rest is taken when it is written": (taken_when_it_is_written, {}),
+    "(b) replayed in another layout": (replayed_in_another_layout, FUSED),
+    "(c) gradients are cast": (gradients_in_half_precision, {}),
+    "(d) replayed out of order": (replayed_out_of_order, {}),
+    "(g) amsgrad": (without("amsgrad"), {"amsgrad": True}),
+    "(g) skipped steps": (skipped_steps_are_made, FUSED | {"scaled": True}),
+    "(g) the clip coefficient": (gradients_before_they_are_clipped, {}),
+    "a step is left out": (one_step_left_out, {}),
+    "stale hyperparameters": (hyperparameters_of_the_first_step, {}),
+    "a part is copied late": (a_part_is_copied_late, {}),
+}
+
+
+def job_of(options: dict[str, Any]) -> Job:
+    job = Job(**{name: value for name, value in options.items() if name != "scaled"})
+    if "scaled" in options:
+        job.scaler = torch.amp.GradScaler("cpu")
+    return job
+
+
+def fault_found(job: Job, uri: Path) -> str:
+    """Save over several steps. Returns what is wrong with that, in words; '' when all is well."""
+    with tierckpt.Checkpointer(uri, mode="multi_step", window_steps=WINDOW) as checkpointer:
+        kept, saved = {}, None
+        while saved is None or not saved.done():
+            job.train()
+            kept[job.number] = job.values()
+            checkpointer.step(job.number, job.state)
+            if job.number == BEGUN:
+                saved = checkpointer.save(job.number, job.state)
+        saved.result()
+    (record,) = checkpointer.stats
+    if record.fallback:
+        return record.fallback
+    assert record.window_steps == WINDOW and record.step == BEGUN + WINDOW - 1
+    again = Job(type(job.optimizer), **{n: v for n, v in job.optimizer.defaults.items() if n in ("amsgrad", "fused")})
+    restored(uri, again, record.step)
+    try:
+        check_same(again.values(), kept[record.step])
+    except AssertionError as error:
+        return f"another state: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_each_bug_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug, options = BUGS[name]
+    job = job_of(options)
+    with monkeypatch.context() as patch:
+        bug(patch, job)
+        assert fault_found(job, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["(a) the rest is taken when it is written", "(g) amsgrad", "(g) skipped steps"])
+def test_nothing_is_found_where_there_is_no_bug(name: str, tmp_path: Path) -> None:
+    assert not fault_found(job_of(BUGS[name][1]), tmp_path / "run")
+
+
+def test_without_the_fingerprint_a_mixed_version_would_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeded: the comparison with the state of the step must be able to fail, too."""
+    monkeypatch.setattr(Fingerprint, "fits", lambda *_: True)
+    job = Job()
+    one_step_left_out(monkeypatch, job)
+    assert "another state" in fault_found(job, tmp_path / "run")
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["as it is", "(f) host waits in every step"])
+def test_no_call_waits_for_the_copy_that_it_begins(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Copy] = []
+
+    def copied(this: Link, sources: Any, priority: int) -> Copy:
+        begun.append(original(this, sources, priority))
+        if is_broken:
+            begun[-1].done.result(60)
+        return begun[-1]
+
+    original = Link.copy
+    monkeypatch.setattr(Link, "copy", copied)
+    job = Job()
+    job.train()
+    with (
+        contextlib.closing(Link(bytes_per_second=1e5)) as slow_link,
+        multi_step.MultiStepStager(job.optimizer, 2, link=slow_link) as stager,
+    ):
+        stager.begin(job.optimizer.state_dict)
+        assert begun[0].done.done() == is_broken

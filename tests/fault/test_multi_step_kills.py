@@ -1,0 +1,50 @@
+"""A job that is killed anywhere in a window resumes from the checkpoint before it, or from the window's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.exact import check_same
+from tests.fault.window_job import FIRST, SECOND, WINDOW, Job, restored
+from tests.services import ENVIRONMENT, REPOSITORY
+
+BEFORE, AFTER = FIRST + WINDOW - 1, SECOND + WINDOW - 1
+POINTS = {
+    "part 0": {BEFORE},
+    "part 2": {BEFORE},
+    "part 3": {BEFORE},
+    "replay": {BEFORE},
+    "write": {BEFORE, AFTER},  # the agent finishes what was staged
+    "before the commit": {BEFORE, AFTER},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_leaves_the_checkpoint_before_or_the_right_one(
+    point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "local"))
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.fault.window_job", str(tmp_path), point],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT | {"TIERCKPT_LOCAL_ROOT": str(tmp_path / "local")},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (child.returncode, child.stdout) == (-9, "committed\n"), "it was killed in the second window"
+    job, reference = Job(), Job()
+    step = restored(tmp_path / "run", job)
+    assert step in POINTS[point]
+    while reference.number < step:
+        reference.train()
+    check_same(job.values(), reference.values())
+    for one in (job, reference):  # and training goes on as if it had not been killed
+        one.train()
+    check_same(job.values(), reference.values())
