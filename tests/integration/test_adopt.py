@@ -326,5 +326,5 @@ def test_the_verb_adopts_and_says_where_it_is(
     said = json.loads(capsys.readouterr().out)
     assert (said["files"], said["tier"]) == (4, "shared")
     assert run_cli(arguments) == 1
-    assert "Checkpoint already exists" in json.loads(capsys.readouterr().err)["error"]
+    assert "Checkpoint already exists" in json.loads(capsys.readouterr().err)["message"]
     assert run_cli([*arguments, "--overwrite", "--ranks", "x"]) == 2
