@@ -101,7 +101,7 @@ class Engine:
 
     @cached_property
     def browser(self) -> Browser:
-        return Browser(self.store, self.find, self.directory)
+        return Browser(self.store, self.find, self.directory, self.journal)
 
     @property
     def journal(self) -> Journal:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,7 +28,7 @@ from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, read_w
 from ..disk.file_lock import Hold, try_lock
 from ..errors import ManifestError, ObjectNotFoundError, StoreError
 from ..format import manifest as manifests
-from ..format.layout import BLOCKS_DIR, METADATA_DIR, Location, journal_dir, local_dir, parse_uri
+from ..format.layout import BLOCKS_DIR, METADATA_DIR, Location, journal_dir, local_dir, parse_uri, written_file
 from ..format.manifest import FileEntry, Manifest
 from ..telemetry import logger
 from ..types import Json
@@ -41,6 +42,8 @@ READY = "ready"
 LOCAL_ONLY = "local-only"
 """Committed on the local tier, and to stay there: it is not drained unless somebody asks for it
 (``checkpoint/local_only.py``)."""
+FILE = "file"
+"""One file, which is no checkpoint: ``uri`` is its own. Without ``files`` it was removed, and the drain removes it."""
 SET_ASIDE = "set aside"
 """Its drain has failed for so long that no mover tries again by itself. The files stay, and nothing evicts them."""
 FORMAT_1_STATES = {"written": AWAITING_COMMIT, "kept": LOCAL_ONLY}
@@ -127,6 +130,25 @@ class Journal:
                 log.warning("unreadable journal entry %s: %s", path.name, error)
         return sorted(found, key=lambda entry: entry.created_unix_seconds, reverse=True)
 
+    def next_file_token(self, uri: str) -> str:
+        """A token for ``uri`` that sorts after all that it has: of two writes of a file the later one counts."""
+        latest = max((_written_ns(path.stem) for path in self._files(uri)), default=0)
+        return f"file-{_name_of(uri)}-{max(time.time_ns(), latest + 1):020d}-{secrets.token_hex(4)}"
+
+    def files(self, uri: str | None = None) -> list[Entry]:
+        """The files that are still to be drained (of ``uri``; None: all), oldest first. One whose bytes are not there
+        was never whole."""
+        found = []
+        for path in sorted(self._files(uri), key=lambda path: (_written_ns(path.stem), path.name)):
+            with suppress(ObjectNotFoundError):  # drained meanwhile
+                entry = read_entry(path)
+                if not entry.files or written_file(self.directory.parent, entry.token).exists():
+                    found.append(entry)
+        return found
+
+    def _files(self, uri: str | None) -> list[Path]:
+        return matching(self.directory, f"file-{_name_of(uri) if uri is not None else '*'}-*.json")
+
     def remove(self, token: str) -> None:
         """Forget an entry (J3). Cost: nothing durable, unless the save never finished: then two fsyncs."""
         self.settle_removal(token)
@@ -141,7 +163,7 @@ class Journal:
             entry = self.read(token)
         except (ManifestError, StoreError):
             return  # whoever removes a damaged entry knows what it does
-        if entry is not None and entry.state not in (READY, LOCAL_ONLY, SET_ASIDE):
+        if entry is not None and entry.state not in (READY, LOCAL_ONLY, SET_ASIDE, FILE):
             directory = local_dir(self.directory.parent, entry.location)
             for changed in (directory, directory / METADATA_DIR, directory / BLOCKS_DIR):
                 if changed.is_dir():
@@ -208,6 +230,15 @@ class Journal:
         return self.directory / f"{token}.lock"
 
 
+def _name_of(uri: str) -> str:
+    return manifests.digest_of(uri.encode())[:16]
+
+
+def _written_ns(token: str) -> int:
+    written = token.split("-")[2]
+    return int(written) if written.isdigit() else 0
+
+
 def encode(entry: Entry) -> bytes:
     body: dict[str, Any] = {
         "token": entry.token,
@@ -262,7 +293,7 @@ def _problem(body: Json) -> str:
         "token": manifests.is_token(body["token"]),
         "uri": is_uri(body["uri"]),
         "rank": _is_int(body["rank"]) and 0 <= body["rank"] < manifests.RANKS_MAX,
-        "state": body["state"] in (WRITING, AWAITING_COMMIT, READY, LOCAL_ONLY, SET_ASIDE),
+        "state": body["state"] in (WRITING, AWAITING_COMMIT, READY, LOCAL_ONLY, SET_ASIDE, FILE),
         "created_unix_seconds": manifests.is_unix_seconds(body["created_unix_seconds"]),
         "chunk_size_bytes": _is_int(body["chunk_size_bytes"])
         and 4096 <= body["chunk_size_bytes"] <= manifests.SIZE_BYTES_MAX,

@@ -3,7 +3,9 @@
     V1  A checkpoint that is committed on some tier is there, with the files its manifest names: also while it is on the
         local tier only and still drains.
     V2  What no commit names is not: shards of a save that is under way or has failed, and what is private to tierckpt.
-    V3  All else (data sets, models, checkpoints of stock DCP) is shown as the store has it.
+    V3  A file that this node has written and not drained yet is there as it was written; one that it has removed since
+        is not, whatever the shared tier still has.
+    V4  All else (data sets, models, checkpoints of stock DCP) is shown as the store has it.
 
 So whoever looks for the newest checkpoint by listing directories and asking each for ``.metadata`` finds the newest
 that can be loaded, and no other.
@@ -35,6 +37,7 @@ from ..telemetry import logger
 from ..types import ObjectInfo
 from . import local_commit, select
 from .catalog import Checkpoint
+from .journal import Entry, Journal
 
 log = logger("catalog")
 
@@ -58,6 +61,8 @@ class Thing:
     etag: str | None = None
     checkpoint: Checkpoint | None = None
     entry: FileEntry | None = None
+    written: Entry | None = None
+    """The journal entry of a file that is not drained yet."""
 
 
 def is_checkpoint_file(name: str) -> bool:
@@ -84,8 +89,9 @@ class Browser:
         store_at: Callable[[Location], Store],
         find: Callable[[Location], Awaitable[Checkpoint]],
         directory_of: Callable[[Location], Path],
+        journal: Journal,
     ) -> None:
-        self._store_at, self._find, self._directory_of = store_at, find, directory_of
+        self._store_at, self._find, self._directory_of, self._journal = store_at, find, directory_of, journal
         self._gate = asyncio.Semaphore(REQUESTS_MAX)
 
     # --- one place ----------------------------------------------------------------------------------------------
@@ -97,6 +103,11 @@ class Browser:
             ObjectNotFoundError: nothing that may be seen.
         Cost: one HEAD for a file; a listing more for a directory; a GET of the manifest for a file of a checkpoint.
         """
+        written = await asyncio.to_thread(self._journal.files, location.uri)
+        if written and written[-1].files:
+            return _written(location, written[-1])
+        if written:
+            raise _nothing(location)
         root, key = root_of(location)
         if not is_private(location) and key:
             if is_checkpoint_file(location.name):
@@ -136,6 +147,32 @@ class Browser:
     # --- one directory ------------------------------------------------------------------------------------------
 
     async def level(self, location: Location) -> list[Thing]:
+        """Return the files and directories directly in ``location``, by name, as ``_level`` does; and what this node
+        has written there."""
+        written = await self._written_below(location)
+        try:
+            things = {thing.location.name: thing for thing in await self._level(location)}
+        except ObjectNotFoundError:
+            if not any(entry.files for entry in written.values()):
+                raise
+            things = {}
+        for path, entry in written.items():
+            name, slash, _ = path.partition("/")
+            if slash and entry.files:
+                things.setdefault(name, Thing(location.child(name), is_dir=True))
+            elif not slash:
+                things.pop(name, None)
+                if entry.files:
+                    things[name] = _written(location.child(name), entry)
+        return sorted(things.values(), key=lambda thing: thing.location.name)
+
+    async def _written_below(self, location: Location) -> dict[str, Entry]:
+        """What this node has written below ``location`` and not drained yet, by path: the last word on each."""
+        above = f"{location.uri.rstrip('/')}/"
+        entries = await asyncio.to_thread(self._journal.files)
+        return {entry.uri.removeprefix(above): entry for entry in entries if entry.uri.startswith(above)}
+
+    async def _level(self, location: Location) -> list[Thing]:
         """Return the files and directories directly in ``location``, by name.
 
         Raises:
@@ -207,6 +244,7 @@ class Browser:
         """Return every file below ``location``, [] when there is none. Cost: one listing, and a GET a checkpoint."""
         if is_private(location):
             return []
+        written = await self._written_below(location)  # before the listing: what is drained between the two is in both
         directories = await self._shared_below(location)
         local = await asyncio.to_thread(lambda: [*_commits(self._directory_of(location))])
         for relative in local:
@@ -220,7 +258,12 @@ class Browser:
                 for name in places
             )
         )
-        return sorted((thing for files, _ in shown for thing in files), key=lambda thing: thing.location.path)
+        found = {thing.location.uri: thing for files, _ in shown for thing in files}
+        for entry in written.values():
+            found.pop(entry.uri, None)
+            if entry.files:
+                found[entry.uri] = _written(entry.location, entry)
+        return sorted(found.values(), key=lambda thing: thing.location.path)
 
     async def _shared_below(self, location: Location) -> dict[str, list[ObjectInfo]]:
         """The objects below ``location`` by directory, relative to it."""
@@ -271,6 +314,10 @@ def _name(info: ObjectInfo) -> str:
 
 def _thing(location: Location, info: ObjectInfo) -> Thing:
     return Thing(location.child(_name(info)), size_bytes=info.size_bytes, etag=info.etag)
+
+
+def _written(location: Location, entry: Entry) -> Thing:
+    return Thing(location, size_bytes=entry.size_bytes, etag=entry.token, written=entry)
 
 
 def _files(checkpoint: Checkpoint | None) -> list[Thing]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 
 from ..checkpoint import local_commit, local_only, marks, shared_commit
-from ..checkpoint.journal import READY, SET_ASIDE, Entry, Journal
+from ..checkpoint.journal import FILE, READY, SET_ASIDE, Entry, Journal
 from ..checkpoint.prune import finish_local
 from ..checkpoint.select import place_of
 from ..config import Settings
@@ -96,7 +96,8 @@ class BackgroundDrains:
         Safe beside live savers and movers: each holds its entries, and what is held is left alone.
         """
         await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
-        for folder in (self.journal.directory, self.settings.local_root / "checkpoints"):  # the cache has its own way
+        root = self.settings.local_root
+        for folder in (self.journal.directory, root / "checkpoints", root / "written"):  # the cache has its own way
             await asyncio.to_thread(clear_leftovers, folder)
         for entry in await asyncio.to_thread(self.journal.entries):
             if await recover_entry(entry, self._drainer) and self.settings.drain:
@@ -145,7 +146,7 @@ class BackgroundDrains:
     async def drain_all(self, *, patient: bool) -> tuple[list[DrainResult], list[TierckptError]]:
         """Drain everything in the journal, newest first. Returns what was drained and what was not, with the reason."""
         entries = await asyncio.to_thread(self.journal.entries)
-        ready = [entry for entry in entries if entry.state == READY]
+        ready = [entry for entry in entries if entry.state in (READY, FILE)]
         results = await asyncio.gather(
             *(self._drainer.drain(entry.token, patient=patient) for entry in ready), return_exceptions=True
         )

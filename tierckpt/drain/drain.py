@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint import local_commit, local_only, marks, shared_commit
-from ..checkpoint.journal import READY, SET_ASIDE, Entry, Journal
+from ..checkpoint.journal import FILE, READY, SET_ASIDE, Entry, Journal
 from ..config import Settings
 from ..disk import read_lease
 from ..disk.durable import make_dirs, translated
@@ -44,6 +44,7 @@ from ..stores.retry import Retries, jitter_seconds
 from ..stores.verified_read import available, verified
 from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, logger
 from ..types import Progress, ProgressListener, Tier
+from . import write_back
 from .budget import Budget
 from .transfer import cause_of, send
 
@@ -75,7 +76,7 @@ class Drainer:
     def __init__(self, settings: Settings, listener: ProgressListener) -> None:
         self.settings = settings
         self.journal = Journal(settings.local_root)
-        self._listener = listener
+        self.listener = listener
         self._stores: dict[Location, Store] = {}
         """The stores used last, the latest one at the end."""
         self._opening = threading.Lock()
@@ -127,11 +128,12 @@ class Drainer:
             if not owned:
                 return DrainResult(token, "", "held")
             entry = await asyncio.to_thread(self.journal.read, token)
-            if entry is None or entry.state != READY:
+            if entry is None or entry.state not in (READY, FILE):
                 return DrainResult(token, entry.uri if entry else "", "held" if entry else "committed")
             begun = time.monotonic()
             try:
-                outcome = await self._with_retries(entry, lambda: self._drain(entry, patient), patient)
+                drain = self._drain if entry.state == READY else self._drain_file
+                outcome = await self._with_retries(entry, lambda: drain(entry, patient), patient)
             except TierckptError as error:
                 ERRORS.emit(1, operation="drain", error=type(error).__name__)
                 await self._note_failure(entry, error, patient)
@@ -238,6 +240,9 @@ class Drainer:
             finally:
                 self.awaiting.discard(entry.token)
 
+    async def _drain_file(self, entry: Entry, patient: bool) -> str:
+        return await write_back.drain(self, entry, patient=patient)
+
     async def _await_commit(self, entry: Entry, timeout_seconds: float) -> str:
         async for _ in Poll(timeout_seconds, SHARED):
             outcome = await self.try_commit(entry)
@@ -304,7 +309,7 @@ class Drainer:
         def on_bytes(count: int) -> None:
             nonlocal done
             done += count
-            self._listener(Progress(f"drain {entry.uri}", done, entry.size_bytes))
+            self.listener(Progress(f"drain {entry.uri}", done, entry.size_bytes))
 
         async def move(file: manifests.FileEntry) -> None:
             async with share.slot():

@@ -43,11 +43,15 @@ async def send(
     chunk_size_bytes: int,
     on_bytes: OnBytes,
     share: Share | None = None,
+    *,
+    replaces: bool = False,
 ) -> None:
     """Put the local file ``path`` under ``entry.key``. Returns when it is whole and durable there.
 
     Nothing is sent when it is there already: names are new for every save and puts are all or nothing, so an object
     of this name and size is the file. A link replaces the copy where store and path share a filesystem.
+
+    ``replaces``: the name is not new, and what is there now is another file. Then it is always sent.
 
     What is read and sent is taken from ``share``, chunk by chunk; a link takes nothing.
 
@@ -66,24 +70,29 @@ async def send(
 
     async def attempt() -> None:
         count(-counted)
-        await _send(store, path, entry, chunk_size_bytes, count, share)
+        if replaces or not await _is_there(store, path, entry, count):
+            await _send(store, path, entry, chunk_size_bytes, count, share)
 
     await again(store, attempt)
 
 
-async def _send(
-    store: Store, path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, share: Share | None
-) -> None:
+async def _is_there(store: Store, path: Path, entry: FileEntry, on_bytes: OnBytes) -> bool:
     try:
         if (await store.head(entry.key)).size_bytes == entry.size_bytes:
             on_bytes(entry.size_bytes)
-            return
+            return True
     except ObjectNotFoundError:
         pass
     if await store.link(entry.key, path):
         on_bytes(entry.size_bytes)
         BYTES.emit(entry.size_bytes, tier=Tier.SHARED, direction="linked")
-        return
+        return True
+    return False
+
+
+async def _send(
+    store: Store, path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, share: Share | None
+) -> None:
     begun = time.monotonic()
     pieces = _checked_chunks(path, entry, chunk_size_bytes, on_bytes, share)
     await store.put_stream(entry.key, pieces, entry.size_bytes)

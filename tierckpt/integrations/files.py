@@ -13,15 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.catalog import Checkpoint
+from ..checkpoint.journal import Entry
 from ..checkpoint.namespace import Thing, root_of
 from ..client import get_client
 from ..config import Settings
 from ..disk import read_lease
-from ..errors import PreconditionFailedError
-from ..format.manifest import FileEntry
+from ..disk.file_io import open_file, pread_all
+from ..drain import write_back as drained
+from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError
+from ..format.layout import written_file
+from ..format.manifest import FileEntry, has_digest
 from ..loading.cached_view import CachedView
 from ..read.copies import Copy, LocalCopy, RemoteCopy
 from ..read.replicated_file import RangeFile, ReplicatedFile, VerifiedFile
+from ..save import eviction
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo
 
@@ -99,10 +104,52 @@ class _LocalFile(VerifiedFile):
         self._holding.close()
 
 
+class _WrittenFile(RangeFile):
+    """A file that is not drained yet, every chunk verified. It stays while this is open, drained or not."""
+
+    def __init__(self, entry: Entry, settings: Settings) -> None:
+        (self._file,) = entry.files
+        super().__init__(self._file.size_bytes)
+        self._chunk_size_bytes = entry.chunk_size_bytes
+        self._place = written_file(settings.local_root, entry.token)
+        self._descriptor = open_file(self._place)
+        self._latest: tuple[int, Buffer] = (-1, b"")
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        stop, chunk = start + len(into), self._chunk_size_bytes
+        for index in range(start // chunk, -(-stop // chunk)):
+            first, last = max(start, index * chunk), min(stop, (index + 1) * chunk)
+            into[first - start : last - start] = memoryview(self._chunk(index))[
+                first - index * chunk : last - index * chunk
+            ]
+
+    def _chunk(self, index: int) -> Buffer:
+        known, data = self._latest
+        if known != index:
+            start = index * self._chunk_size_bytes
+            byte_range = ByteRange(start, min(start + self._chunk_size_bytes, self._file.size_bytes))
+            data = pread_all(self._descriptor, byte_range, self._place)
+            if not has_digest(data, self._file.digests[index]):
+                raise IntegrityError(f"{self._place} is damaged", hint="Write it again", file=self._file.path)
+            self._latest = (index, data)
+        return data
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
+
+
 def open_raw(thing: Thing, settings: Settings) -> RangeFile:
     """The bytes of ``thing``: of the local tier where it has them, else through the node cache."""
     if not thing.size_bytes:
         return RangeFile(0)  # there is nothing to fetch, nor to keep
+    if thing.written is not None:
+        try:
+            return _WrittenFile(thing.written, settings)
+        except ObjectNotFoundError:  # drained since it was looked at
+            client = get_client(settings)
+            return open_raw(client.run(client.engine.browser.look(thing.location)), settings)
     if thing.checkpoint is not None and thing.entry is not None:
         local = thing.checkpoint.local_path(thing.entry)
         if local is not None:
@@ -206,8 +253,10 @@ async def pieces_of(stream: io.BufferedIOBase) -> AsyncIterator[Buffer]:
         yield piece
 
 
-def put(settings: Settings, thing: Thing, stream: io.BufferedIOBase, size_bytes: int, *, if_absent: bool) -> None:
-    """Write ``stream`` to the store, all or nothing.
+def put(
+    settings: Settings, thing: Thing, stream: io.BufferedIOBase, size_bytes: int, *, if_absent: bool, write_back: bool
+) -> None:
+    """Write ``stream``, all or nothing: to this node, from where it drains (``write_back``), or to the store.
 
     Raises:
         FileExistsError: ``if_absent``, and it is there.
@@ -217,6 +266,11 @@ def put(settings: Settings, thing: Thing, stream: io.BufferedIOBase, size_bytes:
     root, key = root_of(location)
     client = get_client(settings)
     client.run(client.engine.browser.check_change(location))
+    if write_back and settings.drain and not if_absent and drained.can_carry(location):
+        client.recover()
+        eviction.make_room(settings, size_bytes, settings.local_root)
+        client.submit(drained.write(settings, location, stream, size_bytes))
+        return
     if size_bytes <= PIECE_BYTES:
         data = stream.read()
         try:

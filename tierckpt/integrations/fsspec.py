@@ -16,12 +16,15 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
+from ..checkpoint.journal import Journal
 from ..checkpoint.namespace import Thing, root_of
 from ..client import get_client
 from ..config import REMOVED, Settings
+from ..drain import write_back
 from ..engine import Engine
-from ..errors import ConfigError, ObjectNotFoundError
+from ..errors import ConfigError, ObjectNotFoundError, OperationTimeoutError
 from ..format.layout import TIER_FORMS, Location, parse_uri
+from ..poll import LOCAL, Poll
 from ..stores.schemes import check_location
 from ..tracebacks import short_traceback
 from .files import Reader, Writer, open_raw, put
@@ -31,11 +34,13 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """Any store as a file system, read through the node cache.
 
     Reading: a file that is open stays in the version it had; what this node has of it is read from its SSD, what it
-    lacks is fetched in chunks, by one process of the node, verified where digests are known, and kept. Writing goes to
-    the store when the file is closed, whole. Checkpoints of tierckpt appear when they are committed, on the local tier
-    at the latest then, and cannot be changed here file by file.
+    lacks is fetched in chunks, by one process of the node, verified where digests are known, and kept. What is written
+    is on this node when it is closed, durable and whole: this node sees it from then on, and it drains to the store
+    behind. Checkpoints of tierckpt appear when they are committed, on the local tier at the latest then, and cannot be
+    changed here file by file.
 
     Args:
+        write_back: False writes to the store before ``close`` returns, for readers on other nodes that look at once.
         settings: a ``Settings``; other keywords are single fields of it (``local_root``, ``cache_bytes_max``).
 
     Raises (every verb): ConfigError, with what to write instead, for a URL that cannot be; StoreError.
@@ -44,9 +49,10 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     protocol = "tierckpt"
     root_marker = ""
 
-    def __init__(self, settings: Settings | None = None, **options: Any) -> None:
+    def __init__(self, settings: Settings | None = None, *, write_back: bool = True, **options: Any) -> None:
         fields = {name: value for name, value in options.items() if name in Settings.model_fields or name in REMOVED}
         super().__init__(**{name: value for name, value in options.items() if name not in fields})
+        self.write_back = write_back
         self.settings = Settings.load(settings, **fields)
 
     # --- names --------------------------------------------------------------------------------------------------
@@ -168,7 +174,9 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         writer = Writer(
             self,
             name,
-            lambda stream, size: put(self.settings, thing, stream, size, if_absent=mode == "xb"),
+            lambda stream, size: put(
+                self.settings, thing, stream, size, if_absent=mode == "xb", write_back=self.write_back
+            ),
             Path(self.settings.local_root),
             autocommit=autocommit,
         )
@@ -252,10 +260,32 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         with self._open(path1) as stream:
             self._put(path2, stream, stream.size, if_absent=False)
 
+    @short_traceback
+    def wait(self, path: str, timeout_seconds: float = 600.0) -> None:
+        """Return when the store has what this node has written, or removed, at ``path`` and below it.
+
+        Raises OperationTimeoutError: not within ``timeout_seconds``; it says what the last try failed with.
+        """
+        above, journal = f"{self._location(path).uri}/", Journal(self.settings.local_root)
+        begun: set[str] = set()
+        for _ in Poll(timeout_seconds, LOCAL):
+            left = [entry for entry in journal.files() if f"{entry.uri}/".startswith(above)]
+            if not left:
+                return
+            for token in {entry.token for entry in left} - begun:  # of processes that are gone, too
+                get_client(self.settings).submit(token)
+                begun.add(token)
+        raise OperationTimeoutError(
+            f"{len(left)} files at {path} are on this node only after {timeout_seconds:g} s",
+            hint="`tierckpt status` shows what is in the journal; `tierckpt drain --wait` tries again",
+            last_error=next((entry.error for entry in left if entry.error), None),
+        )
+
     def _put(self, path: str, stream: Any, size_bytes: int, *, if_absent: bool) -> None:
         if if_absent and self.exists(path):
             raise FileExistsError(path)
-        put(self.settings, Thing(self._location(path)), stream, size_bytes, if_absent=if_absent)
+        thing = Thing(self._location(path))
+        put(self.settings, thing, stream, size_bytes, if_absent=if_absent, write_back=self.write_back)
 
     @short_traceback
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
@@ -276,9 +306,13 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def rm_file(self, path: str) -> None:
-        location = self._file(self._strip_protocol(path)).location
-        root, key = root_of(location)
+        thing = self._file(self._strip_protocol(path))
+        location = thing.location
         self._run(self._engine.browser.check_change(location))
+        if thing.written is not None:  # a mover may be sending it: what removes it comes after that
+            get_client(self.settings).submit(write_back.remove(self.settings, location))
+            return
+        root, key = root_of(location)
         self._run(self._engine.store(root).delete(key))
 
     _rm = rm_file
@@ -295,6 +329,9 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             location = self._location(name)
             root, key = root_of(location)
             self._run(self._engine.browser.check_removal(location))  # used at once
+            for thing in self._run(self._engine.browser.below(location)):
+                if thing.written is not None:
+                    get_client(self.settings).submit(write_back.remove(self.settings, thing.location))
             self._run(self._engine.store(root).delete_dir(key))
 
 

@@ -1,0 +1,214 @@
+"""What is written through ``tierckpt://`` is on this node when it is closed, and drains: nothing lost, nothing back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+from tierckpt.checkpoint.journal import Journal
+from tierckpt.cli.ui.app import run as run_cli
+from tierckpt.client import close_all
+from tierckpt.drain import write_back
+from tierckpt.errors import CommitAbandonedError, IntegrityError, OperationTimeoutError
+
+SECONDS = 120.0
+
+
+@pytest.fixture
+def fs() -> Any:
+    return fsspec.filesystem("tierckpt", skip_instance_cache=True)
+
+
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.server)])
+def top(request: pytest.FixtureRequest) -> str:
+    uri: str = request.getfixturevalue(f"{request.param}_uri")
+    return f"{request.param}/{uri.partition('://')[2] or uri.lstrip('/')}/top"
+
+
+@pytest.fixture
+def held() -> Iterator[None]:
+    """Drains wait."""
+    assert run_cli(["drain", "--pause"]) == 0
+    yield
+    run_cli(["drain", "--resume"])
+
+
+def stored(top: str) -> dict[str, bytes]:
+    """What the store itself has: seen from a node that has written nothing."""
+    other = fsspec.filesystem(
+        "tierckpt", local_root=Path(os.environ["TIERCKPT_LOCAL_ROOT"], "../other"), skip_instance_cache=True
+    )
+    return {path.removeprefix(f"{top}/"): other.cat_file(path) for path in other.find(top)}
+
+
+@pytest.mark.usefixtures("held")
+def test_until_it_drains_this_node_sees_what_it_wrote_renamed_and_removed(top: str, fs: Any) -> None:
+    large = os.urandom((17 << 20) + 5)
+    for name, data in (("a/one", b"1"), ("a/two", b"22"), ("a/b/large", large), ("a/gone", b"x"), ("empty", b"")):
+        fs.pipe_file(f"{top}/{name}", data)
+    fs.rm(f"{top}/a/gone")
+    fs.mv(f"{top}/a/two", f"{top}/a/renamed")
+    fs.cp_file(f"{top}/a/one", f"{top}/a/copy")
+    assert stored(top) == {}
+    assert [fs.exists(f"{top}/a/{name}") for name in ("one", "two", "gone", "renamed")] == [True, False, False, True]
+    assert sorted(fs.ls(f"{top}/a", detail=False)) == [f"{top}/a/{name}" for name in ("b", "copy", "one", "renamed")]
+    assert fs.info(f"{top}/a/b/large")["size"] == len(large)
+    assert fs.isdir(f"{top}/a/b")
+    assert fs.isfile(f"{top}/empty")
+    assert sorted(fs.find(top)) == [f"{top}/{name}" for name in ("a/b/large", "a/copy", "a/one", "a/renamed", "empty")]
+    assert fs.cat_file(f"{top}/a/b/large") == large
+    with fs.open(f"{top}/a/b/large") as file:
+        file.seek(8 << 20)
+        assert file.read(10) == large[8 << 20 :][:10]
+        run_cli(["drain", "--resume"])
+        fs.wait(top)
+        assert file.read() == large[(8 << 20) + 10 :]  # an open file stays
+    assert stored(top) == {"a/b/large": large, "a/copy": b"1", "a/one": b"1", "a/renamed": b"22", "empty": b""}
+    assert sorted(fs.find(top)) == [f"{top}/{name}" for name in ("a/b/large", "a/copy", "a/one", "a/renamed", "empty")]
+    assert not [*Path(os.environ["TIERCKPT_LOCAL_ROOT"], "written").iterdir()]
+
+
+def test_killed_right_after_close_the_file_is_not_lost(top: str, fs: Any) -> None:
+    code = (
+        "import os, signal, sys, fsspec\n"
+        "from tierckpt.client import Client\n"
+        "Client.submit = lambda self, token: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "with fsspec.open(sys.argv[1], 'wb') as file:\n    file.write(b'kept' * 5_000_000)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, f"tierckpt://{top}/kept"], timeout=SECONDS, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert fs.cat_file(f"{top}/kept") == b"kept" * 5_000_000
+    assert run_cli(["drain", "--wait"]) == 0
+    assert stored(top) == {"kept": b"kept" * 5_000_000}
+
+
+def test_killed_before_close_returns_nothing_is_there_and_nothing_is_left(top: str, fs: Any, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys, fsspec\n"
+        "from tierckpt.drain import write_back\n"
+        "write_back.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "with fsspec.open(sys.argv[1], 'wb') as file:\n    file.write(b'half')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, f"tierckpt://{top}/half"], timeout=SECONDS, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not fs.exists(f"{top}/half")
+    fs.pipe_file(f"{top}/next", b"next")
+    fs.wait(top)
+    assert run_cli(["drain", "--wait"]) == 0
+    assert stored(top) == {"next": b"next"}
+    assert not [*(tmp_path / "local" / "written").iterdir()]
+    assert not Journal(tmp_path / "local").entries()
+
+
+def test_what_is_removed_while_it_drains_does_not_come_back(top: str, fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs.pipe_file(f"{top}/data", b"old")
+    fs.wait(top)
+    send, begun, written = write_back.send, [], threading.Event()
+
+    async def slow(*arguments: Any, **options: Any) -> None:
+        await asyncio.to_thread(written.wait, SECONDS)
+        if not begun:
+            begun.append(True)
+            for path in ("data", "dir/below"):  # while it is on its way
+                fs_remove(path)
+        await send(*arguments, **options)
+
+    def fs_remove(name: str) -> None:
+        root = Path(os.environ["TIERCKPT_LOCAL_ROOT"])
+        removed = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import sys, fsspec; fsspec.filesystem('tierckpt').rm(sys.argv[1])",
+                f"{top}/{name}",
+            ],
+            env={**os.environ, "TIERCKPT_LOCAL_ROOT": str(root), "TIERCKPT_EXIT_TIMEOUT_SECONDS": "0"},
+            timeout=SECONDS,
+            check=False,
+        )
+        assert removed.returncode == 0
+
+    monkeypatch.setattr(write_back, "send", slow)
+    fs.pipe_file(f"{top}/dir/below", b"new")
+    fs.pipe_file(f"{top}/data", b"new")
+    written.set()
+    fs.wait(top)
+    assert stored(top) == {}
+    assert not fs.exists(f"{top}/data")
+
+
+def test_of_many_writes_the_last_one_stays(top: str, fs: Any) -> None:
+    for number in range(20):
+        fs.pipe_file(f"{top}/data", b"%d" % number)
+        assert fs.cat_file(f"{top}/data") == b"%d" % number
+    fs.wait(top)
+    assert stored(top) == {"data": b"19"}
+
+
+def test_the_metadata_of_a_stock_checkpoint_reaches_the_store_after_its_shards(
+    top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, order = write_back.send, []
+
+    async def noted(store: Any, place: Path, entry: Any, *arguments: Any, **options: Any) -> None:
+        await send(store, place, entry, *arguments, **options)
+        order.append(entry.path.rpartition("/")[2])
+
+    monkeypatch.setattr(write_back, "send", noted)
+    state = {"weight": torch.randn(1000)}
+    url = f"tierckpt://{top}/step-1"
+    run_cli(["drain", "--pause"])
+    dcp.save(state, storage_writer=FsspecWriter(url, overwrite=True), no_dist=True)
+    loaded = {"weight": torch.zeros(1000)}
+    dcp.load(loaded, storage_reader=FsspecReader(url), no_dist=True)
+    assert torch.equal(loaded["weight"], state["weight"])
+    run_cli(["drain", "--resume"])
+    fs.wait(top)
+    assert order[-1] == ".metadata"
+    assert any(name.endswith(".distcp") for name in order)
+
+
+def test_metadata_waits_for_the_shards_of_other_nodes(top: str, fs: Any, tmp_path: Path) -> None:
+    short = fsspec.filesystem("tierckpt", commit_timeout_seconds=0.5, skip_instance_cache=True)
+    short.pipe_file(f"{top}/step-1/.metadata", b"... __1_0.distcp ...")
+    with pytest.raises(OperationTimeoutError, match="1 files"):
+        short.wait(top, timeout_seconds=3)
+    (entry,) = Journal(tmp_path / "local").files()
+    assert CommitAbandonedError.__name__ in entry.error
+    other = fsspec.filesystem("tierckpt", local_root=tmp_path / "node1", skip_instance_cache=True)
+    other.pipe_file(f"{top}/step-1/__1_0.distcp", b"shard")
+    other.wait(top)
+    assert run_cli(["drain", "--wait"]) == 0
+    assert set(stored(top)) == {"step-1/.metadata", "step-1/__1_0.distcp"}
+
+
+@pytest.mark.usefixtures("held")
+def test_a_damaged_file_is_not_sent(top: str, fs: Any, tmp_path: Path) -> None:
+    fs.pipe_file(f"{top}/data", b"good")
+    (entry,) = Journal(tmp_path / "local").files()
+    (tmp_path / "local" / "written" / entry.token).write_bytes(b"evil")
+    with pytest.raises(IntegrityError):
+        fs.cat_file(f"{top}/data")
+    close_all()
+    run_cli(["drain", "--resume"])
+    assert run_cli(["drain", "--wait"]) != 0
+    assert stored(top) == {}
+
+
+def test_without_write_back_the_store_has_it_at_close(top: str) -> None:
+    straight = fsspec.filesystem("tierckpt", write_back=False, skip_instance_cache=True)
+    straight.pipe_file(f"{top}/data", b"data")
+    assert stored(top) == {"data": b"data"}

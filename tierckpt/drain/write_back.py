@@ -1,0 +1,163 @@
+"""Write-back of single files: on the local tier when they are closed, on the shared tier behind that.
+
+Order of one write, under the lock of its journal entry:
+    1. the bytes, durable under a temporary name, which goes with its process
+    2. the journal entry: what a crash leaves from here on has a name (J1). Without 3 it was never acknowledged
+    3. the name that the entry means: the file is there, for this node
+Invariants:
+    W1  Of two writes of one file the later one stays, on every tier, whoever drains them and when.
+    W2  On the shared tier the files of a directory appear in the order in which this node has closed them, and one
+        beside directories after all that was closed in those: a file that says that others are whole comes after them.
+        ``.metadata`` of stock DCP, which also names shards of other nodes, waits until they are there.
+    W3  A file that was removed while it drains does not come back: its removal is an entry that drains after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..checkpoint.journal import FILE, Entry, Journal, is_uri
+from ..checkpoint.namespace import root_of
+from ..config import Settings
+from ..disk.durable import create_file, make_dirs, publish, read_whole, temporary_beside, translated
+from ..errors import CommitAbandonedError, ObjectNotFoundError
+from ..format.layout import METADATA, Location, written_file
+from ..format.manifest import FileEntry, digest_of, is_safe_path
+from ..poll import SHARED, Poll
+from ..stores.base import Store
+from ..types import Progress, ProgressListener
+from .budget import Budget
+from .transfer import send
+
+METADATA_BYTES_MAX = 1 << 30
+_SHARD = re.compile(rb"__\d+_\d+\.distcp")
+
+
+class Mover(Protocol):
+    """What a drain of one file needs of the one that drains it."""
+
+    settings: Settings
+    journal: Journal
+    budget: Budget
+    listener: ProgressListener
+
+    def store(self, location: Location) -> Store: ...
+
+    async def drain(self, token: str, *, patient: bool) -> Any: ...
+
+
+def can_carry(location: Location) -> bool:
+    """False for a name that the journal has no words for: then the file goes straight to the store."""
+    return is_uri(location.uri) and is_safe_path(location.name) and is_safe_path(root_of(location)[1])
+
+
+def write(settings: Settings, location: Location, stream: io.BufferedIOBase, size_bytes: int) -> str:
+    """Keep ``stream`` as the file at ``location``, durable on this node. Returns the token that is to be drained."""
+    journal, chunk = Journal(settings.local_root), int(settings.chunk_size_bytes)
+    token = journal.next_file_token(location.uri)
+    place = written_file(settings.local_root, token)
+    make_dirs(place.parent)
+    with translated(place, is_above=True), journal.own(token), temporary_beside(place, is_owned=True) as temporary:
+        digests = []
+        with os.fdopen(create_file(temporary, 0o644), "wb", 0) as file:
+            for _ in range(0, size_bytes, chunk):
+                data = stream.read(chunk)
+                digests.append(digest_of(data))
+                file.write(data)
+            os.fsync(file.fileno())
+        found = FileEntry(location.name, size_bytes, tuple(digests), token=token)
+        journal.write(_entry(token, location, chunk, (found,)))
+        publish(temporary, place)
+    return token
+
+
+def remove(settings: Settings, location: Location) -> str:
+    """Note that the file at ``location``, which is still to be drained, was removed. Returns the token of that."""
+    journal = Journal(settings.local_root)
+    token = journal.next_file_token(location.uri)
+    journal.write(_entry(token, location, int(settings.chunk_size_bytes), ()))
+    return token
+
+
+def _entry(token: str, location: Location, chunk_size_bytes: int, files: tuple[FileEntry, ...]) -> Entry:
+    written_ns = int(token.split("-")[2])
+    return Entry(token, location.uri, 0, FILE, written_ns / 1e9, chunk_size_bytes, files)
+
+
+async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
+    """Send one file, or remove it, when all that was closed before it there has its turn (W2)."""
+    root, place = mover.settings.local_root, written_file(mover.settings.local_root, entry.token)
+    with translated(place):
+        if entry.files and not place.exists():
+            return "superseded"  # killed between 2 and 3: nobody was told that it was written
+        wait_seconds = mover.settings.commit_timeout_seconds if patient else 0.0
+        async for _ in Poll(wait_seconds, SHARED):
+            before = await asyncio.to_thread(_before, mover.journal, entry)
+            for token in before:
+                with suppress(CommitAbandonedError):  # it waits for others itself
+                    await mover.drain(token, patient=False)  # another mover has it, or this one has not begun
+            if not before:
+                break
+        else:
+            raise _waited(entry, "what was written there before it", wait_seconds)
+        at, key = root_of(entry.location)
+        store = mover.store(at)
+        later = await asyncio.to_thread(mover.journal.files, entry.uri)
+        is_last = not later or later[-1].token == entry.token
+        if is_last and not entry.files:
+            await store.delete(key)
+        elif is_last:
+            await _await_shards(mover, entry, place, wait_seconds)
+            share, (file,) = mover.budget.share(entry.created_unix_seconds), entry.files
+            done = 0
+
+            def on_bytes(count: int) -> None:
+                nonlocal done
+                done += count
+                mover.listener(Progress(f"drain {entry.uri}", done, entry.size_bytes))
+
+            async with share.slot():
+                named = replace(file, path=key)
+                await send(store, place, named, entry.chunk_size_bytes, on_bytes, share, replaces=True)
+        # The entry goes after the bytes: without them it is taken for one that was never whole, and goes too.
+        await asyncio.to_thread(lambda: written_file(root, entry.token).unlink(missing_ok=True))
+    return "committed" if is_last else "superseded"
+
+
+def _before(journal: Journal, entry: Entry) -> list[str]:
+    """Tokens of what was closed before ``entry``, in its directory or below it."""
+    own, above = entry.token.split("-")[2], f"{entry.location.parent.uri.rstrip('/')}/"
+    older = (other for other in journal.files() if other.token.split("-")[2] < own)
+    return [other.token for other in older if other.uri.startswith(above)]
+
+
+async def _await_shards(mover: Mover, entry: Entry, place: Path, wait_seconds: float) -> None:
+    """Return when the shared tier has the shards that a ``.metadata`` names (W2)."""
+    if entry.location.name != METADATA:
+        return
+    at, key = root_of(entry.location)
+    named = set(_SHARD.findall(await asyncio.to_thread(read_whole, place, METADATA_BYTES_MAX)))
+    missing = {f"{key.removesuffix(METADATA)}{name.decode()}" for name in named}
+    async for _ in Poll(wait_seconds, SHARED):
+        for shard in sorted(missing):
+            with suppress(ObjectNotFoundError):
+                await mover.store(at).head(shard)
+                missing.discard(shard)
+        if not missing:
+            return
+    raise _waited(entry, f"{len(missing)} shards of other nodes", wait_seconds)
+
+
+def _waited(entry: Entry, what: str, seconds: float) -> CommitAbandonedError:
+    return CommitAbandonedError(
+        f"{entry.uri} stays on this node: {what} has not reached the shared tier",
+        hint="`tierckpt drain --wait` on each node tries again",
+        waited_seconds=seconds or None,
+    )
