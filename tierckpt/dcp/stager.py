@@ -219,7 +219,7 @@ class TierStager:
     ) -> list[torch.Tensor]:
         lease.tensors = sum(leaf.numel() > 0 for leaf in leaves)
         pin(lease.memory)
-        base = _base(lease, size_bytes, torch_shares=self._shared)
+        base = base_of(lease, size_bytes, torch_shares=self._shared)
         by_dtype: dict[torch.dtype, torch.Tensor] = {}
         targets = []
         for leaf, offset in zip(leaves, offsets, strict=True):
@@ -371,7 +371,7 @@ def _spans(
     return spans
 
 
-def _base(lease: Lease, size_bytes: int, *, torch_shares: bool) -> torch.Tensor:
+def base_of(lease: Lease, size_bytes: int, *, torch_shares: bool = False) -> torch.Tensor:
     """The leased memory as one tensor of bytes; the lease is free again when no view of it is left.
 
     ``torch_shares``: torch must be able to hand its tensors to another process.

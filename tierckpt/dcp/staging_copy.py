@@ -23,11 +23,20 @@ MOVE_BYTES_MAX = 32 << 20
 
 
 class Copies:
-    """Copies still to be made: ``targets[i]`` from ``sources[i]``, same shape and dtype."""
+    """Copies still to be made: ``targets[i]`` from ``sources[i]``, same shape and dtype.
+
+    ``priority``: of the stream that copies from a device; a lower number goes first.
+    """
 
     def __init__(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], ahead: WriteAhead | None = None
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        ahead: WriteAhead | None = None,
+        *,
+        priority: int = 0,
     ) -> None:
+        self._priority = priority
         self._pairs: list[Pair] = list(zip(targets, sources, strict=True))
         self._ahead = ahead
         self._done = threading.Event()
@@ -47,7 +56,7 @@ class Copies:
         now = [pair for pair in self._pairs if wanted(pair[1])]
         self._pairs = [pair for pair in self._pairs if not wanted(pair[1])] if len(now) < len(self._pairs) else []
         on_device = [pair for pair in now if pair[1].is_cuda]
-        events = _start_on_devices(on_device)
+        events = _start_on_devices(on_device, self._priority)
         copy_tensors([pair for pair in now if not pair[1].is_cuda] if on_device else now)
         for event in events:
             event.synchronize()
@@ -61,7 +70,7 @@ class Copies:
         on_host = [pair for pair in self._pairs if not pair[1].is_cuda]
         self._pairs = []
         self._on_host = bool(on_host)
-        self._events = _start_on_devices(on_device)
+        self._events = _start_on_devices(on_device, self._priority)
 
         def work() -> None:
             try:
@@ -156,17 +165,17 @@ def copy_beside_training(pairs: Sequence[Pair]) -> None:
                 target.copy_(source)
 
 
-def _start_on_devices(pairs: Sequence[Pair]) -> list[Any]:
+def _start_on_devices(pairs: Sequence[Pair], priority: int) -> list[Any]:
     """Start the copies from every device there is. Returns one event for each device."""
     by_device: dict[torch.device, list[Pair]] = {}
     for pair in pairs:
         by_device.setdefault(pair[1].device, []).append(pair)
-    return [_start_on_device(device, group) for device, group in by_device.items()]
+    return [_start_on_device(device, group, priority) for device, group in by_device.items()]
 
 
-def _start_on_device(device: torch.device, pairs: Sequence[Pair]) -> Any:
+def _start_on_device(device: torch.device, pairs: Sequence[Pair], priority: int) -> Any:
     """Queue copies on a stream of their own, after what the current stream has still to do. Returns their event."""
-    stream = _stream_of(device)
+    stream = _stream_of(device, priority)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), torch.no_grad():
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs], non_blocking=True)
@@ -175,10 +184,10 @@ def _start_on_device(device: torch.device, pairs: Sequence[Pair]) -> Any:
         return stream.record_event()
 
 
-_streams: dict[torch.device, Any] = {}
+_streams: dict[tuple[torch.device, int], Any] = {}
 
 
-def _stream_of(device: torch.device) -> Any:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
+def _stream_of(device: torch.device, priority: int) -> Any:
+    if (device, priority) not in _streams:
+        _streams[device, priority] = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+    return _streams[device, priority]

@@ -2,6 +2,9 @@
 
 One thread stands for one direction of the link between accelerator and host. A copy of a part is cut into chunks, so
 that a gradient, which the next backward pass writes over, waits for one chunk and not for a part.
+
+From CUDA, copies are queued on two streams beside the one that trains, gradients on the one that goes first, to
+page-locked memory; what trains waits for them on the device, by events, and no thread of the trainer does.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from concurrent.futures import Future
 
 import torch
 
+from ..dcp.staging_copy import Copies
+from .pinned import PinnedMemory
+
 CHUNK_BYTES = 4 << 20
 GRADIENTS, PARTS = 0, 1
 CATCH_UP_SECONDS = 0.02
@@ -26,20 +32,31 @@ class Copy:
 
     Args:
         is_narrow: send float32 tensors as bfloat16 when that loses no bit, as gradients that were reduced in bfloat16.
+        targets: where to. None: ordinary memory.
     """
 
-    def __init__(self, sources: Sequence[torch.Tensor], *, is_narrow: bool = False) -> None:
+    def __init__(
+        self,
+        sources: Sequence[torch.Tensor],
+        *,
+        is_narrow: bool = False,
+        targets: list[torch.Tensor] | None = None,
+    ) -> None:
         self.done: Future[None] = Future()
         self.was_changed = False
         """Something wrote over a source before the copy was done."""
         self.size_bytes = 0
         self.copied_bytes = 0
-        self.result = [] if is_narrow else host_memory(sources)
+        self.result = targets if targets is not None else [] if is_narrow else host_memory(sources)
+        self.on_device: Copies | None = None
+        """The same copy as its device knows it."""
         self._sources = list(sources)
         self._versions = [one._version for one in sources]
         self._chunks: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_narrow = is_narrow
-        if not is_narrow:
+        if targets is not None:
+            self.size_bytes = sum(one.numel() * one.element_size() for one in targets)
+        elif not is_narrow:
             for target, source in zip(self.result, sources, strict=True):
                 self._add(target, source)
             self._chunks.reverse()
@@ -61,9 +78,20 @@ class Copy:
             self.result.append(target.view(torch.bfloat16).view(source.shape) if halves is not None else target)
         return self._chunks.pop()
 
+    def wait(self, timeout_seconds: float) -> None:
+        """Let whatever follows on this thread write over the sources. Raises TimeoutError.
+
+        On a device its current stream waits, and this thread does not: what it queues from now on follows the copy.
+        """
+        if self.on_device is None:
+            self.done.result(timeout_seconds)
+            return
+        self.on_device.wait(timeout_seconds)
+        self._versions.clear()  # what comes now comes later there, too
+
     def end(self) -> None:
         """All is copied."""
-        changed = (one._version != version for one, version in zip(self._sources, self._versions, strict=True))
+        changed = (one._version != version for one, version in zip(self._sources, self._versions, strict=False))
         self.was_changed = any(changed)
         self._sources.clear()
         if self.done.set_running_or_notify_cancel():
@@ -99,7 +127,8 @@ class Link:
 
     def __init__(self, bytes_per_second: float = 0.0) -> None:
         self.bytes_per_second = bytes_per_second
-        self._moved_bytes, self._busy_seconds = 0, 0.0
+        self._moved_bytes, self._busy_seconds, self._device_rate = 0, 0.0, 0.0
+        self._pinned = PinnedMemory()
         self._waiting: list[tuple[int, int, Copy]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
@@ -109,17 +138,45 @@ class Link:
 
     @property
     def measured_rate(self) -> float:
-        """Bytes per second while it copied; 0 until a few chunks were."""
+        """Bytes per second while it copied; 0 until a few chunks were. From a device, where a copy is queued behind
+        compute: the best so far."""
+        if self._device_rate:
+            return self._device_rate
         return self._moved_bytes / self._busy_seconds if self._moved_bytes >= CHUNK_BYTES else 0.0
 
     def copy(self, sources: Sequence[torch.Tensor], priority: int) -> Copy:
-        """Begin to copy ``sources``. They must not be written over until the copy is done."""
+        """Begin to copy ``sources``. They must not be written over until the copy is done, or ``Copy.wait`` was called.
+
+        From a device: on a stream of this priority, behind what the current stream has still to do.
+        """
+        if any(one.is_cuda for one in sources):
+            return self._copy_from_device(sources, priority)
         made = Copy(sources, is_narrow=priority == GRADIENTS)
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the link is closed")
             heapq.heappush(self._waiting, (priority, next(self._order), made))
             self._changed.notify()
+        return made
+
+    def _copy_from_device(self, sources: Sequence[torch.Tensor], priority: int) -> Copy:
+        """Nothing here waits for a device: whether gradients have lower halves, above all, is not looked at."""
+        if self._is_closed:
+            raise RuntimeError("the link is closed")
+        made = Copy(sources, targets=self._pinned.tensors(sources))
+        made.on_device = Copies(made.result, sources, priority=priority - PARTS)  # the lowest number goes first
+        made.on_device.run_now(lambda one: not one.is_cuda)  # counters of steps, which torch keeps on the host
+        begun = time.monotonic()
+
+        def ended(error: BaseException | None) -> None:
+            self._device_rate = max(self._device_rate, made.size_bytes / (time.monotonic() - begun))
+            made.copied_bytes = made.size_bytes
+            if error is None:
+                made.end()
+            elif made.done.set_running_or_notify_cancel():
+                made.done.set_exception(error)
+
+        made.on_device.run_in_background(ended)
         return made
 
     def close(self) -> None:
@@ -131,6 +188,7 @@ class Link:
         for _, _, made in waiting:
             made.done.cancel()
         self._thread.join()
+        self._pinned.close()
 
     def _work(self) -> None:
         free_at = time.monotonic()

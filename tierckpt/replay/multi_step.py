@@ -272,7 +272,7 @@ class MultiStepStager:
         is_narrow: bool | None = None
         for one in parameters_of(self.optimizer):
             size_bytes = one.tensor.numel() * one.tensor.element_size()
-            if is_narrow is None and one.tensor.grad is not None:
+            if is_narrow is None and one.tensor.grad is not None and not one.tensor.is_cuda:
                 is_narrow = halves_without_loss(local(one.tensor.grad)) is not None
             total += size_bytes // 2 if is_narrow else size_bytes
         return total
@@ -320,7 +320,7 @@ class MultiStepStager:
             window.failure = window.failure or EDITED
         for part in window.parts:
             if part.copy is not None and not part.copy.done.done():
-                window.waited_bytes += part.copy.left_bytes
+                window.waited_bytes += part.copy.left_bytes if part.copy.on_device is None else 0
                 _wait(part.copy)
         window.blocked_seconds += time.perf_counter() - begun
 
@@ -452,7 +452,9 @@ class MultiStepStager:
                 {**one, "foreach": groups[n]} if one.get("foreach") is None and one.get("fused") is None else one
                 for n, one in enumerate(step.hyperparameters)
             ]
-            redo.steps.append(Step(step.version, chosen, step.gradients, step.found_inf))
+            found = step.found_inf.cpu() if step.found_inf is not None else None
+            redo.steps.append(Step(step.version, chosen, step.gradients, found))
+        redo.wanted = {place: one.on_host() for place, one in redo.wanted.items()}  # not where training would wait
         steps, moved = window.sealed - window.begun, window.moved_bytes
         blocked, waited = window.blocked_seconds, window.waited_bytes
         if self.exact == "required":
@@ -485,7 +487,7 @@ class MultiStepStager:
         begun = time.perf_counter()
         for (key, name), tensor in held.items():
             copy = self.link.copy([local(tensor.detach())], PARTS)
-            _wait(copy)
+            copy.done.result(COPY_TIMEOUT_SECONDS)
             copies[key, name] = copy.result[0]
             window.copies.append(copy)
         blocked = window.blocked_seconds + time.perf_counter() - begun
@@ -515,7 +517,7 @@ def _put(tree: Any, held: dict[tuple[str, str], torch.Tensor], copies: dict[tupl
 
 def _wait(copy: Copy) -> None:
     try:
-        copy.done.result(COPY_TIMEOUT_SECONDS)
+        copy.wait(COPY_TIMEOUT_SECONDS)
     except TimeoutError:
         raise OperationTimeoutError(
             f"{copy.size_bytes} bytes did not reach host memory in {COPY_TIMEOUT_SECONDS:g} s",

@@ -1,0 +1,169 @@
+"""From CUDA: side streams, events, page-locked memory, and no thread that waits. On streams that only take notes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tierckpt.dcp import staging_copy
+from tierckpt.replay.link import GRADIENTS, PARTS, Link
+from tierckpt.replay.pinned import PinnedMemory
+
+SECONDS = 60.0
+DEVICE = torch.device("cuda", 0)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of host memory that says it is on a device."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return DEVICE
+
+    def record_stream(self, stream: Any) -> None:
+        stream.does("keeps a source")
+
+
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(OnDevice)
+
+
+class Event:
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.device = stream, DEVICE
+        self.reached = threading.Event()
+
+    def synchronize(self) -> None:
+        assert threading.current_thread() is not threading.main_thread(), "the trainer waits for the device"
+        assert self.reached.wait(SECONDS)
+
+
+class Stream:
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self.priority = priority
+        self.done: list[Any] = []
+        self.events: list[Event] = []
+
+    def does(self, what: Any) -> None:
+        self.done.append(what)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.done.append(("waits for", other))
+
+    def wait_event(self, event: Event) -> None:
+        self.done.append(("waits for", event.stream))
+
+    def record_event(self) -> Event:
+        self.events.append(Event(self))
+        return self.events[-1]
+
+
+class Device:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trains = Stream(DEVICE)
+        self.streams: list[Stream] = []
+        self.current = [self.trains]
+        monkeypatch.setattr(staging_copy, "_streams", {})
+        monkeypatch.setattr(torch.cuda, "Stream", self.stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self.current[-1])
+        monkeypatch.setattr(torch.cuda, "stream", self.entered)
+        real = torch._foreach_copy_
+
+        def copy(targets: Any, sources: Any, non_blocking: bool = False) -> None:
+            if any(isinstance(one, OnDevice) for one in sources):
+                assert non_blocking and self.current[-1] is not self.trains
+                self.current[-1].does("copies")
+            real(targets, [one.as_subclass(torch.Tensor) for one in sources])
+
+        monkeypatch.setattr(torch, "_foreach_copy_", copy)
+
+    def stream(self, device: torch.device, priority: int = 0) -> Stream:
+        self.streams.append(Stream(device, priority))
+        return self.streams[-1]
+
+    @contextlib.contextmanager
+    def entered(self, stream: Stream) -> Iterator[None]:
+        self.current.append(stream)
+        yield
+        self.current.pop()
+
+    def reach(self) -> None:
+        for stream in self.streams:
+            for event in stream.events:
+                event.reached.set()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    made = Link()
+    yield made
+    made.close()
+
+
+def test_a_part_is_queued_behind_training_and_training_waits_on_the_device(device: Device, link: Link) -> None:
+    source, counter = torch.randn(5, 7), torch.tensor(3.0)
+    copy = link.copy([on_device(source), counter], PARTS)
+    assert torch.equal(copy.result[1], counter)  # of the host: at once, and training may go on to change it
+    [beside] = device.streams
+    assert beside.done == [("waits for", device.trains), "copies", "keeps a source"]
+    copy.wait(SECONDS)  # this is the main thread: Event.synchronize would fail
+    assert device.trains.done == [("waits for", beside)] and not copy.done.done()
+    device.reach()
+    copy.done.result(SECONDS)
+    assert torch.equal(copy.result[0], source) and copy.left_bytes == 0 and not copy.was_changed
+
+
+def test_gradients_have_a_stream_of_their_own_that_goes_first(device: Device, link: Link) -> None:
+    part = link.copy([on_device(torch.randn(4))], PARTS)
+    gradient = torch.randn(4)
+    first = link.copy([on_device(gradient)], GRADIENTS)
+    parts, gradients = device.streams
+    assert gradients.priority < parts.priority == 0 and gradients is not parts
+    for event in gradients.events:
+        event.reached.set()
+    first.done.result(SECONDS)
+    assert not part.done.done() and torch.equal(first.result[0], gradient)
+    device.reach()
+    part.done.result(SECONDS)
+
+
+def test_a_source_that_is_written_over_is_seen_unless_training_waits(device: Device, link: Link) -> None:
+    for waits in (False, True):
+        source = torch.randn(4)
+        copy = link.copy([on_device(source)], GRADIENTS)
+        if waits:
+            copy.wait(SECONDS)
+        source.zero_()
+        device.reach()
+        copy.done.result(SECONDS)
+        assert copy.was_changed is not waits
+
+
+def test_page_locked_memory_is_used_again_when_nothing_refers_to_it() -> None:
+    memory = PinnedMemory()
+    sources = [torch.randn(3, 5), torch.tensor(2.0), torch.ones(7, dtype=torch.bfloat16), torch.empty(0)]
+    first = memory.tensors(sources)
+    assert [(one.shape, one.dtype) for one in first] == [(one.shape, one.dtype) for one in sources]
+    for target, source in zip(first, sources, strict=True):
+        target.copy_(source)
+    second = memory.tensors(sources)
+    assert all(torch.equal(one, other) for one, other in zip(first, sources, strict=True))
+    places = {first[0].data_ptr(), second[0].data_ptr()}
+    assert len(places) == 2
+    del first, second, target
+    assert {memory.tensors(sources)[0].data_ptr()} <= places
+    memory.close()
