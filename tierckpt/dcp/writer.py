@@ -219,6 +219,7 @@ class TierStorageWriter(Mount, StorageWriter):
         """Return the plans, with replicated items spread evenly over ranks and a token of this save. On the
         coordinator."""
         plans, save = split.balance_replicated(plans), secrets.token_hex(8)
+        self._role.save_id = save  # in the metadata: each rank knows by what name the checkpoint will be found
         return [
             dataclasses.replace(plan, storage_data=_Turn(f"__{rank}_", save, len(plans), self.path))
             if plan.storage_data is None

@@ -1,11 +1,7 @@
 """The bytes of one step in a gradient log.
 
-    offset        size
-    0             8      magic, ends in the version of this format
-    8             8      bytes of the header, little endian
-    16            16     XXH3-128 of the header
-    32            n      header: JSON
-    then          m      gradients, one behind the other, in the order of the header; the attachment
+    header        a record (``segments``)
+    then          gradients, one behind the other, in the order of the header; the attachment
 
 Invariants:
     F1  Whole or refused: the header has the digest of each chunk of the gradients, and its own comes before it.
@@ -17,22 +13,17 @@ Invariants:
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import xxhash
+from xxhash import xxh3_128
 
-from ..errors import IntegrityError
+from . import segments
 from .capture import Step
 
-MAGIC = b"TKGRAD01"
-_HEAD = struct.Struct("<8sQ16s")
 CHUNK_BYTES = 4 << 20
-HEADER_BYTES_MAX = 1 << 30
 FIRST = "0" * 32
 """Stands for the frame before the first."""
 
@@ -57,6 +48,10 @@ class Frame:
     """What else belongs to the step; whoever wrote it knows what it is."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Of gradients that are narrower here than they were; the others have their own."""
+    optimizer: str = ""
+    """Its name, where a log has several."""
+    is_last: bool = True
+    """No other optimizer's frame of this training step follows."""
     digest: str = ""
     """Of the header, which has those of all gradients: it names the frame. Set by ``encode`` and ``decode``."""
 
@@ -71,28 +66,26 @@ def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
     for key, gradient in frame.step.gradients.items():
         stored = gradient.cpu().contiguous()
         view = bytes_of(stored)
-        digests = [
-            xxhash.xxh3_128_hexdigest(view[begin : begin + CHUNK_BYTES]) for begin in range(0, len(view), CHUNK_BYTES)
-        ]
+        digests = [_digest(view[begin : begin + CHUNK_BYTES]) for begin in range(0, len(view), CHUNK_BYTES)]
         dtype = frame.dtypes.get(key, gradient.dtype)
         entries.append([key, dtype_name(dtype), dtype_name(stored.dtype), list(gradient.shape), digests])
         views.append(view)
     views.append(memoryview(frame.attachment))
-    header = json.dumps(
-        {
-            "version": frame.step.version,
-            "number": frame.number,
-            "previous": frame.previous,
-            "layout": frame.layout,
-            "skipped": frame.step.is_skipped,
-            "hyperparameters": [to_json(group) for group in frame.step.hyperparameters],
-            "gradients": entries,
-            "attachment": [len(frame.attachment), xxhash.xxh3_128_hexdigest(frame.attachment)],
-        },
-        separators=(",", ":"),
-    ).encode()
-    digest = xxhash.xxh3_128_digest(header)
-    return _HEAD.pack(MAGIC, len(header), digest) + header, views, digest.hex()
+    fields = {
+        "version": frame.step.version,
+        "number": frame.number,
+        "previous": frame.previous,
+        "layout": frame.layout,
+        "optimizer": frame.optimizer,
+        "is_last": frame.is_last,
+        "skipped": frame.step.is_skipped,
+        "hyperparameters": [to_json(group) for group in frame.step.hyperparameters],
+        "gradients": entries,
+        "attachment": [len(frame.attachment), _digest(frame.attachment)],
+        "data_bytes": sum(map(len, views)),
+    }
+    header, digest = segments.pack(segments.FRAME, fields)
+    return header, views, digest
 
 
 def decode(read: Callable[[int, int], memoryview], *, where: str) -> tuple[Frame, int]:
@@ -108,18 +101,10 @@ def decode(read: Callable[[int, int], memoryview], *, where: str) -> tuple[Frame
     def part(offset: int, size_bytes: int) -> memoryview:
         found = read(offset, size_bytes)
         if len(found) < size_bytes:
-            raise _damaged(where, "it is cut short")
+            raise segments.damaged(where, "it is cut short")
         return found
 
-    magic, header_bytes, digest = _HEAD.unpack(part(0, _HEAD.size))
-    if magic != MAGIC:
-        raise _damaged(where, f"it begins with {magic!r} and not {MAGIC!r}")
-    if header_bytes > HEADER_BYTES_MAX:
-        raise _damaged(where, "it is cut short")
-    header = bytes(part(_HEAD.size, header_bytes))
-    if xxhash.xxh3_128_digest(header) != digest:
-        raise _damaged(where, "its header is not what was written")
-    fields, at = json.loads(header), _HEAD.size + header_bytes
+    fields, digest, at = segments.unpack(read, segments.FRAME, where=where)
     gradients: dict[str, torch.Tensor] = {}
     for key, dtype, stored, shape, digests in fields["gradients"]:
         tensor = torch.empty(shape, dtype=DTYPES[stored])
@@ -127,22 +112,29 @@ def decode(read: Callable[[int, int], memoryview], *, where: str) -> tuple[Frame
         view[:] = part(at, len(view))
         for number, wanted in enumerate(digests):
             chunk = view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-            if xxhash.xxh3_128_hexdigest(chunk) != wanted:
-                raise _damaged(where, f"the gradient of parameter {key} is not what was written")
+            if _digest(chunk) != wanted:
+                raise segments.damaged(where, f"the gradient of parameter {key} is not what was written")
         at += len(view)
         gradients[key] = tensor.to(DTYPES[dtype])
     size_bytes, wanted = fields["attachment"]
     attachment = bytes(part(at, size_bytes))
-    if xxhash.xxh3_128_hexdigest(attachment) != wanted:
-        raise _damaged(where, "its attachment is not what was written")
+    if _digest(attachment) != wanted:
+        raise segments.damaged(where, "its attachment is not what was written")
     step = Step(
         fields["version"],
         [from_json(group) for group in fields["hyperparameters"]],
         gradients,
         torch.ones(()) if fields["skipped"] else None,
     )
-    frame = Frame(step, fields["layout"], fields["previous"], fields["number"], attachment, digest=digest.hex())
+    name, is_last = fields["optimizer"], fields["is_last"]
+    frame = Frame(step, fields["layout"], fields["previous"], fields["number"], attachment, {}, name, is_last, digest)
     return frame, at + size_bytes
+
+
+def _digest(data: bytes | memoryview) -> str:
+    digest = xxh3_128()
+    digest.update(data)  # without the interpreter lock
+    return digest.hexdigest()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -180,10 +172,3 @@ def from_json(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(from_json(one) for one in value)
     return cast(Any, value)
-
-
-def _damaged(where: str, what: str) -> IntegrityError:
-    return IntegrityError(
-        f"a frame of the gradient log {where} cannot be used: {what}",
-        hint="The step before it is restored; what follows it in this log is of no use",
-    )

@@ -23,11 +23,10 @@ from typing import Any, Literal, Self
 import torch.distributed as dist
 
 from ..announce import announced
-from ..arena import slots
 from ..checkpoint.retention import Policy
 from ..client import Client, get_client
 from ..config import Settings
-from ..dcp.handoff.client import HandoffHandle, is_wanted
+from ..dcp.handoff.client import is_wanted
 from ..dcp.stager import Mode, TierStager
 from ..dcp.writer import TierStorageWriter
 from ..errors import (
@@ -51,12 +50,13 @@ from .drain_decider import DrainDecider, SaveDirective
 from .exchange import Exchange, agree_on_name, all_gather, is_distributed
 from .final_save import FinalSave, cost_of
 from .interval import Interval, IntervalController, Phase
-from .job import Job, RunningSaves, SaveRecord, describe_wait, left_out, note_commits, plan_save, stage
+from .job import Job, RunningSaves, SaveRecord, describe_wait, kept_records, left_out, note_commits, plan_save, stage
 from .preemption_notices import Notices
 from .pruning import BackgroundPruning
 from .redo_log import make_checkpoint
 from .restore import agreed_latest, restore_newest, unwrapped
 from .run_log import RunLog
+from .step_log import StepLog
 from .window import SaveMode, SaveWindow, check_mode
 
 log = logger("checkpointer")
@@ -98,6 +98,9 @@ class Checkpointer:
         mtbf_seconds: with "auto", the mean time between failures of the job, where it is known; or two of them:
             ``{"local": ..., "shared": ...}``, between failures that an SSD survives, and those that it does not.
         timeout_seconds: how long a save waits for the other ranks before it fails on all of them.
+        gradient_log: True: each ``step`` can be restored. Between checkpoints the gradients of the optimizers in
+            ``state`` are logged on this node's SSD, and ``restore`` makes the steps again. "10 steps" and "500 ms" make
+            steps durable together. The first ``step`` saves. See docs/guide/every-step.md.
         settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``, ``drain=False``).
 
     Attributes:
@@ -133,6 +136,7 @@ class Checkpointer:
         overhead_max: float = OVERHEAD_MAX,
         mtbf_seconds: float | Mapping[str, float] | None = None,
         timeout_seconds: float = 600.0,
+        gradient_log: bool | str = False,
         settings: Settings | None = None,
         **overrides: Any,
     ) -> None:
@@ -155,6 +159,7 @@ class Checkpointer:
         )
         self._running = RunningSaves(timeout_seconds)
         self._job = agree_on_name(self.location.uri)
+        self._step_log = StepLog(gradient_log, self.location, self.settings, self._job, mode)
         self._saves = 0
         self._closed = False
         self._is_blind = False
@@ -188,6 +193,7 @@ class Checkpointer:
         begun = time.monotonic()
         self._pacer.stepped(self._phase(begun), begun)
         self._ledger.stepped(step)
+        self._step_log.stepped(step, state)
         if self._pacer.interval is not None:
             self._unsaved = (step, state)
         try:
@@ -198,8 +204,9 @@ class Checkpointer:
                 self._last.done()
                 return future
             self._window.end_of_step(step, state)
-            is_due = self._pacer.is_due(step) and not self._window.is_moving
-            return self._begin(step, state, is_asked=False) if is_due else None
+            needs_base = self._step_log.needs_base
+            is_due = needs_base or (self._pacer.is_due(step) and not self._window.is_moving)
+            return self._begin(step, state, is_asked=needs_base) if is_due else None
         finally:
             self._steps_seen += 1
             self._resume(begun)
@@ -249,6 +256,7 @@ class Checkpointer:
         self._check_open()
         begun = time.monotonic()
         self._ledger.stepped(step)
+        self._step_log.stepped(step, state)
         try:
             return self._begin(step, state, is_asked=True)
         finally:
@@ -274,7 +282,8 @@ class Checkpointer:
         """Save ``state``, or what was collected of it at an earlier step: that is nobody else's."""
         begun, step = time.monotonic(), record.step
         if self._has_no_room(record.uri):
-            return self._skip(record)
+            self._note(record)
+            return left_out(record, self.settings.checkpoints_in_flight_max)
         self._note_commits()
         order = self._pacer.before_save(step, self.stats[-LATEST:], is_asked=is_asked)
         record.is_sent, record.is_straight = order.is_sent, order.is_straight
@@ -294,6 +303,7 @@ class Checkpointer:
         staged, failure = stage(self._stager, plan, planner, state, is_copied=collected is not None)
         if collected is None:
             self._unsaved = None
+            self._step_log.based(plan.storage_data.save, step, state, failure)
         self._note(record)
         self._ledger.saved(step)
         self._saves += 1
@@ -303,7 +313,7 @@ class Checkpointer:
         )
         job = Job(writer, plan, staged, metadata, record, exchange, record.begun_at)
         if self._handoffs is not None and failure is None:
-            job.handle = self._handoffs.submit(self._hand_in, job)
+            job.handle = self._handoffs.submit(job.offer)
         future = self._pool.submit(self._write, job)
         self._running.add(record, future)
         if failure is not None:
@@ -341,24 +351,13 @@ class Checkpointer:
         self.stats.append(record)
         del self.stats[:-STATS_MAX]
 
-    def _skip(self, record: SaveRecord) -> Future[None]:
-        error = left_out(record, self.settings.checkpoints_in_flight_max)
-        self._note(record)
-        skipped: Future[None] = Future()
-        skipped.set_exception(error)
-        return skipped
-
-    def _hand_in(self, job: Job) -> HandoffHandle | None:
-        """Have the agent see to this save if this process ends before it is on the SSD."""
-        job.staged.wait(slots.SLOT_SECONDS)
-        return job.writer.offer_handoff(job.plan, job.staged, job.metadata, job.exchange.key)
-
     def _write(self, job: Job) -> None:
         # One that went straight: until it is on the shared tier no other node could restore it.
         job.write(lambda: self._wait_shared(job.record, self.timeout_seconds))
         record = job.record
         record.local_commit_seconds = time.monotonic() - job.begun
         self._ledger.durable(record.step, record.local_commit_seconds, record.size_bytes)
+        self._step_log.committed(record.step, record.size_bytes)
         # A store that hangs must hold up neither this save's future nor the saves behind it.
         self._pruning.start()
         self._pruning.wait(RETENTION_SECONDS)
@@ -379,18 +378,12 @@ class Checkpointer:
 
     def _wait_for_drains(self, deadline: float) -> None:
         if self.settings.drain:
-            for record in self._kept_records():
+            for record in kept_records(self.stats, self._keep.shared):
                 if record.shared_commit_seconds is None:
                     self._wait_shared(record, max(0.0, deadline - time.monotonic()))
         self._pruning.wait(max(0.0, deadline - time.monotonic()))
         if self.settings.drain:
             self._pruning.prune(deadline)
-
-    def _kept_records(self) -> list[SaveRecord]:
-        """The newest save of each step, without those that retention has removed or is about to."""
-        newest = {record.step: record for record in self.stats if not record.error and record.is_sent}
-        kept = self._keep.shared.kept(newest)
-        return [record for step, record in newest.items() if step in kept or step == max(newest)]
 
     def _wait_shared(self, record: SaveRecord, timeout_seconds: float) -> None:
         location = parse_uri(record.uri)
@@ -452,16 +445,21 @@ class Checkpointer:
         self._client.recover()
         self._client.enter(self.location, trains=False)  # its first save says that it trains
         begun = time.monotonic()
+        fold = partial(make_checkpoint, exact=self._exact, write=partial(self._save_record, is_asked=True))
+        restore = partial(restore_newest, self._client, self.location, state, names, fold, trust_pickle=trust_pickle)
         with self._looking():
-            fold = partial(make_checkpoint, exact=self._exact, write=partial(self._save_record, is_asked=True))
-            uri = restore_newest(self._client, self.location, state, names, step, fold, trust_pickle=trust_pickle)
-        if uri is None:
+            found = restore(step)
+        if found is None:
             return None
+        reached, replayed, (uri, base) = step_of(found[0]), 0, found
+        if names is None and reached is not None:
+            again = partial(restore, reached)
+            reached, replayed = self._step_log.recover(base, reached, state, again, is_newest=step is None)
         self.restore_seconds = time.monotonic() - begun
-        self._ledger.restored(step_of(uri), self.restore_seconds)
+        self._ledger.restored(reached, self.restore_seconds, replayed)
         self._pacer.resumed()
         log.info("restored %s in %.2f s", uri, self.restore_seconds)
-        return step_of(uri)
+        return reached
 
     @short_traceback
     def latest_step(self) -> int | None:
@@ -497,7 +495,9 @@ class Checkpointer:
         deadline = time.monotonic() + self.settings.exit_timeout_seconds
         try:
             with announced(
-                log, lambda: self._describe_wait(deadline), min(1.0, self.settings.exit_timeout_seconds / 4)
+                log,
+                lambda: describe_wait(self.location, self.settings, self._running, tuple(self.stats), deadline),
+                min(1.0, self.settings.exit_timeout_seconds / 4),
             ):
                 if not self._last.is_done:  # else what still fitted is decided
                     self._window.conclude()
@@ -516,10 +516,6 @@ class Checkpointer:
             self._closed = True
             self._let_go()
             preemption.await_end(self.grace_seconds)
-
-    def _describe_wait(self, deadline: float) -> str:
-        saving = sum(record.local_commit_seconds is None for record, _ in self._running.unfinished())
-        return describe_wait(self.location, self.settings, saving, tuple(self.stats), deadline)
 
     def _send_newest(self) -> None:
         """The newest save goes to shared storage, if it was to stay on the SSD: nothing newer comes behind it."""
@@ -586,6 +582,7 @@ class Checkpointer:
         self._last.close()
         self._window.close()
         self._ledger.close()
+        self._step_log.close()
         self._pool.shutdown(wait=False)
         self._pruning.close()
         if self._handoffs is not None:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..arena import slots
+from ..checkpoint.retention import Rule
 from ..config import Settings
 from ..dcp.handoff.client import HandoffHandle
 from ..dcp.planner import TierSavePlanner
@@ -133,6 +134,11 @@ class Job:
                 self.take_back_will()
             self.let_go()
 
+    def offer(self) -> HandoffHandle | None:
+        """Have the agent see to this save if this process ends before it is on the SSD."""
+        self.staged.wait(slots.SLOT_SECONDS)
+        return self.writer.offer_handoff(self.plan, self.staged, self.metadata, self.exchange.key)
+
     def handoff(self) -> HandoffHandle | None:
         """What the agent has, once it has it. Raises what went wrong while the save was prepared for that."""
         return self.handle.result() if self.handle is not None else None
@@ -162,8 +168,8 @@ class Job:
         self.metadata = None
 
 
-def left_out(record: SaveRecord, in_flight_max: int) -> CheckpointSkippedError:
-    """Note that the policy has left out a save. Returns the error that says so."""
+def left_out(record: SaveRecord, in_flight_max: int) -> Future[None]:
+    """Note that the policy has left out a save. Returns the future of it, which has the error that says so."""
     error = CheckpointSkippedError(
         f"step {record.step} was left out: {in_flight_max} saves are still being written",
         hint="Expected now and then with the staging_policy 'skip'; save less often if it is frequent",
@@ -171,7 +177,16 @@ def left_out(record: SaveRecord, in_flight_max: int) -> CheckpointSkippedError:
     )
     log.warning("%s", error)
     record.error = f"{type(error).__name__}: {error}"
-    return error
+    skipped: Future[None] = Future()
+    skipped.set_exception(error)
+    return skipped
+
+
+def kept_records(records: Sequence[SaveRecord], rule: Rule) -> list[SaveRecord]:
+    """Return the newest save of each step, without those that retention has removed or is about to."""
+    newest = {record.step: record for record in records if not record.error and record.is_sent}
+    kept = rule.kept(newest)
+    return [record for step, record in newest.items() if step in kept or step == max(newest)]
 
 
 def note_commits(records: Sequence[SaveRecord], settings: Settings, committed_at: Mapping[str, float]) -> None:
@@ -352,9 +367,10 @@ def _checkpoints_of(error: CheckpointException) -> set[str]:
 
 
 def describe_wait(
-    location: Location, settings: Settings, saving: int, stats: Sequence[SaveRecord], deadline: float
+    location: Location, settings: Settings, running: RunningSaves, stats: Sequence[SaveRecord], deadline: float
 ) -> str:
-    """What is waited for, how long, and how to stop. ``saving``: saves that are not on the local tier yet."""
+    """What is waited for, how long, and how to stop."""
+    saving = sum(record.local_commit_seconds is None for record, _ in running.unfinished())
     if saving:
         return f"closing: {saving} save(s) of {location.uri} are on their way to the SSD"
     records = [record for record in stats if not record.error and record.is_sent]

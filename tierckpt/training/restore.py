@@ -42,8 +42,9 @@ log = logger("checkpointer")
 NAMES_SHOWN = 20
 
 
-def restore_into(reader: TierStorageReader, state: dict[str, Any], only: Collection[str] | None = None) -> None:
+def restore_into(reader: TierStorageReader, state: dict[str, Any], only: Collection[str] | None = None) -> str:
     """Load the checkpoint of ``reader`` into ``state``; of its entries, those named in ``only``. Nothing else is read.
+    Returns the ``save_id`` of its metadata: what the save that made it was called, on all ranks.
 
     An error of any rank is raised on all of them, so that they stay at one step.
     """
@@ -59,6 +60,7 @@ def restore_into(reader: TierStorageReader, state: dict[str, Any], only: Collect
         metadata, target, entries = same_outcome(read_target)
         _load(reader, target)
         same_outcome(lambda: states.put_back(state, target, metadata, entries, only))
+    return str(getattr(metadata.storage_meta, "save_id", None) or reader.path)
 
 
 def restore_newest(
@@ -66,12 +68,13 @@ def restore_newest(
     location: Location,
     state: dict[str, Any],
     only: Collection[str] | None,
-    step: int | None,
     fold: Callable[[TierStorageReader, Mapping[str, Any]], str],
+    step: int | None,
     *,
     trust_pickle: bool = False,
-) -> str | None:
-    """Restore ``step``, else the newest checkpoint of the run that has a good copy of every file. Returns its URI.
+) -> tuple[str, str] | None:
+    """Restore ``step``, else the newest checkpoint of the run that has a good copy of every file. Returns its URI, and
+    what its save was called.
 
     Where a redo log is newer than all checkpoints, ``fold`` makes one of it, and returns its URI; a redo log that
     cannot be replayed is passed over like a damaged checkpoint.
@@ -86,15 +89,14 @@ def restore_newest(
     if step is not None:
         uri = location.child(step_name(step)).uri
         try:
-            restore_into(open_checkpoint(uri), state, only)
+            return uri, restore_into(open_checkpoint(uri), state, only)
         except (CheckpointNotFoundError, UncommittedCheckpointError) as error:
             window = open_checkpoint(location.child(WINDOWS_DIR).child(step_name(step)).uri)
             try:
                 same_outcome(window.read_metadata)
             except TierckptError:
                 raise error from None
-            restore_into(open_checkpoint(fold(window, state)), state, only)
-        return uri
+            return uri, restore_into(open_checkpoint(fold(window, state)), state, only)
     lost: list[tuple[str, TierckptError]] = []
     step_max: int | None = None
     while True:
@@ -110,7 +112,7 @@ def restore_newest(
         try:
             if is_window(parse_uri(newest)):
                 newest = fold(open_checkpoint(newest), state)
-            restore_into(open_checkpoint(newest), state, only)
+            save = restore_into(open_checkpoint(newest), state, only)
         except (IntegrityError, ObjectNotFoundError, StateMismatchError) as error:
             if isinstance(error, StateMismatchError) and not is_window(parse_uri(found)):
                 raise  # one of a checkpoint is the caller's to know
@@ -126,7 +128,7 @@ def restore_newest(
                 for passed, error in lost
             )
             log.warning("restored %s, because %s", newest, told)
-        return newest
+        return newest, save
     if lost:
         raise lost[0][1]  # what is wrong with the newest says more
     return None

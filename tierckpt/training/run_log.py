@@ -81,15 +81,15 @@ class RunLog:
 
     # --- what happens ------------------------------------------------------------------------------------------
 
-    def restored(self, step: int | None, seconds: float) -> None:
-        """A restore has ended, which took ``seconds``."""
+    def restored(self, step: int | None, seconds: float, replayed_steps: int = 0) -> None:
+        """A restore has ended, which took ``seconds``. Of what it restored ``replayed_steps`` were in no checkpoint."""
         with self._lock:
             self._begin(seconds)
             self._totals["loading"] += seconds
             self._mark = time.monotonic()
             if step is not None:
                 self._step = step
-                self._write("restored", step=step)
+                self._write("restored", step=step, replayed_steps=replayed_steps)
 
     def stepped(self, step: int) -> None:
         """Training has come to ``step``: what has passed since the last call was work."""

@@ -1,0 +1,108 @@
+"""A job whose Checkpointer logs every step, and which is killed. Run by ``nursery.py``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import tierckpt
+from tierckpt.replay.optimizers import local
+
+COLLECTIVE_TIMEOUT_SECONDS = 60.0
+PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer", "torch.distributed.fsdp")
+
+
+class Job:
+    """What is random comes from the generators of the process, which are part of the state."""
+
+    def __init__(self, *, is_sharded: bool = False) -> None:
+        torch.manual_seed(5)
+        layers: list[nn.Module] = [nn.Linear(24, 64), nn.Dropout(0.2), nn.Tanh(), nn.Linear(64, 8)]
+        if not is_sharded:  # each rank would have statistics of its own, and a checkpoint has those of one
+            layers.insert(1, nn.BatchNorm1d(64))
+        self.model = nn.Sequential(*layers)
+        if is_sharded:
+            mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+            for layer in self.model:
+                if isinstance(layer, nn.Linear):
+                    fully_shard(layer, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "random": tierckpt.RngState(),
+            "step": 0,
+        }
+
+    def train(self) -> int:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 24)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        self.schedule.step()
+        self.state["step"] += 1
+        return int(self.state["step"])
+
+    def digest(self) -> str:
+        """Of all that makes the next step."""
+        found = xxhash.xxh3_64()
+        states = [one for p in self.model.parameters() for one in self.optimizer.state[p].values()]
+        for tensor in (*self.model.parameters(), *self.model.buffers(), *states, torch.get_rng_state()):
+            found.update(local(tensor.detach()).contiguous().view(-1).view(torch.uint8).numpy())
+        found.update(repr((self.schedule.state_dict(), self.optimizer.param_groups[0]["lr"])).encode())
+        return str(found.hexdigest())
+
+
+def train(folder: str, uri: str, steps: int = 10**9, bug: str = "", **options: Any) -> None:
+    """Each rank says what a step led to, before it is logged, and when it is."""
+    with_bug(bug)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    job = Job(is_sharded=dist.is_initialized())
+    seen = os.open(Path(folder) / f"seen-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with tierckpt.Checkpointer(uri, **{"gradient_log": True, "drain": False} | options) as checkpointer:
+        at = checkpointer.restore(job.state) or 0
+        os.write(seen, f"resumed {at} {job.digest() if at else ''}\n".encode())
+        while at < steps:
+            at = job.train()
+            os.write(seen, f"trained {at} {job.digest()}\n".encode())
+            saved = checkpointer.step(at, job.state)
+            if saved is not None and steps < 100:
+                saved.result(60)
+            os.write(seen, f"ended {at} \n".encode())
+        os._exit(0)  # as if it were killed here: nothing is saved at the end
+
+
+def with_bug(name: str) -> None:
+    """Seeded: what a log must not survive unseen."""
+    from tierckpt.replay import log
+
+    original, frames = log.encode, list[Any]()
+
+    def encode(frame: Any) -> Any:
+        frames.append(frame)
+        group, gradients = frame.step.hyperparameters[0], frame.step.gradients
+        if name == "a stale hyperparameter":
+            group["lr"] = frames[0].step.hyperparameters[0]["lr"]
+        if name == "gradients cast":
+            for key, gradient in gradients.items():
+                gradients[key] = gradient.bfloat16().to(gradient.dtype)
+        if len(frames) == 5 and name == "a missing frame":
+            return b"", [], original(frame)[2]
+        if len(frames) == 5 and name == "a frame of another step":
+            return original(frames[2])
+        if len(frames) == 5 and name == "frames out of order":
+            frames.append(frame)
+            return original(log.Frame(frame.step, frame.layout, "f" * 32, frame.number + 1, frame.attachment))
+        return original(frame)
+
+    if name:
+        log.encode = encode

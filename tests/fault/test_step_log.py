@@ -1,0 +1,118 @@
+"""A job with ``gradient_log=True`` that is killed at any moment resumes at most one step before, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fault.nursery import Job, Nursery
+from tests.services import ENVIRONMENT
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+
+KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_LOG_KILLS", "2"))
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery.running("tests.fault.step_log_scenarios") as running:
+        yield running
+
+
+class Seen:
+    """What the ranks of a job, in all its lives, said of each step."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.lines = [
+            [line.split(" ") for line in (folder / f"seen-{rank}").read_text().splitlines(keepends=True)]
+            for rank in range(ranks)
+        ]
+
+    def said(self, rank: int, word: str) -> list[tuple[int, str]]:
+        return [(int(line[1]), line[2].strip()) for line in self.lines[rank] if line[0] == word and len(line) == 3]
+
+    def ended(self) -> int:
+        """The newest step that ended on all ranks, in the last life."""
+        return min(max((step for step, _ in self._last_life(rank, "ended")), default=0) for rank in range(self.ranks))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.lines)
+
+    def resumed(self) -> int:
+        """Where the last life began: at one step, and with the bits that an earlier life had there."""
+        steps = {self.said(rank, "resumed")[-1][0] for rank in range(self.ranks)}
+        assert len(steps) == 1, steps
+        self.check()
+        return steps.pop()
+
+    def check(self) -> None:
+        for rank in range(self.ranks):
+            trained: dict[int, str] = {}
+            for step, digest in self.said(rank, "trained"):
+                assert trained.setdefault(step, digest) == digest, f"step {step} of rank {rank} has other bits"
+            for step, digest in self.said(rank, "resumed"):
+                assert not step or trained[step] == digest, f"rank {rank} was brought to other bits at step {step}"
+
+    def _last_life(self, rank: int, word: str) -> list[tuple[int, str]]:
+        lines = self.lines[rank]
+        begun = max(number for number, line in enumerate(lines) if line[0] == "resumed")
+        return [(int(line[1]), line[2].strip()) for line in lines[begun:] if line[0] == word and len(line) == 3]
+
+
+def wait_for(job: Job, folder: Path, word: str, times: int) -> None:
+    deadline = time.monotonic() + 120
+    path = folder / "seen-0"
+    while not path.exists() or path.read_text().count(word) < times:
+        assert time.monotonic() < deadline, job.output()[-3000:]
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job_that_is_killed_loses_one_step_at_most(
+    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, ranks: int
+) -> None:
+    chosen, lost, ended = random.Random(ranks), [], 0
+    for kill in range(KILLS):
+        job = nursery.start("train", tmp_path, ranks, uri=file_uri, interval=20)
+        wait_for(job, tmp_path, "resumed", kill + 1)
+        time.sleep(chosen.uniform(0.0, 0.8))
+        job.kill()
+        seen = Seen(tmp_path, ranks)
+        resumed = seen.resumed()
+        lost.append(ended - resumed)
+        assert lost[-1] <= 1, job.output()[-3000:]
+        ended = max(seen.ended(), resumed)
+    print(f"{KILLS} kills over {ended} steps; steps lost: {max(lost)} at most")
+
+
+def run(nursery: Nursery, folder: Path, ranks: int, **options: Any) -> tuple[Seen, str]:
+    job = nursery.start("train", folder, ranks, **options)
+    assert job.codes(120) == [0] * ranks, job.output()[-3000:]
+    return Seen(folder, ranks), job.output()
+
+
+@pytest.mark.parametrize("bug", ["a missing frame", "a frame of another step", "frames out of order"])
+def test_what_does_not_follow_is_not_applied_and_said(
+    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, bug: str
+) -> None:
+    run(nursery, tmp_path, 1, uri=file_uri, steps=9, bug=bug)
+    seen, said = run(nursery, tmp_path, 1, uri=file_uri, steps=9)
+    assert seen.resumed() == 5  # the first step is a checkpoint, and the fifth frame is of the sixth
+    assert "4 steps of the gradient log, which ends there" in said
+
+
+@pytest.mark.parametrize("bug", ["a stale hyperparameter", "gradients cast"])
+def test_a_step_that_is_made_again_otherwise_is_seen_by_its_bits(
+    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, bug: str
+) -> None:
+    """Seeded: the comparison of the kills must be able to fail."""
+    run(nursery, tmp_path, 1, uri=file_uri, steps=9, bug=bug)
+    seen, _ = run(nursery, tmp_path, 1, uri=file_uri, steps=9)
+    with pytest.raises(AssertionError, match="other bits"):
+        seen.check()

@@ -1,0 +1,253 @@
+"""The files of a gradient log: segments of frames, one behind the other. No torch.
+
+    <directory>/<step>-<random>.gradients    begins with the state after that step
+
+    segment    a record, its head; then frames, as long as no other segment begins
+    frame      a record, and its data (``frame``)
+    record     8 bytes magic, 8 bytes size of its JSON (little endian), 16 bytes XXH3-128 of the JSON, the JSON
+
+Heads and frames begin on blocks of the disk (zeros before them), and are written past the page cache where there is
+direct I/O.
+
+Invariants:
+    S1  A chain. Each frame names the record before it by its digest. The head of a segment names the frame that it
+        continues from, and the checkpoints that have the state it begins with. So every frame lies once on the disk,
+        and is reached from every checkpoint before it: from the newest, and from an older one should that be lost.
+    S2  Where a segment continues from a frame, it counts, and not what follows that frame in its own file. A job that
+        goes on before the newest frame cuts nothing off: a crash leaves the end before, or the one after.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128
+
+from ..disk.durable import fsync_dir, make_dirs, matching, translated
+from ..disk.file_io import DirectFile, address_of, open_file, pread_all
+from ..errors import IntegrityError, TierckptError
+from ..quantities import round_up
+from ..types import ByteRange
+
+SUFFIX = ".gradients"
+SEGMENT, FRAME = b"TKSEGM01", b"TKGRAD02"
+STAGING_BYTES = 8 << 20
+_HEAD = struct.Struct("<8sQ16s")
+_JSON_BYTES_MAX = 1 << 30
+_COPIED_BYTES_MAX = 64 << 10
+"""Larger pieces are copied without the interpreter lock."""
+
+
+def pack(magic: bytes, fields: dict[str, Any]) -> tuple[bytes, str]:
+    """Return a record, and the digest that names it."""
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    digest = xxh3_128(text).digest()
+    return _HEAD.pack(magic, len(text), digest) + text, digest.hex()
+
+
+def unpack(read: Callable[[int, int], memoryview], magic: bytes, *, where: str) -> tuple[dict[str, Any], str, int]:
+    """Return the fields of a record, its digest, and its size in bytes.
+
+    Args:
+        read: returns bytes, given offset from the head of the record and size; fewer at the end of the file.
+
+    Raises:
+        IntegrityError: it is cut short, damaged, or no such record.
+    """
+    head = read(0, _HEAD.size)
+    if len(head) < _HEAD.size:
+        raise damaged(where, "it is cut short")
+    found, size_bytes, digest = _HEAD.unpack(head)
+    if found != magic:
+        raise damaged(where, f"it begins with {found!r} and not {magic!r}")
+    text = bytes(read(_HEAD.size, size_bytes)) if size_bytes <= _JSON_BYTES_MAX else b""
+    if len(text) < size_bytes:
+        raise damaged(where, "it is cut short")
+    if xxh3_128(text).digest() != digest:
+        raise damaged(where, "its header is not what was written")
+    return json.loads(text), digest.hex(), _HEAD.size + size_bytes
+
+
+def damaged(where: str, what: str) -> IntegrityError:
+    return IntegrityError(
+        f"a frame of the gradient log {where} cannot be used: {what}",
+        hint="The step before it is restored; what follows it in this log is of no use",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A file of a log, by its head."""
+
+    path: Path
+    step: int
+    """It begins with the state after this step."""
+    bases: Sequence[str]
+    """The checkpoints that have this state."""
+    previous: str
+    """Digest of the frame that it continues from. '': of none."""
+    owner: dict[str, Any]
+    """Who writes it: the name of the job, rank and world size."""
+    digest: str
+    head_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A frame, and where it is."""
+
+    segment: Segment
+    fields: dict[str, Any]
+    digest: str
+    read: Callable[[int, int], memoryview]
+
+
+def paths_in(directory: Path) -> list[Path]:
+    """Return the segments in ``directory``, by the step that they begin with."""
+    return matching(directory, f"*{SUFFIX}")
+
+
+def step_of_path(path: Path) -> int:
+    """Return the step that a segment begins with; -1 when its name is none of ours."""
+    number = path.name.partition("-")[0]
+    return int(number) if number.isdecimal() else -1
+
+
+def remove_from(directory: Path, step: int) -> None:
+    """Remove the segments that begin at ``step`` or later: what was done there is done again."""
+    for path in paths_in(directory):
+        if step_of_path(path) >= step:
+            path.unlink(missing_ok=True)
+
+
+def remove_before(directory: Path, step: int) -> None:
+    """Remove the segments whose frames are all of ``step`` or before: a checkpoint has what they lead to."""
+    paths = paths_in(directory)
+    for path, following in pairwise(paths):
+        if step_of_path(following) <= step:
+            path.unlink(missing_ok=True)
+
+
+def walk(directory: Path, base: str) -> Iterator[Place | str]:
+    """Yield the frames behind ``base``, while they are whole in size and follow each other; then why no more do.
+
+    The last is '' when no byte follows. Data of frames is not read.
+    """
+    found, ended = _segments(directory)
+    here = next((one for one in found if base in one.bases), None)
+    while here is not None:
+        file = open_file(here.path)
+        try:
+            size_bytes, at, digest = os.fstat(file).st_size, here.head_bytes, here.digest
+            following = _continuing(found, digest)
+            while following is None and at < size_bytes:
+                place, length = _place(here, file, at, size_bytes)
+                if place.fields["previous"] != digest:
+                    number = place.fields["number"]
+                    yield f"the frame of step {number} in {here.path} does not follow the one before it"
+                    return
+                yield place
+                digest, at = place.digest, at + length
+                following = _continuing(found, digest)
+        except IntegrityError as error:
+            yield error.message
+            return
+        finally:
+            os.close(file)
+        here = following
+    yield ended
+
+
+def _continuing(found: Sequence[Segment], digest: str) -> Segment | None:
+    return next((one for one in found if one.previous == digest), None)
+
+
+def _place(segment: Segment, file: int, at: int, size_bytes: int) -> tuple[Place, int]:
+    def read(offset: int, count: int) -> memoryview:
+        begin = min(at + offset, size_bytes)
+        return memoryview(pread_all(file, ByteRange(begin, min(begin + count, size_bytes)), segment.path))
+
+    fields, digest, head_bytes = unpack(read, FRAME, where=str(segment.path))
+    length = round_up(head_bytes + fields["data_bytes"])
+    if at + length > size_bytes:
+        raise damaged(str(segment.path), "it is cut short")
+    return Place(segment, fields, digest, read), length
+
+
+def _segments(directory: Path) -> tuple[list[Segment], str]:
+    """The segments with a whole head, and what is wrong with another."""
+    found, wrong = [], ""
+    for path in paths_in(directory):
+        try:
+            file = open_file(path)
+        except TierckptError as error:
+            wrong = error.message
+            continue
+        try:
+            fields, digest, size_bytes = unpack(_reader(file, path), SEGMENT, where=str(path))
+            found.append(Segment(path, digest=digest, head_bytes=round_up(size_bytes), **fields))
+        except (IntegrityError, TypeError) as error:
+            wrong = str(error)
+        finally:
+            os.close(file)
+    return found, wrong
+
+
+def _reader(file: int, path: Path) -> Callable[[int, int], memoryview]:
+    return lambda offset, count: memoryview(pread_all(file, ByteRange(offset, offset + count), path))
+
+
+class SegmentFile:
+    """A segment that is being written. One thread."""
+
+    def __init__(self, directory: Path, step: int, fields: dict[str, Any]) -> None:
+        self.path = directory / f"{max(step, 0):012d}-{secrets.token_hex(4)}{SUFFIX}"
+        self.size_bytes = 0
+        self._file = DirectFile()
+        self._staging = mmap.mmap(-1, STAGING_BYTES)  # begins on a page, as direct I/O wants it
+        with translated(self.path):
+            make_dirs(directory)
+            self._file.create(self.path)
+            fsync_dir(directory)
+            head, self.digest = pack(SEGMENT, {"step": step, **fields})
+            self.append([memoryview(head)])
+
+    def append(self, pieces: Sequence[memoryview]) -> None:
+        """Write ``pieces``, and zeros to the next block. Raises OSError."""
+        staging, filled = memoryview(self._staging), 0
+        for piece in pieces:
+            while piece:
+                count = min(len(piece), STAGING_BYTES - filled)
+                if count > _COPIED_BYTES_MAX and not piece.readonly:
+                    ctypes.memmove(address_of(staging) + filled, address_of(piece), count)
+                else:
+                    staging[filled : filled + count] = piece[:count]
+                piece, filled = piece[count:], filled + count
+                if filled == STAGING_BYTES:
+                    self._write(staging)
+                    filled = 0
+        if filled:
+            end = round_up(filled)
+            staging[filled:end] = bytes(end - filled)
+            self._write(staging[:end])
+
+    def _write(self, view: memoryview) -> None:
+        self._file.write(view, self.size_bytes)
+        self.size_bytes += len(view)
+
+    def sync(self) -> None:
+        """Return when what was appended is on the disk. Raises OSError."""
+        os.fdatasync(self._file.fd)
+
+    def close(self) -> None:
+        self._file.close()

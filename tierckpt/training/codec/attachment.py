@@ -1,0 +1,222 @@
+"""What belongs to a training step and is no optimizer's, as bytes and back: beside the gradients of a step in a log.
+
+    8 bytes size of the JSON, little endian; JSON; the tensors, one behind the other
+
+The JSON has the structure of the values (``structure``), so no code runs from it (P9), and of each tensor its type, its
+size, and the shape of this rank's part. The values are
+
+    values     entries of the state that are neither modules nor optimizers
+    groups     of each optimizer, the options of its groups: a schedule may have changed them since the step
+    tensors    of each module, what no optimizer of the state steps: its buffers, and other parameters that changed
+    extra      of each module, the extra state of its submodules
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ...errors import StateMismatchError
+from ...replay.checksum import Fingerprint
+from ...replay.optimizers import local
+from .reconstruction import Decoder
+from .structure import Encoder, text_of
+from .structure_types import CONSTANTS, bad
+
+_HEAD = struct.Struct("<Q")
+_BELOW = "step"
+
+
+class Attachments:
+    """Encodes what belongs to each step of ``state``. Of tensors in modules, only what has changed since the last one.
+
+    Buffers are compared by their bits: kernels write to them and leave no trace (``batch_norm``). Of parameters that no
+    optimizer steps a write is seen by their version, as in ``replay.log``.
+
+    Cost: state_dict() of what is neither module nor optimizer; one pass over the buffers, which waits for their device.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.tensor_bytes = 0
+        """Of the last one: what is not gradients, and moves with each step."""
+        self._seen: dict[tuple[str, str], Any] = {}
+        for name, key, tensor in _tensors_of(state):
+            self._seen[name, key] = _mark(tensor)
+
+    def rebase(self, state: Mapping[str, Any]) -> None:
+        """A checkpoint has the state of now: what differs from the last step here is in the next one in any case."""
+        for name, key, tensor in _tensors_of(state):
+            if self._seen.get((name, key)) != _mark(tensor):
+                self._seen.pop((name, key), None)
+
+    def encode(self, state: Mapping[str, Any]) -> bytes:
+        """Return the attachment of a step. Raises StateMismatchError naming what a restore could not give back."""
+        encoder = Encoder(_BELOW, is_ambiguous=True)
+        tensors: dict[str, dict[str, torch.Tensor]] = {}
+        for name, key, tensor in _tensors_of(state):
+            mark = _mark(tensor)
+            if self._seen.get((name, key)) != mark:
+                tensors.setdefault(name, {})[key] = tensor.detach()
+                self._seen[name, key] = mark
+        value = {
+            "values": {name: _value(one) for name, one in _others(state)},
+            "groups": {name: _groups(one) for name, one in state.items() if isinstance(one, torch.optim.Optimizer)},
+            "tensors": tensors,
+            "extra": {name: dict(_extra_of(one)) for name, one in _modules(state)},
+        }
+        node, _ = encoder.encode(value, (_BELOW,))
+        parts = [local(one.detach()).cpu().contiguous() for one in encoder.numbered.values()]
+        described = [
+            [str(one.dtype), list(one.shape), list(part.shape)]
+            for one, part in zip(encoder.numbered.values(), parts, strict=True)
+        ]
+        text = text_of({"node": node, "tensors": described}).encode()
+        data = b"".join(part.view(-1).view(torch.uint8).numpy().tobytes() if part.numel() else b"" for part in parts)
+        self.tensor_bytes = len(data)
+        return _HEAD.pack(len(text)) + text + data
+
+
+class Attached:
+    """Puts attachments back into ``state``: tensors of modules as they come, all else with ``finish``, the newest.
+
+    Raises:
+        UnsafeCheckpointError: the bytes are none of ours.
+        StateMismatchError: they do not fit the state.
+    """
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+        self._live = {(name, key): tensor for name, key, tensor in _tensors_of(state)}
+        self._newest: dict[str, Any] | None = None
+
+    def take(self, attachment: bytes) -> None:
+        """Put back the tensors of one step. In order."""
+        self._newest = _decode(attachment, self._state)
+        for name, tensors in self._newest["tensors"].items():
+            for key, tensor in tensors.items():
+                live = self._live.get((name, key))
+                if live is None or local(live).shape != local(tensor).shape:
+                    raise _mismatch(f"{name}.{key}")
+                local(live.detach()).copy_(local(tensor))
+
+    def finish(self) -> None:
+        """Put back all else, of the step that was taken last."""
+        if self._newest is None:
+            return
+        for name, groups in self._newest["groups"].items():
+            for group, options in zip(self._state[name].param_groups, groups, strict=True):
+                _put_options(group, options)
+        for name, modules in self._newest["extra"].items():
+            for path, extra in modules.items():
+                self._state[name].get_submodule(path).set_extra_state(extra)
+        for name, value in self._newest["values"].items():
+            if name not in self._state:
+                raise _mismatch(name)
+            if isinstance(self._state[name], Stateful):
+                self._state[name].load_state_dict(value)
+            else:
+                self._state[name] = value
+
+
+def _decode(attachment: bytes, state: Mapping[str, Any]) -> dict[str, Any]:
+    view = memoryview(attachment)
+    (text_bytes,) = _HEAD.unpack_from(view)
+    fields, at = json.loads(bytes(view[_HEAD.size :][:text_bytes])), _HEAD.size + text_bytes
+    stored, data = {}, {}
+    for number, (dtype, size, shape) in enumerate(fields["tensors"]):
+        kind: Any = CONSTANTS["dtype"][dtype]
+        size_bytes = torch.Size(shape).numel() * kind.itemsize
+        if size_bytes > len(view) - at:
+            raise bad("a tensor of a step is larger than its bytes")
+        name = f"{_BELOW}.{number}"
+        stored[name] = TensorStorageMetadata(TensorProperties(dtype=kind), torch.Size(size), [])
+        raw = torch.frombuffer(bytearray(view[at : at + size_bytes]), dtype=torch.uint8) if size_bytes else None
+        data[name] = raw.view(kind).view(shape) if raw is not None else torch.empty(shape, dtype=kind)
+        at += size_bytes
+    decoder = Decoder(json.dumps(fields["node"]), Metadata(dict(stored)), lambda: _live(state))
+    for name, tensor in decoder.tensors.items():
+        if local(tensor).shape != data[name].shape:
+            raise _mismatch(name)
+        local(tensor.detach()).copy_(data[name])
+    decoder.finish()
+    return dict(decoder.value)
+
+
+def _live(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands where the values go, which says where their tensors belong."""
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for name, key, tensor in _tensors_of(state):
+        tensors.setdefault(name, {})[key] = tensor
+    optimizers = {name: one for name, one in state.items() if isinstance(one, torch.optim.Optimizer)}
+    groups = {name: [dict(group) for group in one.param_groups] for name, one in optimizers.items()}
+    return {"values": {name: _value(one) for name, one in _others(state)}, "groups": groups, "tensors": tensors}
+
+
+def _value(value: Any) -> Any:
+    return value.state_dict() if isinstance(value, Stateful) else value
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+
+
+def _put_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+            group[key].copy_(value)  # a compiled step, or a schedule, holds this very tensor
+        else:
+            group[key] = value
+
+
+def _modules(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:
+    yield from ((name, value) for name, value in state.items() if isinstance(value, torch.nn.Module))
+
+
+def _others(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    kinds = (torch.nn.Module, torch.optim.Optimizer)
+    yield from ((name, value) for name, value in state.items() if not isinstance(value, kinds))
+
+
+def _tensors_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Of each module, what a checkpoint has of it and no optimizer of the state steps."""
+    optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
+    stepped = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    for name, module in _modules(state):
+        for path, one in module.named_modules():
+            prefix = f"{path}." if path else ""
+            for key, buffer in one._buffers.items():
+                if buffer is not None and key not in one._non_persistent_buffers_set:
+                    yield name, prefix + key, buffer
+            for key, parameter in one._parameters.items():
+                if parameter is not None and id(parameter) not in stepped:
+                    yield name, prefix + key, parameter
+
+
+def _extra_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, one in module.named_modules():
+        if type(one).get_extra_state is not torch.nn.Module.get_extra_state:
+            yield path, one.get_extra_state()
+
+
+def _mark(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, torch.nn.Parameter):
+        return id(tensor), tensor._version, local(tensor.detach())._version, local(tensor.detach()).data_ptr()
+    value = Fingerprint.of(local(tensor)).value
+    return value if isinstance(value, int) else int(value.item())
+
+
+def _mismatch(name: str) -> StateMismatchError:
+    return StateMismatchError(
+        f"the log of steps has {name}, and the state has none like it",
+        hint="Restore with the model that trained, or the checkpoint alone (step=)",
+        key=name,
+    )

@@ -1,0 +1,273 @@
+"""The gradient log of a Checkpointer: each step between two checkpoints, recoverable (``replay.log``).
+
+    <run>/.tierckpt-gradients/rank-N/    on the local tier, and of its bytes; one log for each rank
+
+Invariants:
+    G1  A step that is durable on every rank is not lost. A checkpoint is a place in the log, noted when its state is
+        taken: frames follow it whether it is committed or not, and until it is, the one before leads to all of them.
+        Segments go when the two newest committed checkpoints need them no more.
+    G2  All ranks go to the same step, of the same history. A segment names the job that wrote it; ranks compare what
+        they have from the checkpoint on, job by job, and stop where they differ. A rank that falls short of that step
+        (damage) takes all back to the checkpoint, and from there to the step that it reaches.
+    G3  Of a step everything is given back, or nothing: parameters and optimizer state by replay, the rest as the step
+        left it (``codec.attachment``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from logging import INFO, WARNING
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import Settings
+from ..errors import CapacityError, ConfigError, TierckptError
+from ..format.layout import GRADIENTS_DIR, Location, local_dir
+from ..quantities import human_bytes
+from ..replay import segments
+from ..replay.log import GradientLog, Recovered, fits, roll_forward
+from ..replay.optimizers import check_replayable
+from ..save.eviction import has_room, room_bytes
+from ..telemetry import logger
+from .codec.attachment import Attached, Attachments
+from .exchange import all_gather, is_distributed
+from .window import SaveMode
+
+log = logger("checkpointer")
+
+BASES_KEPT = 2
+"""Checkpoints that lead to the newest step: should the newest be damaged, the one before does."""
+_ASKED = re.compile(r"(\d+) (steps?|ms)")
+
+Span = tuple[str, int, int]
+"""What a segment holds: the job that wrote it, the step that it begins after, its last step."""
+
+
+def parse(asked: bool | str) -> tuple[int, float] | None:
+    """Return how many steps, or seconds, are made durable together; None when nothing is logged. Raises ConfigError."""
+    if isinstance(asked, bool):
+        return (1, 0.0) if asked else None
+    match = _ASKED.fullmatch(asked)
+    if match is None or int(match[1]) < 1:
+        raise ConfigError(
+            f"gradient_log is {asked!r}", hint='Write True (each step is durable), "10 steps" or "500 ms", or False'
+        )
+    return (1, int(match[1]) / 1e3) if match[2] == "ms" else (int(match[1]), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """What a rank has behind a checkpoint."""
+
+    spans: Sequence[Span] = ()
+    ended: str = ""
+
+
+def agreed_step(chains: Sequence[Sequence[Span]]) -> int | None:
+    """Return the newest step that all ranks have in one history, None for none (G2)."""
+    newest = None
+    for spans in zip(*chains, strict=False):
+        if len({(job, begin) for job, begin, _ in spans}) > 1:
+            break
+        newest = min(last for _, _, last in spans)
+        if len({last for _, _, last in spans}) > 1:
+            break
+    return newest
+
+
+class StepLog:
+    """Logs the steps of one rank, and goes through them on a restore. Without ``asked`` it does nothing.
+
+    Args:
+        asked: as ``Checkpointer(gradient_log=...)``.
+        job: the same on all ranks, and of no other job.
+        mode: of the Checkpointer.
+
+    Raises:
+        ConfigError: ``asked`` says nothing that can be done, or not with this mode.
+    """
+
+    def __init__(self, asked: bool | str, location: Location, settings: Settings, job: str, mode: SaveMode) -> None:
+        every = parse(asked)
+        if every is not None and mode == "multi_step":
+            raise ConfigError(
+                'gradient_log is given, and mode is "multi_step": each has a step\'s gradients copied for itself',
+                hint='With a log checkpoints are rare: use mode="async"',
+            )
+        self.is_on = every is not None
+        self._every_steps, self._every_seconds = every or (1, 0.0)
+        self._settings = settings
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+        self._owner = {"job": job, "rank": rank, "world_size": world_size}
+        self._share = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / world_size
+        self._directory = local_dir(settings.local_root, location) / GRADIENTS_DIR / f"rank-{rank}"
+        self._bases: deque[int] = deque(maxlen=BASES_KEPT)
+        self._checkpoint_bytes = 0
+        self._log: GradientLog | None = None
+        self._attachments: Attachments | None = None
+
+    @property
+    def needs_base(self) -> bool:
+        """True until a first checkpoint: nothing can be logged before. The same on all ranks."""
+        return self.is_on and self._log is None
+
+    def stepped(self, step: int, state: Mapping[str, Any]) -> None:
+        """Log ``step``, once all that belongs to it is done. What cannot be logged ends the log.
+
+        Raises:
+            ConfigError: before the first checkpoint: the state has an optimizer that cannot be replayed, or none.
+        """
+        if self.needs_base:
+            _check(_optimizers(state))
+        if self._log is None or self._attachments is None:
+            return
+        if not _are_same(self._log.optimizers, _optimizers(state)):
+            self._log.fail("the optimizers of the state are others than at the last checkpoint")
+        attachments = self._attachments
+        try:
+            self._log.end_of_step(step, lambda: attachments.encode(state))
+        except Exception as error:
+            self._log.fail(f"what belongs to the step cannot be logged: {error}")
+
+    def based(self, base: str, step: int, state: Mapping[str, Any], failure: BaseException | None = None) -> None:
+        """The state of now, that of ``step``, is on its way to a checkpoint, which is called ``base``; or it failed."""
+        if not self.is_on or failure is not None:
+            return
+        is_new = self._log is None or bool(self._log.failure) or not _are_same(self._log.optimizers, _optimizers(state))
+        if is_new or self._attachments is None:
+            self._begin(state).begin(base, step=step)
+        elif self._log is not None:
+            self._attachments.rebase(state)
+            self._log.begin(base, step=step)
+
+    def committed(self, step: int, size_bytes: int) -> None:
+        """The checkpoint of ``step``, of ``size_bytes`` on all nodes, is on the local tier. Any thread."""
+        if not self.is_on:
+            return
+        self._checkpoint_bytes = int(size_bytes * self._share)
+        self._bases.append(step)
+        try:
+            segments.remove_before(self._directory, self._bases[0])
+        except OSError as error:
+            log.warning("the gradient log below %s is not shortened: %s", self._directory, error)
+
+    def recover(
+        self, base: str, step: int, state: dict[str, Any], restore: Callable[[], object], *, is_newest: bool
+    ) -> tuple[int, int]:
+        """Bring ``state``, which is that of the checkpoint ``base``, to the newest step that all ranks have, and go on
+        logging there. Returns that step, and how many steps were made again. On all ranks together.
+
+        Args:
+            restore: restores the checkpoint once more.
+            is_newest: False: this very checkpoint is wanted. What the log has behind it is given up.
+
+        Raises:
+            ConfigError: the state has an optimizer that cannot be replayed, or none.
+        """
+        if not self.is_on:
+            return step, 0
+        logged = self._begin(state)
+        found = self._newest_of_all(base, step, state, restore) if is_newest else Recovered(-1, 0)
+        self._attachments = Attachments(state)
+        self._bases.append(step)
+        logged.begin(base, found if found.steps else None, step=None if found.steps else step)
+        return (found.step if found.steps else step), found.steps
+
+    def _newest_of_all(self, base: str, step: int, state: dict[str, Any], restore: Callable[[], object]) -> Recovered:
+        chains: list[_Chain] = all_gather(self._chain(base, _optimizers(state)))
+        last = agreed_step([one.spans for one in chains])
+        ended = {rank: one.ended for rank, one in enumerate(chains) if one.ended}
+        found = Recovered(-1, 0)
+        while last is not None:
+            found = self._roll_forward(base, state, last)
+            reached: list[tuple[int, str]] = all_gather((found.step, found.ended))
+            if all(at == last for at, _ in reached):
+                break
+            ended |= {rank: why for rank, (at, why) in enumerate(reached) if at < last}
+            lowest = min(at for at, _ in reached)
+            last, found = lowest if lowest >= 0 else None, Recovered(-1, 0)
+            restore()
+        why = "; ".join(f"rank {rank}: {reason}" for rank, reason in ended.items())
+        log.log(
+            WARNING if ended else INFO, "step %d is the checkpoint of step %d and %d steps of the gradient log%s",
+            found.step if found.steps else step, step, found.steps, f", which ends there: {why}" if why else "",
+        )  # fmt: skip
+        return found
+
+    def close(self) -> None:
+        """Make durable what was logged, and log no more."""
+        if self._log is not None:
+            self._log.close()
+        self._log = None
+
+    def _begin(self, state: Mapping[str, Any]) -> GradientLog:
+        optimizers = _optimizers(state)
+        _check(optimizers)
+        if self._log is None or not _are_same(self._log.optimizers, optimizers):
+            self.close()
+            self._log = GradientLog(
+                optimizers, self._directory, every_steps=self._every_steps, every_seconds=self._every_seconds,
+                owner=self._owner, reserve=self._reserve,
+            )  # fmt: skip
+        self._attachments = Attachments(state)
+        return self._log
+
+    def _reserve(self, size_bytes: int) -> None:
+        """Leave room for the next checkpoint, which makes the log shorter (P7)."""
+        needed = size_bytes + self._checkpoint_bytes
+        if room_bytes(self._settings) < needed and not has_room(self._settings, needed, self._directory):
+            raise CapacityError(
+                f"the local tier has no room for a frame of {human_bytes(size_bytes)} beside the next checkpoint",
+                hint="Save more often, or give local_root a larger disk",
+            )
+
+    def _chain(self, base: str, optimizers: Mapping[str, torch.optim.Optimizer]) -> _Chain:
+        spans: list[Span] = []
+        try:
+            for place in segments.walk(self._directory, base):
+                if isinstance(place, str):
+                    return _Chain(spans, place)
+                owner, segment = place.segment.owner, place.segment
+                if owner["world_size"] != self._owner["world_size"] or not fits(place, optimizers):
+                    had = (
+                        f"{owner['world_size']} ranks" if owner["world_size"] != self._owner["world_size"] else "shards"
+                    )
+                    return _Chain((), f"the log was written by a job with other {had}: it is of no use to this one")
+                if not place.fields["is_last"]:
+                    continue
+                if spans and spans[-1][:2] == (owner["job"], segment.step):
+                    spans.pop()
+                spans.append((owner["job"], segment.step, place.fields["number"]))
+        except (TierckptError, OSError) as error:
+            return _Chain(spans, str(error))
+        return _Chain(spans)
+
+    def _roll_forward(self, base: str, state: dict[str, Any], last: int) -> Recovered:
+        attached = Attached(state)
+        try:
+            found = roll_forward(_optimizers(state), self._directory, base, last_step=last, attached=attached.take)
+            attached.finish()
+        except Exception as error:  # the ranks go back together
+            return Recovered(-1, 0, ended=f"{type(error).__name__}: {error}")
+        return found
+
+
+def _check(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    if not optimizers:
+        raise ConfigError("gradient_log is given, and the state has no optimizer", hint="Pass it beside its module")
+    for optimizer in optimizers.values():
+        check_replayable(optimizer)
+
+
+def _optimizers(state: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
+    return {name: one for name, one in state.items() if isinstance(one, torch.optim.Optimizer)}
+
+
+def _are_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
