@@ -49,20 +49,21 @@ def api_page() -> str:
     lines = ["# Python", "", "Each name is imported from `tierckpt`, and loads on first use."]
     for name in sorted(tierckpt.__all__, key=str.lower):
         if name not in ("errors", "TierckptError"):
-            lines += [_object(getattr(tierckpt, name))]
+            lines += [_object(getattr(tierckpt, name), f"tierckpt.{name}", 2)]
     lines += [
         "",
         "## Errors",
         "",
         "Every error of ours is a `TierckptError`, says what to do in `hint`, and has an exit code.",
     ]
-    lines += [_object(one, 3) for one in _errors()]
+    lines += [_object(one, f"tierckpt.errors.{one.__name__}", 3) for one in _errors()]
     return "\n".join(lines) + "\n"
 
 
-def _object(value: Any, level: int = 2) -> str:
-    options = f"    options:\n      heading_level: {level}\n"
-    return f"\n::: {value.__module__}.{value.__qualname__}\n{options}"
+def _object(value: Any, name: str, level: int) -> str:
+    options = {"heading_level": level, "heading": name, "toc_label": value.__qualname__}
+    lines = "".join(f"      {key}: {setting}\n" for key, setting in options.items())
+    return f"\n::: {value.__module__}.{value.__qualname__}\n    options:\n{lines}"
 
 
 def _errors() -> Iterator[type[Exception]]:
