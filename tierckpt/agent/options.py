@@ -16,6 +16,8 @@ class AgentOptions:
     idle_seconds: float = IDLE_SECONDS
     metrics_port: int | None = None
     """Where Prometheus metrics are served, on the loopback address only. 0: any free port. None: nowhere."""
+    hf_proxy_port: int | None = None
+    """Where a Hugging Face Hub is served through the node cache, as ``metrics_port``."""
     advertise: str | None = None
     """``host[:port]`` by which the other nodes reach this one. None: ``peer_listen``, or found out from the route."""
     network_bytes_per_second: int | None = None

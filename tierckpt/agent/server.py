@@ -96,6 +96,7 @@ class Agent:
         self._stopping = asyncio.Event()
         self._signalled = False
         self._metrics: Any = None
+        self._hub_proxy: Any = None
         self.replicator: Replicator | None = None
         if self.engine.cluster is not None:
             self.replicator = Replicator(
@@ -123,6 +124,7 @@ class Agent:
         with self._listen() as listener:
             loop.add_reader(listener, self._accept, listener)
             log.info("agent of %s is ready (process %d)", self.settings.local_root, os.getpid())
+            self._serve_hub()
             try:
                 await self._work_until_told()
                 code = await self._finish() if self._signalled else 0
@@ -140,6 +142,8 @@ class Agent:
         await self.engine.close()
         if self._metrics is not None:
             self._metrics.close()
+        if self._hub_proxy is not None:
+            await asyncio.to_thread(self._hub_proxy.close)
         return code
 
     async def _keep_log_small(self) -> None:
@@ -159,6 +163,18 @@ class Agent:
             self._metrics.serve(self.options.metrics_port)
         except (ImportError, TierckptError) as error:
             log.error("no metrics are served: %s", error)
+
+    def _serve_hub(self) -> None:
+        """A Hub, where it is asked for. It fetches as any client of this agent does, on threads of its own."""
+        if self.options.hf_proxy_port is None:
+            return
+        try:
+            from .hub_proxy import HubProxy
+
+            self._hub_proxy = HubProxy(self.settings.model_copy(update={"mover": "agent"}))
+            self._hub_proxy.serve(self.options.hf_proxy_port)
+        except TierckptError as error:
+            log.error("no Hub is served: %s", error)
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)

@@ -31,6 +31,16 @@ Port = Annotated[
     int | None,
     typer.Option("--metrics-port", min=0, max=65535, help="Serve Prometheus metrics on this port of 127.0.0.1."),
 ]
+HfProxy = Annotated[
+    int | None,
+    typer.Option(
+        "--hf-proxy",
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help="Serve HF_ENDPOINT through the node cache on this port of 127.0.0.1, read only, with this agent's token.",
+    ),
+]
 Advertise = Annotated[
     str | None,
     typer.Option(
@@ -55,6 +65,7 @@ def agent(
     leave_when_idle: WhenIdle = False,
     idle_seconds: Idle = IDLE_SECONDS,
     metrics_port: Port = None,
+    hf_proxy: HfProxy = None,
     advertise: Advertise = None,
     network_bytes_per_second: Network = None,
     serve_bytes_per_second: Serve = None,
@@ -70,6 +81,7 @@ def agent(
         stay=not leave_when_idle,
         idle_seconds=idle_seconds,
         metrics_port=metrics_port,
+        hf_proxy_port=hf_proxy,
         advertise=advertise,
         network_bytes_per_second=rate_of("--network-bytes-per-second", network_bytes_per_second),
         serve_bytes_per_second=rate_of("--serve-bytes-per-second", serve_bytes_per_second),

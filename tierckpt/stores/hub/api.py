@@ -190,6 +190,10 @@ class Hub:
             return answer.body[byte_range.start : byte_range.stop] if answer.status == 200 else answer.body
         return answer.headers["location"]
 
+    async def answer(self, path: str) -> Answer:
+        """Return what the Hub says to a GET of a path of its own, refusals too."""
+        return await self._ask(f"{self.endpoint}{path}", {})
+
     # --- how -----------------------------------------------------------------------------------------------------
 
     async def _api(

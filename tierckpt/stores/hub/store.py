@@ -88,8 +88,9 @@ class HubStore:
     async def _files(self) -> dict[str, HubFile]:
         """Return the files by key, listed not longer ago than ``LISTED_SECONDS``."""
         async with self._listing:
-            if not self._listed_at or time.monotonic() - self._listed_at > LISTED_SECONDS:
-                repository, hub = self.repository, self._open()
+            repository, hub = self.repository, self._open()
+            is_old = not repository.is_commit and time.monotonic() - self._listed_at > LISTED_SECONDS
+            if not self._listed_at or is_old:
                 commit = await hub.commit(repository)
                 below = f"{repository.path}/" if repository.path else ""
                 found = await hub.tree(repository, commit)

@@ -1,0 +1,161 @@
+"""The agent as a Hub: unmodified clients get what the Hub has, and the Hub sends each byte of it once."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.servers.cluster import Cluster, Model
+from tests.servers.fleet import Fleet
+from tests.servers.hub import TOKEN, FakeHub, Repository, fake_hub
+from tests.servers.origin import Origin
+from tests.services import free_port
+from tierckpt.agent.hub_proxy import HubProxy
+from tierckpt.config import Settings
+
+KIB, MIB = 1 << 10, 1 << 20
+REPO = "org/model-1.5B"
+DOWNLOAD = "from huggingface_hub.cli.hf import main; main()"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with fake_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "agent-hf"))
+        for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
+            monkeypatch.delenv(name, raising=False)
+        yield hub
+
+
+@pytest.fixture
+def endpoint(hub: FakeHub, tmp_path: Path) -> Iterator[str]:
+    proxy = HubProxy(Settings.load(local_root=tmp_path / "root", chunk_size_bytes=64 * KIB))
+    port = proxy.serve(0)
+    yield f"http://127.0.0.1:{port}"
+    proxy.close()
+
+
+def published(hub: FakeHub, files: int = 3, size_bytes: int = 300 * KIB, gated: bool = False) -> dict[str, bytes]:
+    found = {f"model-{index:05d}.safetensors": os.urandom(size_bytes + index) for index in range(files)}
+    found |= {"config.json": b'{"a": 1}', "sub dir/vocab.txt": b"a b c", "empty": b""}
+    hub.repositories[REPO] = Repository(gated=gated)
+    hub.repositories[REPO].commit(found)
+    return found
+
+
+def downloading(endpoint: str, into: Path, *more: str) -> subprocess.Popen[str]:
+    """``hf download``, unmodified, of a user who has nothing yet."""
+    pytest.importorskip("huggingface_hub")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TIERCKPT_"))}
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(into.with_name(f"{into.name}-home"))}
+    command = [sys.executable, "-c", DOWNLOAD, "download", REPO, "--local-dir", str(into), *more]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def assert_came(download: subprocess.Popen[str], into: Path, files: dict[str, bytes]) -> None:
+    said = download.communicate(timeout=150)[0]
+    assert download.returncode == 0, said
+    paths = [path for path in into.rglob("*") if path.is_file() and ".cache" not in path.parts]
+    assert {str(path.relative_to(into)): path.read_bytes() for path in paths} == files
+
+
+def ask(endpoint: str, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection(urlsplit(endpoint).netloc, timeout=60)
+    try:
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+    finally:
+        connection.close()
+
+
+def test_unmodified_downloads_get_it_and_the_hub_sends_it_once(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+    files = published(hub)
+    for name in ("first", "second"):
+        assert_came(downloading(endpoint, tmp_path / name), tmp_path / name, files)
+    assert hub.sent.total() == sum(map(len, files.values()))
+
+
+def test_some_files_only_and_nothing_else_is_fetched(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+    files = published(hub)
+    wanted = {name: data for name, data in files.items() if name in ("config.json", "model-00001.safetensors")}
+    assert_came(downloading(endpoint, tmp_path / "some", *wanted), tmp_path / "some", wanted)
+    assert hub.sent.total() == sum(map(len, wanted.values()))
+
+
+def test_ranges_and_what_a_client_is_told_before(hub: FakeHub, endpoint: str) -> None:
+    files, path = published(hub), f"/{REPO}/resolve/main/model-00001.safetensors"
+    data = files["model-00001.safetensors"]
+    status, headers, body = ask(endpoint, path, "HEAD")
+    assert (status, body, headers["content-length"]) == (200, b"", str(len(data)))
+    assert headers["x-repo-commit"] == hub.repositories[REPO].revisions["main"]
+    assert headers["x-linked-size"] == str(len(data)) and len(headers["x-linked-etag"].strip('"')) == 64
+    status, headers, body = ask(endpoint, path, Range="bytes=70000-200000")
+    assert (status, body) == (206, data[70000:200001])
+    assert headers["content-range"] == f"bytes 70000-200000/{len(data)}"
+    assert ask(endpoint, path, Range=f"bytes={len(data) - 5}-")[::2] == (206, data[-5:])
+    assert ask(endpoint, path, Range=f"bytes={len(data)}-")[0] == 416
+    assert ask(endpoint, f"/{REPO}/resolve/main/empty")[::2] == (200, b"")
+
+
+def test_what_is_refused(hub: FakeHub, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    published(hub, gated=True)
+    config = f"/{REPO}/resolve/main/config.json"
+    assert ask(endpoint, config)[0] == 403
+    assert ask(endpoint, config, Authorization=f"Bearer {TOKEN}")[0] == 403, (
+        "the agent's token counts, not the client's"
+    )
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert ask(endpoint, config)[0] == 200
+    status, headers, _ = ask(endpoint, f"/{REPO}/resolve/main/none.bin")
+    assert (status, headers["x-error-code"]) == (404, "EntryNotFound")
+    assert ask(endpoint, "/api/models/org/none/revision/main")[:2][0] == 404
+    assert ask(endpoint, config, Host="evil.example")[0] == 403
+    assert ask(endpoint, config, "POST")[0] == 501
+
+
+def test_wrong_bytes_are_cut_short_and_never_whole(hub: FakeHub, endpoint: str) -> None:
+    """The last bytes of a file are wrong: who downloads it sees an error, and the next one gets the right ones."""
+    files, path = published(hub), f"/{REPO}/resolve/main/model-00001.safetensors"
+    hub.damaged = {"model-00001.safetensors"}
+    for _ in range(2):
+        with pytest.raises(http.client.IncompleteRead):
+            assert ask(endpoint, path)[0] == 502, "all of it came, or a refusal"
+            raise http.client.IncompleteRead(b"")
+    hub.damaged = set()
+    assert ask(endpoint, path)[::2] == (200, files["model-00001.safetensors"])
+
+
+@pytest.mark.slow
+def test_three_nodes_download_at_once_and_the_hub_sends_it_once(hub: FakeHub, tmp_path: Path) -> None:
+    files = published(hub, files=2, size_bytes=16 * MIB)
+    hub.seconds_per_answer = 0.05
+    (tmp_path / "store").mkdir()
+    ports = [free_port() for _ in range(3)]
+    with Origin.running(tmp_path / "store") as origin, Fleet.running(tmp_path / "logs") as fleet:
+        cluster = Cluster(fleet, origin, Model(tmp_path, "none", {}, 0), tmp_path / "nodes")
+        settings = {"HF_ENDPOINT": hub.endpoint, "TIERCKPT_CHUNK_SIZE_BYTES": str(MIB // 8)}
+        cluster.add([f"127.0.0.1:{free_port()}" for _ in range(3)], settings)
+        try:
+            for node, port in zip(cluster.nodes, ports, strict=True):
+                node.agent = fleet.start(["agent", "--hf-proxy", str(port)], node.env, name=f"{node.name}-agent")
+            cluster.await_members(3)
+            places = [tmp_path / f"download-{number}" for number in range(3)]
+            downloads = [
+                downloading(f"http://127.0.0.1:{port}", into) for port, into in zip(ports, places, strict=True)
+            ]
+            for download, into in zip(downloads, places, strict=True):
+                assert_came(download, into, files)
+        finally:
+            cluster.close()
+    large = sum(size for name, size in hub.sent.items() if "model" in name)
+    size_bytes = sum(len(data) for name, data in files.items() if "model" in name)
+    assert size_bytes <= large <= 1.02 * size_bytes + 2 * MIB, hub.sent  # as any prefetch of several nodes
