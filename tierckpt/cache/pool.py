@@ -2,16 +2,15 @@
 
     <local_root>/cache/NAME-<hex>/                     one entry, whole: real files, and its receipt
     <local_root>/cache/.NAME-<hex>.<version>.incoming/ the same on its way (cache/partial_entry.py)
-    <local_root>/cache/.state/NAME-<hex>/               pinned, used (its time is the last use), reserved (bytes),
-                                                       leases/<process>, evicting -> <process>
-    <local_root>/cache/.claims/, .owners/              who admits just now, and its heartbeat (disk/claims.py)
+    <local_root>/cache/.state/NAME-<hex>/               pinned, used (its time is the last use), reserved (bytes)
+    <local_root>/cache/.leases/NAME-<hex>.lock         flocks of those who use it (disk/read_lease.py)
+    <local_root>/cache/.admission.lock                 flock of who admits just now
     <local_root>/cache/.<hex>.evicted/                 out of sight already; anybody may remove the rest
     <local_root>/cache/index.sqlite                    quick answers (index.py)
 
 Invariants:
     H1  Room is reserved before the first byte: what the entries may take together stays within the quota and the disk.
-    H2  Evicted is nothing that is pinned, nor leased by a live process. Evictor and reader each say what they are about
-        to do before they look at what the other says, so one of them gives way.
+    H2  Evicted is nothing that is pinned, nor leased by a live process: who evicts holds the lease alone.
     H3  An entry goes by one rename. A crash in the middle leaves it whole, or invisible.
     H4  First go partial entries that nobody fills, then the least recently used.
 """
@@ -24,16 +23,17 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..config import Settings
-from ..disk.claims import Claims, Heartbeat, is_live
+from ..disk import read_lease
+from ..disk.claims import is_live
 from ..disk.durable import make_dirs, matching, read_whole, replace_file, translated
-from ..errors import CapacityError, OperationTimeoutError, TierckptError
+from ..disk.file_lock import lock, try_lock
+from ..errors import CapacityError, TierckptError
 from ..format.layout import PRIVATE_DIR
-from ..poll import BRIEF, Poll
 from ..quantities import human_bytes
 from ..telemetry import logger
 from ..types import Tier
@@ -50,7 +50,6 @@ MARGIN_FRACTION = 0.01
 MARGIN_BYTES_MAX = 64 << 20
 """Room left on the disk for everybody else's small files."""
 ADMISSION_SECONDS = 120.0
-EVICTION_SECONDS = 60.0
 RESERVED_BYTES_MAX = 64
 
 _INCOMING = re.compile(rf"^\.(?P<name>.+)\.[0-9a-f]{{8}}{re.escape(SUFFIX)}$")
@@ -72,18 +71,12 @@ class Lease:
     """Holds an entry against eviction until ``end``, or until this process ends."""
 
     def __init__(self, pool: Pool, name: str) -> None:
-        self._presence = Heartbeat(pool.state_dir(name) / "leases")
-        self._pool, self._name = pool, name
-
-    def begin(self) -> Lease:
-        with translated(self._pool.root):
-            self._presence.begin()
-        self._pool.wait_for_eviction(self._name)
-        return self
+        self._pool, self._name, self._hold = pool, name, contextlib.ExitStack()
+        self._hold.enter_context(read_lease.holding(pool.lease_path(name)))
 
     def end(self) -> None:
         self._pool.used(self._name)
-        self._presence.end()
+        self._hold.close()
         self._pool.remove_state(self._name)
 
 
@@ -240,41 +233,30 @@ class Pool:
         if not pinned:
             self.remove_state(name)
 
+    def lease_path(self, name: str) -> Path:
+        return self.root / ".leases" / f"{name}.lock"
+
     def lease(self, name: str) -> Lease:
         """Hold an entry. Look again, once it is held, whether it is still there."""
-        return Lease(self, name).begin()
+        return Lease(self, name)
 
-    def leases(self, name: str) -> list[str]:
+    def leases(self, name: str) -> list[int]:
         """The live processes that hold an entry."""
-        folder = self.state_dir(name) / "leases"
-        try:
-            names = os.listdir(folder)  # noqa: PTH208
-        except OSError:
-            return []
-        # A process that is stopped still has its files open: silence counts only where nothing else can be known.
-        return [owner for owner in names if is_live(owner, folder, silence_counts=False)]
+        return read_lease.holders(self.lease_path(name)) + [0] * self._is_held_as_before(name)
 
-    def wait_for_eviction(self, name: str) -> None:
-        for _ in Poll(EVICTION_SECONDS, BRIEF):
-            if not self._is_evicting(name):
-                return
+    def _is_leased(self, name: str) -> bool:
+        return read_lease.is_held(self.lease_path(name)) or self._is_held_as_before(name)
 
-    def _is_evicting(self, name: str) -> bool:
-        try:
-            return is_live(str((self.state_dir(name) / "evicting").readlink()), self.root / ".owners")
-        except OSError:
-            return False
+    def _is_held_as_before(self, name: str) -> bool:
+        """True when a process holds an entry that runs since before an upgrade: by a file with a heartbeat."""
+        beats = self.state_dir(name) / "leases"
+        return any(is_live(left.name, beats) for left in matching(beats, "*"))
 
     def remove_state(self, name: str) -> None:
-        """Remove what is written about an entry that is gone. A lease that was just taken keeps its directory (H2)."""
-        if self.directory(name).exists() or self.incoming(name) is not None:
-            return
-        state = self.state_dir(name)
-        with contextlib.suppress(OSError):
-            (state / "leases").rmdir()
-            for left in ("used", "reserved", "pinned"):
-                (state / left).unlink(missing_ok=True)
-            state.rmdir()
+        """Remove what is written about an entry that is gone, unless somebody holds it: it is going to be made (H2)."""
+        with contextlib.suppress(OSError, TierckptError), try_lock(self.lease_path(name), remove=True) as is_free:
+            if is_free and not self.directory(name).exists() and self.incoming(name) is None:
+                shutil.rmtree(self.state_dir(name), ignore_errors=True)
 
     # --- room ----------------------------------------------------------------------------------------------------
 
@@ -288,7 +270,7 @@ class Pool:
         """
         with translated(self.root):
             make_dirs(self.state_dir(frozen.name))
-            with self._admission() as presence:
+            with self._admission():
                 self._clear_evicted()
                 held = self._reserved(frozen.name)
                 if reserved_bytes <= held:
@@ -297,9 +279,9 @@ class Pool:
                 if not room.fits:
                     raise self._full(frozen, room)
                 for row in room.evicted:
-                    self._evict(row.name, presence)
+                    self.evict(row.name)
                 path = self.state_dir(frozen.name) / "reserved"
-                temporary = path.with_name(f"reserved.{presence.name}")
+                temporary = path.with_name("reserved.new")
                 temporary.write_text(str(reserved_bytes))
                 replace_file(temporary, path)
                 self._note_reserved(frozen, reserved_bytes)
@@ -332,11 +314,11 @@ class Pool:
         if not self.root.is_dir():
             return 0
         freed = 0
-        with translated(self.root), self._admission() as presence:
+        with translated(self.root), self._admission():
             for row in self._order(self.rows()):
                 if freed >= needed_bytes:
                     break
-                freed += row.reserved_bytes if self._evict(row.name, presence) else 0
+                freed += row.reserved_bytes if self.evict(row.name) else 0
         return freed
 
     def _find(self, needed_bytes: int, own: str) -> AdmissionPlan:
@@ -361,7 +343,7 @@ class Pool:
                 break
             if row.is_pinned or self.is_pinned(row.name):
                 room.pinned.append(row)
-            elif self.leases(row.name):
+            elif self._is_leased(row.name):
                 room.leased.append(row)
             else:
                 room.evicted.append(row)
@@ -398,63 +380,27 @@ class Pool:
 
     def evict(self, name: str) -> bool:
         """Remove one entry; False when it is pinned or leased."""
-        with translated(self.root), self._presence() as presence:
-            return self._evict(name, presence)
-
-    def _evict(self, name: str, presence: Heartbeat) -> bool:
-        state = self.state_dir(name)
-        make_dirs(state)
-        mark = Claims(state, self.root / ".owners", presence.name)
-        try:
-            if not mark.take("evicting"):
-                return False
-        except FileNotFoundError:  # another has just evicted it, and removed its state
-            return False
-        try:
-            if self.is_pinned(name) or self.leases(name):  # looked at after the mark was set (H2)
-                return False
-            incoming = self.incoming(name)
-            for directory in (self.directory(name), *([incoming] if incoming is not None else [])):
-                remove_dir(directory)
-            self.index.remove(name)
-            log.info("evicted %s from the cache", name)
-            return True
-        finally:
-            mark.release("evicting")
-            self.remove_state(name)
+        path = self.lease_path(name)
+        with translated(self.root):
+            make_dirs(path.parent)
+            with try_lock(path, remove=True) as is_free:
+                if not is_free or self.is_pinned(name) or self._is_held_as_before(name):
+                    return False
+                incoming = self.incoming(name)
+                for directory in (self.directory(name), *([incoming] if incoming is not None else [])):
+                    remove_dir(directory)
+                self.index.remove(name)
+                log.info("evicted %s from the cache", name)
+        self.remove_state(name)
+        return True
 
     def _clear_evicted(self) -> None:
         for left in matching(self.root, ".*.evicted"):
             shutil.rmtree(left, ignore_errors=True)
 
-    @contextlib.contextmanager
-    def _presence(self) -> Iterator[Heartbeat]:
-        presence = Heartbeat(self.root / ".owners")
-        presence.begin()
-        try:
-            yield presence
-        finally:
-            presence.end()
-
-    @contextlib.contextmanager
-    def _admission(self) -> Iterator[Heartbeat]:
+    def _admission(self) -> contextlib.AbstractContextManager[None]:
         """One process of the node admits at a time. Raises OperationTimeoutError."""
-        with self._presence() as presence:
-            make_dirs(self.root / ".claims")
-            claims = Claims(self.root / ".claims", self.root / ".owners", presence.name)
-            for _ in Poll(ADMISSION_SECONDS, BRIEF):
-                if claims.take("admission"):
-                    break
-            else:
-                raise OperationTimeoutError(
-                    f"another process has been admitting to {self.root} for {ADMISSION_SECONDS:g} s",
-                    hint="Look for a hung tierckpt process on this node",
-                    tier=Tier.LOCAL,
-                )
-            try:
-                yield presence
-            finally:
-                claims.release("admission")
+        return lock(self.root / ".admission.lock", ADMISSION_SECONDS, f"admissions to {self.root}")
 
 
 def allocated_bytes(directory: Path) -> int:

@@ -73,22 +73,20 @@ class Owner:
         return _started_ticks(self.pid) != self.started_ticks
 
 
-def is_live(name: str, beats: Path, *, silence_counts: bool = True) -> bool:
-    """True while the holder ``name`` lives and, if ``silence_counts``, its heartbeat in directory ``beats`` goes on.
+def is_live(name: str, beats: Path) -> bool:
+    """True while the holder ``name`` lives and its heartbeat in directory ``beats`` goes on.
 
-    A holder without a heartbeat file has let go. Where nothing but the heartbeat can be known, its silence counts.
+    A holder without a heartbeat file has let go.
     """
     owner = Owner.parse(name)
     if owner is None:
         return False
-    ended = owner.has_ended()
-    if ended:
+    if owner.has_ended():
         return False
     try:
-        silent_seconds = time.time() - (beats / name).stat().st_mtime
+        return time.time() - (beats / name).stat().st_mtime < SILENT_SECONDS
     except OSError:
         return False
-    return silent_seconds < SILENT_SECONDS or (ended is False and not silence_counts)
 
 
 class Heartbeat:

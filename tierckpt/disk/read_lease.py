@@ -1,4 +1,4 @@
-"""Leases: a checkpoint that a live process of this node is reading is not removed, from no tier.
+"""Leases: a checkpoint, or an entry of the node cache, that a live process of this node uses is not removed.
 
 A lease is a shared flock on a small file under the local root; who removes needs the exclusive one. So a lease ends
 with its process, whatever ends it, and there is no pid to compare and nothing to clean up after a crash.
@@ -37,27 +37,34 @@ def reading(local_root: Path, directory: Path) -> Iterator[None]:
 
     Look again, once inside, whether the checkpoint still stands: it may have gone before the lease was held.
     """
+    with holding(lease_path(local_root, directory)):
+        yield
+
+
+@contextmanager
+def holding(path: Path) -> Iterator[None]:
+    """Hold the lease file ``path`` with any number of others. Who removes holds it alone (``try_lock``)."""
     pid = os.getpid()
     for _ in Poll(REMOVAL_SECONDS_MAX, BRIEF):
-        if (lease := _try_lease(local_root, directory)) != _HELD:
+        if (lease := _try_lease(path)) != _HELD:
             break
     try:
         yield
     finally:
-        _release(lease, pid, lease_path(local_root, directory))
+        _release(lease, pid, path)
 
 
 @asynccontextmanager
 async def reading_async(local_root: Path, directory: Path) -> AsyncIterator[None]:
     """``reading`` for coroutines."""
-    pid = os.getpid()
+    pid, path = os.getpid(), lease_path(local_root, directory)
     async for _ in Poll(REMOVAL_SECONDS_MAX, BRIEF):  # another process holds it: it sets no event of ours
-        if (lease := _try_lease(local_root, directory)) != _HELD:
+        if (lease := _try_lease(path)) != _HELD:
             break
     try:
         yield
     finally:
-        _release(lease, pid, lease_path(local_root, directory))
+        _release(lease, pid, path)
 
 
 @contextmanager
@@ -71,11 +78,27 @@ def removing(local_root: Path, directory: Path) -> Iterator[bool]:
 
 def is_read(local_root: Path, directory: Path) -> bool:
     """True while a process of this node reads the checkpoint that ``directory`` mirrors. Writes nothing."""
-    path = lease_path(local_root, directory)
+    return is_held(lease_path(local_root, directory))
+
+
+def is_held(path: Path) -> bool:
+    """True while a process of this node holds the lease file ``path``. Writes nothing."""
     if not path.exists():
         return False
     with try_lock(path, remove=True) as free:
         return not free
+
+
+def holders(path: Path) -> list[int]:
+    """The processes that hold the lease file ``path``, by what the kernel tells: 0 for some that it does not name."""
+    if not is_held(path):
+        return []
+    with contextlib.suppress(OSError):
+        status = path.stat()
+        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        return [int(lock[4]) for lock in locks if lock[1:4:2] == ["FLOCK", "READ"] and lock[5] == device] or [0]
+    return [0]
 
 
 def forget_dead(local_root: Path) -> None:
@@ -93,14 +116,13 @@ _HELD = -1
 _NONE = -2
 
 
-def _try_lease(local_root: Path, directory: Path) -> int:
+def _try_lease(path: Path) -> int:
     """Return the descriptor that holds the lease, _HELD while somebody removes, _NONE where none can be had (L3)."""
-    path = lease_path(local_root, directory)
     try:
         make_dirs(path.parent)
         file = open_lock(path)
     except (OSError, TierckptError) as error:
-        log.debug("no lease on %s: %s", directory, error)
+        log.debug("no lease by %s: %s", path, error)
         return _NONE
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -109,7 +131,7 @@ def _try_lease(local_root: Path, directory: Path) -> int:
     except BlockingIOError:
         pass
     except OSError as error:
-        log.debug("no lease on %s: %s", directory, error)
+        log.debug("no lease by %s: %s", path, error)
         close_lock(file)
         return _NONE
     close_lock(file)
