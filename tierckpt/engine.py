@@ -21,7 +21,7 @@ from .checkpoint.catalog import Checkpoint, Row
 from .checkpoint.journal import Journal
 from .checkpoint.namespace import Browser
 from .checkpoint.prune import Pruner, PruneResult, finish_local
-from .checkpoint.retention import Policy, Rule
+from .checkpoint.retention import Policy
 from .checkpoint.select import Selector, below, place_of
 from .checkpoint.verify import VerifyReport, verify
 from .config import Settings
@@ -482,9 +482,3 @@ class Engine:
             finished = await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
             result.leftovers += [directory.name for directory in finished]
         return result
-
-    async def keep_last(
-        self, location: Location, *, local: int | None = None, shared: int | None = None
-    ) -> PruneResult:
-        """``prune`` to the newest ``local`` and ``shared`` checkpoints. None keeps all of that tier."""
-        return await self.prune(location, Policy(Rule(local), Rule(shared)))

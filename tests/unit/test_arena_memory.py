@@ -537,11 +537,27 @@ def test_sizes_and_kinds_that_cannot_be() -> None:
 # --- NUMA -------------------------------------------------------------------------------------------------------
 
 
+def pages_by_node(address: int, size_bytes: int) -> dict[int, int]:
+    """On which nodes the pages of this mapping are now, in bytes."""
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    found: dict[int, int] = {}
+    for line in lines:
+        words = line.split()
+        if not address <= int(words[0], 16) < address + size_bytes:
+            continue
+        facts = dict(word.split("=", 1) for word in words if "=" in word)
+        page_bytes = int(facts.get("kernelpagesize_kB", 4)) * 1024
+        for name, count in facts.items():
+            if name[0] == "N" and name[1:].isdigit():
+                found[int(name[1:])] = found.get(int(name[1:]), 0) + int(count) * page_bytes
+    return found
+
+
 def test_pages_lie_on_the_node_asked_for(memory: Memory) -> None:
     node = numa.existing_nodes()[-1]
     with Memory.allocate(16 * MiB, kind=memory.kind, numa_nodes=[node]) as on:
-        assert numa.placement(on.address, on.size_bytes) == {node: 16 * MiB}
-        assert sum(numa.placement(memory.address, memory.size_bytes).values()) == 16 * MiB
+        assert pages_by_node(on.address, on.size_bytes) == {node: 16 * MiB}
+        assert sum(pages_by_node(memory.address, memory.size_bytes).values()) == 16 * MiB
 
 
 def test_a_node_that_is_not_there_names_those_that_are() -> None:
@@ -580,7 +596,6 @@ def test_memory_is_pinned_once_and_unpinned_before_it_goes(monkeypatch: pytest.M
     assert in_child(lambda: memory.close() is None and len(runtime.calls) == 1) == 0  # CUDA is the parent's
     memory.close()
     assert runtime.calls == [("register", address, 16 * MiB, 1), ("unregister", address)]
-    assert not pinning.unpin(memory)
 
 
 def test_memory_that_cuda_refuses_works_unpinned(
@@ -602,7 +617,6 @@ def test_without_cuda_there_is_nothing_to_pin(memory: Memory) -> None:
         assert pinning.unpin(memory)
         return
     assert not pinning.pin(memory)
-    assert not pinning.unpin(memory)
 
 
 def test_the_arena_does_not_import_torch() -> None:

@@ -120,7 +120,7 @@ async def test_nothing_passes_while_paused_and_a_pause_earns_no_more_than_a_burs
     time = FakeTime()
     budget = budget_of(MIB, time)
     await budget.spend(MIB)
-    budget.pause()
+    budget.update(paused=True)
     passed: list[float] = []
 
     async def stream() -> None:
@@ -134,7 +134,7 @@ async def test_nothing_passes_while_paused_and_a_pause_earns_no_more_than_a_burs
     assert passed == []
     assert time.now > 1050.0
     resumed = time.now
-    budget.resume()
+    budget.update(paused=False)
     await task
     assert passed[-1] - resumed == pytest.approx(3.0, abs=0.5)
 

@@ -97,9 +97,7 @@ def test_a_process_that_waits_to_be_reaped_has_ended(folder: Path, beats: Path) 
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_stopped_process_is_silent_after_a_while(
-    folder: Path, beats: Path, other: subprocess.Popen[str]
-) -> None:
+def test_a_stopped_process_is_silent_after_a_while(folder: Path, beats: Path, other: subprocess.Popen[str]) -> None:
     mine, _ = holder(folder, beats)
     other.send_signal(signal.SIGSTOP)
     [name] = [path.name for path in beats.iterdir() if path.name.startswith(f"{other.pid}-")]

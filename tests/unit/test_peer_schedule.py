@@ -501,7 +501,7 @@ def test_when_all_is_here_there_is_nothing_to_do() -> None:
     for chunk in range(TOTAL):
         made.landed(chunk, SETTLED)
     assert made.choose(SETTLED) is None
-    assert made.is_done
+    assert not made.state.missing
 
 
 @pytest.mark.parametrize("nodes", [2, 8, 64])

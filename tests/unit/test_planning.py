@@ -35,7 +35,6 @@ from tierckpt.planning.transfer import (
     load_cached_seconds,
     load_direct_seconds,
     load_fanout_seconds,
-    load_tree_seconds,
     local_aggregate_rate,
 )
 from tierckpt.training.sizing import measure
@@ -110,8 +109,6 @@ def test_loading_350_gb_on_many_nodes() -> None:
     assert [load_direct_seconds(model, nodes, RATES) for nodes in (10, 128, 1000)] == pytest.approx([35, 448, 3500])
     assert load_cached_seconds(model, RATES) == pytest.approx(8.75)
     assert [load_fanout_seconds(model, nodes, RATES) for nodes in (128, 1000)] == pytest.approx([17.5] * 2, rel=0.01)
-    # The first node reads through its own network, 14 s; then 7 and 10 rounds of 14 s.
-    assert [load_tree_seconds(model, nodes, RATES) for nodes in (128, 1000)] == pytest.approx([112, 154])
 
 
 def test_the_ssds_of_128_nodes_read_5_tb_a_second() -> None:

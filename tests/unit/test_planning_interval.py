@@ -62,25 +62,6 @@ def test_neither_restart_nor_latency_moves_the_optimum() -> None:
         assert all(ettr.exact(best * factor, 5, 600, restart, latency) < here for factor in (0.9, 1.1))
 
 
-@given(stall=stalls, ratio=ratios, restart=st.floats(0, 1e3), factor=st.floats(0.2, 5))
-@settings(max_examples=200, deadline=None)
-def test_the_first_order_sum_stays_below_the_exact_ratio(
-    stall: float, ratio: float, restart: float, factor: float
-) -> None:
-    mtbf = stall * ratio
-    span = young(stall, mtbf) * factor
-    rough, true = ettr.first_order(span, stall, mtbf, restart), ettr.exact(span, stall, mtbf, restart)
-    assert rough <= true + 1e-9
-    if rough > 0.95:
-        assert rough == pytest.approx(true, abs=0.003)
-
-
-def test_metas_estimate_is_the_first_order_sum_without_a_stall() -> None:
-    estimate = ettr.first_order_cluster(2048, 6.5e-3, restart_seconds=300, interval_seconds=600)
-    assert estimate == pytest.approx(1 - 2048 * 6.5e-3 / 86400 * (300 + 300))
-    assert ettr.first_order_cluster(2048, 6.5e-3, 300, 600, queue_seconds=60) < estimate
-
-
 def test_latency_costs_exactly_what_so_much_more_restart_costs() -> None:
     """The derivation, by drawing runs: what counts of a run is what was durable when it ended."""
     chance, mtbf, span, stall, latency, restart = random.Random(7), 600.0, 100.0, 5.0, 60.0, 30.0

@@ -106,7 +106,6 @@ class OrphanedSaves:
         self._executing: dict[int, int] = {}
         """Processes that execute handoffs, and the pipe at whose end each ends."""
         self.executed = 0
-        self.given_up = 0
 
     @property
     def is_empty(self) -> bool:
@@ -210,7 +209,6 @@ class OrphanedSaves:
         try:
             await self._settle_now(save)
         except Exception as error:
-            self.given_up += 1
             log.error("a staged save could not be brought to the local tier: %s", error)
         finally:
             save.close()
@@ -222,7 +220,6 @@ class OrphanedSaves:
             await self._execute(save)
             self.executed += 1
             return
-        self.given_up += 1
         log.warning(
             "a staged save is lost: %d of its %d ranks had staged it on this node when they ended",
             len(save.descriptions),

@@ -115,22 +115,3 @@ def prefer(address: int, stretches: Sequence[Stretch]) -> None:
                 hint = "This kernel or its seccomp filter does not allow mbind; leave the node list empty"
             raise ConfigError(f"memory cannot be placed on NUMA node {node}: {os.strerror(code)}", hint=hint)
         address += size_bytes
-
-
-def placement(address: int, size_bytes: int) -> dict[int, int]:
-    """Return on which nodes the pages of this mapping are now, in bytes. Empty where the kernel does not tell."""
-    try:
-        lines = Path("/proc/self/numa_maps").read_text().splitlines()
-    except OSError:
-        return {}
-    found: dict[int, int] = {}
-    for line in lines:
-        words = line.split()
-        if not address <= int(words[0], 16) < address + size_bytes:
-            continue
-        facts = dict(word.split("=", 1) for word in words if "=" in word)
-        page_bytes = int(facts.get("kernelpagesize_kB", 4)) * 1024
-        for name, pages in facts.items():
-            if name[0] == "N" and name[1:].isdigit():
-                found[int(name[1:])] = found.get(int(name[1:]), 0) + int(pages) * page_bytes
-    return found

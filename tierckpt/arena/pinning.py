@@ -20,7 +20,7 @@ _pinned: dict[int, int] = {}  # address to the process that pinned it
 
 
 def pin(memory: Memory) -> bool:
-    """Register all of ``memory`` with CUDA. It is undone by ``unpin`` or when the memory is closed.
+    """Register all of ``memory`` with CUDA. It is undone when the memory is closed.
 
     Returns:
         Whether it is pinned now. False where torch or CUDA is missing, or CUDA refuses (logged): use it unpinned.
@@ -36,15 +36,6 @@ def pin(memory: Memory) -> bool:
     _pinned[memory.address] = os.getpid()
     memory.before_close(functools.partial(_unregister, memory.address))
     return True
-
-
-def unpin(memory: Memory) -> bool:
-    """Undo ``pin``. Copies to or from the memory must have finished.
-
-    Returns:
-        Whether it was pinned by this process and is not any more.
-    """
-    return _unregister(memory.address)
 
 
 def _unregister(address: int) -> bool:

@@ -204,13 +204,6 @@ class Budget:
             return self.bytes_per_second
         return self._throttle[0]
 
-    def pause(self) -> None:
-        """Let no further chunk through until ``resume``. What is under way is finished; commits go on."""
-        self.update(paused=True)
-
-    def resume(self) -> None:
-        self.update(paused=False)
-
     def newest_first(self) -> None:
         """From now on nothing is before the newest checkpoint: the mover will be stopped before all are drained."""
         self._hurried = True

@@ -1,10 +1,10 @@
 """Effective training time ratio: the share of wall clock that is training which no failure undoes.
 
 Failures are taken to be independent, with exponential times between them. ``exact`` is the truth under that
-assumption; the others approximate it, and are here because people quote them.
+assumption.
 
-Sources: Young 1974 and Daly 2006 (intervals), Kokolis et al. 2025, arXiv 2410.21680 (``first_order_cluster``), Moody et
-al. 2010 (levels). ``exact`` with a latency, and ``nested``, are derived here: docs/adr/0012-planning.md.
+Sources: Young 1974 and Daly 2006 (intervals), Moody et al. 2010 (levels). ``exact`` with a latency, and ``nested``, are
+derived here: docs/adr/0012-planning.md.
 """
 
 from __future__ import annotations
@@ -75,27 +75,6 @@ def nested(levels: Sequence[Level], interval_seconds: float, every: Sequence[int
             times * wall + level.stall_seconds, level.mtbf_seconds, level.restart_seconds + level.latency_seconds
         )
     return work / wall
-
-
-def first_order(
-    interval_seconds: float, stall_seconds: float, mtbf: float, restart_seconds: float, latency_seconds: float = 0.0
-) -> float:
-    """1 - c/Δ - (Δ/2 + τ + R)/μ: the sum in one's head. Good while it is above 0.9 or so, and never above ``exact``."""
-    positive(interval_seconds, "interval")
-    lost = (interval_seconds / 2 + latency_seconds + restart_seconds) / mtbf
-    return max(0.0, 1 - stall_seconds / interval_seconds - lost)
-
-
-def first_order_cluster(
-    nodes: int,
-    failures_per_node_day: float,
-    restart_seconds: float,
-    interval_seconds: float,
-    queue_seconds: float = 0.0,
-) -> float:
-    """Meta's estimate for writes that do not block: (1 - λ(u0 + Δ/2)) / (1 + λq), with λ = N·r_f."""
-    rate = 1 / mtbf_seconds(nodes, failures_per_node_day)
-    return max(0.0, 1 - rate * (restart_seconds + interval_seconds / 2)) / (1 + rate * queue_seconds)
 
 
 def _stretched(seconds: float, mtbf: float, restart_seconds: float) -> float:

@@ -93,12 +93,6 @@ def _blocks(nodes: int, replicas: int) -> list[list[int]]:
     return [*([rest] if rest else []), *blocks.values()]
 
 
-def ring_placement(nodes: int, replicas: int) -> list[tuple[int, ...]]:
-    """Each node's shard is on itself and the next ``replicas - 1``: simpler than groups, and worse."""
-    _check(nodes, replicas)
-    return [tuple((node + ahead) % nodes for ahead in range(replicas)) for node in range(nodes)]
-
-
 def survives(holders: Sequence[Collection[int]], lost: Collection[int]) -> bool:
     """True when every lost node's shard is on a node that is not lost."""
     return all(any(holder not in lost for holder in holders[node]) for node in lost)

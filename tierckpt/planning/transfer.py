@@ -69,12 +69,6 @@ def load_fanout_seconds(model_bytes: float, nodes: int, rates: Bandwidths) -> fl
     return read_seconds(model_bytes, share, rates) + (model_bytes - share) / rates.nic
 
 
-def load_tree_seconds(model_bytes: float, nodes: int, rates: Bandwidths) -> float:
-    """One node reads it and passes it on whole, and so does each that has it: M/B + ⌈log2 N⌉·M/b. For comparison."""
-    rounds = math.ceil(math.log2(whole(nodes, "nodes")))
-    return read_seconds(model_bytes, model_bytes, rates) + rounds * model_bytes / rates.nic
-
-
 def local_aggregate_rate(nodes: int, rates: Bandwidths) -> float:
     """What the SSDs of all nodes read together: the figure that shared storage would have to match."""
     return nodes * rates.local_read

@@ -22,6 +22,7 @@ from tests.fault.powercut.events import BEGIN, BLOCK_BYTES, DONE, LOCAL, MARKS, 
 from tests.fault.sweep import checker, phases
 from tests.fault.sweep.phases import Job, World
 from tierckpt.checkpoint.journal import READY
+from tierckpt.checkpoint.retention import Policy, Rule
 from tierckpt.stores.local import LocalStore
 
 DISK = "/dev/vda"
@@ -107,7 +108,7 @@ class Trainer(Job):
                 if (name, tier) not in self.is_evictable:
                     self.is_evictable.add((name, tier))
                     self.speaker.say(MAY_GO, name, tier)
-        self.wait(self.engine.keep_last(self.world.run, local=local, shared=shared))
+        self.wait(self.engine.prune(self.world.run, Policy(Rule(local), Rule(shared))))
 
 
 def live(trainer: Trainer, seed: int) -> None:

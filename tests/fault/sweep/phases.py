@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fault.sweep.saver import CHUNK_BYTES, Saver
+from tierckpt.checkpoint.retention import Policy, Rule
 from tierckpt.config import Settings
 from tierckpt.disk.durable import translated
 from tierckpt.disk.local_root import check_local_root
@@ -213,7 +214,7 @@ def resume_prepared(world: World) -> None:
 
 def retain(world: World) -> None:
     job = Job(world)
-    job.wait(job.engine.keep_last(world.run, local=1, shared=2))
+    job.wait(job.engine.prune(world.run, Policy(Rule(1), Rule(2))))
 
 
 PHASES = (

@@ -263,10 +263,6 @@ class Schedule:
     def is_under_way(self, ask: ChunkRequest) -> bool:
         return any(other is ask for other, _ in self.flying.get(ask.chunk, ()))
 
-    @property
-    def is_done(self) -> bool:
-        return not self.state.missing
-
     def _begin(self, ask: ChunkRequest, now: float) -> ChunkRequest:
         self.flying.setdefault(ask.chunk, []).append((ask, now))
         self._flying |= 1 << ask.chunk

@@ -493,7 +493,6 @@ class _HedgedRequest:
         if not done and time.monotonic() >= due:
             other = schedule.hedge(self._ordinal, time.monotonic())
             if other is not None:
-                self._session.sources.hedges += 1
                 self.begin(other)
         return None
 

@@ -17,7 +17,6 @@ class Sources:
     shared_bytes: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Chunks that came from shared storage for another reason than that they were ours to fetch."""
-    hedges: int = 0
     banned: set[str] = field(default_factory=set)
     slowest: tuple[float, str, str] = (0.0, "", "")
 
