@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 import tierckpt
@@ -114,6 +115,16 @@ def test_a_commit_is_not_resolved_and_a_directory_may_be_meant(hub: FakeHub, tmp
     assert hub.calls["revision"] == 0
 
 
+def test_a_dataset_and_a_url_of_fsspec(hub: FakeHub, tmp_path: Path) -> None:
+    files = published(hub)
+    assert holds(fetch(tmp_path, f"hf://datasets/{REPO}"), files)
+    place = f"tierckpt://hf/{REPO}"
+    assert fsspec.open(f"{place}/sub/vocab.txt").open().read() == b"a b c"
+    names = {name.rpartition("/")[2] for name in fsspec.filesystem("tierckpt").ls(place, detail=False)}
+    assert names == {*files, "sub"} - {"sub/vocab.txt"}
+    assert not fsspec.filesystem("tierckpt").exists("tierckpt://hf/org")
+
+
 def test_a_revision_that_moves_meanwhile_changes_nothing(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     newer = model(seed=7)
@@ -179,6 +190,7 @@ def test_what_is_not_there_is_said(uri: str, hub: FakeHub, tmp_path: Path) -> No
     published(hub)
     with pytest.raises(ObjectNotFoundError, match=MISSING[uri]):
         fetch(tmp_path, uri)
+    assert hub.requests <= (4 if uri.endswith("/none") else 2)  # it is said at the first refusal
 
 
 def test_an_endpoint_that_is_none_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

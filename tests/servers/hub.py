@@ -103,6 +103,8 @@ class FakeHub:
     def _hub(self, request: BaseHTTPRequestHandler) -> None:
         url = urlsplit(request.path)
         parts = [unquote(part) for part in url.path.split("/") if part]
+        if parts[0] == "datasets":  # a resolver's; a dataset is kept here as a model is
+            parts.pop(0)
         kind = "api" if parts[:1] == ["api"] else "resolve"
         with self._lock:
             self.calls[parts[4] if kind == "api" and len(parts) > 4 else kind] += 1

@@ -33,6 +33,7 @@ from ..errors import (
 from ..format.layout import MANIFEST, METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, step_of
 from ..format.manifest import FileEntry
 from ..stores.base import Browsable, Store
+from ..stores.hub.api import repository_of
 from ..telemetry import logger
 from ..types import ObjectInfo
 from . import local_commit, select
@@ -77,6 +78,9 @@ def is_private(location: Location) -> bool:
 
 def root_of(location: Location) -> tuple[Location, str]:
     """The place whose store has all that is near ``location``, and the key of ``location`` there."""
+    if location.scheme == "hf" and (repository := repository_of(location)) is not None:
+        name = location.path.removesuffix(repository.path).rstrip("/")
+        return Location(location.scheme, location.authority, name), repository.path
     root = Location(location.scheme, location.authority, "/" if location.scheme == "file" else "")
     return root, location.path.strip("/")
 

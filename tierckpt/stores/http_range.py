@@ -66,6 +66,7 @@ class Get(Call):
         condition = f"If-Match: {if_match}\r\n" if if_match is not None else ""
         self._head = (
             f"GET {parts.path}{'?' * bool(parts.query)}{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+            "User-Agent: tierckpt\r\n"
             f"Range: bytes={byte_range.start}-{byte_range.stop - 1}\r\nAccept-Encoding: identity\r\n{condition}\r\n"
         ).encode("latin-1")
 

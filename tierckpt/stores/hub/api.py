@@ -28,6 +28,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from ...config import Settings
 from ...errors import (
+    BucketNotFoundError,
     ConfigError,
     IntegrityError,
     ObjectNotFoundError,
@@ -275,7 +276,7 @@ class Hub:
                 tier=Tier.SHARED,
             )
         if code == "RevisionNotFound":
-            return ObjectNotFoundError(
+            return BucketNotFoundError(
                 f"{repository.page} has no revision {repository.revision!r}",
                 hint=f"Look at {self.endpoint}/{repository.page}/tree/main",
                 tier=Tier.SHARED,
@@ -288,7 +289,7 @@ class Hub:
                 file=path,
             )
         if code == "RepoNotFound" or status == 404:
-            return ObjectNotFoundError(
+            return BucketNotFoundError(
                 f"{self.host} has no repository {repository.page}, or {has_token} may see it",
                 hint="Check the name; a private one needs HF_TOKEN",
                 tier=Tier.SHARED,
@@ -307,7 +308,8 @@ def request(url: str, headers: Mapping[str, str]) -> Answer:
     """
     host = urlsplit(url).netloc
     try:
-        with _opener.open(urllib.request.Request(url, headers=dict(headers)), timeout=ANSWER_SECONDS_MAX) as reply:
+        asked = urllib.request.Request(url, headers={"User-Agent": "tierckpt", **headers})
+        with _opener.open(asked, timeout=ANSWER_SECONDS_MAX) as reply:
             return _answer(reply, url)
     except urllib.error.HTTPError as refusal:
         with refusal:

@@ -231,6 +231,8 @@ class HubStore:
         return level[1] if level is not None else []
 
     async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+        if self._repository is None:
+            return None  # an organisation is no place that lists what it has
         below = f"{check_prefix(prefix)}/" if prefix else ""
         files, names = [], set()
         for key, file in (await self._files()).items():
