@@ -53,7 +53,7 @@ from .stores.base import Store
 from .stores.hub.api import hub_cache
 from .stores.hub.store import HubStore
 from .telemetry import ignore_progress, logger
-from .types import Buffer, ByteRange, ObjectInfo, Progress, ProgressListener, Tier
+from .types import ObjectInfo, Progress, ProgressListener, Tier
 
 log = logger("engine")
 
@@ -238,9 +238,6 @@ class Engine:
         return (await self.selector.newest(location, step_max)).checkpoint
 
     # --- reading -----------------------------------------------------------------------------------------------
-
-    async def get_range(self, location: Location, key: str, byte_range: ByteRange) -> Buffer:
-        return await self.store(location).get_range(key, byte_range)
 
     async def fetch_missing(self, checkpoint: Checkpoint, entries: Iterable[FileEntry]) -> None:
         """Bring those of ``entries`` that this node lacks to the local tier, verified, from peers or the shared tier.
@@ -456,10 +453,6 @@ class Engine:
                 concurrency=self.settings.concurrency * 2,
                 listener=self._listener,
             )
-
-    async def stands(self, checkpoint: Checkpoint) -> bool:
-        """False when a removal or another save was faster than the lease on ``checkpoint``."""
-        return await catalog.stands(checkpoint)
 
     def reading(self, checkpoint: Checkpoint) -> AbstractAsyncContextManager[None]:
         """Hold ``checkpoint`` against retention and eviction on this node while it is read."""

@@ -29,10 +29,10 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import threading
 from pathlib import Path
 
+from ..checkpoint.catalog import file_size
 from ..disk.claims import TRIES, Claims, Heartbeat, is_live
 from ..disk.durable import fsync_dir, make_dirs, matching, publish, read_whole, translated, write_new
 from ..disk.file_io import allocate, read_into
@@ -98,7 +98,7 @@ def whole_receipt(directory: Path, version: str) -> Receipt | None:
     receipt = read_receipt(directory)
     if receipt is None or receipt.frozen.version != version:
         return None
-    if any(_size(directory / item.path) != item.size_bytes for item in receipt.frozen.files):
+    if any(file_size(directory / item.path) != item.size_bytes for item in receipt.frozen.files):
         return None
     return receipt
 
@@ -529,14 +529,6 @@ def remove_abandoned(directory: Path, keep: Path) -> None:
         if left != keep and not is_being_filled(left):
             with contextlib.suppress(TierckptError):
                 remove_dir(left)
-
-
-def _size(path: Path) -> int:
-    try:
-        status = path.stat()
-    except OSError:
-        return -1
-    return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
 
 def boot_id() -> str:

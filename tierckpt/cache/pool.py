@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ..checkpoint.retention import nearest_existing
 from ..config import Settings
 from ..disk import read_lease
 from ..disk.claims import is_live
@@ -325,7 +326,7 @@ class Pool:
         """Choose what has to go so that ``needed_bytes`` more fit. Quota and disk are hard, the marks soft."""
         rows = [row for row in self.rows() if row.name != own]
         mine = self._reserved(own)
-        disk = os.statvfs(_existing(self.root))
+        disk = os.statvfs(nearest_existing(self.root))
         total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
         free -= sum(self._outstanding(row) for row in rows if row.state == "partial")
         margin = min(MARGIN_BYTES_MAX, int(total * MARGIN_FRACTION))
@@ -422,9 +423,3 @@ def evict_all(pool: Pool, rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     for row in rows:
         (went if pool.evict(row.name) else stayed).append(row)
     return went, stayed
-
-
-def _existing(path: Path) -> Path:
-    while not path.exists():
-        path = path.parent
-    return path

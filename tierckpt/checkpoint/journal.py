@@ -292,10 +292,10 @@ def _problem(body: Json) -> str:
     checks = {
         "token": manifests.is_token(body["token"]),
         "uri": is_uri(body["uri"]),
-        "rank": _is_int(body["rank"]) and 0 <= body["rank"] < manifests.RANKS_MAX,
+        "rank": manifests.is_int(body["rank"]) and 0 <= body["rank"] < manifests.RANKS_MAX,
         "state": body["state"] in (WRITING, AWAITING_COMMIT, READY, LOCAL_ONLY, SET_ASIDE, FILE),
         "created_unix_seconds": manifests.is_unix_seconds(body["created_unix_seconds"]),
-        "chunk_size_bytes": _is_int(body["chunk_size_bytes"])
+        "chunk_size_bytes": manifests.is_int(body["chunk_size_bytes"])
         and 4096 <= body["chunk_size_bytes"] <= manifests.SIZE_BYTES_MAX,
         "manifest": body["manifest"] is None or (isinstance(body["manifest"], str) and body["manifest"].isascii()),
         "error": isinstance(body["error"], str),
@@ -314,7 +314,3 @@ def is_uri(value: Any) -> bool:
         return below.startswith("/root/checkpoints/")
     except ValueError:  # ConfigError and UnicodeError are; urlsplit raises others
         return False
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

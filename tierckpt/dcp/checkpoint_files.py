@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint import catalog
 from ..checkpoint.catalog import Checkpoint
 from ..client import Client
 from ..config import Settings
@@ -48,7 +49,7 @@ class CheckpointFiles:
             files = cls(client, settings, client.run(client.engine.selector.found(location)))
             with contextlib.ExitStack() as stack:
                 stack.callback(files.close)
-                if client.run(client.engine.stands(files.checkpoint)):
+                if client.run(catalog.stands(files.checkpoint)):
                     stack.pop_all()
                     return files  # else it was removed or replaced before it was held: look again
         raise CheckpointNotFoundError(
@@ -88,7 +89,7 @@ class CheckpointFiles:
             return [*copies, LocalCopy(Path(location.path, entry.key), Tier.SHARED, tuner)]
 
         def get_range(byte_range: ByteRange) -> Any:
-            return self._client.run(self._client.engine.get_range(location, entry.key, byte_range))
+            return self._client.run(checkpoint.store.get_range(entry.key, byte_range))
 
         return [*copies, RemoteCopy(f"{location.uri}/{entry.key}", get_range)]
 

@@ -25,7 +25,7 @@ from ..format.manifest import Manifest
 from ..poll import LOCAL, SHARED, Poll
 from ..telemetry import logger
 from ..types import Tier
-from .drain import Drainer, DrainResult
+from .drain import Drainer, DrainResult, is_commit_of
 from .recovery import recover_entry
 
 log = logger("drain")
@@ -201,7 +201,7 @@ class BackgroundDrains:
             except ManifestError:
                 local = None  # a save that is under way replaces it
             if tier is Tier.LOCAL:
-                if local is not None and all(self._is_named(local, entry) for entry in entries):
+                if local is not None and all(is_commit_of(local, entry) for entry in entries):
                     return
             else:
                 if may_fail and self._forget_passing(location):
@@ -249,11 +249,6 @@ class BackgroundDrains:
                     hint="`tierckpt drain --retry` tries again, when the reason is mended",
                     rank=entry.rank,
                 )
-
-    def _is_named(self, manifest: Manifest, entry: Entry) -> bool:
-        return entry.token in manifest.tokens or (
-            entry.manifest is not None and entry.manifest.attempt == manifest.attempt
-        )
 
     async def _is_committed(self, location: Location, local: Manifest | None, timeout_seconds: float) -> bool:
         """True when the shared tier has our local attempt, or any attempt where this node has none."""

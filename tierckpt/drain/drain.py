@@ -271,8 +271,8 @@ class Drainer:
         except ManifestError:
             return False  # nobody can know: its files are what they were, and each chunk is checked as it is sent
         if entry.manifest is not None and not entry.is_fragment:
-            return local is None or not _is_commit_of(local, entry)
-        if local is None or _is_commit_of(local, entry):
+            return local is None or not is_commit_of(local, entry)
+        if local is None or is_commit_of(local, entry):
             return False
         return not all((directory / file.key).exists() for file in entry.files)
 
@@ -284,7 +284,7 @@ class Drainer:
         """
         store, directory = self.store(entry.location), self.directory(entry.location)
         current = await shared_commit.read_shared_manifest(store)
-        if current is not None and _is_commit_of(current, entry):
+        if current is not None and is_commit_of(current, entry):
             return "committed"
         log.info("%s: attempt %s was replaced before it was drained", entry.uri, entry.token)
         await asyncio.to_thread(self._forget_local, directory, entry)
@@ -348,7 +348,7 @@ class Drainer:
     async def _try_commit(self, entry: Entry) -> str | None:
         store = self.store(entry.location)
         current = await shared_commit.read_shared_manifest(store)
-        if current is not None and _is_commit_of(current, entry):
+        if current is not None and is_commit_of(current, entry):
             if entry.manifest is not None:
                 await shared_commit.commit_shared(store, entry.location, current)  # clean up what an earlier try left
             await store.delete(part(entry.token))
@@ -378,7 +378,7 @@ class Drainer:
             current = await shared_commit.read_shared_manifest(store)
             if current is None:
                 return None
-            if not _is_commit_of(current, entry):
+            if not is_commit_of(current, entry):
                 return "superseded"
             await self._after_commit(entry, current)
             return "committed"
@@ -404,7 +404,7 @@ class Drainer:
             local = local_commit.read_local_manifest(directory)
         except ManifestError:
             return False
-        return local is not None and _is_commit_of(local, entry) and marks.is_drained(directory, local.attempt)
+        return local is not None and is_commit_of(local, entry) and marks.is_drained(directory, local.attempt)
 
     async def _manifest(self, entry: Entry, store: Store) -> Manifest | None:
         """The manifest of the whole checkpoint this entry belongs to, None while nobody can know it."""
@@ -518,6 +518,6 @@ def _is_elsewhere(directory: Path, entry: Entry, manifest: Manifest) -> bool:
     return had and not any((directory / file.key).exists() for file in shards)
 
 
-def _is_commit_of(manifest: Manifest, entry: Entry) -> bool:
+def is_commit_of(manifest: Manifest, entry: Entry) -> bool:
     """True when ``manifest`` commits ``entry``. A coordinator that wrote no shard knows it by the attempt."""
     return entry.token in manifest.tokens or (entry.manifest is not None and entry.manifest.attempt == manifest.attempt)

@@ -266,10 +266,10 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
     check_seal(body, data, bad)
 
     chunk = body.get("chunk_size_bytes")
-    if not _is_int(chunk) or not 4096 <= chunk <= SIZE_BYTES_MAX:
+    if not is_int(chunk) or not 4096 <= chunk <= SIZE_BYTES_MAX:
         bad(f"chunk_size_bytes is {chunk!r:.80}")
     world = body.get("world_size")
-    if not _is_int(world) or not 1 <= world <= RANKS_MAX:
+    if not is_int(world) or not 1 <= world <= RANKS_MAX:
         bad(f"world_size is {world!r:.80}")
     attempt, replaces, created = body.get("attempt"), body.get("replaces"), body.get("created_unix_seconds")
     if not is_token(attempt):
@@ -370,9 +370,9 @@ def _decode_entry(item: Any, chunk: int, bad: Bad) -> FileEntry:
     rank, token, source = item.get("rank", 0), item.get("token", ""), item.get("source", "")
     if not is_safe_path(path) or (source != "" and not is_safe_path(source)):
         bad(f"path {path!r:.80} leaves the checkpoint directory or is no path")
-    if not _is_int(size) or not 0 <= size <= SIZE_BYTES_MAX:
+    if not is_int(size) or not 0 <= size <= SIZE_BYTES_MAX:
         bad(f"{path}: size {size!r:.80} is not possible")
-    if not _is_int(rank) or not 0 <= rank < RANKS_MAX or (token != "" and not is_token(token)):
+    if not is_int(rank) or not 0 <= rank < RANKS_MAX or (token != "" and not is_token(token)):
         bad(f"{path}: rank {rank!r:.80} or token {token!r:.80} is not possible")
     # The list is already in memory, so counting it allocates nothing however absurd the size.
     if not isinstance(digests, list) or len(digests) != chunk_count(size, chunk):
@@ -441,7 +441,7 @@ def is_unix_seconds(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
-def _is_int(value: Any) -> TypeGuard[int]:
+def is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
