@@ -77,10 +77,11 @@ class StateFile:
         begin = version * self.layout.size_bytes + block.offset
         return self._view[begin : begin + block.size_bytes]
 
-    def copy(self, block: Block, source: int) -> None:
-        """Bring the other version to the bytes of ``source``."""
+    def copy(self, block: Block, source: int) -> int:
+        """Bring the other version to the bytes of ``source``, and return which that is."""
         into, of = (torch.frombuffer(self.bytes_of(block, one), dtype=torch.uint8) for one in (1 - source, source))
         into.copy_(of)
+        return 1 - source
 
     def record(self, block: Block, version: int, step: int) -> None:
         """Make a version of a block durable, then the record that it counts, at ``step`` (N1)."""

@@ -115,8 +115,7 @@ class LiveBlock:
         return self._file.tensors(self.block, 1 - self._at)
 
     def _go_on(self, counts: int, step: int) -> None:
-        self._file.copy(self.block, counts)
-        self._at = 1 - counts
+        self._at = self._file.copy(self.block, counts)
         self._build(step)
 
     def _build(self, step: int) -> None:

@@ -1,0 +1,146 @@
+"""A job whose optimizer's state lies on the SSD, and which is killed, or the process of its optimizer is.
+
+``python -m tests.fault.near_storage_job DIRECTORY MODE [BUG]`` resumes at the newest step, says "step N" when that is
+made and "process N" when there is a new one, and ends with checksums when there is a file DIRECTORY/stop.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierckpt.near_storage import updater, updater_process
+from tierckpt.near_storage.gradient_files import GradientFiles
+from tierckpt.near_storage.optimizer import NearStorageOptimizer
+from tierckpt.near_storage.state_file import StateFile
+from tierckpt.near_storage.updater import LiveBlock
+from tierckpt.replay.capture import Step
+from tierckpt.replay.checksum import checksum
+from tierckpt.replay.frame import Frame
+
+PERSIST_EVERY = 2
+
+
+class Job:
+    """The training, with whatever steps it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(5)
+        self.model = nn.Sequential(nn.Linear(24, 512), nn.Tanh(), nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 8))
+        self.model.to(dtype)
+        self.step = 0
+
+    def backward(self) -> None:
+        self.step += 1
+        for one in self.model.parameters():
+            one.grad = None
+        inputs = torch.randn(4, 24, generator=torch.Generator().manual_seed(self.step))
+        self.model(inputs.to(next(self.model.parameters()).dtype)).float().square().mean().backward()
+
+    def rate(self) -> float:
+        return 0.01 * 0.999**self.step
+
+    def checksum(self) -> list[int]:
+        return [int(checksum(one).item()) for one in self.model.parameters()]
+
+
+class Reference(Job):
+    """The same job with an ordinary optimizer."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__(torch.bfloat16 if mode == "offload" else torch.float32)
+        self.masters = [one.detach().float().requires_grad_() for one in self.model.parameters()]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=0.01)
+
+    def at(self, step: int) -> list[int]:
+        while self.step < step:
+            self.backward()
+            for one, master in zip(self.model.parameters(), self.masters, strict=True):
+                master.grad = one.grad.float() if one.grad is not None else None
+            self.optimizer.param_groups[0]["lr"] = self.rate()
+            self.optimizer.step()
+            with torch.no_grad():
+                for one, master in zip(self.model.parameters(), self.masters, strict=True):
+                    one.copy_(master)
+        assert self.step == step
+        return self.checksum()
+
+
+class NearJob(Job):
+    def __init__(self, directory: Path, mode: Any) -> None:
+        super().__init__(torch.bfloat16 if mode == "offload" else torch.float32)
+        self.optimizer = NearStorageOptimizer(
+            self.model.parameters(), torch.optim.AdamW, lr=0.01, directory=directory, mode=mode,
+            persist_every=PERSIST_EVERY,
+        )  # fmt: skip
+        self.step = self.optimizer.resume()
+
+    def train(self) -> None:
+        self.backward()
+        self.optimizer.param_groups[0]["lr"] = self.rate()
+        self.optimizer.step()
+
+
+def with_bug(name: str) -> None:
+    """Seeded, in the process of the optimizer: what kills must find."""
+    if name == "a block is stepped in the version that counts":
+        StateFile.copy = lambda self, block, source: source  # type: ignore[method-assign]
+    if name == "a block is recorded before its step is made":
+        original = LiveBlock.apply
+
+        def apply(self: LiveBlock, step: Any, gradients: Any) -> None:
+            self.record(step.version)
+            self.replay.version = step.version - 1
+            original(self, step, gradients)
+
+        LiveBlock.apply = apply  # type: ignore[method-assign]
+    if name == "a frame is written after its step is said to be made":
+        append = GradientFiles.append
+        late: list[Any] = []
+
+        def append_late(self: GradientFiles, frame: Any) -> None:
+            gradients = {key: one.clone() for key, one in frame.step.gradients.items()}
+            step = Step(frame.step.version, frame.step.hyperparameters, gradients)
+            late.append(Frame(step, frame.layout, number=frame.number, dtypes=frame.dtypes))
+            if len(late) > 1:
+                append(self, late.pop(0))
+
+        GradientFiles.append = append_late  # type: ignore[method-assign]
+
+
+def start_with_bug(name: str) -> None:
+    start = updater_process.start_python
+
+    def start_other(_: str, **options: Any) -> Any:
+        return start("tests.fault.near_storage_job", "updater", name, **options)
+
+    updater_process.start_python = start_other
+
+
+def main() -> None:
+    if sys.argv[1] == "updater":
+        with_bug(sys.argv[2])
+        updater.main()
+        return
+    directory, mode = Path(sys.argv[1]), sys.argv[2]
+    if len(sys.argv) > 3:
+        start_with_bug(sys.argv[3])
+    job = NearJob(directory, mode)
+    print(f"resumed {job.step}", flush=True)
+    pid = -1
+    while not (directory / "stop").exists():
+        if job.optimizer.process_id != pid:
+            pid = job.optimizer.process_id
+            print(f"process {pid}", flush=True)
+        job.train()
+        print(f"step {job.step}", flush=True)
+    print("sums", *job.checksum(), flush=True)
+    job.optimizer.close()
+
+
+if __name__ == "__main__":
+    main()
