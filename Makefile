@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
 .PHONY: help test test-all azurite check lint types layers docs package demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
-  bench-fanout bench-fanout-simulation bench-gpu bench-load bench-load-ranks bench-load-s3 bench-plan bench-replay bench-safetensors bench-save bench-serve clean
+  bench-fanout bench-fanout-simulation bench-gpu bench-load bench-load-ranks bench-load-s3 bench-near-storage bench-plan bench-replay bench-safetensors bench-save bench-serve clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -35,7 +35,7 @@ PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-load
 
 # A short pass of each harness of tests/fault. What each number is in test-all: docs/internals/testing.md.
 QUICK := SWEEP=quick BIT_FLIPS=120 CACHE_FLIPS=1 CRASH_STATES=600 FUZZ_SECONDS=1 STORE_FAULT_SECONDS=1 \
-  STORE_OUTAGE_SECONDS=2 TWO_NODES=6 LEAK_OPERATIONS=4 LOG_KILLS=1
+  STORE_OUTAGE_SECONDS=2 TWO_NODES=6 LEAK_OPERATIONS=4 LOG_KILLS=1 NEAR_STORAGE_KILLS=1
 
 test: $(STAMP) azurite ## the quick suite: what a contributor needs, in five minutes
 	env $(addprefix TIERCKPT_TEST_,$(QUICK)) $(PYTEST) -m "not slow" $(PYTEST_ARGS)
@@ -69,7 +69,7 @@ compat-frameworks: $(STAMP) ## install Accelerate and Lightning, kill and resume
 	$(BIN)/python -m pytest tests/compat/test_frameworks.py
 
 # Each harness of tests/fault, as long as it is worth; what it is in CI is in docs/internals/testing.md. TORTURE takes a part.
-TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil nodes strange leaks forks interrupts log properties
+TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil nodes strange leaks forks interrupts log near-storage properties
 TORTURE_sweeps := TIERCKPT_TEST_SWEEP=full test_sweeps.py
 TORTURE_crash := TIERCKPT_TEST_CRASH_STATES=600000 test_crash_states.py
 TORTURE_bits := TIERCKPT_TEST_BIT_FLIPS=every test_bit_faults.py
@@ -89,6 +89,7 @@ TORTURE_leaks := TIERCKPT_TEST_LEAK_OPERATIONS=5000 test_leaks.py
 TORTURE_forks := TIERCKPT_TEST_FORKS=every test_forks.py
 TORTURE_interrupts := TIERCKPT_TEST_INTERRUPTS=50 test_interrupts.py
 TORTURE_log := TIERCKPT_TEST_LOG_KILLS=300 test_gradient_log.py tests/fault/test_step_log.py
+TORTURE_near-storage := TIERCKPT_TEST_NEAR_STORAGE_KILLS=300 test_near_storage.py
 TORTURE_order := TIERCKPT_TEST_SWEEP=full ../integration/test_data_order.py
 TORTURE_strange := TIERCKPT_TEST_STRANGE_FILES=all test_strange_files.py
 TORTURE_nodes := TIERCKPT_TEST_TWO_NODES=120 test_two_nodes.py
@@ -141,6 +142,9 @@ bench-save: $(STAMP) ## save: the disk's limit, stock PyTorch, tierckpt (25 minu
 
 bench-replay: $(STAMP) ## a save that moves over several steps, on a throttled link (3 minutes)
 	$(BIN)/python bench/replay.py
+
+bench-near-storage: $(STAMP) ## an optimizer whose state lies on the SSD, beside one in the trainer (2 minutes)
+	$(BIN)/python bench/near_storage.py $(BENCH_ARGS)
 
 bench-gpu: $(STAMP) ## a GPT that trains while it is saved, beside PyTorch's pinned stager (a CUDA device)
 	$(BIN)/python bench/gpu.py $(BENCH_ARGS)

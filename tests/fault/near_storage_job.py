@@ -17,7 +17,6 @@ from tierckpt.near_storage import updater, updater_process
 from tierckpt.near_storage.gradient_files import GradientFiles
 from tierckpt.near_storage.optimizer import NearStorageOptimizer
 from tierckpt.near_storage.state_file import StateFile
-from tierckpt.near_storage.updater import LiveBlock
 from tierckpt.replay.capture import Step
 from tierckpt.replay.checksum import checksum
 from tierckpt.replay.frame import Frame
@@ -89,15 +88,13 @@ def with_bug(name: str) -> None:
     """Seeded, in the process of the optimizer: what kills must find."""
     if name == "a block is stepped in the version that counts":
         StateFile.copy = lambda self, block, source: source  # type: ignore[method-assign]
-    if name == "a block is recorded before its step is made":
-        original = LiveBlock.apply
+    if name == "a record says a later step":
+        record = StateFile.record
 
-        def apply(self: LiveBlock, step: Any, gradients: Any) -> None:
-            self.record(step.version)
-            self.replay.version = step.version - 1
-            original(self, step, gradients)
+        def record_later(self: StateFile, block: Any, version: int, step: int) -> None:
+            record(self, block, version, step + 1)
 
-        LiveBlock.apply = apply  # type: ignore[method-assign]
+        StateFile.record = record_later  # type: ignore[method-assign]
     if name == "a frame is written after its step is said to be made":
         append = GradientFiles.append
         late: list[Any] = []

@@ -99,7 +99,7 @@ def test_kills_lose_no_step_and_no_bit(mode: str, tmp_path: Path) -> None:
     "bug",
     [
         "a block is stepped in the version that counts",
-        "a block is recorded before its step is made",
+        "a record says a later step",
         "a frame is written after its step is said to be made",
     ],
 )

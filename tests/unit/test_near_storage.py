@@ -167,6 +167,7 @@ class TestOffload:
         yield trainer
         trainer.optimizer.close()
 
+    @pytest.mark.slow
     def test_each_step_is_there_when_the_trainer_is_gone(self, trainer: Trainer, tmp_path: Path) -> None:
         """Nothing is asked for, and the process ends with its trainer."""
         reference = Reference(KINDS["AdamW"]())
@@ -219,6 +220,32 @@ class TestOffload:
         for one, other in zip(trainer.model.parameters(), reference.model.parameters(), strict=True):
             assert torch.equal(one, other)
 
+    @pytest.mark.slow
+    def test_a_rank_goes_back_to_what_all_ranks_have(self, trainer: Trainer, tmp_path: Path) -> None:
+        """And what it trains from there counts, though the steps have numbers that were used before."""
+        reference = Reference(KINDS["AdamW"]())
+        for number in (1, 2, 3, 5, 6, 7, 8, 9):
+            trainer.train(number)
+            if number < 9:
+                reference.train(number)
+        trainer.optimizer.close()
+        again = Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
+        assert again.optimizer.resume() == 8
+        assert again.optimizer.resume(7) == 7
+        for one, other in zip(again.model.parameters(), reference.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+        for group, other in zip(again.optimizer.param_groups, reference.optimizer.param_groups, strict=True):
+            group["lr"] = other["lr"]
+        again.train(11)
+        reference.train(11)
+        again.optimizer.close()
+        last = Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
+        with last.optimizer as optimizer:
+            assert optimizer.resume() == 8
+            for one, other in zip(last.model.parameters(), reference.model.parameters(), strict=True):
+                assert torch.equal(one, other)
+
+    @pytest.mark.slow
     def test_the_trainer_has_four_bytes_a_parameter(self, trainer: Trainer) -> None:
         trainer.train(1)
         count = sum(one.numel() for one in trainer.model.parameters())
@@ -232,6 +259,7 @@ class TestOffload:
         trainer.train(2)
         assert trainer.optimizer.moved_bytes == 2 * (gradients_up + parameters_down) - unused
 
+    @pytest.mark.slow
     def test_a_checkpoint_restores_in_an_empty_directory_and_in_a_checkpointer(
         self, trainer: Trainer, tmp_path: Path
     ) -> None:
@@ -257,6 +285,7 @@ class TestOffload:
         for one, same in zip(model.parameters(), reference.model.parameters(), strict=True):
             assert torch.equal(one, same)
 
+    @pytest.mark.slow
     def test_state_dict_has_groups_and_no_state(self, trainer: Trainer) -> None:
         trainer.train(1)
         state = trainer.optimizer.state_dict()
@@ -268,10 +297,12 @@ class TestOffload:
         with pytest.raises(StateMismatchError, match="step 1"):
             trainer.optimizer.load_state_dict(state)
 
+    @pytest.mark.slow
     def test_a_directory_has_one_trainer(self, trainer: Trainer, tmp_path: Path) -> None:
         with pytest.raises(PreconditionFailedError, match="running"):
             Trainer(tmp_path / "near", KINDS["AdamW"]())
 
+    @pytest.mark.slow
     def test_groups_are_fixed_and_gradients_have_the_precision_of_parameters(self, trainer: Trainer) -> None:
         with pytest.raises(ConfigError, match="cannot be added"):
             trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]})
@@ -285,6 +316,7 @@ class TestOffload:
         assert trainer.optimizer.steps == 1
 
 
+@pytest.mark.slow
 def test_a_directory_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     Trainer(tmp_path / "near", KINDS["SGD"]()).optimizer.close()
     with pytest.raises(StateMismatchError, match="is of SGD"):
@@ -370,6 +402,7 @@ class TestShadow:
             near.checkpoint(tmp_path / "run/step-8").result(120)
         assert equal(stock(tmp_path / "run/step-8"), job.state())
 
+    @pytest.mark.slow
     def test_a_process_that_is_gone_is_begun_again_with_the_steps_it_missed(
         self, job: Shadowed, tmp_path: Path
     ) -> None:
@@ -380,6 +413,7 @@ class TestShadow:
         job.near.checkpoint(tmp_path / "run/step-7").result(120)
         assert equal(stock(tmp_path / "run/step-7"), job.state())
 
+    @pytest.mark.slow
     def test_an_edit_beside_the_optimizer_is_found(self, job: Shadowed, tmp_path: Path) -> None:
         job.train(1)
         with torch.no_grad():
@@ -391,6 +425,7 @@ class TestShadow:
         job.near.checkpoint(tmp_path / "run/step-2").result(120)
         assert equal(stock(tmp_path / "run/step-2"), job.state())
 
+    @pytest.mark.slow
     def test_gradients_of_16_bits_move_in_2_bytes(self, job: Shadowed) -> None:
         """A seventh of parameters of 2 and 4 bytes and two moments."""
         count = sum(one.numel() for one in job.model.parameters())
@@ -401,6 +436,7 @@ class TestShadow:
         assert job.near.moved_bytes - before == 2 * count
 
 
+@pytest.mark.slow
 def test_a_shadow_may_join_an_optimizer_that_has_a_state(tmp_path: Path) -> None:
     job = Shadowed(tmp_path / "first")
     with job.near:
@@ -413,8 +449,8 @@ def test_a_shadow_may_join_an_optimizer_that_has_a_state(tmp_path: Path) -> None
     assert equal(stock(tmp_path / "run/step-6"), job.state())
 
 
-def test_damage_is_found_and_the_other_version_is_taken(tmp_path: Path) -> None:
-    """Of the version that counts in a file of both: only the one before it is left, with its gradients gone."""
+@pytest.mark.slow
+def test_damage_of_the_state_is_found(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=2)
     for number in range(1, 10):
         trainer.train(number)

@@ -17,6 +17,8 @@ Invariants (a block is a run of parameters with all that belongs to them; a step
     N3  A block is recorded at a step only when the frames up to that step are on the disk (fdatasync), and a file of
         frames goes only when every block is recorded at its last step or later. So each block, whichever version of it
         counts, can be brought to the newest step of the log: all blocks are at one step again.
+        At a step, the version before is left alone until the next step begins: by then every rank of a job has made
+        this one. So a rank can go back to the newest step that all of them have (``resume(last_step)``).
     N4  The trainer's gradients of a step stay in shared memory until the frame is in its file: a process that dies
         before is given them again, one that dies after has them. Parameters come back in the same memory after that.
     N5  A state is begun, or replaced, under a new token: ``current.json`` names it when all of it is on the disk.

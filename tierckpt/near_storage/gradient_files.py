@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from ..disk.durable import fsync_dir, matching, translated, write_all
+from ..disk.durable import fsync_dir, fsync_file, matching, translated, write_all
 from ..disk.file_io import open_file, pread_all
 from ..errors import IntegrityError
 from ..replay.frame import Frame, decode, encode
@@ -35,13 +35,14 @@ def read_frames(directory: Path, layout: str, step: int) -> Iterator[Frame]:
         if _step_of(path) > step:
             log.warning("the gradients of step %d are missing: %s and what follows is of no use", step + 1, path)
             return
-        for frame in _frames_of(path, layout):
+        for frame, _ in _frames_of(path, layout):
             if frame.number == step + 1:
                 step = frame.number
                 yield frame
 
 
-def _frames_of(path: Path, layout: str) -> Iterator[Frame]:
+def _frames_of(path: Path, layout: str) -> Iterator[tuple[Frame, int]]:
+    """Yield the frames of a file, and where each ends."""
     file = open_file(path)
     try:
         size_bytes, previous, at = os.fstat(file).st_size, _first(path), 0
@@ -60,9 +61,18 @@ def _frames_of(path: Path, layout: str) -> Iterator[Frame]:
                 log.warning("the frame of step %d in %s does not follow the one before it", frame.number, path)
                 return
             previous, at = frame.digest, at + length
-            yield frame
+            yield frame, at
     finally:
         os.close(file)
+
+
+def cut_after(directory: Path, layout: str, step: int) -> None:
+    """Remove the frames of later steps: others will take their numbers."""
+    for path in matching(directory, f"*{SUFFIX}"):
+        ends = [end for frame, end in _frames_of(path, layout) if frame.number <= step]
+        with translated(path):
+            os.truncate(path, max(ends, default=0))
+            fsync_file(path)
 
 
 class GradientFiles:

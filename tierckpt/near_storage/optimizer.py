@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ..config import Settings
@@ -50,7 +51,8 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         params: parameters or groups, as ``torch.optim`` takes them; names of ``named_parameters`` are kept. With
             ``mode="shadow"`` an optimizer that exists, and no ``kind``.
         kind: a class of ``torch.optim`` that works element by element; ``options`` are its.
-        directory: of this rank, on this node's SSD; of one trainer at a time. It takes 24 bytes a parameter (Adam).
+        directory: on this node's SSD, of one trainer at a time; a rank of several has its own below it. It takes 24
+            bytes a parameter (Adam).
         workers: threads of the process, which is the CPU time it may take. A parameter is one thread's.
         persist_every: steps after which a block is written to the SSD again; in between its gradients are.
         timeout_seconds: how long a step waits for the process.
@@ -113,6 +115,9 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             self._kind, self._members, self._hyperparameters(), master_dtype=torch.float32 if self.is_offload else None
         )
         self.directory = Path(directory).absolute()
+        if is_distributed := dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self.directory /= f"rank-{dist.get_rank()}"
+        self._rank = f"rank-{dist.get_rank()}" if is_distributed else ""
         order = {
             "directory": str(self.directory),
             "kind": self._kind.__name__,
@@ -267,6 +272,11 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         Cost: of the trainer, a message and ``state``. Of the node, one pass over the state and one copy of it.
         """
         location = parse_uri(uri).uri
+        if self._rank not in location:
+            raise ConfigError(
+                f"{location} would be written by every rank",
+                hint=f"Each rank writes its own: name it so, as in RUN/{self._rank}/step-{self._steps}",
+            )
         if self._must_resume or (self.is_offload and self._channel.is_interrupted):
             raise CheckpointError("the state is not that of the trainer", hint="Call resume(), or step() again, before")
         prints = {}
@@ -296,17 +306,23 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         answer.add_done_callback(end)
         return made
 
-    def resume(self) -> int:
+    def resume(self, last_step: int | None = None) -> int:
         """Bring the trainer to the newest step that ``directory`` has, and return that. 0: there was none.
+
+        Ranks that were killed may be a step apart: all but the first then go back to ``last_step``, the least of what
+        they returned.
 
         Parameters are replaced (2 bytes each in offload); in shadow the optimizer's state is, too. ``param_groups`` are
         as they were built: schedules are resumed by whoever has them.
 
         Raises:
-            IntegrityError: the state is damaged. UpdaterLostError: the process has ended.
+            IntegrityError: the state is damaged, or has been at later steps for too long to go back.
+            UpdaterLostError: the process has ended.
         """
+        if self._process.is_alive and last_step is not None and last_step < self._process.step:
+            self._process.close()
         if not self._process.is_alive:
-            self._process.start()
+            self._process.start(last_step)
         answer = self._process.call({"op": "settle"})
         self._steps, self._must_resume = answer["step"], False
         self._channel.forget()

@@ -121,6 +121,16 @@ class StateFile:
             path=self.directory / STATE,
         )
 
+    def forget_after(self, step: int) -> None:
+        """No version of a later step counts any more."""
+        with translated(self.directory / RECORDS):
+            for block in self.layout.blocks:
+                for version in (0, 1):
+                    data = os.pread(self._records, _RECORD.size, self._record_at(block, version))
+                    if len(data) == _RECORD.size and _RECORD.unpack(data)[1] > step:
+                        os.pwrite(self._records, bytes(RECORD_BYTES), self._record_at(block, version))
+            os.fdatasync(self._records)
+
     def close(self) -> None:
         """The mapping goes with the last tensor of it."""
         os.close(self._records)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ class StepChannel:
             "memories": [[memory.fd, str(memory.kind)] for memory in memories],
         }
         self.process = UpdaterProcess({**order, **told}, descriptors, timeout_seconds)
-        self.close = weakref.finalize(self, _close, self.process, self._shared, memories)
+        self.close = weakref.finalize(self, _close, os.getpid(), self.process, self._shared, memories)
 
     def forget(self) -> None:
         """The trainer is at the process's step again: nothing is on its way."""
@@ -194,7 +195,9 @@ class StepChannel:
         self.process.send({"op": "end_step"})
 
 
-def _close(process: UpdaterProcess, shared: list[dict[str, torch.Tensor]], memories: list[Memory]) -> None:
+def _close(owner: int, process: UpdaterProcess, shared: list[dict[str, torch.Tensor]], memories: list[Memory]) -> None:
+    if os.getpid() != owner:
+        return  # a forked child ends, and nothing here is its
     process.close()
     shared.clear()
     for memory in memories:

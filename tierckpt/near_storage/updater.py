@@ -43,9 +43,9 @@ from ..replay.checksum import Fingerprint
 from ..replay.frame import Frame, decode
 from ..telemetry import log_to, logger
 from .blocks import MASTER, Block, Layout, Member, dtype_of, kind_of, layout_of, shared_places, view_of
-from .gradient_files import GradientFiles, read_frames
+from .gradient_files import GradientFiles, cut_after, read_frames
 from .messages import receive, send, to_message
-from .state_file import StateFile
+from .state_file import StateFile, Tensors
 from .states import END_SECONDS, current_state, held
 
 log = logger("replay")
@@ -89,43 +89,51 @@ class LiveBlock:
     def __init__(self, file: StateFile, block: Block, kind: type[torch.optim.Optimizer]) -> None:
         self.block = block
         self._file, self._kind = file, kind
-        version, self.recorded = file.newest(block)
-        self._go_on(version, self.recorded)
+        self._counts, self.recorded = file.newest(block)
+        self.recorded_before = self.recorded
+        """The step of the other version, while that is left alone (N3)."""
+        self._at = -1
+        self._replay: Replay | None = None
+        """Of the version that steps are applied to; none until the next step."""
         self.reader: Future[None] | None = None
         """Somebody who reads the version that counts. It is not replaced meanwhile."""
 
     @property
     def step(self) -> int:
-        return self.replay.version
+        return self.recorded if self._replay is None else self._replay.version
 
     def apply(self, step: Step, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Bring it from the step before to ``step``."""
-        self.replay.apply(Step(step.version, step.hyperparameters, gradients, step.found_inf))
-        self._place_new()
+        """Bring it from the step before to ``step``, in the version that does not count (N2)."""
+        if self._replay is None:
+            self._at = self._file.copy(self.block, self._counts)
+            self._replay = self._built(self.recorded)
+        self._replay.apply(Step(step.version, step.hyperparameters, gradients, step.found_inf))
+        self._place_new(self._replay)
 
     def record(self, step: int) -> None:
-        """From now on the version counts that steps were applied to (N1); go on in the other one (N2)."""
-        if self.recorded == step:
-            return
-        self._file.record(self.block, self._at, step)
-        self.recorded = step
-        self._go_on(self._at, step)
+        """From now on the version counts that steps were applied to (N1)."""
+        if self._replay is not None:
+            self._file.record(self.block, self._at, step)
+            self.recorded_before, self.recorded = self.recorded, step
+            self._counts, self._replay = self._at, None
 
-    def recorded_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        return self._file.tensors(self.block, 1 - self._at)
+    def recorded_tensors(self) -> Tensors:
+        return self._file.tensors(self.block, self._counts)
 
-    def _go_on(self, counts: int, step: int) -> None:
-        self._at = self._file.copy(self.block, counts)
-        self._build(step)
+    def masters(self) -> dict[str, torch.Tensor]:
+        """Those of the newest step."""
+        if self._replay is not None:
+            return self._replay.parameters
+        return {key: found[MASTER] for key, found in self.recorded_tensors().items()}
 
-    def _build(self, step: int) -> None:
+    def _built(self, step: int) -> Replay:
         tensors = self._file.tensors(self.block, self._at)
         masters = {key: found.pop(MASTER) for key, found in tensors.items()}
-        self.replay = Replay(self._kind, masters, tensors, step)
+        return Replay(self._kind, masters, tensors, step)
 
-    def _place_new(self) -> None:
+    def _place_new(self, replay: Replay) -> None:
         """A tensor that the step has made (an optimizer's state begins so) goes to its place in the file."""
-        state, is_new = self.replay.state, False
+        state, is_new = replay.state, False
         room = self._file.tensors(self.block, self._at, all_of_them=True)
         for key, tensors in state.items():
             for name, tensor in tensors.items():
@@ -142,7 +150,7 @@ class LiveBlock:
         if is_new:
             present = {key: {MASTER, *(n for n, t in found.items() if t is not None)} for key, found in state.items()}
             self._file.mark(self.block, self._at, {key: dict.fromkeys(names) for key, names in present.items()})
-            self._build(self.replay.version)
+            self._replay = self._built(replay.version)
 
 
 class Updater:
@@ -172,17 +180,20 @@ class Updater:
         if not self._is_offload:
             for pool in (*self._workers, self._logger, self._finisher, self._writer):
                 pool.submit(lower_this_thread, BACKGROUND_NICE)
-        self._open(Path(order["directory"]), layout)
+        self._open(Path(order["directory"]), layout, order.get("last_step"))
         self._begun: _Begun | None = None
 
     # --- the state --------------------------------------------------------------------------------------------------
 
-    def _open(self, directory: Path, layout: Layout) -> None:
+    def _open(self, directory: Path, layout: Layout, last_step: int | None) -> None:
         found = current_state(directory, layout)
         if found is None:
             raise ObjectNotFoundError(f"{directory} has no optimizer's state", path=directory)
         self._layout, self._digest = layout, layout.digest
         self._file = StateFile(found, layout)
+        if last_step is not None:  # what is left when this is cut off leads to the newest step, as before it
+            self._file.forget_after(last_step)
+            cut_after(found, self._digest, last_step)
         total, self._worker_of = [0] * len(self._workers), {}
         for block in sorted(layout.blocks, key=lambda one: -one.size_bytes):
             number = total.index(min(total))
@@ -255,8 +266,8 @@ class Updater:
 
     def _update(self, live: LiveBlock, step: Step, gradients: Mapping[str, torch.Tensor]) -> Future[None]:
         def update() -> None:
-            masters = live.replay.parameters
-            live.apply(step, {key: one.to(masters[key].dtype) for key, one in gradients.items()})
+            dtypes = self._layout.master_dtypes
+            live.apply(step, {key: one.to(dtype_of(dtypes[key])) for key, one in gradients.items()})
 
         return self._do(self._worker_of[live.block.index], update)
 
@@ -267,7 +278,7 @@ class Updater:
         self._durable.set(frame.number)
         if frame.number % self._persist_every == 0:
             self._files.begin(frame.number)
-            self._files.trim(min(live.recorded for live in self._blocks))
+            self._files.trim(min(live.recorded_before for live in self._blocks))
 
     def _finish(self, step: int, work: list[Future[None]]) -> None:
         for one in work:
@@ -283,7 +294,7 @@ class Updater:
         """Put the parameters, rounded to the trainer's type, where their gradients were (N4)."""
 
         def give(live: LiveBlock) -> None:
-            for key, master in live.replay.parameters.items():
+            for key, master in live.masters().items():
                 self._shared[0][key].copy_(master)
 
         for one in [self._do(self._worker_of[live.block.index], give, live) for live in self._blocks]:

@@ -50,8 +50,11 @@ class UpdaterProcess:
     def is_alive(self) -> bool:
         return self._connection is not None and self._failure is None
 
-    def start(self) -> None:
+    def start(self, last_step: int | None = None) -> None:
         """Begin the process, and return when it has brought the state to its newest step: ``step``.
+
+        Args:
+            last_step: go back to it, if there are newer ones.
 
         Raises:
             IntegrityError, CapacityError, ...: what it found. OperationTimeoutError: it said nothing in time.
@@ -60,7 +63,7 @@ class UpdaterProcess:
         self.stop()
         ours, theirs = socket.socketpair()
         with theirs:
-            order = self.order | {"connection": theirs.fileno(), "trainer": os.getpid()}
+            order = self.order | {"connection": theirs.fileno(), "trainer": os.getpid(), "last_step": last_step}
             self._process = start_python(
                 "tierckpt.near_storage",
                 stdin=subprocess.PIPE,
