@@ -286,16 +286,37 @@ class TestOffload:
             assert torch.equal(one, same)
 
     @pytest.mark.slow
-    def test_state_dict_has_groups_and_no_state(self, trainer: Trainer) -> None:
+    def test_state_dict_has_groups_and_no_state(self, trainer: Trainer, tmp_path: Path) -> None:
+        """Saved without its state, it is not taken for whole."""
         trainer.train(1)
         state = trainer.optimizer.state_dict()
-        assert not any(state["state"].values()) and state["steps"] == 1
+        assert not any(state["state"].values())
+        job = {"model": trainer.model, "optimizer": trainer.optimizer}
+        with tierckpt.Checkpointer(tmp_path / "run") as checkpointer:
+            checkpointer.save(1, job).result()
+            assert checkpointer.restore(job) == 1
+            assert trainer.optimizer.steps == 1
+            trainer.train(2)
+            checkpointer.restore(job)
+            with pytest.raises(StateMismatchError, match="no state of the optimizer, which was at step 1"):
+                trainer.optimizer.step()
+        assert trainer.optimizer.resume() == 2
+        trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
+        state = trainer.optimizer.state_dict()
         state["param_groups"][0]["lr"] = 0.25
         trainer.optimizer.load_state_dict(state)
         assert trainer.optimizer.param_groups[0]["lr"] == 0.25
-        trainer.train(2)
-        with pytest.raises(StateMismatchError, match="step 1"):
+        trainer.train(3)
+        with pytest.raises(StateMismatchError, match="step 2"):
             trainer.optimizer.load_state_dict(state)
+        full = Reference(KINDS["AdamW"]())
+        full.train(1)
+        trainer.optimizer.load_state_dict(full.optimizer.state_dict())
+        trainer.optimizer.checkpoint(tmp_path / "run/step-9").result(120)
+        found, wanted = stock(tmp_path / "run/step-9"), full.state()
+        moments = [name for name in found if name.startswith("optimizer.state")]
+        assert len(moments) == len([name for name in wanted if name.startswith("optimizer.state")])
+        assert all(torch.equal(found[name], wanted[name]) for name in moments)
 
     @pytest.mark.slow
     def test_a_directory_has_one_trainer(self, trainer: Trainer, tmp_path: Path) -> None:

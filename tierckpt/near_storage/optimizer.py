@@ -29,6 +29,7 @@ from .step_channel import StepChannel
 
 PERSIST_EVERY = 8
 """Steps: a state of 12 bytes a parameter is written once in so many, and the log of 2 is at most so long."""
+STEPS = "near_storage_steps"
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -103,9 +104,9 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             )
         check_replayable(inner)
         self._is_open = False
-        super().__init__(inner.param_groups, inner.defaults)
         self.inner = None if self.is_offload else inner
-        self._join()
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
         self._tensors = {one.key: one.tensor for one in parameters_of(inner)}
         self._members = _members(inner)
         for one in self._members:
@@ -146,12 +147,19 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         if self.inner is not None and not self._must_resume:
             self._follow(self.inner)
 
-    def _join(self) -> None:
-        """The groups of the inner optimizer are the groups here. In offload no parameter has a state."""
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """In shadow the optimizer's. In offload nothing of each parameter.
+
+        It is never empty: ``get_optimizer_state_dict`` makes a step of an optimizer that has no state.
+        """
         if self.inner is not None:
-            self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        else:
-            self.state = defaultdict(dict, {one.tensor: {} for one in parameters_of(self)})
+            return self.inner.state
+        return defaultdict(dict, {one.tensor: {} for one in parameters_of(self)})
+
+    @state.setter
+    def state(self, _: object) -> None:  # torch sets it when it is made, and when groups are loaded
+        pass
 
     def _made(
         self, params: Any, kind: type[torch.optim.Optimizer] | None, options: Mapping[str, Any]
@@ -197,6 +205,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             )
         if self.inner is not None:
             return self.inner.step(closure)
+        self._check_groups()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -221,6 +230,21 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     def moved_bytes(self) -> int:
         """Between the trainer's tensors and the memory that it shares with the process, so far."""
         return self._channel.moved_bytes
+
+    def _check_groups(self) -> None:
+        """Whatever has put groups of another step here has not put the state of that step here."""
+        steps = self.param_groups[0].get(STEPS, self._steps)
+        if steps != self._steps:
+            raise StateMismatchError(
+                f"what was loaded has no state of the optimizer, which was at step {steps} then; {self.directory} is "
+                f"at step {self._steps}",
+                hint="Call restore(uri) with what checkpoint(uri) has written, or resume() to go on at the newest step",
+            )
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        for group in self.param_groups:
+            group.pop(STEPS, None)
 
     def _check_gradients(self) -> None:
         for one in parameters_of(self):
@@ -325,6 +349,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             self._process.start(last_step)
         answer = self._process.call({"op": "settle"})
         self._steps, self._must_resume = answer["step"], False
+        self._forget_steps()
         self._channel.forget()
         if self.inner is None:
             self._channel.take_parameters()
@@ -396,11 +421,17 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         self._steps, self._must_resume = self._process.step, False
 
     def state_dict(self) -> dict[str, Any]:
-        """In offload ``param_groups`` and ``steps`` alone: the state stays where it is. In shadow the optimizer's.
+        """In offload ``param_groups`` alone, which say at which step they are: the state stays where it is, and a
+        directory at another step refuses them. ``checkpoint`` writes the state. In shadow the optimizer's.
 
-        Raises nothing. ``checkpoint`` writes the state.
+        Raises nothing.
         """
-        return super().state_dict() | {"steps": self._steps} if self.inner is None else self.inner.state_dict()
+        if self.inner is not None:
+            return self.inner.state_dict()
+        made = super().state_dict()
+        for group in made["param_groups"]:  # where each way to save an optimizer keeps it
+            group[STEPS] = self._steps
+        return made
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` gave, or the state of the same class of ``torch.optim`` over the same parameters.
@@ -409,23 +440,20 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         one the steps must be those that ``directory`` has made.
 
         Raises:
-            StateMismatchError: they are not.
+            StateMismatchError: they are not. ``step`` raises it too, where something has loaded groups past this.
         """
         if self.inner is not None:
             self.inner.load_state_dict(dict(state_dict))
-            self._join()
+            self.param_groups = self.inner.param_groups
             self._replace(filled(self._values(self.inner.state)), lambda: self._steps)
             self._follow(self.inner)
             return
         found = state_dict["state"]
-        if not any(found.values()) and state_dict.get("steps", self._process.step) != self._process.step:
-            raise StateMismatchError(
-                f"the state is of step {state_dict['steps']}, and {self.directory} is at {self._process.step}",
-                hint="Call restore(uri) with a checkpoint of that step",
-            )
         super().load_state_dict({**state_dict, "state": {}})
-        self._join()
-        if any(found.values()):
+        if not any(found.values()):
+            self._check_groups()
+        else:
+            self._forget_steps()
             order = [one.tensor for one in parameters_of(self)]
             state = {tensor: found.get(number, {}) for number, tensor in enumerate(order)}
             self._replace(filled(self._values(state)), lambda: self._steps)
@@ -466,7 +494,8 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         return [group | ({"capturable": False} if "capturable" in group else {}) for group in groups]
 
     def _options(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in self.param_groups]
+        left_out = ("params", "param_names", STEPS)
+        return [{k: v for k, v in group.items() if k not in left_out} for group in self.param_groups]
 
     def _head(self, step: int) -> bytes:
         return encode(Frame(Step(step, self._hyperparameters(), {}), ""))[0]
