@@ -72,7 +72,7 @@ class Device:
         self.trains = Stream(DEVICE)
         self.streams: list[Stream] = []
         self.current = [self.trains]
-        monkeypatch.setattr(staging_copy, "_streams", {})
+        monkeypatch.setattr(staging_copy, "streams", {})
         monkeypatch.setattr(torch.cuda, "Stream", self.stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self.current[-1])
         monkeypatch.setattr(torch.cuda, "stream", self.entered)

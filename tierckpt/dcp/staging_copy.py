@@ -184,10 +184,10 @@ def _start_on_device(device: torch.device, pairs: Sequence[Pair], priority: int)
         return stream.record_event()
 
 
-_streams: dict[tuple[torch.device, int], Any] = {}
+streams: dict[tuple[torch.device, int], Any] = {}
 
 
 def _stream_of(device: torch.device, priority: int) -> Any:
-    if (device, priority) not in _streams:
-        _streams[device, priority] = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
-    return _streams[device, priority]
+    if (device, priority) not in streams:
+        streams[device, priority] = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+    return streams[device, priority]
