@@ -1,0 +1,117 @@
+"""A job that is killed while it saves or replays a redo log has the checkpoint before it, or the right one."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+import tierckpt
+from tests.fault.gradient_log_job import Job
+from tests.fault.redo_log_job import PLAIN, POINTS, WINDOW, restored
+from tests.fault.test_gradient_log import Reference
+from tests.services import ENVIRONMENT, REPOSITORY
+from tierckpt.client import close_all
+
+SECONDS = 120.0
+SAVE = ("pack", "write", "commit", "drain")
+FOLD = ("read", "replay", "save", "write", "commit", "drain", "load")
+
+
+def run_job(root: Path, run: Path, *what: str, seconds: float = SECONDS) -> int:
+    command = [sys.executable, "-m", "tests.fault.redo_log_job", str(run), *what]
+    environment = {**ENVIRONMENT, "TIERCKPT_LOCAL_ROOT": str(root)}
+    with subprocess.Popen(command, cwd=REPOSITORY, env=environment) as child:
+        try:
+            return child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return child.wait(SECONDS)
+
+
+def check_run(run: Path, steps: set[int]) -> None:
+    """What stock PyTorch reads is of one version; what is restored is one of ``steps``, bit for bit."""
+    for metadata in run.glob("step-*/.metadata"):
+        step = int(metadata.parent.name.removeprefix("step-"))
+        read, wanted = Job(), Job()
+        while wanted.step < step:
+            wanted.train()
+        model = read.model.state_dict()
+        dcp.load({"model": model}, checkpoint_id=metadata.parent)
+        assert all((one == model[name]).all() for name, one in wanted.model.state_dict().items()), metadata
+    job = restored(str(run))
+    assert job.step in steps
+    assert job.checksum() == Reference().at(job.step)
+
+
+@pytest.fixture
+def root(local_root: Path) -> Path:
+    return local_root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("point", SAVE)
+def test_a_kill_while_a_redo_log_is_written(point: str, when: str, root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_job(root, run, "train", point, when) == -signal.SIGKILL
+    is_committed = (point, when) in {("commit", "after"), ("drain", "before"), ("drain", "after")}
+    check_run(run, {WINDOW} if is_committed else {PLAIN, WINDOW})
+    close_all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("point", FOLD)
+def test_a_kill_while_a_redo_log_becomes_a_checkpoint(point: str, when: str, root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_job(root, run, "train", "-") == 0
+    assert not (run / f"step-{WINDOW}").exists()
+    assert run_job(root, run, "restore", point, when) == -signal.SIGKILL
+    if FOLD.index(point) < FOLD.index("write"):
+        assert tierckpt.latest(run) == str(run / f"step-{PLAIN}")
+    check_run(run, {WINDOW})
+    assert tierckpt.latest(run) == str(run / f"step-{WINDOW}")
+    close_all()
+
+
+@pytest.mark.slow
+def test_kills_at_any_moment(root: Path, tmp_path: Path) -> None:
+    chosen = random.Random(7)
+    for number in range(4):
+        run = tmp_path / f"run-{number}"
+        run_job(root, run, "train", "-", seconds=chosen.uniform(2.0, 9.0))
+        for _ in range(2):
+            run_job(root, run, "restore", "-", seconds=chosen.uniform(2.0, 8.0))
+        check_run(run, {0, PLAIN, WINDOW})
+        close_all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", ["a stale hyperparameter", "a missing step"])
+def test_a_redo_log_that_is_wrong_is_passed_over(bug: str, root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_job(root, run, "train", "-", "before", bug) == 0
+    check_run(run, {PLAIN})
+    assert not (run / f"step-{WINDOW}").exists()
+    close_all()
+
+
+@pytest.mark.slow
+def test_a_mixed_version_would_be_seen(root: Path, tmp_path: Path) -> None:
+    """Seeded: a window published as a checkpoint before it was replayed."""
+    run = tmp_path / "run"
+    assert run_job(root, run, "train", "-", "before", "a mixed version as a checkpoint") == 0
+    assert (run / f"step-{WINDOW}" / ".metadata").exists()
+    with pytest.raises(AssertionError, match=rf"step-{WINDOW}"):
+        check_run(run, {WINDOW})
+    close_all()
+
+
+def test_every_point_is_killed_at() -> None:
+    assert set(POINTS) == {*SAVE, *FOLD}
