@@ -5,6 +5,7 @@
 A decoder with AdamW trains under bfloat16 autocast; what is saved is its weights and both moments, on the device. A row
 is a way to save; in each round it trains without saving, then saves at the start of a step and trains on until the save
 is durable. Rows are interleaved. First every row saves once and what it wrote is loaded and compared with the state.
+More rows (gpu_replay.py): a save over several steps, a gradient log, the rates of their replay and of their checks.
 
 Prints a table and the verdicts, and writes bench/out/gpu.json. ``--device cpu`` is for trying out the bench itself.
 
@@ -24,11 +25,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from gpu_replay import REPLAY_ROWS, sample_of
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -177,6 +180,7 @@ def measure(given: argparse.Namespace, directory: Path) -> dict[str, dict[str, A
         COPY: lambda number: {"blocked_seconds": _copy_out(training, bench.state, target)},
         RAW: lambda number: {"durable_seconds": _raw(directory / "raw", image, bench.total_bytes)},
         **{row: _saving(row, bench, training, savers, given.steps) for row in (OURS, OURS_LAZY, STOCK, STOCK_ASYNC)},
+        **{row: partial(_replay, row, training, directory, given.steps) for row in REPLAY_ROWS},
     }
     try:
         for number in range(-1, given.rounds):  # the first pass warms up, and is loaded back
@@ -239,6 +243,10 @@ def _saving(row: str, bench: Bench, training: Training, savers: Savers, steps: i
     return sample
 
 
+def _replay(row: str, training: Training, directory: Path, steps: int, number: int) -> Sample:
+    return sample_of(row, training, directory, number, steps)
+
+
 def _step_times(taken: list[float], usual: float | None = None) -> Sample:
     usual = usual or statistics.median(taken)
     return {
@@ -283,6 +291,9 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_ratio": ("x alone", lambda value: f"{value:.3f}x"),
     "step_ratio_max": ("slowest", lambda value: f"{value:.3f}x"),
     "steps": ("steps", lambda value: f"{value:.0f}"),
+    "replay_rate": ("M updates/s", lambda value: f"{value / 1e6:,.0f}"),
+    "replay_ratio": ("x optimizer", lambda value: f"{value:.2f}x"),
+    "check_rate": ("checked GB/s", lambda value: f"{value / 1e9:.1f}"),
     "cpu_seconds": ("CPU s", lambda value: f"{value:.2f}"),
     "peak_extra_bytes": ("RSS +MiB", lambda value: f"{value / MiB:,.0f}"),
 }
