@@ -89,7 +89,7 @@ class _World:
             self.flushing[0] = (number, left, begun)
             return False
         del self.flushing[0]
-        self.state = policy.observe(self.state, self.rules, "local", SIZE, now + 1 - begun, now + 1)
+        self.state = policy.observe(self.state, self.rules, "local", SIZE, now + 1 - begun)
         self.change(number, on_local=True)
         if self.flushing:
             self.flushing[0] = (*self.flushing[0][:2], now + 1)
@@ -104,7 +104,7 @@ class _World:
         done = version.sent_bytes + moved >= version.size_bytes
         bytes_, ticks = self.measured[0] + moved, self.measured[1] + 1
         if ticks >= LOOK_EVERY or done:
-            self.state = policy.observe(self.state, self.rules, "shared", bytes_, ticks, now + 1)
+            self.state = policy.observe(self.state, self.rules, "shared", bytes_, ticks)
             bytes_, ticks = 0.0, 0
         self.measured = (bytes_, ticks)
         if not done:

@@ -150,7 +150,7 @@ def version(number: int, **more: bool | float) -> Version:
     return Version(number, SIZE, number * INTERVAL, **more)  # type: ignore[arg-type]
 
 
-MEASURED = State(local_rate=10.0, shared_rate=2.0, shared_seen_at=990.0)
+MEASURED = State(local_rate=10.0, shared_rate=2.0)
 
 
 def test_d1_the_newest_goes_and_the_older_ones_are_skipped() -> None:
@@ -224,16 +224,10 @@ def test_every_decision_carries_its_numbers() -> None:
     assert decision.reason
 
 
-def test_idle_storage_is_probed_now_and_then() -> None:
-    look = situation(version(1, on_shared=True))
-    assert not policy.decide(MEASURED, RULES, look)[1].probe
-    assert policy.decide(replace(MEASURED, shared_seen_at=900.0), RULES, look)[1].probe
-
-
 def test_a_measurement_of_nothing_is_an_outage_and_not_an_error() -> None:
-    state = policy.observe(MEASURED, RULES, "shared", 0.0, 10.0, 1000.0)
+    state = policy.observe(MEASURED, RULES, "shared", 0.0, 10.0)
     assert state.shared_rate == pytest.approx(1.6)
-    assert policy.observe(MEASURED, RULES, "local", 5.0, 0.0, 1000.0) == MEASURED
+    assert policy.observe(MEASURED, RULES, "local", 5.0, 0.0) == MEASURED
 
 
 @pytest.mark.parametrize("field", [{"every": 0}, {"rpo_seconds": 0.0}, {"weight": 2.0}, {"keep_local": 0}])

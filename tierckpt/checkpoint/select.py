@@ -68,8 +68,8 @@ class Newest:
 class _Near:
     """What this node and its peers have, while the shared tier cannot be asked."""
 
-    newest: Checkpoint | None = None
     is_own: bool = False
+    """The newest of it is this node's own (N3)."""
     chosen: Checkpoint | None = None
     """The newest whole one that was asked for."""
 
@@ -202,20 +202,18 @@ class Selector:
         return local + list(await self._cluster.committed(location) if self._cluster is not None else ())
 
     async def _near(self, location: Location, step_max: int | None, windows: bool) -> _Near:
-        newest: Checkpoint | None = None
-        is_own = False
+        is_newest, is_own = True, False
         names = set(await self._names_near(location))
         if windows:
             names |= below(WINDOWS_DIR, await self._names_near(location.child(WINDOWS_DIR)))
         for name in _newest_first(names):
             for checkpoint in await self._committed_near(location.child(name)):
                 is_whole = not await catalog.lacking_near(checkpoint)
-                if newest is None:
-                    newest = checkpoint
-                    is_own = is_whole and await asyncio.to_thread(self._is_own, checkpoint)
+                if is_newest:
+                    is_newest, is_own = False, is_whole and await asyncio.to_thread(self._is_own, checkpoint)
                 if is_whole and (step_max is None or (checkpoint.step is not None and checkpoint.step <= step_max)):
-                    return _Near(newest, is_own, checkpoint)
-        return _Near(newest, is_own)
+                    return _Near(is_own, checkpoint)
+        return _Near(is_own)
 
     async def _committed_near(self, location: Location) -> list[Checkpoint]:
         """The attempts that this node and its peers have committed at ``location``, the newest first."""

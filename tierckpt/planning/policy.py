@@ -51,7 +51,6 @@ class Rules:
     votes_to_change: int = 3
     factor_to_change: float = 1.5
     weight: float = 0.2
-    probe_seconds: float = 30.0
     step_slowdown_max: float = 0.03
 
     def __post_init__(self) -> None:
@@ -83,7 +82,6 @@ class State:
 
     local_rate: float | None = None
     shared_rate: float | None = None
-    shared_seen_at: float = -math.inf
     direct: bool = False
     votes: int = 0
 
@@ -119,22 +117,19 @@ class Decision:
     skip: tuple[int, ...]
     remove: tuple[int, ...]
     rate_bytes_per_second: float | None
-    probe: bool
     rpo: Standing
     reason: str
     numbers: dict[str, float] = field(default_factory=dict)
 
 
-def observe(
-    state: State, rules: Rules, tier: Literal["local", "shared"], size_bytes: float, seconds: float, now: float
-) -> State:
+def observe(state: State, rules: Rules, tier: Literal["local", "shared"], size_bytes: float, seconds: float) -> State:
     """Take in that ``size_bytes`` went to ``tier`` in ``seconds``. Zero bytes are a measurement too: an outage."""
     if seconds <= 0:
         return state
     rate = not_negative(size_bytes, "measured bytes") / seconds
     if tier == "local":
         return replace(state, local_rate=_mixed(state.local_rate, rate, rules.weight))
-    return replace(state, shared_rate=_mixed(state.shared_rate, rate, rules.weight), shared_seen_at=now)
+    return replace(state, shared_rate=_mixed(state.shared_rate, rate, rules.weight))
 
 
 def decide(state: State, rules: Rules, now: Situation, *, votes: bool = True) -> tuple[State, Decision]:
@@ -159,9 +154,8 @@ def decide(state: State, rules: Rules, now: Situation, *, votes: bool = True) ->
         "pending": len(pending),
         "free_bytes": _free(rules, now, remove),
     }
-    probe = now.sending is None and send is None and now.now - state.shared_seen_at >= rules.probe_seconds
     rate = _rate(state, rules, now, exposure, send)
-    return state, Decision(place, send, skip, remove, rate, probe, standing, why, numbers)
+    return state, Decision(place, send, skip, remove, rate, standing, why, numbers)
 
 
 def with_version(now: Situation, version: Version) -> Situation:

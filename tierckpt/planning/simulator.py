@@ -296,14 +296,8 @@ class _Job:
 
     def _flushed(self, version: _Version) -> None:
         version.local_at = self.env.now
-        self.policy = policy.observe(
-            self.policy,
-            self.plan.rules,
-            "local",
-            self.plan.checkpoint_bytes,
-            self.plan.flush_seconds,
-            self.env.now,
-        )
+        plan = self.plan
+        self.policy = policy.observe(self.policy, plan.rules, "local", plan.checkpoint_bytes, plan.flush_seconds)
         self._look()
 
     def _move(self, pipe: Pipe, size_bytes: float) -> Steps:
@@ -374,9 +368,7 @@ class _Job:
         self.drains += 1
         self.debt += seconds * self.plan.drain_slowdown
         self._on_shared(drain.version)
-        self.policy = policy.observe(
-            self.policy, self.plan.rules, "shared", self.plan.checkpoint_bytes, seconds, self.env.now
-        )
+        self.policy = policy.observe(self.policy, self.plan.rules, "shared", self.plan.checkpoint_bytes, seconds)
         self._look()
 
     def _on_shared(self, version: _Version) -> None:

@@ -205,7 +205,7 @@ class DrainDecider:
         local, shared = one.local_commit_seconds, one.shared_commit_seconds
         if local is not None and not one.is_straight and ("local", number) not in self._observed:
             self._observed.add(("local", number))
-            self._state = policy.observe(self._state, rules, "local", one.size_bytes, local, 0.0)
+            self._state = policy.observe(self._state, rules, "local", one.size_bytes, local)
         if shared is not None and one.is_sent and ("shared", number) not in self._observed:
             self._observed.add(("shared", number))
             seconds = max(shared - (0.0 if one.is_straight else local or 0.0), 1e-3)
@@ -215,7 +215,7 @@ class DrainDecider:
                 and one.size_bytes / seconds > THROTTLED_SHARE * self._throttle
             )
             if not is_held_back:
-                self._state = policy.observe(self._state, rules, "shared", one.size_bytes, seconds, 0.0)
+                self._state = policy.observe(self._state, rules, "shared", one.size_bytes, seconds)
         if len(self._observed) > 4 * VERSIONS_MAX:
             self._observed = {seen for seen in self._observed if seen[1] > number - VERSIONS_MAX}
 
