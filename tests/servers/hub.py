@@ -47,7 +47,8 @@ def oid(data: bytes) -> str:
 
 
 class FakeHub:
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
         self.repositories: dict[str, Repository] = {}
         self.calls: Counter[str] = Counter()
         """Requests to the Hub, by what they are."""
@@ -71,7 +72,7 @@ class FakeHub:
         """At this request to the CDN every URL that was signed so far expires."""
         self._lock = threading.Lock()
         self._servers = [self._server(self._hub), self._server(self._cdn)]
-        self.endpoint, self.cdn = (f"http://127.0.0.1:{server.server_port}" for server in self._servers)
+        self.endpoint, self.cdn = (f"http://{host}:{server.server_port}" for server in self._servers)
 
     @property
     def requests(self) -> int:
@@ -93,7 +94,7 @@ class FakeHub:
 
             def log_message(self, *_: Any) -> None: ...
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server = ThreadingHTTPServer((self._host, 0), Handler)
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         return server

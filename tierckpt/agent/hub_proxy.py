@@ -1,7 +1,8 @@
 """The agent as a read-only Hub: ``HF_ENDPOINT=http://127.0.0.1:PORT`` serves unmodified Hugging Face clients.
 
-Files come through the node cache, and so from other nodes where there are ``peers``; the Hub sends each byte of a large
-file to one node. What is asked of its API is passed on, without the mention of xet, which would go round the cache.
+Files come through the node cache, and so from other nodes where there are ``peers``; the Hub sends each chunk of a
+large file to one node. What is asked of its API is passed on, without the mention of xet, which would go round the
+cache.
 
 Invariants:
     X1  Read only: GET and HEAD. On the loopback address, for requests that name it as their host.
@@ -14,12 +15,12 @@ Invariants:
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
@@ -32,6 +33,7 @@ from ..errors import (
     ConfigError,
     IntegrityError,
     ObjectNotFoundError,
+    OperationTimeoutError,
     PermissionDeniedError,
     StoreUnavailableError,
     TierckptError,
@@ -48,6 +50,9 @@ KNOWN_SECONDS: Final = 10.0
 """What a revision is, and what the API said, is as good as new for so long."""
 KNOWN_MAX: Final = 256
 IDLE_SECONDS_MAX: Final = 60.0
+PATIENCE_SECONDS: Final = 5.0
+"""How long a piece may come with the fill, in which nodes share out the chunks, before it is fetched for itself. Eight
+nodes with 192 MiB: the Hub sent 1.21 x without it, 1.09 x with 2 s, 1.05 x with 5 s. Clients wait 10 s for a byte."""
 _PASSED_ON = ("content-type", "x-error-code", "x-error-message", "x-repo-commit")
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _KINDS = ("datasets", "spaces")
@@ -82,7 +87,10 @@ class HubProxy:
             timeout = IDLE_SECONDS_MAX
 
             def do_GET(self) -> None:
-                proxy.answer(self)
+                try:
+                    proxy.answer(self)
+                except (ConnectionError, TimeoutError):  # the client has gone
+                    self.close_connection = True
 
             do_HEAD = do_GET
 
@@ -177,18 +185,15 @@ class HubProxy:
                 if at.stop == size_bytes or filling.done():
                     filling.result()  # the last piece waits until the whole file has passed its digest (X3)
                 piece = memoryview(bytearray(at.size_bytes))
-                if not entry.read_available(file.location.name, at, piece):
-                    self._client.run(entry.read_into(file.location.name, at, piece))
+                with contextlib.suppress(OperationTimeoutError):
+                    self._client.run(entry.wait(file.location.name, at, PATIENCE_SECONDS))
+                self._client.run(entry.read_into(file.location.name, at, piece))
                 if not number:  # what cannot be had at all has been refused by now
                     _begin(request, status, wanted.size_bytes, headers)
-                try:
-                    request.wfile.write(piece)
-                except OSError:
-                    request.close_connection = True
-                    return None
+                request.wfile.write(piece)
         return None
 
-    @contextmanager
+    @contextlib.contextmanager
     def _opened(self, file: _File) -> Iterator[tuple[CacheEntry, concurrent.futures.Future[None]]]:
         """Within it the file is fetched, ahead of whoever reads it; the future ends when it is whole and checked."""
         engine = self._client.engine

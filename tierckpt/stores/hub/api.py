@@ -130,7 +130,7 @@ class Hub:
     """One Hub, by ``HF_ENDPOINT``."""
 
     def __init__(self, settings: Settings, retries: Retries) -> None:
-        self.endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+        self.endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
         self.host = urlsplit(self.endpoint).netloc
         if urlsplit(self.endpoint).scheme not in ("http", "https") or not self.host:
             raise ConfigError(f"HF_ENDPOINT is {redact(self.endpoint)!r}", hint="Write https://HOST")
