@@ -22,10 +22,10 @@ PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpo
 class Job:
     """What is random comes from the generators of the process, which are part of the state."""
 
-    def __init__(self, *, is_sharded: bool = False) -> None:
+    def __init__(self, *, is_sharded: bool = False, has_statistics: bool = True) -> None:
         torch.manual_seed(5)
         layers: list[nn.Module] = [nn.Linear(24, 64), nn.Dropout(0.2), nn.Tanh(), nn.Linear(64, 8)]
-        if not is_sharded:  # each rank would have statistics of its own, and a checkpoint has those of one
+        if has_statistics and not is_sharded:  # each rank has statistics of its own, and a checkpoint those of one
             layers.insert(1, nn.BatchNorm1d(64))
         self.model = nn.Sequential(*layers)
         if is_sharded:
@@ -62,11 +62,13 @@ class Job:
         return str(found.hexdigest())
 
 
-def train(folder: str, uri: str, steps: int = 10**9, bug: str = "", **options: Any) -> None:
+def train(
+    folder: str, uri: str, steps: int = 10**9, bug: str = "", has_statistics: bool = True, **options: Any
+) -> None:
     """Each rank says what a step led to, before it is logged, and when it is."""
     with_bug(bug)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    job = Job(is_sharded=dist.is_initialized())
+    job = Job(is_sharded=dist.is_initialized(), has_statistics=has_statistics)
     seen = os.open(Path(folder) / f"seen-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with tierckpt.Checkpointer(uri, **{"gradient_log": True, "drain": False} | options) as checkpointer:
         at = checkpointer.restore(job.state) or 0
@@ -75,8 +77,8 @@ def train(folder: str, uri: str, steps: int = 10**9, bug: str = "", **options: A
             at = job.train()
             os.write(seen, f"trained {at} {job.digest()}\n".encode())
             saved = checkpointer.step(at, job.state)
-            if saved is not None and steps < 100:
-                saved.result(60)
+            if saved is not None and (at == 1 or steps < 100):
+                saved.result(60)  # before the first checkpoint there is nothing to go on from
             os.write(seen, f"ended {at} \n".encode())
         os._exit(0)  # as if it were killed here: nothing is saved at the end
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.fault.nursery import Job, Nursery
 from tests.services import ENVIRONMENT
+from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
+from tierckpt.replay import segments
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
@@ -35,6 +37,9 @@ class Seen:
 
     def said(self, rank: int, word: str) -> list[tuple[int, str]]:
         return [(int(line[1]), line[2].strip()) for line in self.lines[rank] if line[0] == word and len(line) == 3]
+
+    def count(self, word: str) -> int:
+        return len(self.said(0, word))
 
     def ended(self) -> int:
         """The newest step that ended on all ranks, in the last life."""
@@ -81,7 +86,8 @@ def test_a_job_that_is_killed_loses_one_step_at_most(
     for kill in range(KILLS):
         job = nursery.start("train", tmp_path, ranks, uri=file_uri, interval=20)
         wait_for(job, tmp_path, "resumed", kill + 1)
-        time.sleep(chosen.uniform(0.0, 0.8))
+        wait_for(job, tmp_path, "ended", Seen(tmp_path, 1).count("ended") + chosen.choice((0, 3, 10, 30)))
+        time.sleep(chosen.uniform(0.0, 0.05))
         job.kill()
         seen = Seen(tmp_path, ranks)
         resumed = seen.resumed()
@@ -116,3 +122,31 @@ def test_a_step_that_is_made_again_otherwise_is_seen_by_its_bits(
     seen, _ = run(nursery, tmp_path, 1, uri=file_uri, steps=9)
     with pytest.raises(AssertionError, match="other bits"):
         seen.check()
+
+
+def test_ranks_go_to_the_newest_step_that_all_have(
+    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str
+) -> None:
+    """One rank has lost two steps, then half a frame; then there are other ranks."""
+    seen, _ = run(nursery, tmp_path, 2, uri=file_uri, steps=9)
+    digests = [dict(seen.said(rank, "trained")) for rank in range(2)]
+    root = local_dir(local_root, parse_uri(file_uri)) / GRADIENTS_DIR
+    [path] = segments.paths_in(root / "rank-1")
+    data = path.read_bytes()
+    frame = (len(data) - 4096) // data.count(segments.FRAME)  # the head takes a block; the first step is a checkpoint
+    path.write_bytes(data[: 4096 + 6 * frame + 5000])
+    seen, said = run(nursery, tmp_path, 2, uri=file_uri, steps=0)
+    at = seen.resumed()
+    assert at == 7, said[-3000:]
+    assert "rank 1:" in said and "cut short" in said
+    assert all(seen.said(rank, "resumed")[-1] == (at, digests[rank][at]) for rank in range(2))
+    damaged = bytearray(path.read_bytes())
+    damaged[4096 + 3 * frame + frame // 2] ^= 1  # of a gradient: found when it is read
+    path.write_bytes(damaged)
+    seen, said = run(nursery, tmp_path, 2, uri=file_uri, steps=0)
+    back = seen.resumed()
+    assert back == 4 and "is not what was written" in said
+    assert all(seen.said(rank, "resumed")[-1] == (back, digests[rank][back]) for rank in range(2))
+    _, said = run(nursery, tmp_path / "one", 1, uri=file_uri, steps=0, has_statistics=False)
+    assert "a job of 2 ranks has written it" in said
+    assert Seen(tmp_path / "one", 1).said(0, "resumed")[-1][0] == 1

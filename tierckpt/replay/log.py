@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..disk.durable import make_dirs, translated
+from ..disk.durable import translated
 from ..errors import CheckpointError, IntegrityError
 from ..telemetry import logger
 from . import segments
@@ -193,11 +193,8 @@ class GradientLog:
 
         Args:
             after: what ``roll_forward`` returned, before the first step: the log is continued at the state that it led
-                to. What followed there is given up.
+                to. What followed there is given up, once a step is logged.
             step: the step that the state is of. None: the last one that was ended.
-
-        Raises:
-            PermissionDeniedError, StoreError: what was given up cannot be removed.
         """
         at = step if step is not None else after.step if after is not None and after.steps else self._newest
         self._newest = at
@@ -207,9 +204,6 @@ class GradientLog:
         self._end(wait=not self.failure)
         self.failure = ""
         follows = after is not None and after.steps > 0
-        with translated(self.directory):
-            segments.remove_from(self.directory, at)
-            make_dirs(self.directory)
         self._recorders = {name: _Recorder(self, name, one) for name, one in self.optimizers.items()}
         head = _Base(at, [] if follows else [base])
         self._writer = _Writer(self, head, after.digest if after is not None and follows else "")
@@ -361,6 +355,8 @@ class _Writer:
         self.is_given_up = False
         """Its log has failed, and another has begun: nothing it writes counts."""
         self._owner, self._base, self._previous = owner, base, previous
+        self._given_up: int | None = base.step
+        """Segments from here on were, and go before the first of this log is made."""
         self._layouts = {name: layout_digest(one) for name, one in owner.optimizers.items()}
         self._file: SegmentFile | None = None
         self._unsynced: deque[int] = deque()
@@ -464,6 +460,9 @@ class _Writer:
                 raise CheckpointError("gradients were written over before they were copied (zero_grad in place?)")
             steps[name] = replace(part.step, gradients=dict(zip(part.keys, part.copy.result, strict=True)))
         if self._file is None:
+            if self._given_up is not None:
+                segments.remove_from(self._owner.directory, self._given_up)
+                self._given_up = None
             fields = {"bases": self._base.bases, "previous": self._previous, "owner": self._owner.owner}
             self._file = SegmentFile(self._owner.directory, self._base.step, fields)
             self._previous = self._file.digest

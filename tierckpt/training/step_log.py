@@ -234,11 +234,10 @@ class StepLog:
                 if isinstance(place, str):
                     return _Chain(spans, place)
                 owner, segment = place.segment.owner, place.segment
-                if owner["world_size"] != self._owner["world_size"] or not fits(place, optimizers):
-                    had = (
-                        f"{owner['world_size']} ranks" if owner["world_size"] != self._owner["world_size"] else "shards"
-                    )
-                    return _Chain((), f"the log was written by a job with other {had}: it is of no use to this one")
+                if owner["world_size"] != self._owner["world_size"]:
+                    return _Chain((), f"a job of {owner['world_size']} ranks has written it")
+                if not fits(place, optimizers):
+                    return _Chain((), "it was written with other optimizers, parameters or shards")
                 if not place.fields["is_last"]:
                     continue
                 if spans and spans[-1][:2] == (owner["job"], segment.step):
