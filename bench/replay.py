@@ -6,9 +6,14 @@ A throttled link stands in for that between an accelerator and its host: the cop
 both moments, 12 bytes a parameter) takes ``copy-ms``, the forward and backward passes ``step-ms``. Gradients were
 reduced in bfloat16 and are sent so. Each row trains before, through and after one save; its stall is what the training
 thread waited for the save. "synchronous" waits for the whole copy; "lazy" copies beside the next forward and backward
-passes and waits before the update; the others are windows of K steps. Every copy is compared with the state it is of.
+passes and waits before the update; the others are windows of K steps, the last of them on a link that is twice as wide,
+and carries a part and all gradients of a step. Every copy is compared with the state it is of. Beside what was measured
+stands what arithmetic says: what of the parts and their gradients does not fit beside the steps, and 1 + r (K - 1) / 2.
 
-The second table needs no link: how fast steps are made again beside the optimizer itself, and how large one is in the
+The second table has the time of a step beside a window, and beside a log of gradients, as a share of that without
+either: in turns, medians of single steps, without what a step waited for the link; and the processor seconds of a step.
+
+The third table needs no link: how fast steps are made again beside the optimizer itself, and how large one is in the
 log.
 Prints the tables, and writes bench/out/replay.json.
 """
@@ -16,9 +21,12 @@ Prints the tables, and writes bench/out/replay.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +38,10 @@ from tierckpt.replay.apply import Replay
 from tierckpt.replay.capture import Capture, Step
 from tierckpt.replay.frame import Frame, encode
 from tierckpt.replay.link import GRADIENTS, PARTS, Link
+from tierckpt.replay.log import GradientLog
 from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.replay.optimizers import layout_digest, parameters_of
+from tierckpt.replay.parts import Traffic
 
 OUT = Path(__file__).parent / "out" / "replay.json"
 TENSORS = 256
@@ -42,6 +52,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
 }
 WINDOWS = (2, 3, 4, 5, 6, 7, 8)
+SHARE = 2 / 12
 
 
 class Job:
@@ -120,6 +131,44 @@ def windowed(job: Job, link: Link, steps: int) -> tuple[float, float]:
     return snapshot.blocked_seconds, snapshot.moved_bytes / job.state_bytes
 
 
+def beside(job: Job, rate: float, rounds: int) -> dict[str, dict[str, float]]:
+    """The time of a step beside what makes it recoverable, in turns with steps that nothing is beside."""
+    found: dict[str, list[tuple[float, float]]] = {"nothing": [], "multi-step, K = 7": [], "gradient log": []}
+
+    def steps(name: str, end_of_step: Callable[[], None], waited: Callable[[], float]) -> None:
+        for _ in range(7):
+            begun, cpu, before = time.perf_counter(), time.process_time(), waited()
+            job.train()
+            end_of_step()
+            seconds = time.perf_counter() - begun - (waited() - before)
+            found[name].append((seconds, time.process_time() - cpu))
+
+    for _ in range(rounds):
+        steps("nothing", lambda: None, lambda: 0.0)
+        link = Link(rate)
+        with MultiStepStager(job.optimizer, 7, link=link) as stager:
+            pending = stager.begin(job.state)
+            steps("multi-step, K = 7", stager.end_of_step, lambda stager=stager: stager.waited_seconds)
+            if pending.result(60).fallback:
+                raise RuntimeError(pending.result().fallback)
+        with (
+            tempfile.TemporaryDirectory(dir=OUT.parent) as directory,
+            GradientLog(job.optimizer, Path(directory), link=link) as gradients,
+        ):
+            gradients.begin("base")
+            numbers = itertools.count(1)
+            steps("gradient log", lambda log=gradients, n=numbers: log.end_of_step(next(n)), lambda: 0.0)
+            gradients.sync()
+        link.close()
+    return {
+        name: {
+            "step_seconds": statistics.median(seconds for seconds, _ in times),
+            "cpu_seconds": statistics.fmean(cpu for _, cpu in times),
+        }
+        for name, times in found.items()
+    }
+
+
 def check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     if not all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)):
         raise RuntimeError("a copy is not the state that it stands for")
@@ -170,29 +219,49 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--copy-ms", type=float, default=400.0)
     options.add_argument("--step-ms", type=float, default=100.0)
+    options.add_argument("--threads", type=int, default=1, help="of torch, for the update and for the steps made again")
     given = options.parse_args()
+    torch.set_num_threads(given.threads)
     parameters = int(given.parameters_m * 1e6) // TENSORS * TENSORS
     job = Job(parameters, given.step_ms / 1e3)
-    rows = [("synchronous", synchronous, 1), ("lazy", lazy, 1)] + [(f"K = {k}", windowed, k) for k in WINDOWS]
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in rows}
+    rate, seconds = job.state_bytes / (given.copy_ms / 1e3), given.step_ms / 1e3
+    rows = [
+        ("synchronous", synchronous, 1, rate),
+        ("lazy", lazy, 1, rate),
+        *((f"K = {k}", windowed, k, rate) for k in WINDOWS),
+        ("K = 7, a link twice as wide", windowed, 7, 2 * rate),
+    ]
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name, *_ in rows}
     for number in range(given.rounds):
-        for name, save, steps in rows if number % 2 == 0 else rows[::-1]:
-            link = Link(job.state_bytes / (given.copy_ms / 1e3))
+        for name, save, steps, width in rows if number % 2 == 0 else rows[::-1]:
+            link = Link(width)
             found[name].append(save(job, link, steps))
             link.close()
             job.train()
     console = Console()
-    table = Table("a save", "stall, ms", "spread", "bytes moved / state", "1 + r (K - 1) / 2")
+    table = Table("a save", "stall, ms", "spread", "by arithmetic", "bytes moved / state", "1 + r (K - 1) / 2")
     results = []
-    for name, _, steps in rows:
+    for name, _, steps, width in rows:
         stalls = [1e3 * one for one, _ in found[name]]
         moved = statistics.median(one for _, one in found[name])
-        uniform = 1 + (2 / 12) * (steps - 1) / 2
+        uniform = 1 + SHARE * (steps - 1) / 2
+        traffic = Traffic(
+            job.state_bytes, int(SHARE * job.state_bytes), width, 0.0 if name == "synchronous" else seconds
+        )
+        computed = 1e3 * traffic.stall_seconds([1.0] * steps)
         table.add_row(name, f"{statistics.median(stalls):.0f}", f"{min(stalls):.0f} to {max(stalls):.0f}",
-                      f"{moved:.3f}", f"{uniform:.3f}")  # fmt: skip
-        results.append({"save": name, "stall_ms": stalls, "moved": moved})
+                      f"{computed:.0f}", f"{moved:.3f}", f"{uniform:.3f}")  # fmt: skip
+        results.append({"save": name, "stall_ms": stalls, "computed_ms": computed, "moved": moved, "formula": uniform})
     console.print(f"{parameters / 1e6:.0f} M parameters, {job.state_bytes / 1e6:.0f} MB of state, copied in "
                   f"{given.copy_ms:.0f} ms; forward and backward {given.step_ms:.0f} ms")  # fmt: skip
+    console.print(table)
+    OUT.parent.mkdir(exist_ok=True)
+    loops = beside(job, rate, given.rounds)
+    table = Table("a step beside", "ms", "of the step without", "processor seconds of a step")
+    for name, row in loops.items():
+        table.add_row(name, f"{1e3 * row['step_seconds']:.1f}",
+                      f"{row['step_seconds'] / loops['nothing']['step_seconds']:.3f}",
+                      f"{row['cpu_seconds']:.3f}")  # fmt: skip
     console.print(table)
     rates = replay_rates(parameters)
     table = Table("AdamW", "its own step, ms", "made again, ms", "ratio", "bytes of a step in the log, a parameter")
@@ -200,8 +269,7 @@ def main() -> None:
         table.add_row(row["implementation"], f"{1e3 * row['step_seconds']:.1f}", f"{1e3 * row['replay_seconds']:.1f}",
                       f"{row['ratio']:.2f}", f"{row['frame_bytes_per_parameter']:.4f}")  # fmt: skip
     console.print(table)
-    OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(json.dumps({"saves": results, "replay": rates, "options": vars(given)}, indent=1))
+    OUT.write_text(json.dumps({"saves": results, "loops": loops, "replay": rates, "options": vars(given)}, indent=1))
 
 
 if __name__ == "__main__":

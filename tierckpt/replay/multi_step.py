@@ -167,6 +167,8 @@ class MultiStepStager:
         self._capture = Capture(optimizer, self._on_step, copy=self._on_gradients)
         self._replays = ThreadPoolExecutor(1, "tierckpt-replay")
         self._window: _Window | None = None
+        self.waited_seconds = 0.0
+        """How long steps have waited for parts so far, in all windows."""
         self._stepped_at = 0.0
         self._hidden_seconds: deque[float] = deque(maxlen=STEPS_MEASURED)
         """From the end of a step to the beginning of the next: what a copy can hide behind."""
@@ -322,6 +324,7 @@ class MultiStepStager:
             if part.copy is not None and not part.copy.done.done():
                 window.waited_bytes += part.copy.left_bytes if part.copy.on_device is None else 0
                 _wait(part.copy)
+                self.waited_seconds += time.perf_counter() - begun
         window.blocked_seconds += time.perf_counter() - begun
 
     def _after_step(self, *_: Any) -> None:
