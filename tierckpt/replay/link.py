@@ -45,7 +45,6 @@ class Copy:
         self.done: Future[None] = Future()
         self.was_changed = False
         """Something wrote over a source before the copy was done."""
-        self.size_bytes = 0
         self.copied_bytes = 0
         self.result = targets if targets is not None else [] if is_narrow else host_memory(sources)
         self.on_device: Copies | None = None
@@ -54,12 +53,8 @@ class Copy:
         self._versions = [one._version for one in sources]
         self._chunks: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_narrow = is_narrow
-        if targets is not None:
-            self.size_bytes = sum(one.numel() * one.element_size() for one in targets)
-        elif not is_narrow:
-            for target, source in zip(self.result, sources, strict=True):
-                self._add(target, source)
-            self._chunks.reverse()
+        self._next = 0
+        self.size_bytes = sum(one.numel() * one.element_size() for one in self.result)
 
     @property
     def left_bytes(self) -> int:
@@ -68,14 +63,15 @@ class Copy:
     def next_chunk(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the next target and source to copy, or None at the end."""
         while not self._chunks:
-            if not self._is_narrow or len(self.result) == len(self._sources):
+            if self._next == len(self._sources):
                 return None
-            source = self._sources[len(self.result)]
-            halves = halves_without_loss(source)
-            target = host_memory([source if halves is None else halves])[0]
-            self._add(target, source if halves is None else halves)
+            source = self._sources[self._next]
+            if self._is_narrow:
+                self._add_narrow(source)
+            else:
+                self._add(self.result[self._next], source)
+            self._next += 1
             self._chunks.reverse()
-            self.result.append(target.view(torch.bfloat16).view(source.shape) if halves is not None else target)
         return self._chunks.pop()
 
     def wait(self, timeout_seconds: float) -> None:
@@ -97,8 +93,14 @@ class Copy:
         if self.done.set_running_or_notify_cancel():
             self.done.set_result(None)
 
-    def _add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _add_narrow(self, source: torch.Tensor) -> None:
+        halves = halves_without_loss(source)
+        target = host_memory([source if halves is None else halves])[0]
+        self._add(target, source if halves is None else halves)
+        self.result.append(target.view(torch.bfloat16).view(source.shape) if halves is not None else target)
         self.size_bytes += target.numel() * target.element_size()
+
+    def _add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if source.numel() == 0:
             return
         if not source.is_contiguous() and source.ndim > 1:

@@ -288,7 +288,8 @@ class MultiStepStager:
         return [local(one) for one in found]
 
     def _begin_part(self, window: _Window, part: _Part) -> None:
-        parameters = [one for one in parameters_of(self.optimizer) if one.key in set(part.keys)]
+        keys = set(part.keys)
+        parameters = [one for one in parameters_of(self.optimizer) if one.key in keys]
         part.version = self._capture.version
         part.copy = self.link.copy([one for parameter in parameters for one in self._tensors(parameter)], PARTS)
         window.copies.append(part.copy)

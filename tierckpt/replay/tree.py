@@ -26,11 +26,19 @@ def detach(tree: Any, held: Mapping[Any, torch.Tensor]) -> Any:
 
     A tensor is one of ``held`` when it is the same memory: a state dict has other objects around it.
     """
-    known = {_identity(tensor): place for place, tensor in held.items()}
+    objects = {id(tensor): place for place, tensor in held.items()}
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def place_of(tensor: torch.Tensor) -> Any:
+        if id(tensor) in objects:
+            return objects[id(tensor)]
+        if not known:
+            known.update((_identity(one), place) for place, one in held.items())
+        return known.get(_identity(tensor))
 
     def walk(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            place = known.get(_identity(value))
+            place = place_of(value)
             return _Gap(place) if place is not None else like(value, local(value.detach()).to("cpu", copy=True))
         if isinstance(value, dict):
             return {key: walk(one) for key, one in value.items()}
@@ -81,5 +89,5 @@ def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    shard = local(tensor.detach())
+    shard = local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
     return (shard.device, shard.data_ptr() if shard.numel() else id(tensor), shard.shape, shard.stride(), shard.dtype)
