@@ -19,6 +19,7 @@ from tests.servers.origin import Origin
 from tests.services import free_port
 from tierckpt.agent.hub_proxy import HubProxy
 from tierckpt.config import Settings
+from tierckpt.errors import ConfigError
 
 KIB, MIB = 1 << 10, 1 << 20
 REPO = "org/model-1.5B"
@@ -82,6 +83,28 @@ def test_unmodified_downloads_get_it_and_the_hub_sends_it_once(hub: FakeHub, end
     for name in ("first", "second"):
         assert_came(downloading(endpoint, tmp_path / name), tmp_path / name, files)
     assert hub.sent.total() == sum(map(len, files.values()))
+
+
+def test_a_prefetch_takes_it_from_such_a_hub_too(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+    """One that sends ranges itself, as mirrors do, and redirects nowhere."""
+    files = published(hub)
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "TIERCKPT_LOCAL_ROOT": str(tmp_path / "other")}
+    command = [sys.executable, "-m", "tierckpt", "prefetch", f"hf://{REPO}", "--to", str(tmp_path / "here")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    paths = [path for path in (tmp_path / "here").rglob("*") if path.is_file() and ".tierckpt" not in path.parts]
+    assert {str(path.relative_to(tmp_path / "here")): path.read_bytes() for path in paths} == files
+    assert hub.sent.total() == sum(map(len, files.values()))
+
+
+def test_a_hub_is_not_its_own_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ``HF_ENDPOINT`` is set for all of a node, the agent must not be."""
+    port = free_port()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://localhost:{port}/")
+    proxy = HubProxy(Settings.load(local_root=tmp_path / "root"))
+    with pytest.raises(ConfigError, match="HF_ENDPOINT"):
+        proxy.serve(port)
+    proxy.close()
 
 
 def test_some_files_only_and_nothing_else_is_fetched(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:

@@ -233,6 +233,14 @@ def test_a_pointer_without_object_is_said(pointers: bool, hub: FakeHub, tmp_path
     assert not (tmp_path / "here").exists()
 
 
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/file"])
+def test_a_hub_that_leads_elsewhere_than_to_http_is_refused(url: str, hub: FakeHub, tmp_path: Path) -> None:
+    published(hub)
+    hub.leads_to = url
+    with pytest.raises(TierckptError, match="no URL of HTTP"):
+        fetch(tmp_path)
+
+
 def test_wrong_bytes_are_refused_and_fetched_anew(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     hub.damaged = {"model-00002.safetensors"}

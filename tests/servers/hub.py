@@ -67,6 +67,8 @@ class FakeHub:
         self.pointers = False
         self.seconds_per_answer = 0.0
         self.on_resolve = lambda: None
+        self.leads_to = ""
+        """Where the resolver redirects, instead of to its CDN."""
         self.epoch = 0
         self.expires_after = 0
         """At this request to the CDN every URL that was signed so far expires."""
@@ -172,7 +174,7 @@ class FakeHub:
         if len(data) < LFS_BYTES_MIN:
             return self._send(request, path, data, headers)
         name = f"{commit}/{path}"
-        signed = f"{self.cdn}/{name}?Expires={self.epoch}&Signature={self._signature(name)}"
+        signed = self.leads_to or f"{self.cdn}/{name}?Expires={self.epoch}&Signature={self._signature(name)}"
         headers |= {"Location": signed, "X-Linked-Etag": f'"{oid(data)}"', "X-Linked-Size": str(len(data))}
         return self._say(request, 302, b"", headers)
 

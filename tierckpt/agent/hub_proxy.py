@@ -79,8 +79,13 @@ class HubProxy:
         self._server: ThreadingHTTPServer | None = None
 
     def serve(self, port: int) -> int:
-        """Listen on ``port`` (0: any) and return it; threads answer. Raises ConfigError: the port is taken."""
+        """Listen on ``port`` (0: any) and return it; threads answer. Raises ConfigError: the port is taken, or
+        is that of the Hub which is served."""
         proxy = self
+        if self._hub.host in (f"{HOST}:{port}", f"localhost:{port}"):
+            raise ConfigError(
+                "HF_ENDPOINT of the agent names the agent itself", hint="Start the agent without it, or with the Hub's"
+            )
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -89,7 +94,11 @@ class HubProxy:
             def do_GET(self) -> None:
                 try:
                     proxy.answer(self)
-                except (ConnectionError, TimeoutError):  # the client has gone
+                except (
+                    ConnectionError,
+                    TimeoutError,
+                    concurrent.futures.CancelledError,
+                ):  # the client, or we, have gone
                     self.close_connection = True
 
             do_HEAD = do_GET

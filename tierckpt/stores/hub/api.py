@@ -189,6 +189,7 @@ class Hub:
             )
         if answer.status in (200, 206):
             return answer.body[byte_range.start : byte_range.stop] if answer.status == 200 else answer.body
+        check_http(answer.headers["location"])
         return answer.headers["location"]
 
     async def answer(self, path: str) -> Answer:
@@ -209,7 +210,7 @@ class Hub:
             if answer.status >= 400:
                 raise self._refusal(answer, repository, path)
             url = urljoin(url, answer.headers.get("location", ""))
-            if urlsplit(url).netloc != self.host:
+            if not self._is_own(url):
                 return Answer(answer.status, {**answer.headers, "location": url}, b"", answer.url)
         raise StoreError(f"{self.host} redirects {repository.page} in a circle", tier=Tier.SHARED)
 
@@ -261,8 +262,12 @@ class Hub:
             return answer.status not in _MAY_PASS
         return False
 
+    def _is_own(self, url: str) -> bool:
+        """True for the Hub's host, reached as it is to be: a redirect may not take the token out of TLS."""
+        return urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]
+
     def _authorization(self, url: str) -> dict[str, str]:
-        token = _token() if urlsplit(url).netloc == self.host else ""  # A1
+        token = _token() if self._is_own(url) else ""  # A1
         return {"Authorization": f"Bearer {token}"} if token else {}
 
     def _refusal(self, answer: Answer, repository: Repository, path: str) -> StoreError:
@@ -304,9 +309,11 @@ class Hub:
 def request(url: str, headers: Mapping[str, str]) -> Answer:
     """Make one GET and return the answer, whatever it says; a redirect is not followed. Blocking.
 
-    Raises StoreUnavailableError: there is no answer, or no whole one.
+    Raises:
+        StoreUnavailableError: there is no answer, or no whole one.
+        StoreError: it is no URL of HTTP.
     """
-    host = urlsplit(url).netloc
+    host = check_http(url)
     try:
         asked = urllib.request.Request(url, headers={"User-Agent": "tierckpt", **headers})
         with _opener.open(asked, timeout=ANSWER_SECONDS_MAX) as reply:
@@ -317,6 +324,14 @@ def request(url: str, headers: Mapping[str, str]) -> Answer:
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise unavailable(host, said(reason) if isinstance(reason, BaseException) else "no answer") from None
+
+
+def check_http(url: str) -> str:
+    """Return the host of a URL. Raises StoreError: a Hub that sends us to files of this node is none."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise StoreError(f"a Hub leads to {redact(url)[:100]!r}, which is no URL of HTTP", tier=Tier.SHARED)
+    return parts.netloc
 
 
 def _answer(reply: Any, url: str) -> Answer:
