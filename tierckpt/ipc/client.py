@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config import Settings
 from ..disk.durable import make_dirs
@@ -159,6 +159,16 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+class _Question(NamedTuple):
+    """A message to the agent, and how its answer is waited for (``AgentClient.ask``)."""
+
+    message: Json
+    descriptors: Sequence[int]
+    start: bool
+    timeout_seconds: float
+    on_busy: Callable[[Any], None]
+
+
 class AgentClient:
     """This process's connection to the agent of a local root. Thread-safe; connects when first asked something.
 
@@ -202,7 +212,7 @@ class AgentClient:
         if self._breaker is not None and self._breaker.is_open:
             raise NotAnsweringError(f"the agent of {self.settings.local_root} does not answer")
         try:
-            return self._ask_twice(message, descriptors, start, timeout_seconds, on_busy)
+            return self._ask_twice(_Question(message, descriptors, start, timeout_seconds, on_busy))
         except (_SilentError, AgentUnavailableError, PermissionDeniedError) as error:
             if self._breaker is None or isinstance(error, NoneRunsError | NotAnsweringError):
                 raise
@@ -250,41 +260,27 @@ class AgentClient:
                 with _lock:
                     self._untold -= 1
 
-    def _ask_twice(
-        self,
-        message: Json,
-        descriptors: Sequence[int],
-        start: bool,
-        timeout_seconds: float,
-        on_busy: Callable[[Any], None],
-    ) -> Any:
-        patience = START_SECONDS if start or self._breaker is None else STARVED_SECONDS
+    def _ask_twice(self, question: _Question) -> Any:
+        patience = START_SECONDS if question.start or self._breaker is None else STARVED_SECONDS
         if not self._lock.acquire(timeout=patience):  # another thread of ours waits for an answer, or for a start
             raise NotAnsweringError(f"the agent of {self.settings.local_root} has not answered another thread")
         try:
             try:
-                return self._ask(message, descriptors, start, timeout_seconds, on_busy)
+                return self._ask(question)
             except _Gone as gone:
                 log.info("the agent of %s went away (%s), asking the next one", self.settings.local_root, gone)
             try:
-                return self._ask(message, descriptors, start, timeout_seconds, on_busy)
+                return self._ask(question)
             except _Gone as gone:
                 raise AgentUnavailableError(f"the agent of {self.settings.local_root} went away: {gone}") from gone
         finally:
             self._lock.release()
 
-    def _ask(
-        self,
-        message: Json,
-        descriptors: Sequence[int],
-        start: bool,
-        timeout_seconds: float,
-        on_busy: Callable[[Any], None],
-    ) -> Any:
+    def _ask(self, question: _Question) -> Any:
         if self.connection is None:
-            self.connection = self._connect(start)
+            self.connection = self._connect(question.start)
         try:
-            answer = self._exchange(self.connection, message, descriptors, timeout_seconds, on_busy)
+            answer = self._exchange(self.connection, question)
         except BaseException as error:
             self._drop()  # the answer may still come, and it is not that to the next message
             if isinstance(error, TierckptError):
@@ -293,7 +289,7 @@ class AgentClient:
                 raise OperationTimeoutError(
                     f"the agent of {self.settings.local_root} has not answered",
                     hint=f"Its log is {agent_dir(self.settings.local_root) / LOG}",
-                    waited_seconds=timeout_seconds,
+                    waited_seconds=question.timeout_seconds,
                 ) from error
             if isinstance(error, OSError | ValueError):
                 raise _Gone(str(error)) from error
@@ -302,16 +298,10 @@ class AgentClient:
             raise TierckptError(f"the agent refused: {answer['error']}")
         return answer.get("ok")
 
-    def _exchange(
-        self,
-        connection: socket.socket,
-        message: Json,
-        descriptors: Sequence[int],
-        timeout_seconds: float,
-        on_busy: Callable[[Any], None],
-    ) -> Json:
+    def _exchange(self, connection: socket.socket, question: _Question) -> Json:
+        descriptors, timeout_seconds = question.descriptors, question.timeout_seconds
         listening = _Listening(connection, time.monotonic() + timeout_seconds, is_patient=self._breaker is None)
-        data = encode({**message, "descriptors": len(descriptors)})
+        data = encode({**question.message, "descriptors": len(descriptors)})
         connection.settimeout(timeout_seconds if self._breaker is None else min(timeout_seconds, PATIENCE_SECONDS))
         try:
             sent = socket.send_fds(connection, [data], list(descriptors)) if descriptors else 0
@@ -321,7 +311,7 @@ class AgentClient:
                 raise
             raise _SilentError("it does not read from its socket") from error
         while "busy" in (answer := listening.next()):
-            on_busy(answer["busy"])
+            question.on_busy(answer["busy"])
         return answer
 
     def _connect(self, start: bool) -> socket.socket:

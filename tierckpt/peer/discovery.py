@@ -194,7 +194,6 @@ class Lookup:
     def __init__(self, text: str, environment: Mapping[str, str] = os.environ) -> None:
         """Raises ConfigError."""
         self.sources = parse(text)
-        self._environment = environment
         self._known: dict[str, list[str]] = {}
         self._told: list[str] = []
         self.problem = ""
