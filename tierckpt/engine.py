@@ -20,7 +20,7 @@ from .checkpoint import catalog, local_commit, marks, shared_commit
 from .checkpoint.catalog import Checkpoint, Row
 from .checkpoint.journal import Journal
 from .checkpoint.namespace import Browser
-from .checkpoint.prune import Pruner, PruneResult, finish_local
+from .checkpoint.prune import KEPT, Pruner, PruneResult, finish_local
 from .checkpoint.retention import Policy
 from .checkpoint.select import Selector, below, place_of
 from .checkpoint.verify import VerifyReport, verify
@@ -464,13 +464,14 @@ class Engine:
         """Remove the checkpoints directly under ``location`` that ``policy`` does not keep; say what became of each.
 
         Never the newest of a tier, nor what is not on a lower tier yet, nor what is in use (checkpoint/retention.py).
-        Redo logs are judged by the same policy, among themselves.
+        Redo logs count as checkpoints among themselves and beside newer checkpoints; checkpoints, among themselves.
         """
         children = [location.child(name) for name in await self.selector.names(location)]
         pruner = Pruner(self.settings, self.journal, self.store)
         result = await pruner.prune(children, policy, dry_run=dry_run)
         if windows := [location.child(name) for name in await self._windows(location)]:
-            result.join(await pruner.prune(windows, policy, dry_run=dry_run), below=WINDOWS_DIR)
+            kept = [one.copy for one in result.only(KEPT)]
+            result.join(await pruner.prune(windows, policy, dry_run=dry_run, beside=kept), below=WINDOWS_DIR)
         if not dry_run:
             finished = await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
             result.leftovers += [directory.name for directory in finished]

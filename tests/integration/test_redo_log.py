@@ -217,3 +217,18 @@ def test_retention_ls_verify_and_info_know_redo_logs(run: Path, capsys: pytest.C
     assert [path.name for path in (run / WINDOWS_DIR).iterdir()] == [newest.name]
     damage(next(newest.glob("*.distcp")))
     assert run_cli(["verify", str(run), "--read-data"]) != 0
+
+
+def test_a_redo_log_goes_when_newer_checkpoints_are_enough(run: Path) -> None:
+    """It never is what a checkpoint is removed for: that may be all that can be read somewhere else."""
+    job, (step,) = trained(run, plain=1, keep_last=1)
+    assert (run / "step-1").exists() and (run / WINDOWS_DIR / f"step-{step}").exists()
+    found, again, _ = restored(run)
+    assert found == step
+    with Checkpointer(run, keep_last=1) as checkpointer:
+        for _ in range(2):
+            again.train()
+            checkpointer.save(again.number + step, again.state).result(60)
+    assert not list((run / WINDOWS_DIR).glob("step-*")) and not (run / f"step-{step}").exists()
+    assert tierckpt.latest(run) == str(run / f"step-{again.number + step}")
+    assert job.kept

@@ -13,6 +13,7 @@ import torch
 from tierckpt.dcp import staging_copy
 from tierckpt.replay.link import GRADIENTS, PARTS, Link
 from tierckpt.replay.pinned import PinnedMemory
+from tierckpt.replay.tree import detach, gaps
 
 SECONDS = 60.0
 DEVICE = torch.device("cuda", 0)
@@ -167,3 +168,15 @@ def test_page_locked_memory_is_used_again_when_nothing_refers_to_it() -> None:
     del first, second, target
     assert {memory.tensors(sources)[0].data_ptr()} <= places
     memory.close()
+
+
+def test_the_rest_of_a_state_comes_from_the_device_before_training_goes_on(device: Device, link: Link) -> None:
+    weight, buffer = torch.randn(4), torch.randn(3)
+    state = {"weight": on_device(weight), "seen": on_device(buffer), "count": torch.tensor(2), "name": "x"}
+    tree, copy = detach(state, {"held": state["weight"]}, link)
+    assert copy is not None and not copy.done.done()
+    assert device.trains.done == [("waits for", device.streams[0])]  # what changes the buffer next comes after
+    assert list(gaps(tree)) == [(("weight",), "held")]
+    device.reach()
+    copy.done.result(SECONDS)
+    assert torch.equal(tree["seen"], buffer) and not tree["seen"].is_cuda

@@ -72,6 +72,16 @@ def test_parts_are_of_several_versions_until_they_are_folded() -> None:
     assert gradients == sum(len(part.keys) * (3 - part.version) for part in found.parts)
 
 
+def test_a_loop_of_its_own_folds_a_window_where_it_stands() -> None:
+    job = Job()
+    job.train()
+    snapshot, wanted = window_of(job)
+    whole = snapshot.fold()
+    assert whole.redo is None and whole.steps == snapshot.steps and not whole.inexact
+    check(whole.state, wanted)
+    assert whole.fold() is whole
+
+
 Recipe = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 

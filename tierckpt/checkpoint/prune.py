@@ -98,10 +98,13 @@ class Pruner:
         self._store = store_of
         self._gate = asyncio.Semaphore(4 * settings.concurrency)
 
-    async def prune(self, names: Iterable[Location], policy: Policy, *, dry_run: bool) -> PruneResult:
+    async def prune(
+        self, names: Iterable[Location], policy: Policy, *, dry_run: bool, beside: Sequence[CheckpointCopy] = ()
+    ) -> PruneResult:
         """Judge the checkpoints at ``names``, the children of one run, and remove what the policy says.
 
         Returns what became of each, failures among it: one copy that cannot be removed does not keep the others.
+        ``beside``: copies that count, and of which nothing becomes: a redo log is not the newest beside a newer one.
 
         Raises:
             StoreError: the shared tier cannot be asked, so that nothing can be judged; nothing was removed.
@@ -111,7 +114,10 @@ class Pruner:
         copies = await self._copies(seen)
         result = PruneResult([], {one.name: one.other for one in seen if one.other})
         locations = {one.name: one.location for one in seen}
-        for verdict in policy.judge(copies, drains=self._settings.drain):
+        others = [replace(copy, name=f"beside/{copy.name}") for copy in beside]
+        for verdict in policy.judge([*copies, *others], drains=self._settings.drain):
+            if verdict.copy.name not in locations:
+                continue
             result.outcomes.append(await self._carry_out(verdict, locations[verdict.copy.name], dry_run, result.errors))
         for one in seen:
             if one.begun or one.is_empty:

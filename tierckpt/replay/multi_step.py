@@ -25,9 +25,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -74,6 +74,18 @@ class Snapshot:
     """The parts, still at several versions: ``redo.fold()`` brings them to the last one. ``state`` has none of them."""
     tree: Any = None
     """With ``redo``: what ``take`` returned, with gaps where the optimizer's tensors were (``tree.gaps``)."""
+    held: Mapping[tuple[str, str], torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def fold(self, exact: Exact = "required") -> Snapshot:
+        """Return this with ``state``, all of one version: itself, unless its parts are still at several.
+
+        Raises what ``Redo.fold`` raises, and takes what that takes. Not while something else folds ``redo``.
+        """
+        if self.redo is None:
+            return self
+        inexact = self.redo.fold(exact)
+        state = _put(self.tree, self.held, self.redo.tensors)
+        return replace(self, state=state, inexact=inexact, redo=None, tree=None, held={})
 
 
 @dataclass
@@ -335,7 +347,8 @@ class MultiStepStager:
 
     def _edits(self) -> tuple[int, ...]:
         """How often each parameter was written to: what is found later, or on a device, costs the window."""
-        return tuple(local(one.tensor.detach())._version for one in parameters_of(self.optimizer))
+        tensors = (one.tensor for one in parameters_of(self.optimizer))
+        return tuple((one._local_tensor if isinstance(one, DTensor) else one)._version for one in tensors)
 
     def _on_gradients(self, gradients: Gradients) -> Gradients:
         """The gradients of parts that were copied follow them."""
@@ -387,7 +400,8 @@ class MultiStepStager:
         window.sealed = self._capture.version
         live = {one.key: local(one.tensor.detach()) for one in parameters_of(self.optimizer)}
         earlier = [key for part in window.parts if part is not last for key in part.keys]
-        held, tree = self._detach(window.take())
+        held, tree, rest = self._detach(window)
+        window.work += rest
         if self._defers:
             found = {place: Fingerprint.of(local(one.detach())) for place, one in held.items()}
             redo = self._redo(window, found)
@@ -462,7 +476,7 @@ class MultiStepStager:
         steps, moved = window.sealed - window.begun, window.moved_bytes
         blocked, waited = window.blocked_seconds, window.waited_bytes
         if self.exact == "required":
-            return Snapshot(None, steps, moved, blocked, waited_bytes=waited, redo=redo, tree=tree)
+            return Snapshot(None, steps, moved, blocked, waited_bytes=waited, redo=redo, tree=tree, held=held)
         inexact = redo.fold(self.exact, on="cpu")
         return Snapshot(_put(tree, held, redo.tensors), steps, moved, blocked, waited_bytes=waited, inexact=inexact)
 
@@ -486,7 +500,7 @@ class MultiStepStager:
 
     def _copy_whole(self, window: _Window) -> None:
         log.warning("a multi-step checkpoint is copied whole: %s", window.failure)
-        held, tree = self._detach(window.take())
+        held, tree, rest = self._detach(window)
         copies = {}
         begun = time.perf_counter()
         for (key, name), tensor in held.items():
@@ -494,6 +508,8 @@ class MultiStepStager:
             copy.done.result(COPY_TIMEOUT_SECONDS)
             copies[key, name] = copy.result[0]
             window.copies.append(copy)
+        for one in rest:
+            one.result(COPY_TIMEOUT_SECONDS)
         blocked = window.blocked_seconds + time.perf_counter() - begun
         steps = self._capture.version - window.begun
         moved, waited = window.moved_bytes, window.waited_bytes
@@ -506,16 +522,19 @@ class MultiStepStager:
             for one in parameters_of(self.optimizer)
         }
 
-    def _detach(self, tree: Any) -> tuple[dict[tuple[str, str], torch.Tensor], Any]:
-        """Replace the optimizer's tensors in ``tree`` by their names, and copy all others."""
+    def _detach(self, window: _Window) -> tuple[dict[tuple[str, str], torch.Tensor], Any, list[Future[None]]]:
+        """Replace the optimizer's tensors in what the window takes by their names, and begin to copy all others."""
         held = self._held()
-        return held, detach(tree, held)
+        tree, copy = detach(window.take(), held, self.link)
+        return held, tree, [copy.done] if copy is not None else []
 
     def _held(self) -> dict[tuple[str, str], torch.Tensor]:
         return {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
 
 
-def _put(tree: Any, held: dict[tuple[str, str], torch.Tensor], copies: dict[tuple[str, str], torch.Tensor]) -> Any:
+def _put(
+    tree: Any, held: Mapping[tuple[str, str], torch.Tensor], copies: Mapping[tuple[str, str], torch.Tensor]
+) -> Any:
     return fill(tree, {place: like(tensor, copies[place]) for place, tensor in held.items() if place in copies})
 
 

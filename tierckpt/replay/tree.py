@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
+from .link import PARTS, Copy, Link
 from .optimizers import local
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -21,13 +22,21 @@ class _Gap:
     place: Hashable
 
 
-def detach(tree: Any, held: Mapping[Any, torch.Tensor]) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Other:
+    number: int
+
+
+def detach(tree: Any, held: Mapping[Any, torch.Tensor], link: Link) -> tuple[Any, Copy | None]:
     """Return ``tree`` with a gap for each tensor of ``held``, and a copy of all else in host memory.
 
-    A tensor is one of ``held`` when it is the same memory: a state dict has other objects around it.
+    A tensor is one of ``held`` when it is the same memory: a state dict has other objects around it. From CUDA things
+    come by ``link``, behind what the current stream has still to do and before all that follows: they are there when
+    the copy that is returned is done.
     """
     objects = {id(tensor): place for place, tensor in held.items()}
     known: dict[tuple[Any, ...], Any] = {}
+    others: list[torch.Tensor] = []
 
     def place_of(tensor: torch.Tensor) -> Any:
         if id(tensor) in objects:
@@ -39,14 +48,26 @@ def detach(tree: Any, held: Mapping[Any, torch.Tensor]) -> Any:
     def walk(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             place = place_of(value)
-            return _Gap(place) if place is not None else like(value, local(value.detach()).to("cpu", copy=True))
+            if place is not None:
+                return _Gap(place)
+            shard = local(value.detach())
+            if not shard.is_cuda:
+                return like(value, shard.to("cpu", copy=True))
+            others.append(value)
+            return _Gap(_Other(len(others) - 1))
         if isinstance(value, dict):
             return {key: walk(one) for key, one in value.items()}
         if type(value) in (list, tuple):
             return type(value)(walk(one) for one in value)
         return value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
 
-    return walk(tree)
+    made = walk(tree)
+    if not others:
+        return made, None
+    moved = link.copy([local(one.detach()) for one in others], PARTS)
+    moved.wait(0.0)  # on the device: it does not hold up this thread
+    shards = zip(others, moved.result, strict=True)
+    return fill(made, {_Other(number): like(*pair) for number, pair in enumerate(shards)}), moved
 
 
 def gaps(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
@@ -57,7 +78,9 @@ def gaps(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[st
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from gaps(value, (*path, key))
     elif isinstance(tree, tuple) and any(isinstance(one, _Gap) for one in tree):
-        raise CheckpointError("a tuple of the state holds a tensor of the optimizer")
+        raise CheckpointError(
+            "a tuple of the state holds a tensor of the optimizer", hint='Put it into a list, or save with mode="async"'
+        )
 
 
 def without_gaps(tree: Any) -> Any:

@@ -86,8 +86,14 @@ class _Window:
     state: State
     made: int = 0
     copies: list[Future[Snapshot]] = field(default_factory=list)
+    rest: list[Future[None]] = field(default_factory=list)
     tree: Any = None
     failure: str = ""
+
+    @property
+    def work(self) -> list[Future[Any]]:
+        """What is under way beside training."""
+        return [*self.copies, *self.rest]
 
     @property
     def is_sealed(self) -> bool:
@@ -174,7 +180,7 @@ class SaveWindow:
         if window is None:
             return
         if window.is_sealed:
-            if futures.wait(window.copies, SETTLE_SECONDS).not_done:
+            if futures.wait(window.work, SETTLE_SECONDS).not_done:
                 window.failure = f"its parts were not brought to one version in {SETTLE_SECONDS:g} s"
             self._settle(window)
         else:
@@ -243,7 +249,8 @@ class SaveWindow:
             inside += time.perf_counter() - at
         if window.is_sealed and not window.failure:
             try:
-                window.tree = detach(collected, self._tensors())
+                window.tree, rest = detach(collected, self._tensors(), self._stagers[0].link)
+                window.rest += [rest.done] if rest is not None else []
             except MemoryError:
                 window.failure = OUT_OF_MEMORY
         window.handle.record.blocked_seconds += time.perf_counter() - begun - inside
@@ -321,7 +328,7 @@ class SaveWindow:
 
 def _outcome(window: _Window) -> str:
     """Why this rank has given up; else whether its parts are whole."""
-    failed = [error for one in window.copies if one.done() and (error := one.exception()) is not None]
+    failed = [error for one in window.work if one.done() and (error := one.exception()) is not None]
     if window.failure or failed:
         return window.failure or str(failed[0])
-    return DONE if all(one.done() for one in window.copies) else PENDING
+    return DONE if all(one.done() for one in window.work) else PENDING
