@@ -2,7 +2,8 @@
 
 A small GPT trains with FSDP2 on two ranks and saves to S3 through the local tier. All ranks are killed, the node's disk
 is lost, the job resumes from S3 and repeats an uninterrupted run bit for bit; plain PyTorch reads the checkpoint; a
-second node fetches the exported weights and writes a line of text.
+second node fetches the exported weights and writes a line of text; a job that logs its steps is killed between two
+saves, and loses one step at most.
 
 Every sentence with a tick was checked by code. The exit code is 0 only if all of them hold. S3 is a moto server
 started here, or the server that ``TIERCKPT_DEMO_S3_ENDPOINT`` names (with ``AWS_ACCESS_KEY_ID`` and
@@ -31,6 +32,7 @@ HERE = Path(__file__).resolve().parent
 WORK = HERE.parents[1] / ".demo"
 STEPS, SAVE_EVERY = 60, 10
 KILL_AFTER_SAVE_OF = 40
+KILL_AFTER_STEP = 47
 TRAINING_TIMEOUT_SECONDS = 240.0
 
 Event = dict[str, Any]
@@ -186,6 +188,26 @@ class Demo:
         self.claim("its weights are those of the trained model, every bit", same)
         self.claim(f"it writes: {generated['line']!r}", len(generated["line"]) > 20)
 
+    def lose_no_step(self, reference: Run) -> None:
+        self.stage(9, f"The job logs its steps, and is killed after step {KILL_AFTER_STEP}, between two saves")
+        job, events = self._start_training("logged", self._uri("logged"), node="node-d", logs_steps=True)
+        run = Run(list(self._follow("logged", job, events, kill_at=KILL_AFTER_STEP, kind="step")))
+        if job.poll() is not None:
+            self.processes.check_exit("logged", job)
+        kill_tree(job)
+        run.events = [json.loads(line) for line in events.read_text().splitlines()]
+        resumed = self._train("logged-resumed", self._uri("logged"), node="node-d", logs_steps=True)
+        last, at = max(run.steps), resumed.resumed_from or 0
+        self.claim(
+            f"step {last} had ended, step {max(run.saved_steps)} was saved, and it resumed from step {at}",
+            last - 1 <= at <= last + 1,
+        )
+        different = [step for step, event in resumed.steps.items() if reference.steps[step] != event]
+        text = f"all {len(resumed.steps)} losses after that equal those of the uninterrupted run, every bit"
+        self.claim(text, not different, f"steps {different} differ")
+        self.claim("and so do all weights", resumed.summary["weights"] == reference.summary["weights"])
+        self._tierckpt("report", self._uri("logged"), node="node-d")
+
     def print_table(self, reference: Run, resumed: Run) -> None:
         columns = ("run", "step", "bytes", "s blocked", "s to local commit", "s to shared commit", "s to restore")
         table = Table(*columns, title="What it cost", title_justify="left")
@@ -238,25 +260,27 @@ class Demo:
         if ours_to_leave_clean and self._s3().exists(self.bucket):
             self._s3().rm(self.bucket, recursive=True)
 
-    def _start_training(self, name: str, uri: str, node: str) -> tuple[Any, Path]:
+    def _start_training(self, name: str, uri: str, node: str, *, logs_steps: bool = False) -> tuple[Any, Path]:
         events, summary = WORK / f"{name}.events.jsonl", WORK / f"{name}.summary.json"
         launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
         script = (HERE / "train.py", uri, "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
-        outputs = ("--events", events, "--summary", summary)
+        outputs = ("--events", events, "--summary", summary, *(("--gradient-log",) if logs_steps else ()))
         command = (*launcher, "--nproc-per-node", "2", *script, *outputs)
         return self.processes.start(name, *command, environment=self._on(node)), events
 
-    def _train(self, name: str, uri: str, node: str) -> Run:
-        job, events = self._start_training(name, uri, node)
+    def _train(self, name: str, uri: str, node: str, *, logs_steps: bool = False) -> Run:
+        job, events = self._start_training(name, uri, node, logs_steps=logs_steps)
         run = Run(list(self._follow(name, job, events)))
         job.wait(10)
         self.processes.check_exit(name, job)
         run.summary = json.loads((WORK / f"{name}.summary.json").read_text())
         return run
 
-    def _follow(self, name: str, job: Any, events: Path, kill_at: int | None = None) -> Iterator[Event]:
+    def _follow(
+        self, name: str, job: Any, events: Path, kill_at: int | None = None, kind: str = "save"
+    ) -> Iterator[Event]:
         def at_kill(event: Event) -> bool:
-            return event["event"] == "save" and event["step"] == kill_at
+            return event["event"] == kind and event["step"] == kill_at
 
         loss = 0.0
         for event in follow(events, job, until=at_kill, timeout_seconds=TRAINING_TIMEOUT_SECONDS):
@@ -328,6 +352,7 @@ def perform(demo: Demo) -> None:
     demo.compare_losses(reference, resumed)
     demo.load_with_stock_pytorch(resumed)
     demo.serve_on_another_node(resumed)
+    demo.lose_no_step(reference)
     demo.print_table(reference, resumed)
 
 

@@ -93,7 +93,7 @@ def train(arguments: argparse.Namespace) -> None:
         "bytes_seen": 0,
     }
     events = Events(arguments.events)
-    with Checkpointer(arguments.uri, keep_last=3) as checkpointer:
+    with Checkpointer(arguments.uri, keep_last=3, gradient_log=arguments.gradient_log) as checkpointer:
         resumed_from = checkpointer.restore(state)
         events.write(event="start", resumed_from=resumed_from, bytes_seen=state["bytes_seen"])
         for step in range((resumed_from or 0) + 1, arguments.steps + 1):
@@ -101,6 +101,8 @@ def train(arguments: argparse.Namespace) -> None:
             loss = train_step(model, optimizer, inputs, targets)
             scheduler.step()
             state["bytes_seen"] += inputs.numel() * dist.get_world_size()
+            if arguments.gradient_log:
+                checkpointer.step(step, state)
             events.write(event="step", step=step, loss=loss.item().hex(), bytes_seen=state["bytes_seen"])
             if step % arguments.save_every == 0:
                 checkpointer.save(step, state)
@@ -126,6 +128,7 @@ def main() -> None:
     parser.add_argument("uri")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--gradient-log", action="store_true", help="log each step between two saves")
     parser.add_argument("--events", type=Path, required=True)
     parser.add_argument("--summary", type=Path, required=True)
     arguments = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import shutil
@@ -16,6 +17,7 @@ from torch import nn
 import tierckpt
 from tests.fault.step_log_scenarios import Job
 from tierckpt import Checkpointer
+from tierckpt.cli.ui.app import run as main
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
 from tierckpt.replay import segments
@@ -69,6 +71,26 @@ def test_a_job_goes_on_where_it_was_cut_off(run: Runs, asked: bool | str) -> Non
     while reference.state["step"] < 12:
         reference.train()
     assert reference.digest() == wanted
+
+
+def test_status_and_report_tell_of_it(
+    run: Runs, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(run(interval=5), Job(), 8)
+    checkpointer = run()
+    job, _ = resumed(checkpointer)
+    train(checkpointer, job, 9)
+
+    def told(*arguments: str) -> Any:
+        capsys.readouterr()
+        assert main([*arguments, "--json", "--local-root", str(local_root)]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    [log] = told("status")["gradient_logs"]
+    assert (log["uri"], log["rank"], log["newest_step"]) == (file_uri, 0, 9) and log["size_bytes"] > 4096
+    assert told("report", file_uri)["replayed_steps"] == 3
+    assert main(["report", file_uri, "--local-root", str(local_root)]) == 0
+    assert "3 steps that no checkpoint had" in capsys.readouterr().out
 
 
 def test_what_is_asked_for_is_a_number_of_steps_or_a_time(run: Runs) -> None:

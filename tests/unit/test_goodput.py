@@ -57,6 +57,13 @@ def test_every_second_of_a_known_run_is_where_it_belongs() -> None:
     assert failure.away_seconds == 8 + 5
 
 
+def test_steps_that_a_log_had_are_counted() -> None:
+    logged = [SECOND[0], line("restored", 135, 19, loading=2) | {"replayed_steps": 9}, *SECOND[2:]]
+    found = report(FIRST, logged)
+    assert (found.replayed_steps, found.failures[0].lost_steps) == (9, 1)
+    assert report(FIRST, SECOND).replayed_steps == 0
+
+
 def test_a_start_that_died_before_it_did_anything_loses_nothing() -> None:
     early = [line("start", 126, process_at=125, starting=1)]
     found = report(FIRST, early, SECOND)

@@ -99,6 +99,8 @@ def _summary(location: Location, found: Goodput) -> dict[str, object]:
             f"{_short(sum(lost) / len(lost))} of training ({steps:.1f} steps), and "
             f"{_short(found.restart_seconds or 0)} until training went on"
         )
+    if found.replayed_steps:
+        summary["not lost"] = f"{found.replayed_steps} steps that no checkpoint had: the gradient log had them"
     return summary
 
 

@@ -22,8 +22,9 @@ from ..checkpoint.retention import local_checkpoints, nearest_existing
 from ..config import Settings
 from ..drain.budget import UNCHANGED, read_control
 from ..errors import ConfigError, TierckptError
-from ..format.layout import MANIFEST, Location, agent_dir
+from ..format.layout import GRADIENTS_DIR, MANIFEST, Location, agent_dir, step_of
 from ..ipc.client import SOCKET, AgentClient, NoneRunsError
+from ..replay import segments
 from ..types import Json
 from . import peers as peers_view
 from .ui.output import Report, facts, human_bytes, human_seconds, table
@@ -104,6 +105,7 @@ def _document(settings: Settings) -> Json:
         "agent_problem": problem,
         "local": local,
         "local_bytes": sum(item["size_bytes"] for item in local),
+        "gradient_logs": list(_gradient_logs(root)),
         "free_bytes": disk.free,
         "total_bytes": disk.total,
     }
@@ -163,6 +165,20 @@ def _checkpoints(root: Path) -> Iterator[Json]:
             "size_bytes": sum(entry.size_bytes for entry in here),
             "drained": marks.is_drained(directory, manifest.attempt),
         }
+
+
+def _gradient_logs(root: Path) -> Iterator[Json]:
+    """What lies behind the checkpoints of this node, of each rank."""
+    base = root / "checkpoints"
+    for directory in sorted(base.rglob(f"{GRADIENTS_DIR}/rank-*")) if base.is_dir() else ():
+        sizes = [file_size(path) for path in segments.paths_in(directory)]
+        if sizes:
+            yield {
+                "uri": _location(root, directory.parent.parent).uri,
+                "rank": step_of(directory.name),
+                "size_bytes": sum(size for size in sizes if size > 0),
+                "newest_step": segments.newest_step(directory),
+            }
 
 
 def _prefetched(root: Path) -> Iterator[Json]:
@@ -304,4 +320,10 @@ def _view(document: Json) -> list[RenderableType]:
         view.append(table("to_drain >rank state >size >age last_error", waiting))
     if here:
         view.append(table("on_this_node kind >files >size on_shared_tier", here))
+    if document["gradient_logs"]:
+        logs = [
+            (item["uri"], item["rank"], human_bytes(item["size_bytes"]), item["newest_step"])
+            for item in document["gradient_logs"]
+        ]
+        view.append(table("gradient_log >rank >size >newest_step", logs))
     return view

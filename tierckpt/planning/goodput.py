@@ -22,6 +22,8 @@ What: TypeAlias = Literal["kept", "lost", "blocked", "down", "starting", "loadin
 TOTALS = ("productive", "blocked", "starting", "loading", "warming")
 """What each line has the seconds of, since the processes of its start began."""
 
+NUMBERS = ("at", "saves", "replayed_steps")
+
 PLANNED = "closed"
 """How a start ends that nobody calls a failure."""
 
@@ -43,6 +45,8 @@ class Start:
     durable_seconds: tuple[float, ...]
     work: tuple[tuple[int, float], ...]
     """Steps, and the productive seconds of this start when they ended."""
+    replayed_steps: int = 0
+    """Of ``restored_step``, how many were in no checkpoint: a gradient log had them."""
 
     @property
     def did_nothing(self) -> bool:
@@ -96,6 +100,8 @@ class Goodput:
     restart_seconds: float | None
     expected_ettr: float | None
     steps_per_hour: float
+    replayed_steps: int
+    """Steps that were not lost, because a gradient log had them."""
 
 
 def read_start(lines: Iterable[Line]) -> Start | None:
@@ -106,6 +112,7 @@ def read_start(lines: Iterable[Line]) -> Start | None:
         return None
     totals = dict.fromkeys(TOTALS, 0.0)
     restored: int | None = None
+    replayed = 0
     work: list[tuple[int, float]] = []
     saves, size_bytes, end = 0, 0, ""
     durable: list[float] = []
@@ -116,7 +123,7 @@ def read_start(lines: Iterable[Line]) -> Start | None:
             totals[name] = max(totals[name], float(row.get(f"{name}_seconds", 0.0)))
         saves = max(saves, int(row.get("saves", 0)))
         if row["what"] == "restored" and not work:
-            restored = int(row["step"])
+            restored, replayed = int(row["step"]), int(row.get("replayed_steps", 0))
         elif row["what"] in ("step", "save", "end") and row.get("step") is not None:
             if work and int(row["step"]) < work[-1][0]:
                 continue  # somebody went back within one life; the next line that is further on counts
@@ -132,7 +139,7 @@ def read_start(lines: Iterable[Line]) -> Start | None:
     spent = {**totals, "other": max(0.0, ended_at - began_at - sum(totals.values()))}
     return Start(
         began_at, ended_at, int(first.get("world_size", 1)), restored, first_step,
-        work[-1][0] if work else restored, end, spent, saves, size_bytes, tuple(durable), tuple(work),
+        work[-1][0] if work else restored, end, spent, saves, size_bytes, tuple(durable), tuple(work), replayed,
     )  # fmt: skip
 
 
@@ -255,6 +262,7 @@ def _summed(starts: Sequence[Start], kept: _Kept, failures: Sequence[Failure], l
         restart_seconds=restart,
         expected_ettr=expected,
         steps_per_hour=3600 * steps / wall,
+        replayed_steps=sum(start.replayed_steps for start in starts),
     )
 
 
@@ -299,7 +307,7 @@ def _is_line(line: Line) -> bool:
 
 
 def _has_numbers(line: Line) -> bool:
-    numbers = [value for name, value in line.items() if name.endswith(("_seconds", "_at")) or name in ("at", "saves")]
+    numbers = [value for name, value in line.items() if name.endswith(("_seconds", "_at")) or name in NUMBERS]
     step = line.get("step")
     return all(
         isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15 for value in numbers

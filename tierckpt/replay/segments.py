@@ -168,6 +168,26 @@ def walk(directory: Path, base: str) -> Iterator[Place | str]:
     yield ended
 
 
+def newest_step(directory: Path) -> int | None:
+    """Return the newest step that lies whole in size in the newest segment with one; None without any."""
+    for segment in reversed(_segments(directory)[0]):
+        steps: list[int] = []
+        file = open_file(segment.path)
+        try:
+            size_bytes, at = os.fstat(file).st_size, segment.head_bytes
+            while at < size_bytes:
+                place, length = _place(segment, file, at, size_bytes)
+                at += length
+                steps += [place.fields["number"]] if place.fields["is_last"] else []
+        except IntegrityError:
+            pass  # it is being written
+        finally:
+            os.close(file)
+        if steps:
+            return steps[-1]
+    return None
+
+
 def _continuing(found: Sequence[Segment], digest: str) -> Segment | None:
     return next((one for one in found if one.previous == digest), None)
 
