@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..cache.file_set import FileSet
 from ..cache.prefetch import from_manifest
@@ -53,28 +53,6 @@ BAN_SECONDS = 600.0
 PLACES_MAX = 64
 
 
-class Wire(Protocol):
-    """What is asked of one peer (peer/client.py). Raises TierckptError; None where it has no such thing."""
-
-    async def manifest(self, member: Member, uri: str) -> bytes | None: ...
-
-    async def steps(self, member: Member, parent_uri: str) -> Json: ...
-
-    async def fresh(self, member: Member) -> Json: ...
-
-    async def ordinals(self, member: Member, version: str, chunk_size_bytes: int) -> frozenset[int] | None:
-        """What it has of a version; None: all of it."""
-
-    async def chunk(
-        self, member: Member, version: str, chunk_size_bytes: int, ordinal: int, size_bytes: int, digest: str
-    ) -> Buffer: ...
-
-    def ban(self, member: Member) -> None:
-        """It gives wrong bytes: ask it for none for a while. What it says it has is still heard."""
-
-    async def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Live:
     """The members that can be asked. ``this`` is this node, None while its agent does not say."""
@@ -99,7 +77,7 @@ class PeerCatalog:
         wire: how they are asked.
     """
 
-    def __init__(self, live: Callable[[], Awaitable[Live]], wire: Wire, expected: int | None = None) -> None:
+    def __init__(self, live: Callable[[], Awaitable[Live]], wire: PeerWire, expected: int | None = None) -> None:
         self._ask_live, self.wire, self._expected = live, wire, expected
         self._live = Live(None, ())
         self._ask_at = float("-inf")
@@ -316,7 +294,10 @@ def live_of(answer: Any) -> Live:
 
 
 class PeerWire:
-    """``Wire`` over ``PeerClient``, in the name of this node, which is known once its agent has been asked."""
+    """What is asked of one peer, in the name of this node, which is known once its agent has been asked.
+
+    Raises TierckptError; None is said where a peer has no such thing.
+    """
 
     def __init__(self, settings: Settings, me: Callable[[], str]) -> None:
         self._settings, self._me = settings, me
@@ -343,6 +324,7 @@ class PeerWire:
         return await self._asked().fresh(member)
 
     async def ordinals(self, member: Member, version: str, chunk_size_bytes: int) -> frozenset[int] | None:
+        """What it has of a version; None: all of it."""
         client, found, after = self._asked(), set[int](), 0
         while True:
             held = await client.held(member, version, chunk_size_bytes, after=after)
@@ -371,6 +353,7 @@ class PeerWire:
                 await asyncio.sleep(pause)
 
     def ban(self, member: Member) -> None:
+        """It gives wrong bytes: ask it for none for a while. What it says it has is still heard."""
         self._banned[member.name] = time.monotonic() + BAN_SECONDS
 
     async def close(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import os
 import time
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 from xxhash import xxh3_128
 
@@ -34,50 +34,31 @@ SINGLE_BYTES_MIN = 1 << 20
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
-class Source(Protocol):
-    """One directory that holds ``frozen``, or part of it. The caller has a lock, except for ``verify``."""
+class Source(abc.ABC):
+    """One directory that holds ``frozen``, or part of it: chunks are digested once, and bad ones are not given.
 
-    directory: Path
-    frozen: FileSet
-    order: list[tuple[int, int]]
-    """Chunks of ``frozen`` that are here, in the order in which they came. It only grows."""
-
-    @property
-    def is_whole(self) -> bool: ...
-
-    def refresh(self) -> bool:
-        """Look again; False when it is not there any more, or another one."""
-
-    def covers(self, index: int, at: ByteRange) -> bool:
-        """True when the range of a file is here."""
-
-    def path(self, index: int) -> str: ...
-
-    def digest(self, index: int, chunk: int, chunk_size_bytes: int) -> str: ...
-
-    def verify(self, file: int, index: int, at: ByteRange, digest: str) -> str | None:
-        """Return the digest of a range that may be given; None when it is damaged."""
-
-    def verified(self, index: int, at: ByteRange, digest: str) -> str:
-        """What ``verify`` would return without reading anything; '' when it would have to."""
-
-    def is_filled_now(self) -> bool: ...
-
-    def claimed(self) -> Iterable[tuple[int, int]]: ...
-
-
-class CheckedFiles:
-    """What sources have in common: chunks are digested once, and bad ones are not given."""
-
-    directory: Path
-    frozen: FileSet
+    The caller has a lock, except for ``verify``.
+    """
 
     def __init__(self, directory: Path, frozen: FileSet) -> None:
         self.directory, self.frozen = directory, frozen
         self.order: list[tuple[int, int]] = []
+        """Chunks of ``frozen`` that are here, in the order in which they came. It only grows."""
         self._good: set[tuple[int, int]] = set()
         self._found: dict[tuple[int, int, int], str] = {}
         self._bad: dict[tuple[int, int], float] = {}
+
+    @property
+    @abc.abstractmethod
+    def is_whole(self) -> bool: ...
+
+    @abc.abstractmethod
+    def refresh(self) -> bool:
+        """Look again; False when it is not there any more, or another one."""
+
+    @abc.abstractmethod
+    def covers(self, index: int, at: ByteRange) -> bool:
+        """True when the range of a file is here."""
 
     def path(self, index: int) -> str:
         return self.frozen.files[index].path
@@ -103,6 +84,7 @@ class CheckedFiles:
         return any(self._bad.get((index, chunk), after - 1) > after for chunk in self.frozen.touched(at))
 
     def verify(self, file: int, index: int, at: ByteRange, digest: str) -> str | None:
+        """Return the digest of a range that may be given; None when it is damaged."""
         for chunk in self.frozen.touched(at):
             if self.trusts(index, chunk):
                 continue
@@ -118,6 +100,7 @@ class CheckedFiles:
         return known
 
     def verified(self, index: int, at: ByteRange, digest: str) -> str:
+        """What ``verify`` would return without reading anything; '' when it would have to."""
         if not all(self.trusts(index, chunk) for chunk in self.frozen.touched(at)):
             return ""
         return digest or self._found.get((index, at.start, at.stop), "")
@@ -129,7 +112,7 @@ class CheckedFiles:
         return ()
 
 
-class Whole(CheckedFiles):
+class Whole(Source):
     """A directory with a receipt."""
 
     is_whole = True
@@ -160,7 +143,7 @@ class Whole(CheckedFiles):
         return self._receipt.landed[index][chunk] if self._receipt.landed else ""
 
 
-class Incoming(CheckedFiles):
+class Incoming(Source):
     """A directory on its way. Its lines are read on from where the last look ended."""
 
     is_whole = False
@@ -247,7 +230,7 @@ class Incoming(CheckedFiles):
                 yield int(index), int(chunk)
 
 
-class Committed(CheckedFiles):
+class Committed(Source):
     """A checkpoint of the local tier: all of it, or the files that this node holds."""
 
     def __init__(self, directory: Path, manifest: Manifest, seen: tuple[int, ...]) -> None:
@@ -306,7 +289,7 @@ class Committed(CheckedFiles):
         return index in self._paths and not self.is_bad(index, at)
 
 
-class Single(CheckedFiles):
+class Single(Source):
     """One file of a checkpoint, which is a version of its own: nodes that restore want some of its files."""
 
     def __init__(self, checkpoint: Committed, index: int) -> None:
