@@ -231,6 +231,9 @@ class TestOffload:
         trainer.optimizer.close()
         again = Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
         assert again.optimizer.resume() == 8
+        with pytest.raises(IntegrityError, match="of later steps than 1"):
+            again.optimizer.resume(1)
+        assert again.optimizer.resume() == 8  # nothing was changed
         assert again.optimizer.resume(7) == 7
         for one, other in zip(again.model.parameters(), reference.model.parameters(), strict=True):
             assert torch.equal(one, other)

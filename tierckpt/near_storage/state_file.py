@@ -97,8 +97,8 @@ class StateFile:
             os.pwrite(self._records, head + xxhash.xxh3_128_digest(head), self._record_at(block, version))
             os.fdatasync(self._records)
 
-    def newest(self, block: Block) -> tuple[int, int]:
-        """Return the version of a block that counts, and its step.
+    def newest(self, block: Block, last_step: int | None = None) -> tuple[int, int]:
+        """Return the version of a block that counts, and its step; of no later step than ``last_step``.
 
         Raises:
             IntegrityError: neither does.
@@ -110,14 +110,15 @@ class StateFile:
             head, check = data[: _RECORD.size], data[_RECORD.size :]
             if len(data) == _RECORD.size + 16 and xxhash.xxh3_128_digest(head) == check:
                 _, step, index, digest = _RECORD.unpack(head)
-                if index == block.index:
+                if index == block.index and (last_step is None or step <= last_step):
                     found.append((step, version, digest))
         for step, version, digest in sorted(found, reverse=True):
             if xxhash.xxh3_128_digest(self.bytes_of(block, version)) == digest:
                 return version, step
         raise IntegrityError(
-            f"block {block.index} of the optimizer's state in {self.directory} is damaged, in both versions",
-            hint="Restore the newest checkpoint, into an empty directory",
+            f"block {block.index} of the optimizer's state in {self.directory} is damaged, in both versions"
+            + (f", or of later steps than {last_step}" if last_step is not None else ""),
+            hint="Build it over an empty directory, and restore(uri) the newest checkpoint",
             path=self.directory / STATE,
         )
 

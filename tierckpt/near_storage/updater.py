@@ -191,9 +191,8 @@ class Updater:
             raise ObjectNotFoundError(f"{directory} has no optimizer's state", path=directory)
         self._layout, self._digest = layout, layout.digest
         self._file = StateFile(found, layout)
-        if last_step is not None:  # what is left when this is cut off leads to the newest step, as before it
-            self._file.forget_after(last_step)
-            cut_after(found, self._digest, last_step)
+        if last_step is not None:
+            self._go_back(found, last_step)
         total, self._worker_of = [0] * len(self._workers), {}
         for block in sorted(layout.blocks, key=lambda one: -one.size_bytes):
             number = total.index(min(total))
@@ -205,6 +204,19 @@ class Updater:
         self.step = self._roll_forward(found)
         self._durable = _Reached(self.step)
         self._files = GradientFiles(found, self.step)
+
+    def _go_back(self, directory: Path, last_step: int) -> None:
+        """Leave nothing of later steps. Nothing is changed where that cannot be; cut off, it leads where it did."""
+        oldest = min(self._file.newest(block, last_step)[1] for block in self._layout.blocks)
+        reached = max((frame.number for frame in read_frames(directory, self._digest, oldest)), default=oldest)
+        if reached < last_step:
+            raise IntegrityError(
+                f"the gradients in {directory} lead from step {oldest} to {reached}, and not to {last_step}",
+                hint="Restore the newest checkpoint that all ranks have: restore(uri)",
+                path=directory,
+            )
+        self._file.forget_after(last_step)
+        cut_after(directory, self._digest, last_step)
 
     def _roll_forward(self, directory: Path) -> int:
         """Bring every block to the newest step of the log (N3)."""
@@ -223,7 +235,7 @@ class Updater:
             raise IntegrityError(
                 f"block {late[0].block.index} of the optimizer's state in {directory} is of step {late[0].step}, and "
                 f"the gradients lead to step {newest}",
-                hint="The log of gradients is damaged. Restore the newest checkpoint, into an empty directory",
+                hint="The log of gradients is damaged. Build it over an empty directory, and restore(uri) a checkpoint",
                 path=directory,
             )
         return newest
