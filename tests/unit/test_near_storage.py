@@ -158,6 +158,8 @@ def test_offload_has_the_bits_of_the_optimizer_over_masters(kind: str, tmp_path:
         assert optimizer.checkpoint(tmp_path / "run/step-20", {"epoch": 3}).result(120) == STEPS - 1
         assert optimizer.moved_bytes == moved
     assert equal(stock(tmp_path / "run/step-20"), reference.state())
+    with pytest.raises(CheckpointError, match="closed"):
+        optimizer.step()
 
 
 class TestOffload:

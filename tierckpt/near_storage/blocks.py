@@ -15,6 +15,7 @@ import torch
 from ..arena.memory import Memory
 from ..errors import ConfigError
 from ..quantities import DISK_BLOCK_BYTES, round_up
+from ..replay.frame import DTYPES, dtype_name
 from ..replay.optimizers import ELEMENTWISE
 
 BLOCK_BYTES = 4 << 20
@@ -77,14 +78,6 @@ class Layout:
         return hashlib.sha256(json.dumps(dataclasses.asdict(self)).encode()).hexdigest()[:32]
 
 
-def dtype_of(name: str) -> torch.dtype:
-    return cast(torch.dtype, getattr(torch, name))
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def base_of(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Return the class of ``torch.optim`` whose step ``kind`` makes."""
     return next(known for known in kind.__mro__ if known in ELEMENTWISE)
@@ -109,7 +102,7 @@ def layout_of(
     """
     blocks: list[Block] = []
     waiting: list[Member] = []
-    masters = {one.key: master_dtype or dtype_of(one.dtype) for one in members}
+    masters = {one.key: master_dtype or DTYPES[one.dtype] for one in members}
     made: dict[tuple[int, torch.dtype], dict[str, tuple[torch.dtype, bool]]] = {}
     offset = 0
 
@@ -123,7 +116,7 @@ def layout_of(
             tensors = {MASTER: (dtype, True)} | made[one.group, dtype]
             for name, (kept, is_whole) in tensors.items():
                 shape = one.shape if is_whole else ()
-                places.append(Place(one.key, name, name_of(kept), shape, at, len(places)))
+                places.append(Place(one.key, name, dtype_name(kept), shape, at, len(places)))
                 at = round_up(at + math.prod(shape) * kept.itemsize, ALIGNMENT)
         size_bytes = round_up(at, DISK_BLOCK_BYTES)
         blocks.append(Block(len(blocks), tuple(one.key for one in waiting), tuple(places), offset, size_bytes))
@@ -142,7 +135,7 @@ def layout_of(
             held = 0
     if waiting:
         end_block()
-    return Layout(kind.__name__, {key: name_of(one) for key, one in masters.items()}, tuple(blocks), offset)
+    return Layout(kind.__name__, {key: dtype_name(one) for key, one in masters.items()}, tuple(blocks), offset)
 
 
 def shared_places(members: Sequence[Member]) -> tuple[dict[str, int], int]:
@@ -150,13 +143,13 @@ def shared_places(members: Sequence[Member]) -> tuple[dict[str, int], int]:
     offsets, at = {}, 0
     for one in members:
         offsets[one.key] = at
-        at = round_up(at + math.prod(one.shape) * dtype_of(one.dtype).itemsize, ALIGNMENT)
+        at = round_up(at + math.prod(one.shape) * DTYPES[one.dtype].itemsize, ALIGNMENT)
     return offsets, at
 
 
 def view_of(memory: Memory, offset: int, member: Member) -> torch.Tensor:
     """Return the tensor of a parameter's shape and type at ``offset``."""
-    dtype, count = dtype_of(member.dtype), math.prod(member.shape)
+    dtype, count = DTYPES[member.dtype], math.prod(member.shape)
     if not count:
         return torch.empty(member.shape, dtype=dtype)
     return torch.frombuffer(memory.view, dtype=dtype, count=count, offset=offset).view(member.shape)

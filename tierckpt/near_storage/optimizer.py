@@ -20,9 +20,9 @@ from ..errors import CheckpointError, ConfigError, StateMismatchError
 from ..format.layout import parse_uri
 from ..replay.capture import Capture, Step, hyperparameters_of
 from ..replay.checksum import Fingerprint
-from ..replay.frame import Frame, encode
+from ..replay.frame import Frame, dtype_name, encode
 from ..replay.optimizers import check_replayable, local, parameters_of
-from .blocks import MASTER, Layout, Member, base_of, layout_of, name_of
+from .blocks import MASTER, Layout, Member, base_of, layout_of
 from .state_file import StateFile, Tensors
 from .states import Fill, begin_state, current_state, filled, held
 from .step_channel import StepChannel
@@ -167,8 +167,12 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         if kind is None:
             raise ConfigError("which optimizer? Give a class of torch.optim after the parameters")
         made = cast(Any, kind)(params, **options)
-        if self.is_offload:
-            made.state.clear()  # Adagrad begins it at once
+        if self.is_offload and made.state:  # Adagrad begins it at once: with one value, in the parameter's precision
+            one = torch.zeros(1)
+            begun = cast(Any, kind)([one], **options).state[one]
+            for parameter in parameters_of(made):
+                shape = local(parameter.tensor).shape
+                made.state[parameter.tensor] = {k: v.expand(shape) if v.ndim else v for k, v in begun.items()}
         return cast(torch.optim.Optimizer, made)
 
     def _check(self, member: Member, tensor: torch.Tensor) -> None:
@@ -506,7 +510,10 @@ def _members(optimizer: torch.optim.Optimizer) -> list[Member]:
     has_names = all(group.get("param_names") for group in optimizer.param_groups)
     return [
         Member(
-            one.key, one.name if has_names else str(number), tuple(local(one.tensor).shape), name_of(one.tensor.dtype)
+            one.key,
+            one.name if has_names else str(number),
+            tuple(local(one.tensor).shape),
+            dtype_name(one.tensor.dtype),
         )
         for number, one in enumerate(parameters_of(optimizer))
     ]

@@ -16,7 +16,8 @@ import xxhash
 from ..disk.durable import fsync_dir, make_dirs, translated
 from ..disk.file_io import address_of, allocate, libc
 from ..errors import IntegrityError
-from .blocks import Block, Layout, Place, dtype_of
+from ..replay.frame import DTYPES
+from .blocks import Block, Layout, Place
 
 STATE, RECORDS = "state", "records"
 RECORD_BYTES = 64
@@ -140,7 +141,7 @@ class StateFile:
         return (version * len(self.layout.blocks) + block.index) * RECORD_BYTES
 
     def _tensor(self, block: Block, version: int, place: Place) -> torch.Tensor:
-        dtype = dtype_of(place.dtype)
+        dtype = DTYPES[place.dtype]
         size = 1
         for length in place.shape:
             size *= length

@@ -199,6 +199,7 @@ def _close(owner: int, process: UpdaterProcess, shared: list[dict[str, torch.Ten
     if os.getpid() != owner:
         return  # a forked child ends, and nothing here is its
     process.close()
+    process.is_closed = True
     shared.clear()
     for memory in memories:
         memory.close()

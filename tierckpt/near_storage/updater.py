@@ -40,9 +40,9 @@ from ..errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError,
 from ..replay.apply import Replay
 from ..replay.capture import Step
 from ..replay.checksum import Fingerprint
-from ..replay.frame import Frame, decode
+from ..replay.frame import DTYPES, Frame, decode
 from ..telemetry import log_to, logger
-from .blocks import MASTER, Block, Layout, Member, dtype_of, kind_of, layout_of, shared_places, view_of
+from .blocks import MASTER, Block, Layout, Member, kind_of, layout_of, shared_places, view_of
 from .gradient_files import GradientFiles, cut_after, read_frames
 from .messages import receive, send, to_message
 from .state_file import StateFile, Tensors
@@ -92,7 +92,7 @@ class LiveBlock:
         self._counts, self.recorded = file.newest(block)
         self.recorded_before = self.recorded
         """The step of the other version, while that is left alone (N3)."""
-        self._at = -1
+        self._at, self._room = -1, Tensors()
         self._replay: Replay | None = None
         """Of the version that steps are applied to; none until the next step."""
         self.reader: Future[None] | None = None
@@ -106,6 +106,7 @@ class LiveBlock:
         """Bring it from the step before to ``step``, in the version that does not count (N2)."""
         if self._replay is None:
             self._at = self._file.copy(self.block, self._counts)
+            self._room = self._file.tensors(self.block, self._at, all_of_them=True)
             self._replay = self._built(self.recorded)
         self._replay.apply(Step(step.version, step.hyperparameters, gradients, step.found_inf))
         self._place_new(self._replay)
@@ -134,7 +135,7 @@ class LiveBlock:
     def _place_new(self, replay: Replay) -> None:
         """A tensor that the step has made (an optimizer's state begins so) goes to its place in the file."""
         state, is_new = replay.state, False
-        room = self._file.tensors(self.block, self._at, all_of_them=True)
+        room = self._room
         for key, tensors in state.items():
             for name, tensor in tensors.items():
                 if not isinstance(tensor, torch.Tensor):
@@ -272,14 +273,14 @@ class Updater:
             if not own or not self._is_offload:
                 begun.work.append(self._update(live, step, own))
         whole = Step(step.version, step.hyperparameters, begun.gradients, step.found_inf)
-        dtypes = {key: dtype_of(self._layout.master_dtypes[key]) for key in begun.gradients}
+        dtypes = {key: DTYPES[self._layout.master_dtypes[key]] for key in begun.gradients}
         frame = Frame(whole, self._digest, number=step.version, dtypes=dtypes)
         self._do(self._logger, self._log, frame, begun.work)
 
     def _update(self, live: LiveBlock, step: Step, gradients: Mapping[str, torch.Tensor]) -> Future[None]:
         def update() -> None:
             dtypes = self._layout.master_dtypes
-            live.apply(step, {key: one.to(dtype_of(dtypes[key])) for key, one in gradients.items()})
+            live.apply(step, {key: one.to(DTYPES[dtypes[key]]) for key, one in gradients.items()})
 
         return self._do(self._worker_of[live.block.index], update)
 
@@ -365,7 +366,7 @@ class Updater:
                     f"parameter {one.name} was changed by something beside the optimizer",
                     hint="Save a whole checkpoint, or give its state to load_state_dict, from where the shadow goes on",
                 )
-            model[one.name] = master.to(dtype_of(one.dtype))
+            model[one.name] = master.to(DTYPES[one.dtype])
             masters[one.name], states[one.name] = master, tensors[one.key]
         names = [[one.name for one in self._members if one.group == number] for number in range(len(told["groups"]))]
         groups = [{**group, "params": found} for group, found in zip(told["groups"], names, strict=True)]

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..errors import OperationTimeoutError, TierckptError, UpdaterLostError
+from ..errors import CheckpointError, OperationTimeoutError, TierckptError, UpdaterLostError
 from ..ipc.child_process import start_python
 from ..telemetry import logger
 from .messages import receive, send, to_error
@@ -37,6 +37,7 @@ class UpdaterProcess:
         """The newest step that it has made, by what it said."""
         self.pid = -1
         self.starts = 0
+        self.is_closed = False
         self._descriptors = descriptors
         self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
@@ -61,15 +62,22 @@ class UpdaterProcess:
         Cost: what a Python process with torch takes, a pass over the state, and the steps since blocks were recorded.
         """
         self.stop()
+        if self.is_closed:
+            raise CheckpointError("the optimizer near storage is closed", hint="Build it again, and call resume()")
         ours, theirs = socket.socketpair()
         with theirs:
             order = self.order | {"connection": theirs.fileno(), "trainer": os.getpid(), "last_step": last_step}
-            self._process = start_python(
-                "tierckpt.near_storage",
-                stdin=subprocess.PIPE,
-                pass_fds=(theirs.fileno(), *self._descriptors),
-                start_new_session=True,  # what ends a job's process group must not end a step in the middle
-            )
+            try:
+                self._process = start_python(
+                    "tierckpt.near_storage",
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,  # whoever reads the trainer's to its end does not wait for this one
+                    pass_fds=(theirs.fileno(), *self._descriptors),
+                    start_new_session=True,  # what ends a job's process group must not end a step in the middle
+                )
+            except OSError as error:
+                ours.close()
+                raise self._lost(f"cannot be started: {error}") from error
         assert self._process.stdin is not None
         try:
             with self._process.stdin as file:
@@ -188,9 +196,9 @@ class UpdaterProcess:
         else:
             answer.set_result(message)
 
-    def _lost(self) -> UpdaterLostError:
+    def _lost(self, what: str = "has ended") -> UpdaterLostError:
         return UpdaterLostError(
-            f"the process of the optimizer near storage (its state is in {self.order['directory']}) has ended",
+            f"the process of the optimizer near storage (its state is in {self.order['directory']}) {what}",
             hint="Nothing is lost. Call step() again: it begins the process again, and makes the step it was at",
             directory=self.order["directory"],
         )
