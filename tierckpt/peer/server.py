@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ..config import Settings
 from ..errors import ConfigError
@@ -35,8 +35,8 @@ from ..stores import congestion
 from ..telemetry import BYTES, Repeats, logger
 from ..types import Json, Tier
 from .auth import Crowded, OtherTime, Refused, Verifier, check_listen, read_secret, server_tls
+from .gossip import Gossip
 from .inventory import Holdings, Opened
-from .members import Member
 from .messages import (
     DIGEST,
     HEAD_BYTES_MAX,
@@ -79,16 +79,6 @@ INTERESTED_MAX = 8192
 PIECE_BYTES = 1 << 20
 """What is sent at a time where the rate is bounded, or through TLS."""
 RATE_SECONDS = 10
-
-
-class Membership(Protocol):
-    """What the server needs to know of who is there."""
-
-    @property
-    def me(self) -> Member: ...
-
-    def answer(self, row: Json | None) -> Json:
-        """Take in what the asker says of itself, and return what this node says of the members."""
 
 
 @dataclass(slots=True)
@@ -162,7 +152,7 @@ class PeerServer:
         self,
         settings: Settings,
         holdings: Holdings,
-        members: Membership,
+        members: Gossip,
         *,
         fresh: Callable[[], Json | None] | None = None,
         asked: Callable[[str], None] | None = None,

@@ -19,7 +19,6 @@ from ...cache.peers import StoreReader
 from ...config import Settings
 from ...errors import TierckptError
 from ...ipc.client import own_contact
-from ...stores.common import settled
 from ...telemetry import logger
 from ...types import Json
 from ..members import Member, member_of
@@ -44,15 +43,14 @@ class PeerJoiner:
         """Return the session of a fetch, started; None to read from the store (E1, E2)."""
         if filling.frozen.size_bytes < SMALL_BYTES:
             return None
-        place = _LocalChunks(cached, filling)
         agent = _Agent(self.settings, filling.frozen, cached.target)
         try:
             from ..client import PeerClient
-            from .session import FetchSession
+            from .session import FetchSession, LocalChunks
 
             session = FetchSession(
                 filling.frozen,
-                place,
+                LocalChunks(cached, filling),
                 agent.view,
                 lambda me: PeerClient(self.settings, me),
                 tell=agent.tell,
@@ -65,27 +63,6 @@ class PeerJoiner:
             log.log(logging.DEBUG if self._is_told else logging.WARNING, "reading without peers: %s", error)
             self._is_told = True
             return None
-
-
-class _LocalChunks:
-    """This node's part, for the session."""
-
-    def __init__(self, cached: StoreReader, filling: PartialEntry) -> None:
-        self._cached, self._filling = cached, filling
-
-    def has(self, index: int, chunk: int) -> bool:
-        return self._filling.has(index, chunk)
-
-    async def from_store(self, index: int, chunk: int, into: memoryview) -> str:
-        return await self._cached.read_store(index, chunk, into)
-
-    async def mark(self, index: int, chunk: int, is_fetched: bool) -> None:
-        """Peers see it (peer/inventory.py). One that cannot be made costs a request at worst."""
-        marks, name = self._filling.fetching, f"{index}-{chunk}"
-        try:
-            await settled(asyncio.to_thread(marks.take if is_fetched else marks.release, name))
-        except OSError:
-            pass  # published meanwhile
 
 
 class _Agent:

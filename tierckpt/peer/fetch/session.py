@@ -17,11 +17,13 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from ...cache.file_set import FileSet
-from ...cache.peers import NotNowError, ReceivedChunk, Work
+from ...cache.partial_entry import PartialEntry
+from ...cache.peers import NotNowError, ReceivedChunk, StoreReader, Work
 from ...errors import IntegrityError, ObjectNotFoundError, PeerBusyError, TierckptError
+from ...stores.common import settled
 from ...telemetry import BYTES, PEER_BANS, logger
 from ...types import Json, Tier
 from ..client import PeerClient
@@ -56,16 +58,29 @@ class ClusterView:
     """Members that have told the agent lately that this node is slow."""
 
 
-class LocalChunks(Protocol):
+class LocalChunks:
     """The node's own part in a fill: its store, and what others on the node should know."""
+
+    def __init__(self, cached: StoreReader, filling: PartialEntry) -> None:
+        self._cached, self._filling = cached, filling
+
+    def has(self, index: int, chunk: int) -> bool:
+        return self._filling.has(index, chunk)
 
     async def from_store(self, index: int, chunk: int, into: memoryview) -> str:
         """Read a chunk from shared storage; return its digest. Raises StoreError, IntegrityError."""
-
-    def has(self, index: int, chunk: int) -> bool: ...
+        return await self._cached.read_store(index, chunk, into)
 
     async def mark(self, index: int, chunk: int, is_fetched: bool) -> None:
-        """Say, or take back, that this node fetches a chunk from shared storage: from the request until it is held."""
+        """Say, or take back, that this node fetches a chunk from shared storage: from the request until it is held.
+
+        Peers see it (peer/inventory.py). One that cannot be made costs a request at worst.
+        """
+        marks, name = self._filling.fetching, f"{index}-{chunk}"
+        try:
+            await settled(asyncio.to_thread(marks.take if is_fetched else marks.release, name))
+        except OSError:
+            pass  # published meanwhile
 
 
 class FetchSession:
