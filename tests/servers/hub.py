@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 LFS_BYTES_MIN = 1000
+PIECE_BYTES = 64 << 10
 TOKEN = "hf_" + "a1B2c3D4" * 4
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
@@ -90,7 +91,10 @@ class FakeHub:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                answer(self)
+                try:
+                    answer(self)
+                except ConnectionError:  # the client has gone
+                    self.close_connection = True
 
             do_HEAD = do_GET
 
@@ -203,18 +207,24 @@ class FakeHub:
         start, stop = (int(wanted[1]), min(int(wanted[2]) + 1, len(data))) if wanted else (0, len(data))
         if wanted:
             headers = {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
-        self._say(request, 206 if wanted else 200, data[start:stop], headers)
-        with self._lock:
-            self.sent[path] += stop - start
+        self._begin(request, 206 if wanted else 200, stop - start, headers)
+        for at in range(start, stop if request.command == "GET" else start, PIECE_BYTES):
+            piece = data[at : min(at + PIECE_BYTES, stop)]
+            with self._lock:  # before it is written: who hangs up has had it
+                self.sent[path] += len(piece)
+            request.wfile.write(piece)
 
     def _say(self, request: BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self._begin(request, status, len(body), headers)
+        if request.command != "HEAD":
+            request.wfile.write(body)
+
+    def _begin(self, request: BaseHTTPRequestHandler, status: int, length: int, headers: dict[str, str]) -> None:
         request.send_response(status)
         for name, value in headers.items():
             request.send_header(name, value)
-        request.send_header("Content-Length", str(len(body)))
+        request.send_header("Content-Length", str(length))
         request.end_headers()
-        if request.command != "HEAD":
-            request.wfile.write(body)
 
 
 @contextmanager
