@@ -87,6 +87,7 @@ class VLLM:
         load_config = import_module("vllm.config.load").LoadConfig(
             load_format=load_format, model_loader_extra_config=extra, use_tqdm_on_load=False
         )
+        self.current.load_config, self.current.lora_config = load_config, None
         return self.loaders.get_model_loader(load_config), model_config
 
     def load(self, model: Model, place: str | Path, load_format: str = "tierckpt", **extra: Any) -> Model:
@@ -174,6 +175,37 @@ def test_weights_are_loaded_again_bit_for_bit(vllm: VLLM, tensors: dict[str, tor
     loader, model_config = vllm.loader(tmp_path / "model")
     loader.download_model(model_config)
     assert same(dict(loader.get_all_weights(model_config, Model(shapes(tensors)))), tensors)
+
+
+def test_their_reload_is_given_the_weights_of_its_path(
+    vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """By vLLM's own ``reload_weights``: from where they came, and from another path in spite of a URI."""
+    given: dict[str, torch.Tensor] = {}
+
+    class Recorded(Model):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+            given.update((name, value.clone()) for name, value in weights)
+            return {name.replace(".", "_") for name in given}
+
+    model = vllm.load(Recorded(shapes(tensors)), "meta/llama", uri=(tmp_path / "model").as_uri())
+    newer = {name: value + 1 for name, value in tensors.items()}
+    (tmp_path / "newer").mkdir()
+    save_file(newer, tmp_path / "newer/model.safetensors")
+    reload_weights = import_module("vllm.model_executor.model_loader.reload.inplace").reload_weights
+    for path, expected in ((None, tensors), (str(tmp_path / "newer"), newer)):
+        given.clear()
+        reload_weights(vllm.current, model, None, path, True)
+        assert same(given, expected)
+
+
+def test_progress_is_shown(
+    vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loader, model_config = vllm.loader(tmp_path / "model")
+    loader.load_config.use_tqdm_on_load = True
+    loader.load_weights(Model(shapes(tensors)), model_config)
+    assert re.search(r"Loading safetensors using tierckpt: 100%.*49\.2k/49\.2k", capsys.readouterr().err)
 
 
 def test_a_hugging_face_id_is_fetched_by_vllm(
