@@ -36,7 +36,7 @@ class Page:
     """The metrics of this node, served and scraped."""
 
     def __init__(self, local_root: Path, client: Client | None = None) -> None:
-        self.metrics = Metrics(local_root, client.engine.budget if client else None)
+        self.metrics = Metrics(Settings.load(local_root=local_root), client.engine.budget if client else None)
         self.port = self.metrics.serve(0)
 
     def text(self) -> str:
@@ -168,7 +168,7 @@ def test_metrics_are_not_served_to_the_network(page: Page, host: str) -> None:
 
 def test_a_port_that_is_taken_is_named(page: Page, local_root: Path) -> None:
     with pytest.raises(ConfigError, match=str(page.port)):
-        Metrics(local_root).serve(page.port)
+        Metrics(Settings.load()).serve(page.port)
 
 
 def test_after_close_nothing_is_measured_and_nothing_is_served(local_root: Path) -> None:

@@ -1,17 +1,16 @@
-"""The live picture of a rollout: right numbers, whatever nodes say, and a person can read it."""
+"""A rollout as it goes: right numbers, whatever nodes say, in a line for people and in cells for the page."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tierckpt.agent.peers import survival
-from tierckpt.cli.ui.rollout import ROWS_MAX, Rollout, line, picture
+from tierckpt.agent.rollout import DRAWN_MAX, Rollout, line
+from tierckpt.cli.ui.output import plain
 from tierckpt.peer.members import Member
 from tierckpt.peer.messages import ChunkReport
 from tierckpt.peer.replica_policy import holders
@@ -38,10 +37,8 @@ def rollout() -> Rollout:
     return Rollout("s3://models/tiny", VERSION, CHUNK, 100.0)
 
 
-def drawn(rollout: Rollout, width: int = 120) -> str:
-    out = io.StringIO()
-    Console(file=out, width=width, color_system=None).print(picture(rollout, width))
-    return out.getvalue()
+def cells(rollout: Rollout) -> dict[str, str]:
+    return {row["name"]: row["cells"] for row in rollout.to_json()["nodes"]}
 
 
 def test_what_peers_gave_and_what_came_from_shared_storage_is_told_apart(rollout: Rollout) -> None:
@@ -75,7 +72,7 @@ def test_the_cells_are_the_chunks(rollout: Rollout) -> None:
     rollout.take({"a": held(*range(20), 39, fetching=frozenset({25})), "b": held(38)}, {}, 101.0)
     a = rollout.node("a")
     assert rollout.cells(a, 4) == [(1.0, False), (1.0, False), (0.0, True), (0.1, False)]
-    assert rollout.anywhere(4)[3] == (0.2, False)
+    assert cells(rollout)["a"] == "9" * 20 + "0" * 5 + "a" + "0" * 13 + "9"
     assert [share for share, _ in rollout.cells(a, TOTAL)] == [1.0] * 20 + [0.0] * 19 + [1.0]
     assert len(rollout.cells(a, 7)) == 7
 
@@ -91,22 +88,22 @@ def test_a_person_sees_who_is_slow_silent_and_whole(rollout: Rollout) -> None:
     whole = ChunkReport(TOTAL, TOTAL, TOTAL, whole=True)
     rollout.take({"quick": whole, "slow": held(1, 2), "lost": held(3)}, {"quick": status(40), "slow": status(2)}, 101.0)
     rollout.take({"lost": None}, {}, 102.0)
-    text = drawn(rollout)
-    rows = {text_line.split()[0]: text_line for text_line in text.splitlines() if text_line.strip()}
-    assert "whole" in rows["quick"]
-    assert "5 %" in rows["slow"]
-    assert "silent" in rows["lost"]
-    assert rows["quick"].count("█") == TOTAL
+    rows = {row["name"]: row for row in rollout.to_json()["nodes"]}
+    assert (rows["quick"]["whole"], rows["slow"]["whole"]) == (True, False)
+    assert rows["slow"]["share"] == 2 / TOTAL
+    assert (rows["slow"]["answers"], rows["lost"]["answers"]) == (True, False)
+    assert rows["quick"]["cells"] == "9" * TOTAL
     assert "slowest lost at 2 %" in line(rollout)
 
 
-def test_thousands_of_nodes_fit_a_screen_the_slowest_first(rollout: Rollout) -> None:
+def test_of_thousands_of_nodes_the_slowest_are_drawn(rollout: Rollout) -> None:
     nodes = {f"n{number:04}": held(*range(1 + number % 30)) for number in range(2000)}
     rollout.take(nodes, {}, 101.0)
-    text = drawn(rollout)
-    assert len(text.splitlines()) <= ROWS_MAX + 4
-    assert "n0000" in text
-    assert "1969 others" in text
+    shown = {name for name, text in cells(rollout).items() if text}
+    assert len(shown) == DRAWN_MAX
+    assert "n0000" in shown
+    assert "n0029" not in shown
+    assert len(line(rollout)) < 200
 
 
 @pytest.mark.parametrize(
@@ -123,14 +120,14 @@ def test_thousands_of_nodes_fit_a_screen_the_slowest_first(rollout: Rollout) -> 
 def test_a_status_that_cannot_be_changes_nothing(rollout: Rollout, lie: Any) -> None:
     rollout.take({"a": held(1)}, {"a": lie}, 101.0)
     assert rollout.to_json()["bytes_by_source"] == {"peer": 0, "shared": 0}
-    assert "a" in drawn(rollout)
+    assert "a" in cells(rollout)
 
 
 @pytest.mark.parametrize("text", ["\x1b[31mred", "line\nfeed"])
 def test_a_name_does_not_command_the_terminal(rollout: Rollout, text: str) -> None:
     rollout.uri = text
     rollout.take({text: held(1)}, {}, 101.0)
-    assert text not in drawn(rollout)
+    assert text not in plain(line(rollout)).plain
 
 
 # --- what would survive (tierckpt status --peers) -------------------------------------------------------------------

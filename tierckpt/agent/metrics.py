@@ -4,8 +4,8 @@ Two kinds come together here. Measurements (``telemetry.METRICS``) are added up 
 handed in as rows of a ``Tally``, in a trainer. State (``GAUGES`` below) is read when Prometheus asks, so that it is
 right after a restart of the agent too, and at most once in ``STATE_SECONDS``.
 
-Served on the loopback address only: a page without a password that tells what a node does is not for the network. A
-site's own exporter or sidecar on the node scrapes it.
+Served on the loopback address only, beside the page of the node (``web.py``): what tells what a node does, and asks for
+no password, is not for the network. A site's own exporter or sidecar on the node scrapes it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 try:
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
     from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.exposition import choose_encoder
     from prometheus_client.registry import Collector
 except ImportError as error:
     from ..errors import MissingExtraError
@@ -32,6 +33,7 @@ from .. import telemetry
 from ..checkpoint import marks
 from ..checkpoint.journal import LOCAL_ONLY, READY, SET_ASIDE, Journal
 from ..checkpoint.retention import marked_directories, nearest_existing
+from ..config import Settings
 from ..disk.durable import read_whole
 from ..drain.budget import Budget
 from ..errors import ConfigError, TierckptError
@@ -39,10 +41,10 @@ from ..format import manifest as manifests
 from ..format.layout import MANIFEST, step_of
 from ..telemetry import Labels, Metric, logger
 from ..types import Tier
+from .web import LOOPBACK, WebServer
 
 log = logger("agent.metrics")
 
-LOOPBACK = "127.0.0.1"
 STATE_SECONDS = 5.0
 
 GAUGES = {
@@ -65,14 +67,16 @@ class Metrics:
     """The metrics of one node. Measures from the moment it is made until ``close``.
 
     Args:
-        local_root: the local tier whose journal and checkpoints are read.
+        settings: whose local tier is read.
         budget: of the agent's mover, None when there is none.
     """
 
-    def __init__(self, local_root: Path, budget: Budget | None = None) -> None:
+    def __init__(self, settings: Settings, budget: Budget | None = None) -> None:
+        self.settings = settings
+        self.server: WebServer | None = None
         self.registry = CollectorRegistry()
         self._measured = {metric.name: _prometheus(metric, self.registry) for metric in telemetry.METRICS.values()}
-        self.registry.register(_State(NodeState(local_root, budget)))
+        self.registry.register(_State(NodeState(settings.local_root, budget)))
         self._stops: list[Callable[[], None]] = [telemetry.listen(self._record)]
 
     def _record(self, metric: Metric, value: float, labels: Labels, /) -> None:
@@ -86,7 +90,7 @@ class Metrics:
             child.observe(value)
 
     def serve(self, port: int, host: str = LOOPBACK) -> int:
-        """Serve ``/metrics`` on a thread of its own until ``close``. Returns the port; 0 chooses a free one.
+        """Serve ``/metrics`` and the page until ``close``. Returns the port; 0 chooses a free one.
 
         Raises:
             ConfigError: ``host`` is not a loopback address, or the port is taken.
@@ -96,22 +100,15 @@ class Metrics:
                 f"metrics are served on a loopback address only, {host!r} is none",
                 hint="Scrape them from the node itself, with a sidecar or the node's own exporter",
             )
-        try:
-            server, thread = start_http_server(port, addr=host, registry=self.registry)
-        except OSError as error:
-            raise ConfigError(
-                f"metrics cannot be served on port {port}: {error.strerror or error}",
-                hint="Give another --metrics-port",
-            ) from error
+        self.server = WebServer(self.settings, host=host, port=port, routes={"/metrics": self.page})
+        self._stops.append(self.server.close)
+        log.info("metrics on %smetrics", self.server.url)
+        return self.server.port
 
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join(5.0)
-
-        self._stops.append(stop)
-        log.info("metrics on http://%s:%d/metrics", host, server.server_port)
-        return int(server.server_port)
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """Return what Prometheus is told, and its type."""
+        encode, kind = choose_encoder(accept)
+        return encode(self.registry), kind
 
     def close(self) -> None:
         """Stop measuring and serving. Idempotent."""

@@ -159,7 +159,7 @@ class Agent:
         try:
             from .metrics import Metrics
 
-            self._metrics = Metrics(self.settings.local_root, self.engine.budget)
+            self._metrics = Metrics(self.settings, self.engine.budget)
             self._metrics.serve(self.options.metrics_port)
         except (ImportError, TierckptError) as error:
             log.error("no metrics are served: %s", error)
@@ -540,6 +540,7 @@ class Agent:
             "drain_bytes_per_second": self.engine.budget.rate,
             "errors": self._errors,
             "replicas": self.replicator.status() if self.replicator is not None else None,
+            "page": server.url if (server := getattr(self._metrics, "server", None)) is not None else None,
         }
 
 

@@ -17,6 +17,7 @@ log = logger("history")
 
 FILE_BYTES_MAX = 16 << 20
 FILES_MAX = 10_000
+TAIL_BYTES = 1 << 16
 GETS_AT_ONCE = 16
 
 Lines = list[dict[str, Any]]
@@ -64,6 +65,18 @@ def local_records(directory: Path) -> dict[str, bytes]:
         except (ManifestError, StoreError) as error:
             log.warning("%s is left out: %s", path, error)
     return found
+
+
+def newest_lines(directory: Path) -> Lines:
+    """The last lines of the newest start that this node has records of. Blocking; reads at most ``TAIL_BYTES``."""
+    for path in matching(directory / HISTORY_DIR, "*.jsonl")[:-2:-1]:
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+                return parse_lines(file.read(TAIL_BYTES))
+        except OSError as error:
+            log.debug("%s: %s", path, error)
+    return []
 
 
 def parse_lines(data: bytes) -> Lines:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..disk.durable import translated
+from ..disk.durable import durable_write, read_whole, translated
 from ..errors import IntegrityError, ObjectNotFoundError, StoreError, TierckptError
-from ..format.layout import CLAIM, DRAINED, MANIFEST
+from ..format.layout import CLAIM, DRAINED, MANIFEST, checks_file
 from ..format.manifest import FileEntry, Manifest
 from ..stores.base import RangeSource, Store
 from ..stores.verified_read import LocalFiles, check_file
+from ..telemetry import logger
 from ..types import Json, Progress, ProgressListener, Tier
 from . import local_commit, marks, shared_commit
 from .catalog import Checkpoint
 from .peers import PeerCopies
+
+log = logger("verify")
+
+CHECKS_BYTES_MAX = 1 << 16
 
 OnBytes: TypeAlias = Callable[[int], None]
 """Is told of bytes that were read and checked. None: only presence and sizes are looked at."""
@@ -45,6 +52,26 @@ class VerifyReport:
             "problems": [{"tier": str(tier), "file": path, "problem": text} for (tier, path), text in found.items()],
             "lost": self.lost,
         }
+
+
+def record_check(local_root: Path, verb: str, document: Json) -> None:
+    """Note that ``verb``, verify or drill, has come to ``document`` now. Blocking. Losing a note costs the note."""
+    seen = {name: document[name] for name in ("uri", "good", "seconds") if name in document}
+    try:
+        body: Json = {**read_checks(local_root), verb: {**seen, "at_unix_seconds": time.time()}}
+        durable_write(checks_file(local_root), json.dumps(body).encode())
+    except (OSError, TierckptError) as error:
+        log.warning("the %s is not noted: %s", verb, error)
+
+
+def read_checks(local_root: Path) -> Json:
+    """The last verify and the last drill on this node, by verb; None where there was none, or its note is damaged."""
+    try:
+        body = json.loads(read_whole(checks_file(local_root), CHECKS_BYTES_MAX))
+    except (OSError, TierckptError, ValueError):
+        body = {}
+    found = body if isinstance(body, dict) else {}
+    return {verb: row if isinstance(row := found.get(verb), dict) else None for verb in ("verify", "drill")}
 
 
 async def verify(

@@ -26,7 +26,7 @@ from ..format.layout import control_file, parse_uri
 from ..ipc.client import contact_for
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, progress_bar, table
-from .ui.session import JsonOption, LocalRootOption, load_settings, open_client
+from .ui.session import JsonOption, LocalRootOption, ProgressOption, load_settings, open_client
 
 POLL_SECONDS = 0.5
 
@@ -78,6 +78,7 @@ def drain(
     paused: Paused = None,
     retry: Retry = False,
     forget: Forget = None,
+    progress: ProgressOption = "auto",
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
@@ -97,7 +98,10 @@ def drain(
         if not wait:
             return report
     # drain=False keeps the engine from starting drains of its own beside the ones asked for here.
-    with progress_bar(as_json=as_json) as listener, open_client(local_root, listener, drain=False) as client:
+    with (
+        progress_bar(as_json=as_json, progress=progress) as listener,
+        open_client(local_root, listener, drain=False) as client,
+    ):
         if retry:
             client.engine.journal.put_back()
         work = client.run(_drain_within(client.engine, wait, timeout))

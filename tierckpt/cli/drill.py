@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
+from ..checkpoint.verify import record_check
 from ..errors import IntegrityError
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar, table
-from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
 
 Seed = Annotated[
     int | None, typer.Option("--seed", metavar="N", help="Choose the step again that this seed chose before.")
@@ -28,6 +29,7 @@ def drill(
     uri: UriArgument,
     seed: Seed = None,
     scratch: Scratch = None,
+    progress: ProgressOption = "auto",
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
@@ -37,8 +39,12 @@ def drill(
     is committed there.
     """
     location = location_of(uri)
-    with progress_bar(as_json=as_json) as listener, open_client(local_root, listener, drain=False) as client:
+    with (
+        progress_bar(as_json=as_json, progress=progress) as listener,
+        open_client(local_root, listener, drain=False) as client,
+    ):
         found = client.run(client.engine.drill(location, seed=seed, scratch=scratch.absolute() if scratch else None))
+        record_check(client.settings.local_root, "drill", found.to_json())
     document = found.to_json()
     return Report(document, _view(document), IntegrityError.exit_code if found.problems else 0)
 

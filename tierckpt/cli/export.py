@@ -12,7 +12,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from ..errors import ConfigError, MissingExtraError
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar
-from .ui.session import JsonOption, LocalRootOption, UriArgument, closing_clients, load_settings
+from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, closing_clients, load_settings
 
 To = Annotated[Path, typer.Option("--to", metavar="DIR", help="New or empty directory.")]
 Dtype = Annotated[
@@ -30,6 +30,7 @@ def export(
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = "5GiB",
     only: Only = "",
+    progress: ProgressOption = "auto",
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
@@ -44,7 +45,7 @@ def export(
         raise MissingExtraError(f"export needs {error.name}", hint="pip install 'tierckpt[torch]'") from error
 
     begun = time.monotonic()
-    with progress_bar(as_json=as_json) as listener, closing_clients():
+    with progress_bar(as_json=as_json, progress=progress) as listener, closing_clients():
         result = export_safetensors(
             uri,
             to,

@@ -4,39 +4,10 @@ from __future__ import annotations
 
 from rich.console import RenderableType
 
-from ..config import Settings
-from ..errors import ConfigError, TierckptError
-from ..ipc.client import AgentClient, AgentUnavailableError
 from ..types import Json
 from .ui.output import facts, human_bytes, human_seconds, table
 
 STATES = ("live", "suspect", "dead", "left")
-
-
-def document(settings: Settings) -> Json:
-    """What this node's agent knows of its peers. Starts none.
-
-    Raises:
-        ConfigError: there are no ``peers`` in the settings.
-    """
-    if settings.peers is None:
-        raise ConfigError(
-            "no peers are set", hint="Set peers (TIERCKPT_PEERS): host[:port],..., slurm, dns:NAME, torchrun"
-        )
-    answer: Json = {
-        "problem": "no agent runs on this node: `tierckpt agent`, or the first process of a job, starts one"
-    }
-    contact = AgentClient(settings)
-    try:
-        answer = contact.ask({"op": "peer_status"}, start=False)
-        answer["copies"] = contact.ask({"op": "status"}, start=False).get("replicas")
-    except AgentUnavailableError:
-        pass
-    except TierckptError as error:
-        answer = {"problem": error.message}
-    finally:
-        contact.close()
-    return {"peers": settings.peers, "replicas": settings.replicas, **answer}
 
 
 def view(document: Json) -> list[RenderableType]:

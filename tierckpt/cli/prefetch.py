@@ -19,7 +19,7 @@ from ..format.layout import Location
 from ..format.uris import local_path
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar, table
-from .ui.session import JsonOption, LocalRootOption, load_settings, location_of, open_client
+from .ui.session import JsonOption, LocalRootOption, ProgressOption, load_settings, location_of, open_client
 from .ui.watch import watch as watch_rollout
 
 PARTIAL = 3
@@ -75,6 +75,7 @@ def prefetch(
     wait: Wait = False,
     timeout: Timeout = PENDING_SECONDS,
     watch: Watch = False,
+    progress: ProgressOption = "auto",
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
@@ -113,7 +114,7 @@ def prefetch(
         with open_client(local_root) as client:
             work = _evict if evict else _unpin
             return client.run(work(client.engine, locations))
-    with progress_bar(as_json=as_json) as listener, open_client(local_root, listener) as client:
+    with progress_bar(as_json=as_json, progress=progress) as listener, open_client(local_root, listener) as client:
         if not check and not dry_run:
             reports: list[Report] = []
             errors: dict[str, TierckptError] = {}

@@ -11,7 +11,7 @@ import typer
 from ..format.uris import local_path
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar
-from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
 
 To = Annotated[Path, typer.Option("--to", metavar="DIR", help="Directory to fill.")]
 
@@ -20,7 +20,12 @@ Latest = Annotated[bool, typer.Option("--latest", help="Of a run: the newest usa
 
 
 def restore(
-    uri: UriArgument, to: To, latest: Latest = False, as_json: JsonOption = False, local_root: LocalRootOption = None
+    uri: UriArgument,
+    to: To,
+    latest: Latest = False,
+    progress: ProgressOption = "auto",
+    as_json: JsonOption = False,
+    local_root: LocalRootOption = None,
 ) -> Report:
     """Write a committed checkpoint to DIR, from this node's copies where they are good, else from shared storage.
 
@@ -28,7 +33,7 @@ def restore(
     """
     location, target = location_of(uri), local_path(to, "--to")
     begun = time.monotonic()
-    with progress_bar(as_json=as_json) as listener, open_client(local_root, listener) as client:
+    with progress_bar(as_json=as_json, progress=progress) as listener, open_client(local_root, listener) as client:
         result = client.run(client.engine.restore(location, target))
     seconds = time.monotonic() - begun
     document: Json = {**result.to_json(), "seconds": seconds}

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 
-from ..cache.pool import Pool
-from ..cache.prefetch import RECEIPT
-from ..checkpoint import marks
+from ..agent.node_document import agent_status, node_document, peers_document
+from ..agent.web import LOOPBACK, WebServer
 from ..checkpoint.catalog import file_size
-from ..checkpoint.journal import READY, SET_ASIDE, Entry, Journal
-from ..checkpoint.retention import local_checkpoints, nearest_existing
 from ..config import Settings
-from ..drain.budget import UNCHANGED, read_control
-from ..errors import ConfigError, TierckptError
-from ..format.layout import GRADIENTS_DIR, MANIFEST, Location, agent_dir, step_of
-from ..ipc.client import SOCKET, AgentClient, NoneRunsError
+from ..errors import ConfigError
+from ..format.layout import GRADIENTS_DIR, location_at, step_of
 from ..replay import segments
 from ..types import Json
 from . import peers as peers_view
 from .ui.output import Report, facts, human_bytes, human_seconds, table
 from .ui.session import JsonOption, LocalRootOption, load_settings
 
-ANSWER_SECONDS = 2.0
 GROUPED_MIN = 4
 """Cached objects of one place from which on they are one line."""
 
 Watch = Annotated[bool, typer.Option("--watch", help="Draw it again and again until Ctrl-C.")]
 Interval = Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Between two pictures.")]
+Web = Annotated[bool, typer.Option("--web", help="A page of it all: the agent's (--metrics-port), else until Ctrl-C.")]
+Listen = Annotated[
+    str | None,
+    typer.Option("--listen", metavar="HOST[:PORT]", help="With --web: serve here. Beyond loopback with a token."),
+]
 Peers = Annotated[bool, typer.Option("--peers", help="The other nodes: who is there, and what goes between us.")]
 
 
@@ -43,6 +44,8 @@ def status(
     watch: Watch = False,
     interval: Interval = 1.0,
     peers: Peers = False,
+    web: Web = False,
+    listen: Listen = None,
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
@@ -50,15 +53,50 @@ def status(
     settings = load_settings(local_root)
     if watch and as_json:
         raise ConfigError("--watch draws for people, --json is for programs", hint="Leave one out")
+    if listen is not None and not web:
+        raise ConfigError("--listen says where the page is served", hint="Give --web too")
+    if web:
+        return _web(settings, listen, as_json=as_json)
     if peers:
         if watch:
-            _redraw(lambda: peers_view.view(peers_view.document(settings)), interval)
-        document = peers_view.document(settings)
+            _redraw(lambda: peers_view.view(peers_document(settings)), interval)
+        document = peers_document(settings)
         return Report(document, peers_view.view(document))
     if watch:
         _redraw(_Rated(settings).view, interval)
     document = _document(settings)
     return Report(document, _view(document))
+
+
+def _web(settings: Settings, listen: str | None, *, as_json: bool) -> Report:
+    """The address of the agent's page; without one, or with ``listen``, serve the page until Ctrl-C."""
+    agent, _ = agent_status(settings)
+    if listen is None and agent is not None and (url := agent.get("page")):
+        return Report({"url": url}, [url, _from_elsewhere(url)])
+    if as_json:
+        raise ConfigError(
+            "this node's agent serves no page, and --json would wait for one that is served until Ctrl-C",
+            hint="Leave --json out, or start the agent with --metrics-port",
+        )
+    host, port = _host_and_port(listen)
+    server = WebServer(settings, host=host, port=port)
+    typer.echo(f"{server.url}\n{_from_elsewhere(server.url)}")
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server):
+        threading.Event().wait()
+    return Report({"url": server.url}, ["The page is no longer served."])
+
+
+def _host_and_port(listen: str | None) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{listen or LOOPBACK}")
+        return parts.hostname or "", parts.port or 0
+    except ValueError:
+        raise ConfigError(f"--listen is {listen!r}", hint="Write it like 127.0.0.1:8642") from None
+
+
+def _from_elsewhere(url: str) -> str:
+    port = urlsplit(url).port
+    return f"From elsewhere: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}, then the same address."
 
 
 def _redraw(view: Callable[[], list[RenderableType]], interval_seconds: float) -> None:
@@ -88,83 +126,7 @@ class _Rated:
 
 
 def _document(settings: Settings) -> Json:
-    root = settings.local_root
-    journal = [_entry(entry) for entry in Journal(root).entries()]
-    local = sorted([*_checkpoints(root), *_prefetched(root), *_cached(settings)], key=lambda item: item["uri"])
-    disk = shutil.disk_usage(nearest_existing(root))
-    agent, problem = _agent(settings)
-    waiting = [item for item in journal if item["state"] == READY]
-    return {
-        "local_root": str(root),
-        "journal": journal,
-        "set_aside": sum(item["state"] == SET_ASIDE for item in journal),
-        "journal_bytes": sum(item["size_bytes"] for item in journal),
-        "lag_seconds": max((item["age_seconds"] for item in waiting), default=0.0),
-        "budget": _budget(settings),
-        "agent": agent,
-        "agent_problem": problem,
-        "local": local,
-        "local_bytes": sum(item["size_bytes"] for item in local),
-        "gradient_logs": list(_gradient_logs(root)),
-        "free_bytes": disk.free,
-        "total_bytes": disk.total,
-    }
-
-
-def _agent(settings: Settings) -> tuple[Json | None, str | None]:
-    """What the agent says of itself, None when none runs; and why it says nothing, when one may run all the same."""
-    if not (agent_dir(settings.local_root) / SOCKET).exists():
-        return None, None
-    contact = AgentClient(settings)
-    try:
-        answer: Json = contact.ask({"op": "status"}, start=False, timeout_seconds=ANSWER_SECONDS)
-    except NoneRunsError:
-        return None, None
-    except TierckptError as error:
-        return None, error.message
-    finally:
-        contact.close()
-    return answer, None
-
-
-def _budget(settings: Settings) -> Json:
-    """What the node's drains may take: its control file (`tierckpt drain --limit`, `--pause`) over the settings."""
-    rate: int | None = settings.drain_bytes_per_second
-    document: Json = {"bytes_per_second": rate, "concurrency": settings.concurrency, "paused": False, "problem": None}
-    try:
-        control = read_control(settings.local_root)
-    except ConfigError as error:  # movers keep to what stood there before; `status` is how one learns of it
-        return document | {"problem": error.message}
-    if control.bytes_per_second is not UNCHANGED:
-        document["bytes_per_second"] = control.bytes_per_second
-    return document | {"concurrency": control.concurrency or settings.concurrency, "paused": control.paused}
-
-
-def _entry(entry: Entry) -> Json:
-    return {
-        "uri": entry.uri,
-        "rank": entry.rank,
-        "state": entry.state,
-        "size_bytes": entry.size_bytes,
-        "age_seconds": max(0.0, time.time() - entry.created_unix_seconds),
-        "failing_seconds": max(0.0, time.time() - entry.failing_since_unix_seconds)
-        if entry.failing_since_unix_seconds
-        else None,
-        "last_error": entry.error,
-    }
-
-
-def _checkpoints(root: Path) -> Iterator[Json]:
-    for directory, manifest in local_checkpoints(root):
-        here = [entry for entry in manifest.entries if file_size(directory / entry.key) == entry.size_bytes]
-        yield {
-            "uri": _location(root, directory).uri,
-            "kind": "checkpoint",
-            "files": len(here),
-            "files_of_checkpoint": len(manifest.entries),
-            "size_bytes": sum(entry.size_bytes for entry in here),
-            "drained": marks.is_drained(directory, manifest.attempt),
-        }
+    return {**node_document(settings), "gradient_logs": list(_gradient_logs(settings.local_root))}
 
 
 def _gradient_logs(root: Path) -> Iterator[Json]:
@@ -172,51 +134,14 @@ def _gradient_logs(root: Path) -> Iterator[Json]:
     base = root / "checkpoints"
     for directory in sorted(base.rglob(f"{GRADIENTS_DIR}/rank-*")) if base.is_dir() else ():
         sizes = [file_size(path) for path in segments.paths_in(directory)]
-        if sizes:
+        location = location_at(root, directory.parent.parent)
+        if sizes and location is not None:
             yield {
-                "uri": _location(root, directory.parent.parent).uri,
+                "uri": location.uri,
                 "rank": step_of(directory.name),
                 "size_bytes": sum(size for size in sizes if size > 0),
                 "newest_step": segments.newest_step(directory),
             }
-
-
-def _prefetched(root: Path) -> Iterator[Json]:
-    base = root / "checkpoints"
-    for receipt in base.rglob(RECEIPT) if base.is_dir() else ():
-        directory = receipt.parent.parent
-        if (directory / MANIFEST).exists():
-            continue  # listed as a checkpoint
-        sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file() and path != receipt]
-        yield {
-            "uri": _location(root, directory).uri,
-            "kind": "prefetched",
-            "files": len(sizes),
-            "size_bytes": sum(sizes),
-            "drained": True,
-        }
-
-
-def _cached(settings: Settings) -> Iterator[Json]:
-    pool = Pool(settings)
-    for row in pool.rows():
-        yield {
-            "uri": row.uri,
-            "kind": "prefetched" if row.state == "complete" else "partial",
-            "directory": str(pool.directory(row.name)),
-            "files": row.files,
-            "size_bytes": row.size_bytes if row.state == "complete" else row.reserved_bytes,
-            "drained": True,
-            "pinned": row.is_pinned,
-            "leases": len(pool.leases(row.name)),
-        }
-
-
-def _location(root: Path, directory: Path) -> Location:
-    """The inverse of ``layout.local_dir``."""
-    scheme, authority, *path = directory.relative_to(root / "checkpoints").parts
-    leading = "/" if scheme == "file" else ""
-    return Location(scheme, "" if authority == "_" else authority, leading + "/".join(path))
 
 
 def _agent_line(agent: Json | None, problem: str | None) -> str:
@@ -278,6 +203,13 @@ def _view(document: Json) -> list[RenderableType]:
         "drains": _budget_line(document["budget"]),
         "agent": _agent_line(document["agent"], document["agent_problem"]),
     }
+    for row in document["safe"]:
+        age = human_seconds(time.time() - row["at_unix_seconds"])
+        summary.setdefault("safe on shared storage", f"step {row['step']} of {row['run']}, {age} old")
+    for verb, row in document["checks"].items():
+        if row is not None:
+            age = human_seconds(time.time() - row["at_unix_seconds"])
+            summary[f"last {verb}"] = f"{row['uri']}, {'good' if row.get('good') else 'DAMAGED'}, {age} ago"
     if document["set_aside"]:
         summary["set aside"] = (
             f"{document['set_aside']} entries, which no mover tries any more: `tierckpt drain --retry` puts them back, "

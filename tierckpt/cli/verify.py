@@ -10,20 +10,24 @@ from rich.console import RenderableType
 
 from ..checkpoint import local_commit, shared_commit
 from ..checkpoint.catalog import Checkpoint
-from ..checkpoint.verify import VerifyReport
+from ..checkpoint.verify import VerifyReport, record_check
 from ..engine import Engine
 from ..errors import CheckpointError, CheckpointNotFoundError, IntegrityError, ManifestError
 from ..format.layout import MANIFEST, Location
 from ..types import Json, Tier
 from .ui.output import Report, facts, human_bytes, progress_bar, table
-from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
 
 ReadData = Annotated[bool, typer.Option("--read-data", help="Read every byte and check it; else presence and sizes.")]
 Problem = tuple[Tier, str]
 
 
 def verify(
-    uri: UriArgument, read_data: ReadData = False, as_json: JsonOption = False, local_root: LocalRootOption = None
+    uri: UriArgument,
+    read_data: ReadData = False,
+    progress: ProgressOption = "auto",
+    as_json: JsonOption = False,
+    local_root: LocalRootOption = None,
 ) -> Report:
     """Check every file on each tier that has a copy. Exit 5 when any copy is damaged.
 
@@ -33,7 +37,7 @@ def verify(
     keeps the shards of its own ranks.
     """
     wanted = location_of(uri)
-    with progress_bar(as_json=as_json) as listener, open_client(local_root, listener) as client:
+    with progress_bar(as_json=as_json, progress=progress) as listener, open_client(local_root, listener) as client:
         location = client.run(_checkpoint_at(client.engine, wanted))
         checkpoint, report, damaged = client.run(_verify(client.engine, location, read_data))
         absent = _absent(checkpoint, report)
@@ -47,6 +51,7 @@ def verify(
         "problems": rows,
         "absent_on_this_node": sorted(path for tier, path in absent if tier is Tier.LOCAL),
     }
+    record_check(client.settings.local_root, "verify", document)
     return Report(document, _view(document), IntegrityError.exit_code if rows else 0)
 
 

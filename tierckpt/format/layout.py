@@ -250,6 +250,10 @@ def control_file(local_root: Path) -> Path:
     return Path(local_root, "control.json")
 
 
+def checks_file(local_root: Path) -> Path:
+    return Path(local_root, "checks.json")
+
+
 def flush_mark(local_root: Path) -> Path:
     return Path(local_root, "flush.mark")
 

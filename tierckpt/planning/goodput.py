@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, Literal, TypeAlias
 
 from ..errors import ConfigError
@@ -102,6 +102,31 @@ class Goodput:
     steps_per_hour: float
     replayed_steps: int
     """Steps that were not lost, because a gradient log had them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """How long training waited for the save after ``step``."""
+
+    step: int
+    at: float
+    seconds: float
+
+
+def stalls_of(lines: Iterable[Line]) -> list[Stall]:
+    """The saves in a start's lines, or in the last of them: what training waited from each until the next one began.
+
+    A save's line is written before training has waited for it. Of saves whose lines were thinned out, the mean.
+    """
+    rows = [line for line in lines if _is_line(line)]
+    saves = [row for row in rows if row["what"] == "save" and row.get("step") is not None]
+    found = []
+    for row, after in zip_longest(saves, saves[1:]):
+        until = after or max(rows, key=lambda line: float(line.get("blocked_seconds", 0.0)) * (line["what"] != "end"))
+        count = max(1, int(until.get("saves", 0)) - int(row.get("saves", 0))) if after else 1
+        waited = float(until.get("blocked_seconds", 0.0)) - float(row.get("blocked_seconds", 0.0))
+        found.append(Stall(int(row["step"]), float(row["at"]), max(0.0, waited) / count))
+    return found
 
 
 def read_start(lines: Iterable[Line]) -> Start | None:

@@ -110,7 +110,8 @@ def _root(
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; print its report or its error. Returns the exit code, never raises."""
-    output = Output(as_json="--json" in arguments)
+    has_progress = any(one.startswith("--progress") for one in arguments)
+    output = Output(as_json="--json" in arguments, is_compact=has_progress)
     logs = Logs(output)
     command = typer.main.get_command(app)
     try:

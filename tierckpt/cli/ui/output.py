@@ -11,9 +11,10 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TextIO
 
 from rich import box
@@ -34,10 +35,14 @@ from ... import types
 from ...errors import PartialTransferError, TierckptError
 from ...quantities import human_bytes as human_bytes
 from ...quantities import human_seconds as human_seconds
+from ...redaction import redact_all
 from ...telemetry import ignore_progress
 
 WIDTH_WHEN_PIPED = 100_000
 """Nothing is cut or wrapped when a program reads it."""
+
+LINE_SECONDS = 0.5
+Progressing = Literal["auto", "json", "none"]
 
 _STYLES = {
     "ok": "green",
@@ -63,10 +68,14 @@ class Report:
 
 
 class Output:
-    """Prints one report or one error. Collects the library's warnings from the moment it is made until ``close``."""
+    """Prints one report or one error. Collects the library's warnings from the moment it is made until ``close``.
 
-    def __init__(self, *, as_json: bool) -> None:
-        self.as_json = as_json
+    Args:
+        is_compact: an error is one line too, as ``--progress json`` has it for all of stderr.
+    """
+
+    def __init__(self, *, as_json: bool, is_compact: bool = False) -> None:
+        self.as_json, self._indent = as_json, None if is_compact else 2
         self.warnings: list[str] = []
         self._handler = _Warnings(self)
         logging.getLogger("tierckpt").addHandler(self._handler)
@@ -103,7 +112,7 @@ class Output:
     def _dump(self, document: types.Json, stream: TextIO) -> None:
         if self.warnings:
             document = {**document, "warnings": self.warnings}
-        stream.write(json.dumps(document, indent=2) + "\n")
+        stream.write(json.dumps(document, indent=self._indent if stream is sys.stderr else 2) + "\n")
         stream.flush()
 
 
@@ -118,13 +127,36 @@ class _Warnings(logging.Handler):
         self._output.warn(record.getMessage())
 
 
+class _Lines:
+    """Writes progress as NDJSON on stderr: of each work at most every ``LINE_SECONDS``, and its end."""
+
+    def __init__(self) -> None:
+        self._written_at: dict[str, float] = {}
+
+    def __call__(self, progress: types.Progress, /) -> None:
+        now, is_done = time.monotonic(), progress.done_bytes >= progress.total_bytes
+        if not is_done and now - self._written_at.get(progress.what, float("-inf")) < LINE_SECONDS:
+            return
+        self._written_at[progress.what] = now
+        line = {"at_unix_seconds": round(time.time(), 3), **redact_all(asdict(progress))}
+        sys.stderr.write(json.dumps(line) + "\n")
+        sys.stderr.flush()
+
+
 @contextmanager
-def progress_bar(*, as_json: bool, of: Literal["bytes", "time"] = "bytes") -> Iterator[types.ProgressListener]:
+def progress_bar(
+    *, as_json: bool, of: Literal["bytes", "time"] = "bytes", progress: Progressing = "auto"
+) -> Iterator[types.ProgressListener]:
     """Yield a listener that draws a bar on stderr while a person looks at it, and does nothing otherwise.
 
-    ``of="time"``: what is done is no bytes, and only its share is shown.
+    Args:
+        of: ``time``: what is done is no bytes, and only its share is shown.
+        progress: ``json`` writes a JSON object a line instead, ``none`` nothing.
     """
-    if as_json or not sys.stderr.isatty():
+    if progress == "json":
+        yield _Lines()
+        return
+    if as_json or progress == "none" or not sys.stderr.isatty():
         yield ignore_progress
         return
     columns = (
@@ -139,12 +171,12 @@ def progress_bar(*, as_json: bool, of: Literal["bytes", "time"] = "bytes") -> It
 
         def listen(progress: types.Progress, /) -> None:
             if progress.what not in tasks:
-                tasks[progress.what] = bars.add_task(_printable(progress.what), total=None, note="")
+                tasks[progress.what] = bars.add_task(printable(progress.what), total=None, note="")
             bars.update(
                 tasks[progress.what],
                 completed=progress.done_bytes,
                 total=progress.total_bytes,
-                note=_printable(progress.note),
+                note=printable(progress.note),
             )
 
         yield listen
@@ -174,10 +206,10 @@ def facts(pairs: Mapping[str, object]) -> Table:
 
 def plain(text: str) -> Text:
     """Return ``text`` to print as it is, control characters made visible."""
-    return Text(_printable(text), style=_STYLES.get(text, ""))
+    return Text(printable(text), style=_STYLES.get(text, ""))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -188,7 +220,7 @@ def hush() -> None:
 
 
 def _labelled(label: str, style: str, text: str) -> Text:
-    return Text.assemble((f"{label}: ", style), _printable(text))
+    return Text.assemble((f"{label}: ", style), printable(text))
 
 
 def _console(stream: TextIO) -> Console:

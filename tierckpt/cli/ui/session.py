@@ -18,6 +18,7 @@ from ...format.layout import Location, parse_uri
 from ...stores.schemes import check_location
 from ...telemetry import ignore_progress
 from ...types import ProgressListener
+from .output import Progressing
 
 SETTLE_SECONDS = 10.0
 
@@ -26,6 +27,10 @@ UriArgument = Annotated[
     typer.Argument(metavar="URI", help="s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document; errors as JSON on stderr.")]
+ProgressOption = Annotated[
+    Progressing,
+    typer.Option("--progress", help="json: an object a line on stderr; none. Default: a bar on a terminal."),
+]
 LocalRootOption = Annotated[
     Path | None,
     typer.Option(

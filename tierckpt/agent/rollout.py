@@ -7,22 +7,20 @@ are counted from the moment somebody began to watch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from ...peer.messages import CHUNKS_MAX, ChunkReport
-from ...types import Json
-from .output import human_bytes, human_seconds, plain
+from ..peer.messages import CHUNKS_MAX, ChunkReport
+from ..quantities import human_bytes, human_seconds
+from ..types import Json
 
 RATE_SECONDS = 5.0
-ROWS_MAX = 32
-SHADES = "░▒▓█"
-EMPTY, ASKED = "·", "▸"
+CELLS_MAX = 128
+DRAWN_MAX = 64
+"""Nodes whose cells are told: the slowest."""
+SHARES = 9
+ASKED = "a"
 
 
 @dataclass
@@ -149,6 +147,7 @@ class Rollout:
 
     def to_json(self) -> Json:
         rates = [node.rates() for node in self.part]
+        drawn = {node.name for node in sorted(self.part, key=Node.share)[:DRAWN_MAX]}
         return {
             "uri": self.uri,
             "version": self.version,
@@ -175,6 +174,7 @@ class Rollout:
                     "from_peers_bytes": node.from_peers_bytes,
                     "from_shared_bytes": node.from_shared_bytes,
                     "served_bytes": node.served_bytes,
+                    "cells": self.shades(node) if node.name in drawn else "",
                 }
                 for node in sorted(self.part, key=lambda node: node.name)
             ],
@@ -191,18 +191,10 @@ class Rollout:
             found.append((1.0 if node.is_whole else here, asked))
         return found
 
-    def anywhere(self, width: int) -> list[tuple[float, bool]]:
-        """The same of what at least one node has: what need not be read from shared storage any more."""
-        part = self.part
-        if any(node.is_whole for node in part):
-            return [(1.0, False)] * width
-        union = bytearray(self.total)
-        if part and self.total:
-            joined = 0
-            for node in part:
-                joined |= int.from_bytes(node.chunks, "little")
-            union = bytearray(joined.to_bytes(self.total, "little"))
-        return self.cells(Node("", union, fetching=frozenset().union(*(node.fetching for node in part))), width)
+    def shades(self, node: Node) -> str:
+        """``cells`` for a program to draw: a digit for each, 0 nothing and 9 all of it; ``a``: being read now."""
+        cells = self.cells(node, min(CELLS_MAX, self.total))
+        return "".join(ASKED if asked and share < 1 else str(int(share * SHARES)) for share, asked in cells)
 
 
 def _span(at: int, width: int, total: int) -> tuple[int, int]:
@@ -211,7 +203,7 @@ def _span(at: int, width: int, total: int) -> tuple[int, int]:
     return start, max(start + 1, (at + 1) * total // width)
 
 
-# --- the picture ---------------------------------------------------------------------------------------------------
+# --- in a line -----------------------------------------------------------------------------------------------------
 
 
 def line(rollout: Rollout) -> str:
@@ -226,85 +218,10 @@ def line(rollout: Rollout) -> str:
     )
     if slowest is not None and not rollout.is_done:
         text += f", slowest {slowest.name} at {100 * slowest.share():.0f} %"
-    return text
-
-
-def picture(rollout: Rollout, width: int) -> RenderableType:
-    """Nodes and chunks filling. ``width`` is the terminal's."""
-    part = sorted(rollout.part, key=lambda node: node.name)
-    shown, hidden = part, []
-    if len(part) > ROWS_MAX:
-        by_share = sorted(part, key=Node.share)
-        shown = sorted(by_share[: ROWS_MAX - 1], key=lambda node: node.name)
-        hidden = by_share[ROWS_MAX - 1 :]
-    names = max((len(node.name) for node in shown), default=8)
-    cells = max(8, min(96, width - min(names, 28) - 52, rollout.total or 8))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(max_width=28, no_wrap=True, overflow="ellipsis")
-    table.add_column(no_wrap=True)
-    for _ in range(4):
-        table.add_column(justify="right", no_wrap=True)
-    heads = ("node", "chunks", "", "peers", "shared", "serves")
-    table.add_row(*(Text(head, style="bold") for head in heads))
-    for node in shown:
-        table.add_row(*_row(rollout, node, cells, _is_slow(node, part)))
-    if hidden:
-        shares = [node.share() for node in hidden]
-        text = f"{len(hidden)} others, {100 * min(shares):.0f} to {100 * max(shares):.0f} %"
-        table.add_row(Text("..."), Text(text, style="dim"))
-    table.add_row(Text("anywhere", style="dim"), _bar(rollout.anywhere(cells)))
-    return Group(_title(rollout), table, _sum(rollout))
-
-
-def _title(rollout: Rollout) -> Text:
-    text = f"{rollout.uri}, version {rollout.version[:8]}: "
-    sizes = f"{human_bytes(rollout.size_bytes)} in {rollout.total} chunks" if rollout.total else "no chunk yet"
-    return Text.assemble((plain(text).plain, "bold"), f"{sizes}, {len(rollout.part)} nodes")
-
-
-def _row(rollout: Rollout, node: Node, cells: int, is_slow: bool) -> Sequence[Text]:
-    name = plain(node.name)
-    name.stylize("red" if node.is_silent else "yellow" if is_slow else "")
-    state = "silent" if node.is_silent else "whole" if node.is_whole else f"{100 * node.share():.0f} %"
-    rates = [
-        Text(f"{human_bytes(rate)}/s" if rate >= 1 else "", style="dim" if rate < 1 else "") for rate in node.rates()
-    ]
-    return [name, _bar(rollout.cells(node, cells)), Text(state, style="green" if node.is_whole else ""), *rates]
-
-
-def _bar(cells: Sequence[tuple[float, bool]]) -> Text:
-    bar = Text()
-    for share, is_asked in cells:
-        if share >= 1:
-            bar.append(SHADES[-1], "green")
-        elif is_asked:
-            bar.append(ASKED if share == 0 else SHADES[int(share * 3)], "yellow")
-        elif share > 0:
-            bar.append(SHADES[int(share * 3)], "cyan")
-        else:
-            bar.append(EMPTY, "dim")
-    return bar
-
-
-def _sum(rollout: Rollout) -> Text:
-    now = rollout.to_json()
-    rates, sizes = now["bytes_per_second"], now["bytes_by_source"]
-    times = f" ({sizes['shared'] / rollout.size_bytes:.2f}x the size)" if rollout.size_bytes else ""
-    text = (
-        f"{100 * now['share']:.0f} %, {human_seconds(now['seconds'])}: "
-        f"{human_bytes(sizes['peer'])} from peers at {human_bytes(rates['peer'])}/s, "
-        f"{human_bytes(sizes['shared'])}{times} from shared storage at {human_bytes(rates['shared'])}/s"
-    )
-    left = sum(rollout.size_bytes - min(node.landed_bytes, rollout.size_bytes) for node in rollout.part)
-    rate = rates["peer"] + rates["shared"]
-    if left and rate >= 1:
+    left = sum(rollout.size_bytes - min(node.landed_bytes, rollout.size_bytes) for node in part)
+    if left and (rate := rates["peer"] + rates["shared"]) >= 1:
         text += f"; about {human_seconds(left / rate)} left"
-    return Text(text)
-
-
-def _is_slow(node: Node, part: Sequence[Node]) -> bool:
-    shares = sorted(other.share() for other in part)
-    return not node.is_whole and node.share() < shares[len(shares) // 2] / 2
+    return text
 
 
 # --- what strangers tell -------------------------------------------------------------------------------------------

@@ -1,0 +1,270 @@
+"""``tierckpt status --web``: what a node's documents say of real runs, and what people see of them in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.browser import CHROMIUM, MISSING, PATIENCE_SECONDS, Browser
+from tests.states import save
+from tierckpt.agent.node_document import node_document
+from tierckpt.checkpoint import local_commit, marks
+from tierckpt.checkpoint.journal import READY, SET_ASIDE, WRITING, Entry, Journal
+from tierckpt.checkpoint.run_log_reader import newest_lines, parse_lines
+from tierckpt.checkpoint.verify import read_checks, record_check
+from tierckpt.cli.ui.app import run
+from tierckpt.client import close_all
+from tierckpt.config import Settings
+from tierckpt.drain.budget import change_control
+from tierckpt.format.layout import HISTORY_DIR, checks_file, local_dir, parse_uri
+from tierckpt.planning.goodput import stalls_of
+
+HINT = '<img src=x onerror="document.title=1">'
+
+
+def read_attempt(directory: Path) -> str:
+    manifest = local_commit.read_local_manifest(directory)
+    assert manifest is not None
+    return manifest.attempt
+
+
+def training(uri: object, steps: range, **options: Any) -> None:
+    """Some steps, each saved; what became of the time is recorded."""
+    state = {"w": torch.ones(1 << 16)}
+    with tierckpt.Checkpointer(uri, **options) as checkpointer:  # type: ignore[arg-type]
+        for step in steps:
+            checkpointer.step(step, state)
+            checkpointer.save(step, state)
+    close_all()
+
+
+# --- documents ------------------------------------------------------------------------------------------------------
+
+
+def waiting(uri: str, local_root: Path, error: str = "") -> Entry:
+    """A step that is on this node, with a journal entry that no mover here drains."""
+    save(uri, {"w": torch.ones(64)}, drain=False)
+    close_all()
+    journal, location = Journal(local_root), parse_uri(uri)
+    entry = replace(journal.open(f"{os.getpid():016x}", location, 0, 1 << 20), state=READY, error=error)
+    return journal.write(entry)
+
+
+def test_steps_are_told_by_tier_the_newest_first(file_uri: str, local_root: Path) -> None:
+    save(f"{file_uri}/step-1", {"w": torch.ones(64)})
+    tierckpt.wait(f"{file_uri}/step-1", timeout_seconds=60)
+    entry = waiting(f"{file_uri}/step-2", local_root)
+    document = node_document(Settings.load())
+    rows = document["steps"]
+    assert [(row["step"], row["local"], row["shared"]) for row in rows] == [
+        (2, "committed", "waiting"),
+        (1, "committed", "committed"),
+    ]
+    assert {row["run"] for row in rows} == {parse_uri(file_uri).uri}
+    assert document["safe"] == [{name: rows[1][name] for name in ("run", "step", "uri", "at_unix_seconds")}]
+    assert 0 <= time.time() - rows[1]["at_unix_seconds"] < 3600
+    journal = Journal(local_root)
+    journal.fail(entry.token, "no such bucket")
+    assert [row["shared"] for row in node_document(Settings.load())["steps"]] == ["failed", "committed"]
+    journal.write(replace(entry, state=SET_ASIDE, error="no such bucket"))
+    (row, _) = node_document(Settings.load())["steps"]
+    assert (row["shared"], row["error"]) == ("set aside", "no such bucket")
+    journal.write(replace(entry, state=WRITING))
+    assert node_document(Settings.load())["steps"][0]["local"] == "committed"
+
+
+def test_what_was_read_of_a_checkpoint_is_read_again_when_it_changes(file_uri: str, local_root: Path) -> None:
+    known: Any = {}
+    save(f"{file_uri}/step-1", {"w": torch.ones(64)}, drain=False)
+    close_all()
+    (before,) = node_document(Settings.load(), known)["local"]
+    assert [row for _, row in known.values()] == [before]
+    directory = local_dir(local_root, parse_uri(f"{file_uri}/step-1"))
+    marks.mark_drained(directory, read_attempt(directory))
+    (drained,) = node_document(Settings.load(), known)["local"]
+    assert (before["drained"], drained["drained"]) == (False, True)
+    next(directory.glob("*.distcp")).unlink()
+    (damaged,) = node_document(Settings.load(), known)["local"]
+    assert damaged["files"] == drained["files"] - 1
+    assert damaged == node_document(Settings.load())["local"][0]
+
+
+def test_stalls_are_those_of_the_newest_run(file_uri: str, local_root: Path) -> None:
+    training(f"{file_uri}/old", range(1, 3))
+    training(f"{file_uri}/new", range(7, 11))
+    document = node_document(Settings.load())
+    assert [row["step"] for row in document["stalls"]] == [7, 8, 9, 10]
+    assert {row["run"] for row in document["stalls"]} == {parse_uri(f"{file_uri}/new").uri}
+    (history,) = local_dir(local_root, parse_uri(f"{file_uri}/new")).glob(f"{HISTORY_DIR}/*.jsonl")
+    lines = parse_lines(history.read_bytes())
+    first = next(line["blocked_seconds"] for line in lines if line["what"] == "save")
+    before_the_end = max(line["blocked_seconds"] for line in lines if line["what"] != "end")
+    assert sum(row["seconds"] for row in document["stalls"]) == pytest.approx(before_the_end - first, abs=1e-3)
+    assert before_the_end > first
+    with history.open("ab") as file:
+        file.write(b'{"what": "save", "at"')
+    assert stalls_of(newest_lines(history.parent.parent)) == stalls_of(lines)
+
+
+def test_a_save_waited_until_the_next_one_began_and_those_whose_lines_are_gone_share_it() -> None:
+    lines = [
+        {"what": "step", "at": 1, "step": 1, "saves": 0, "blocked_seconds": 0.0},
+        {"what": "save", "at": 2, "step": 2, "saves": 1, "blocked_seconds": 0.0},
+        {"what": "save", "at": 3, "step": 4, "saves": 2, "blocked_seconds": 0.5},
+        {"what": "save", "at": 9, "step": 10, "saves": 5, "blocked_seconds": 0.8},
+        {"what": "durable", "at": 10, "step": 10, "saves": 5, "blocked_seconds": 1.0},
+        {"what": "end", "at": 11, "step": 10, "saves": 5, "blocked_seconds": 9.0},
+        {"what": "save", "at": "x"},
+    ]
+    assert [(one.step, round(one.seconds, 6)) for one in stalls_of(lines)] == [(2, 0.5), (4, 0.1), (10, 0.2)]
+    assert stalls_of([]) == stalls_of(lines[:1]) == []
+
+
+def test_the_last_verify_and_drill_are_noted(file_uri: str, local_root: Path) -> None:
+    assert node_document(Settings.load())["checks"] == {"verify": None, "drill": None}
+    save(f"{file_uri}/step-3", {"w": torch.ones(64)})
+    tierckpt.wait(f"{file_uri}/step-3", timeout_seconds=60)
+    close_all()
+    assert run(["verify", f"{file_uri}/step-3", "--json"]) == 0
+    assert run(["drill", file_uri, "--json"]) == 0
+    checks = node_document(Settings.load())["checks"]
+    assert {verb: (row["good"], parse_uri(row["uri"]).name) for verb, row in checks.items()} == {
+        "verify": (True, "step-3"),
+        "drill": (True, "step-3"),
+    }
+    next(Path(file_uri.removeprefix("file://"), "step-3").glob("*.distcp")).write_bytes(b"short")
+    assert run(["verify", f"{file_uri}/step-3", "--json"]) == 5
+    assert not read_checks(local_root)["verify"]["good"]
+    checks_file(local_root).write_bytes(b"[1")
+    assert read_checks(local_root) == {"verify": None, "drill": None}
+    record_check(local_root, "drill", {"uri": "file:///x", "good": True})
+    assert read_checks(local_root)["drill"]["good"]
+
+
+# --- progress as lines ------------------------------------------------------------------------------------------------
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def test_progress_is_one_object_a_line(file_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(f"{file_uri}/step-1", {"w": torch.ones(1 << 16)})
+    tierckpt.wait(f"{file_uri}/step-1", timeout_seconds=60)
+    close_all()
+    capsys.readouterr()
+    target = tmp_path / "restored"
+    for verb, *more in (("restore", "--to", str(target)), ("verify", "--read-data"), ("drill",), ("prefetch",)):
+        assert run([verb, f"{file_uri}/step-1", *more, "--json", "--progress", "json"]) == 0
+        told = lines(capsys)
+        assert told, verb
+        assert all({"what", "done_bytes", "total_bytes", "note", "at_unix_seconds"} == row.keys() for row in told)
+        assert told[-1]["done_bytes"] >= told[-1]["total_bytes"] > 0
+        assert verb in told[-1]["what"] or verb == "prefetch"
+    assert run(["restore", f"{file_uri}/step-9", "--to", str(tmp_path / "x"), "--json", "--progress=json"]) == 4
+    assert lines(capsys)[-1]["error"] == "CheckpointNotFoundError"
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def agent(local_root: Path) -> Iterator[str]:
+    """The address of the page of a real agent."""
+    command = [sys.executable, "-m", "tierckpt", "agent", "--metrics-port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        url = next(line.split()[-1] for line in process.stderr if "metrics on" in line)
+        yield url.removesuffix("metrics")
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_SECONDS)
+
+
+def test_the_agents_page_is_named_and_serves_the_metrics_too(agent: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(100):  # the page is there before the agent answers
+        code = run(["status", "--web", "--json"])
+        out = capsys.readouterr().out
+        if code == 0:
+            break
+        time.sleep(0.1)
+    assert json.loads(out)["url"] == agent
+    with urllib.request.urlopen(f"{agent}status.json", timeout=PATIENCE_SECONDS) as answer:
+        document = json.load(answer)
+    assert run(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == (document.keys() - {"peers", "rollout"}) | {"gradient_logs"}
+    with urllib.request.urlopen(f"{agent}metrics", timeout=PATIENCE_SECONDS) as answer:
+        assert "tierckpt_lag_seconds" in answer.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--listen", "127.0.0.1"], "--listen says where"),
+        (["--web", "--listen", "127.0.0.1:x"], "--listen is '127.0.0.1:x'"),
+        (["--web", "--listen", "example.org:80"], "'example.org' is no address"),
+        (["--web", "--json"], "serves no page"),
+    ],
+)
+def test_what_the_page_cannot_be_is_refused(
+    arguments: list[str], says: str, local_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["status", *arguments]) == 2
+    assert says in "".join(capsys.readouterr())
+
+
+@pytest.mark.slow
+def test_without_an_agent_the_command_serves_it_until_it_is_interrupted(local_root: Path) -> None:
+    command = [sys.executable, "-u", "-m", "tierckpt", "status", "--web"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        with urllib.request.urlopen(f"{url}status.json", timeout=PATIENCE_SECONDS) as answer:
+            assert json.load(answer)["agent"] is None
+    finally:
+        process.send_signal(2)
+        assert process.wait(PATIENCE_SECONDS) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+async def test_people_see_a_run_as_it_goes(agent: str, file_uri: str, local_root: Path, tmp_path: Path) -> None:
+    """A picture of it is left in SCREENSHOTS, when that is set, for people to look at."""
+    training(f"{file_uri}/run", range(1, 4), keep_last=8)
+    record_check(local_root, "drill", {"uri": f"{file_uri}/run/step-3", "good": True})
+    async with Browser() as browser:
+        await browser.open(agent)
+        await browser.until("document.querySelector('#safe b')?.textContent === 'step 3'")
+        assert await browser.value("document.querySelectorAll('#steps tbody tr td.num:first-child').length") == 3
+        assert await browser.value("document.querySelectorAll('#stalls rect').length") == 3
+        assert "good" in await browser.value("document.querySelector('#checks').textContent")
+
+        change_control(local_root, paused=True)
+        entry = waiting(f"{file_uri}/run/step-4", local_root)
+        Journal(local_root).write(replace(entry, state=SET_ASIDE, error=HINT))
+        await browser.until("document.querySelector('#steps').textContent.includes('set aside')")
+        assert HINT in await browser.value("document.querySelector('#steps').textContent")
+        assert await browser.value("document.querySelectorAll('img').length") == 0
+        to_drain = await browser.value("document.querySelector('#lag').textContent")
+        assert "paused" in to_drain and "1 set aside" in to_drain
+        assert "all is on shared storage" not in to_drain
+        picture = await browser.screenshot()
+        assert picture.startswith(b"\x89PNG")
+        assert browser.errors == []
+    if folder := os.environ.get("SCREENSHOTS"):
+        await asyncio.to_thread(Path(folder, "page.png").write_bytes, picture)

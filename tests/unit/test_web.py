@@ -1,0 +1,270 @@
+"""The page's server: who may read it, that nothing can be changed through it, and when it makes documents."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from tierckpt.agent import web
+from tierckpt.agent.web import Documents, WebServer
+from tierckpt.config import Settings
+from tierckpt.errors import ConfigError
+
+PATIENCE_SECONDS = 60.0
+
+
+class Made:
+    """Documents as the test wants them, counted."""
+
+    def __init__(self) -> None:
+        self.document: dict[str, Any] = {"step": 1}
+        self.count = 0
+        self.made = threading.Condition()
+
+    def __call__(self) -> dict[str, Any]:
+        with self.made:
+            self.count += 1
+            self.made.notify_all()
+            return {**self.document, "lag_seconds": float(self.count)}
+
+    def wait(self, count: int) -> None:
+        with self.made:
+            assert self.made.wait_for(lambda: self.count >= count, PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def made() -> Made:
+    return Made()
+
+
+@pytest.fixture
+def serve(made: Made, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WebServer]]:
+    monkeypatch.setattr(web, "PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(web, "QUIET_SECONDS", 0.01)
+    servers: list[WebServer] = []
+
+    def start(**options: Any) -> WebServer:
+        settings = Settings.load()
+        servers.append(WebServer(settings, documents=Documents(settings, made), **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def ask(
+    server: WebServer, path: str = "/", method: str = "GET", body: bytes | None = None, **headers: str
+) -> tuple[int, bytes, http.client.HTTPMessage]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_SECONDS)
+    try:
+        connection.request(method, path, body=body, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read(), answer.headers
+    finally:
+        connection.close()
+
+
+class Stream:
+    """A page that is open: the events of one connection."""
+
+    def __init__(self, server: WebServer, query: str = "") -> None:
+        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_SECONDS)
+        self.connection.request("GET", f"/events{query}")
+        self.answer = self.connection.getresponse()
+
+    def next(self) -> dict[str, Any]:
+        while line := self.answer.readline():
+            if line.startswith(b"data: "):
+                return dict(json.loads(line[6:]))
+        raise AssertionError("the stream has ended")
+
+    def close(self) -> None:
+        self.answer.close()
+        self.connection.close()
+
+
+# --- who may read it ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/", "/events", "/status.json", "/nothing"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil", "", "["]
+)
+def test_a_name_that_is_not_this_machines_is_refused(serve: Callable[..., WebServer], path: str, host: str) -> None:
+    """B2: what a page of another site would send after its DNS has pointed its name here."""
+    status, body, _ = ask(serve(), path, Host=host)
+    assert (status, b"step" in body) == (403, False)
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:{port}", "localhost", "localhost:9", "[::1]:{port}", "10.1.2.3", "{me}:80"]
+)
+def test_addresses_and_names_of_this_machine_are_served(serve: Callable[..., WebServer], host: str) -> None:
+    server = serve()
+    assert ask(server, Host=host.format(port=server.port, me=socket.gethostname()))[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+@pytest.mark.parametrize("path", ["/", "/events", "/status.json", "/metrics"])
+def test_nothing_can_be_written(serve: Callable[..., WebServer], made: Made, method: str, path: str) -> None:
+    server = serve(routes={"/metrics": lambda accept: (b"x 1\n", "text/plain")})
+    status, _, headers = ask(server, path, method, body=b"{}")
+    assert (status, headers["Allow"], made.count) == (405, "GET, HEAD", 0)
+
+
+def test_beyond_loopback_only_with_the_token(serve: Callable[..., WebServer]) -> None:
+    server = serve(host="0.0.0.0", routes={"/metrics": lambda accept: (b"x 1\n", "text/plain")})
+    (token,) = parse_qs(urlsplit(server.url).query)["token"]
+    assert len(token) >= 32
+    for path in ("/", "/events", "/status.json", "/metrics"):
+        for wrong in ("", "?token=", f"?token={token[:-1]}", "?token=%C3%A9"):
+            assert ask(server, path + wrong)[0] == 401, path + wrong
+    assert ask(server, f"/?token={token}")[0] == 200
+    assert ask(server, "/status.json", Authorization=f"Bearer {token}")[0] == 200
+    assert ask(server, f"/?token={token}", Host="evil.example")[0] == 403
+    assert serve(host="0.0.0.0").token != token
+    assert serve(host="127.0.0.1").token == serve(host="localhost").token == ""
+
+
+@pytest.mark.parametrize("host", ["example.org", "", "300.1.1.1"])
+def test_it_is_served_on_addresses_only(serve: Callable[..., WebServer], host: str) -> None:
+    with pytest.raises(ConfigError, match="no address"):
+        serve(host=host)
+
+
+def test_a_taken_port_is_named(serve: Callable[..., WebServer]) -> None:
+    with pytest.raises(ConfigError, match=str(port := serve().port)):
+        serve(port=port)
+
+
+def test_another_route_is_handed_the_accept_header_and_any_host(serve: Callable[..., WebServer]) -> None:
+    server = serve(routes={"/metrics": lambda accept: (f"x{accept}".encode(), "text/plain")})
+    assert ask(server, "/metrics", Host="agent.monitoring.svc", Accept="a/b")[:2] == (200, b"xa/b")
+    assert ask(server, "/other")[0] == 404
+
+
+class Outside(HTMLParser):
+    """What a page fetches from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "action")]
+
+
+def test_the_page_is_one_file_and_says_so_to_the_browser(serve: Callable[..., WebServer], made: Made) -> None:
+    status, body, headers = ask(serve())
+    assert (status, headers["Content-Type"], made.count) == (200, "text/html; charset=utf-8", 0)
+    outside = Outside()
+    outside.feed(body.decode())
+    assert outside.found == ["data:,"]
+    text = body.decode()
+    assert "innerHTML" not in text and "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    assert headers["Access-Control-Allow-Origin"] is None
+    assert (headers["Referrer-Policy"], headers["Cache-Control"]) == ("no-referrer", "no-store")
+    assert ask(serve(), method="HEAD")[1] == b""
+
+
+# --- when documents are made ------------------------------------------------------------------------------------------
+
+
+def test_documents_are_made_only_while_somebody_listens(serve: Callable[..., WebServer], made: Made) -> None:
+    server = serve()
+    assert made.count == 0
+    stream = Stream(server)
+    assert stream.next()["step"] == 1
+    made.wait(3)
+    stream.close()
+    made.document = {"step": 2}  # what is sent to nobody is how the server learns that the page is gone
+    for _ in range(100):
+        made.document = {"step": made.count}
+        before = made.count
+        with made.made:
+            if not made.made.wait_for(lambda: made.count > before, 1.0):  # noqa: B023
+                break
+    else:
+        raise AssertionError("documents are made for nobody")
+
+
+def test_news_is_told_once_to_each_page_and_ages_are_no_news(serve: Callable[..., WebServer], made: Made) -> None:
+    server = serve()
+    one, other = Stream(server), Stream(server)
+    first = one.next()
+    assert other.next()["step"] == first["step"] == 1
+    assert first["sent_unix_seconds"] > 1e9
+    made.wait(made.count + 5)  # documents that differ in their lag only
+    made.document = {"step": 2}
+    assert (one.next()["step"], other.next()["step"]) == (2, 2)
+    late = Stream(server)
+    assert late.next()["step"] == 2
+    for stream in (one, other, late):
+        stream.close()
+
+
+def test_a_document_that_cannot_be_made_is_told_and_made_again(serve: Callable[..., WebServer], made: Made) -> None:
+    answers: list[Any] = [OSError("disk"), ZeroDivisionError(), {"step": 3}]
+
+    def make() -> dict[str, Any]:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(answer)
+
+    settings = Settings.load()
+    server = WebServer(settings, documents=Documents(settings, make))
+    try:
+        stream = Stream(server)
+        assert "disk" in stream.next()["problem"]
+        assert "ZeroDivisionError" in stream.next()["problem"]
+        assert stream.next()["step"] == 3
+        stream.close()
+    finally:
+        server.close()
+
+
+def test_a_secret_in_an_error_is_not_told(serve: Callable[..., WebServer], made: Made, monkeypatch: Any) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY")
+    made.document = {"errors": ["key wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY refused"]}
+    stream = Stream(serve())
+    assert "EXAMPLEKEY" not in json.dumps(stream.next())
+    stream.close()
+
+
+def test_too_many_pages_are_asked_to_come_again(
+    serve: Callable[..., WebServer], made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "LISTENERS_MAX", 1)
+    server = serve()
+    stream = Stream(server)
+    stream.next()
+    status, _, headers = ask(server, "/events")
+    assert (status, headers["Retry-After"]) == (503, "10")
+    stream.close()
+
+
+def test_what_takes_long_is_made_less_often(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B4: the time between two documents is that of making one, over the share of a core they may take."""
+    monkeypatch.setattr(web, "PERIOD_SECONDS", 0.0)
+    monkeypatch.setattr(web, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(web, "CPU_SHARE", 1e-9)  # any work asks for a minute
+    documents = Documents(Settings.load(), made)
+    assert documents.listen()
+    number, text = documents.after(0, PATIENCE_SECONDS)
+    assert (number, json.loads(text)["step"]) == (1, 1)
+    made.document = {"step": 2}
+    assert documents.after(1, 0.5) == (1, b"")
+    assert made.count == 1
+    documents.close()
