@@ -225,11 +225,11 @@ def _part_of(location: Location, place: Path, ranks: tuple[int, int] | None, att
         return _Part(told[0], rank, world_size)
     # Now every rank has written. Ranks that see one directory see one inode, last changed at one moment.
     status = place.stat() if place.is_dir() else None
-    seen = f"{status.st_ino}-{status.st_mtime_ns}" if status is not None else f"none-{rank}"
+    seen = f"{status.st_ino}-{status.st_mtime_ns}" if status is not None else "none"
     places = _told(store, f"{prefix}/place", rank, world_size, seen, location)
-    first = [number for number, name in enumerate(places) if places.index(name) == number]
-    is_idle = rank not in first
-    return _Part(told[0], 0 if is_idle else first.index(rank), len(first), is_idle)
+    first = [number for number, name in enumerate(places) if name != "none" and places.index(name) == number]
+    is_idle = rank not in first and bool(first)  # nobody has a directory: each says so
+    return _Part(told[0], first.index(rank) if rank in first else 0, max(1, len(first)), is_idle)
 
 
 def _told(store: Any, prefix: str, rank: int, world_size: int, word: str, location: Location) -> list[str]:

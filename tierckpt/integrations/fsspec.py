@@ -16,7 +16,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from ..checkpoint.journal import Journal
+from ..checkpoint.journal import Entry, Journal
 from ..checkpoint.namespace import Thing, root_of
 from ..client import get_client
 from ..config import REMOVED, Settings
@@ -266,10 +266,9 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
         Raises OperationTimeoutError: not within ``timeout_seconds``; it says what the last try failed with.
         """
-        above, journal = f"{self._location(path).uri}/", Journal(self.settings.local_root)
         begun: set[str] = set()
         for _ in Poll(timeout_seconds, LOCAL):
-            left = [entry for entry in journal.files() if f"{entry.uri}/".startswith(above)]
+            left = self._undrained(path)
             if not left:
                 return
             for token in {entry.token for entry in left} - begun:  # of processes that are gone, too
@@ -280,6 +279,15 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             hint="`tierckpt status` shows what is in the journal; `tierckpt drain --wait` tries again",
             last_error=next((entry.error for entry in left if entry.error), None),
         )
+
+    @short_traceback
+    def is_drained(self, path: str) -> bool:
+        """Whether the store has what this node has written, or removed, at ``path`` and below it."""
+        return not self._undrained(path)
+
+    def _undrained(self, path: str) -> list[Entry]:
+        above = f"{self._location(path).uri.rstrip('/')}/"
+        return [entry for entry in Journal(self.settings.local_root).files() if f"{entry.uri}/".startswith(above)]
 
     def _put(self, path: str, stream: Any, size_bytes: int, *, if_absent: bool) -> None:
         if if_absent and self.exists(path):
@@ -309,7 +317,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         thing = self._file(self._strip_protocol(path))
         location = thing.location
         self._run(self._engine.browser.check_change(location))
-        if thing.written is not None:  # a mover may be sending it: what removes it comes after that
+        # A mover may be sending it, or what was written in its place: what removes it comes after that (W2, W3).
+        if thing.written is not None or (self.write_back and not self.is_drained(self._parent(path))):
             get_client(self.settings).submit(write_back.remove(self.settings, location))
             return
         root, key = root_of(location)

@@ -1,0 +1,73 @@
+"""Ray: checkpoints of Ray Train are adopted, and every node of a cluster has a model before a rollout.
+
+ray.train.report(metrics, checkpoint, checkpoint_upload_fn=upload("s3://bucket/experiment"))
+directory = restore("s3://bucket/experiment", "resume")
+prefetch("s3://models/llama-8b")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ..adoption import adopt
+from ..client import prefetch as fetch
+from ..config import Settings
+from ..errors import ConfigError
+from ..format.layout import parse_uri
+from .directories import Directories
+
+
+def upload(
+    uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any
+) -> Callable[[Any, str], Any]:
+    """Return a ``checkpoint_upload_fn`` that adopts the local checkpoint as ``uri/NAME`` and returns at once.
+
+    ``NAME`` is the one that Ray gives. ``uri`` is the experiment's own directory in its ``storage_path``, as Ray wants:
+    its retention then removes what was drained. With the default, which deletes the local directory after it,
+    nothing is lost: the files are on the local tier by then.
+
+    Raises (in ``report``): as ``tierckpt.adopt``; ConfigError: the checkpoint is not on this node.
+    """
+    location, settings = parse_uri(uri), Settings.load(settings, **overrides)
+
+    def adopted(checkpoint: Any, name: str) -> Any:
+        from ray import train
+
+        if not Path(checkpoint.path).is_dir():
+            raise ConfigError(f"{checkpoint.path} is not on this node", hint="Report a local Checkpoint.from_directory")
+        adopt(checkpoint.path, location.child(name).uri, overwrite=True, links=True, settings=settings)
+        storage = train.get_context().get_storage()
+        return type(checkpoint)(f"{storage.experiment_fs_path}/{name}", storage.storage_filesystem)
+
+    return adopted
+
+
+def restore(
+    uri: str | os.PathLike[str], into: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any
+) -> Path | None:
+    """Restore the newest usable checkpoint below ``uri`` to ``into/NAME``; return that, None when there is none."""
+    return Directories(uri, settings, **overrides).restore(into)
+
+
+def prefetch(uri: str, timeout_seconds: float = 3600.0, **options: Any) -> dict[str, str]:
+    """Have ``uri`` on every node that is alive in the cluster, each by ``tierckpt.prefetch``; return where, by node id.
+
+    ``options`` are those of ``tierckpt.prefetch``: with ``peers`` the nodes share what each reads. Raises what a node
+    raised; ray.exceptions.GetTimeoutError.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    def on_node() -> str:
+        return str(fetch(uri, **options))
+
+    task = ray.remote(num_cpus=0)(on_node)
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    running = [
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote() for node in nodes
+    ]
+    return dict(zip(nodes, ray.get(running, timeout=timeout_seconds), strict=True))

@@ -1,0 +1,39 @@
+"""transformers and TRL: what ``Trainer`` saves is adopted, and it resumes from a URI.
+
+    callback = TierCallback("s3://bucket/run")
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
+    trainer.train(resume_from_checkpoint=callback.resume(args.output_dir))
+
+``output_dir`` on the file system of ``local_root`` costs no copy. ``save_total_limit`` goes on removing directories
+there: what is not drained stays on the local tier. On shared storage nothing is removed: ``tierckpt prune`` does.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..config import Settings
+from .directories import Directories
+
+
+class TierCallback(TrainerCallback):  # type: ignore[misc]
+    """Adopts each ``checkpoint-N`` that ``Trainer`` writes as ``uri/checkpoint-N``, on every rank of the job.
+
+    Raises (in ``on_save``): as ``tierckpt.adopt``. Cost: ``save`` is blocked for one read of what was written.
+    """
+
+    def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any) -> None:
+        self.run = Directories(uri, settings, **overrides)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.run.save(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+
+    def resume(self, output_dir: str | os.PathLike[str]) -> str | None:
+        """Restore the newest usable checkpoint to ``output_dir``; return it for ``resume_from_checkpoint``, or None."""
+        found = self.run.restore(output_dir)
+        return str(found) if found is not None else None
