@@ -325,7 +325,7 @@ class _Recorder:
         keys = list(gradients)
         copy = self._owner._link.copy([gradients[key] for key in keys], GRADIENTS)
         if self._owner._waits_for_gradients[self._name]:
-            copy.done.result(WAIT_SECONDS)
+            copy.wait(WAIT_SECONDS)
         self._copying = (keys, copy)
         return {}
 
