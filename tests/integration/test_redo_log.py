@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import tierckpt
 from tests.integration.test_multi_step_save import Job, check
+from tests.unit.test_redo import flipped
 from tierckpt import Checkpointer
 from tierckpt.cli.ui.app import run as run_cli
-from tierckpt.client import close_all
+from tierckpt.client import close_all, get_client
 from tierckpt.errors import IntegrityError, TierckptError
-from tierckpt.format.layout import WINDOWS_DIR
+from tierckpt.format.layout import WINDOWS_DIR, parse_uri
 from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.replay.redo import Conditions
 from tierckpt.training import window
@@ -160,8 +162,6 @@ def test_damage_to_a_redo_log_is_found_and_the_checkpoint_before_it_is_restored(
 def test_another_device_falls_back_and_says_why_or_is_accepted(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tests.unit.test_redo import flipped
-
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(Conditions, "here", lambda *_: OTHER)
         job, (step,) = trained(run, plain=1)
@@ -176,15 +176,11 @@ def test_another_device_falls_back_and_says_why_or_is_accepted(
         check(again.values(), job.kept[step])
     for name, tensor in again.model.state_dict().items():
         assert torch.allclose(tensor, job.kept[step]["model"][name], rtol=0, atol=1e-7), name
-    client = tierckpt.client.get_client(tierckpt.Settings.load(None))
-    checkpoint = client.run(client.engine.find(tierckpt.format.layout.parse_uri(run / f"step-{step}")))
-    assert checkpoint.manifest is not None and checkpoint.manifest.notes["exact"] is False
-    assert "x 2**-24" in str(checkpoint.manifest.notes["tolerance"])
+    notes = notes_at(run / f"step-{step}")
+    assert notes["exact"] is False and notes["replay"] == "replayed" and "x 2**-24" in notes["tolerance"]
 
 
 def test_without_anything_before_it_the_error_is_raised(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.unit.test_redo import flipped
-
     trained(run)
     flipped(monkeypatch, 1)
     with pytest.raises(IntegrityError, match="other bits than in training"):
@@ -232,3 +228,39 @@ def test_a_redo_log_goes_when_newer_checkpoints_are_enough(run: Path) -> None:
     assert not list((run / WINDOWS_DIR).glob("step-*")) and not (run / f"step-{step}").exists()
     assert tierckpt.latest(run) == str(run / f"step-{again.number + step}")
     assert job.kept
+
+
+def notes_at(uri: Path) -> Any:
+    client = get_client(tierckpt.Settings.load(None))
+    checkpoint = client.run(client.engine.find(parse_uri(uri)))
+    assert checkpoint.manifest is not None
+    return checkpoint.manifest.notes
+
+
+def test_an_approximate_save_is_a_checkpoint_at_once_and_says_so(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Conditions.here
+
+    def of_training(device: torch.device, implementation: str) -> Conditions:
+        trains = threading.current_thread() is threading.main_thread()
+        return OTHER if trains else here(device, implementation)
+
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(Conditions, "here", of_training)
+        flipped(elsewhere, 1)
+        job, (step,) = trained(run, exact="approximate")
+    assert not (run / WINDOWS_DIR).exists()
+    found, again, _ = restored(run)
+    assert found == step
+    with pytest.raises(AssertionError):
+        check(again.values(), job.kept[step])
+    notes = notes_at(run / f"step-{step}")
+    assert notes["exact"] is False and notes["device"] == OTHER.device and "x 2**-24" in notes["tolerance"]
+    assert "another device in training" in notes["other than in training"]
+
+
+def test_a_save_that_is_exact_at_once_says_so_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "MultiStepStager", MultiStepStager)
+    _, (step,) = trained(run)
+    notes = notes_at(run / f"step-{step}")
+    assert notes["exact"] is True and notes["replay"] == "beside training" and notes["optimizer"] == "AdamW, SGD"
+    assert "tolerance" not in notes

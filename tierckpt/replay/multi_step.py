@@ -70,6 +70,8 @@ class Snapshot:
     """What forward and backward passes did not hide: training waited until these were copied."""
     inexact: str = ""
     """What was not as in training when steps were made again, so that the last bits differ. '' for bit for bit."""
+    conditions: Conditions | None = None
+    """What training was on, when steps were made again or are to be."""
     redo: Redo | None = None
     """The parts, still at several versions: ``redo.fold()`` brings them to the last one. ``state`` has none of them."""
     tree: Any = None
@@ -406,6 +408,7 @@ class MultiStepStager:
             found = {place: Fingerprint.of(local(one.detach())) for place, one in held.items()}
             redo = self._redo(window, found)
         else:
+            conditions = self._conditions()
             wanted = {key: Fingerprint.of(live[key]) for key in earlier}
 
         def finish() -> None:
@@ -426,7 +429,8 @@ class MultiStepStager:
             steps = window.sealed - window.begun
             state = _put(tree, held, copies)
             moved, waited = window.moved_bytes, window.waited_bytes
-            self._settle(window, Snapshot(state, steps, moved, window.blocked_seconds, waited_bytes=waited))
+            blocked = window.blocked_seconds
+            self._settle(window, Snapshot(state, steps, moved, blocked, waited_bytes=waited, conditions=conditions))
 
         def ended(done: Future[None]) -> None:
             if error := done.exception():
@@ -437,13 +441,17 @@ class MultiStepStager:
 
         self._replays.submit(finish).add_done_callback(ended)
 
+    def _conditions(self) -> Conditions:
+        first = next(parameters_of(self.optimizer))
+        implementations = sorted({implementation_of(group) for group in self.optimizer.param_groups})
+        return Conditions.here(local(first.tensor).device, ", ".join(implementations))
+
     def _redo(self, window: _Window, wanted: dict[tuple[str, str], Fingerprint]) -> Redo:
         members = list(parameters_of(self.optimizer))
-        implementations = sorted({implementation_of(group) for group in self.optimizer.param_groups})
         return Redo(
             next(known for known in type(self.optimizer).__mro__ if known in ELEMENTWISE),
             window.sealed,
-            Conditions.here(local(members[0].tensor).device, ", ".join(implementations)),
+            self._conditions(),
             layout_digest(self.optimizer),
             [],
             devices={place: local(one).device.type for place, one in self._held().items()},
@@ -475,10 +483,11 @@ class MultiStepStager:
         redo.wanted = {place: one.on_host() for place, one in redo.wanted.items()}  # not where training would wait
         steps, moved = window.sealed - window.begun, window.moved_bytes
         blocked, waited = window.blocked_seconds, window.waited_bytes
+        told = Snapshot(None, steps, moved, blocked, waited_bytes=waited, conditions=redo.conditions)
         if self.exact == "required":
-            return Snapshot(None, steps, moved, blocked, waited_bytes=waited, redo=redo, tree=tree, held=held)
+            return replace(told, redo=redo, tree=tree, held=held)
         inexact = redo.fold(self.exact, on="cpu")
-        return Snapshot(_put(tree, held, redo.tensors), steps, moved, blocked, waited_bytes=waited, inexact=inexact)
+        return replace(told, state=_put(tree, held, redo.tensors), inexact=inexact)
 
     def _settle(self, window: _Window, snapshot: Snapshot) -> None:
         if self._window is window:

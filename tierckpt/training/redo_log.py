@@ -16,7 +16,7 @@ Source: docs/adr/0015-redo-log.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -32,7 +32,7 @@ from ..dcp.reader import TierStorageReader
 from ..errors import IntegrityError, StateMismatchError
 from ..format.layout import WINDOWS_DIR, Location, parse_uri, step_of
 from ..replay.optimizers import layout_digest, parameters_of
-from ..replay.redo import Exact, Redo, pack, unpack
+from ..replay.redo import Conditions, Exact, Redo, pack, unpack
 from ..replay.tree import gaps, like, without_gaps
 from ..telemetry import logger
 from ..types import Json
@@ -83,29 +83,33 @@ def stored(tree: Any, redos: Mapping[int, Redo]) -> tuple[dict[str, Any], Notes]
     )
     recipe_bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     window = {"tensors": tensors, "recipe": {states.rank_key(): recipe_bytes}}
-    return without_gaps(tree) | {WINDOW: window}, _notes(list(redos.values()), "redo log", exact=True)
+    return without_gaps(tree) | {WINDOW: window}, _notes(list(redos.values()), "redo log")
 
 
-def _notes(redos: Sequence[Redo], what: str, *, exact: bool, accepted: str = "") -> Notes:
-    first = redos[0]
+def _notes(redos: Sequence[Redo], what: str, accepted: str = "") -> Notes:
+    kinds, steps = [redo.kind.__name__ for redo in redos], max(redo.replayed for redo in redos)
+    return notes_of(redos[0].conditions, kinds, what, accepted, steps)
+
+
+def notes_of(conditions: Conditions, kinds: Iterable[str], what: str, accepted: str, steps: int) -> Notes:
+    """Return what a manifest says of a state whose steps were made again, ``steps`` of them.
+
+    Args:
+        accepted: what was not as in training, so that last bits may differ. '' for bit for bit.
+    """
     notes: Notes = {
         "replay": what,
-        "exact": exact,
-        "optimizer": ", ".join(sorted({redo.kind.__name__ for redo in redos})),
-        "build": first.conditions.build,
-        "device": first.conditions.device,
-        "implementation": first.conditions.implementation,
+        "exact": not accepted,
+        "optimizer": ", ".join(sorted(set(kinds))),
+        "build": conditions.build,
+        "device": conditions.device,
+        "implementation": conditions.implementation,
     }
-    return notes if exact else notes | inexact_notes(accepted, max(redo.replayed for redo in redos))
-
-
-def inexact_notes(accepted: str, steps: int) -> Notes:
-    """What a manifest says of a state whose last bits are not those of training."""
-    return {
-        "exact": False,
-        "other than in training": accepted,
-        "tolerance": f"parameters {8 * steps} x 2**-24 of max(abs(p), lr), second moments {4 * steps} x 2**-24 of v",
-    }
+    if accepted:
+        notes["other than in training"] = accepted
+        bounds = f"parameters {8 * steps} x 2**-24 of max(abs(p), lr), second moments {4 * steps} x 2**-24 of v"
+        notes["tolerance"] = bounds
+    return notes
 
 
 def fold(reader: TierStorageReader, state: Mapping[str, Any], exact: Exact) -> tuple[dict[str, Any], Notes]:
@@ -140,7 +144,7 @@ def fold(reader: TierStorageReader, state: Mapping[str, Any], exact: Exact) -> t
             set_element(tree, tuple(path), _as_live(live[number][key], redos[number].tensors[key, name]))
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise _bad(reader.path, error) from error
-    return tree, _notes(list(redos.values()), "replayed", exact=not accepted, accepted=accepted)
+    return tree, _notes(list(redos.values()), "replayed", accepted)
 
 
 def make_checkpoint(

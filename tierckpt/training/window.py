@@ -38,7 +38,7 @@ from .codec import state as states
 from .exchange import all_gather, same_outcome
 from .interval import Interval
 from .job import SaveRecord
-from .redo_log import inexact_notes, stored
+from .redo_log import notes_of, stored
 
 log = logger("checkpointer")
 
@@ -286,8 +286,10 @@ class SaveWindow:
         redos = {number: one.redo for number, one in enumerate(snapshots) if one.redo is not None}
         record = window.handle.record
         record.window_steps = window.steps
-        if inexact := next((one.inexact for one in snapshots if one.inexact), ""):
-            record.notes = inexact_notes(inexact, window.steps - 1)
+        inexact = "; ".join({one.inexact for one in snapshots if one.inexact})
+        kinds = [type(stager.optimizer).__name__ for stager in self._stagers]
+        if (conditions := snapshots[0].conditions) is not None:
+            record.notes = notes_of(conditions, kinds, "beside training", inexact, window.steps - 1)
         record.moved_bytes = sum(one.moved_bytes for one in snapshots)
         record.waited_bytes = sum(one.waited_bytes for one in snapshots)
         record.blocked_seconds += sum(one.blocked_seconds for one in snapshots)
