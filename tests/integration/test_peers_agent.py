@@ -457,6 +457,30 @@ def test_a_rollout_is_watched_until_it_is_whole_everywhere(nodes: Callable[..., 
 
 
 @pytest.mark.slow
+def test_the_page_has_a_rollout_by_nodes_and_chunks_and_who_is_there(nodes: Callable[..., list[Node]]) -> None:
+    port = free_port()
+    (one,) = nodes(1)
+    (other,) = nodes(1, peers=one.address)
+    cluster = [one.start("--metrics-port", str(port)), other.start()]
+    until(lambda: agree(cluster), "two that know each other")
+    frozen, data = model()
+    fillings = [PartialEntry(node.root / "cache" / frozen.name, frozen, preallocate=False) for node in cluster]
+    land(fillings[0], data, [0, 1, 2])
+    land(fillings[1], data, [5])
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/events", timeout=60) as events:
+        for line in events:
+            document = json.loads(line[6:]) if line.startswith(b"data: ") else {}
+            rollout = document.get("rollout") or {"nodes": []}
+            if {row["name"]: row["cells"] for row in rollout["nodes"]} == {one.name: "999000", other.name: "000009"}:
+                break
+    assert rollout["uri"] == frozen.uri
+    assert [row["state"] for row in document["peers"]["members"]] == ["live"]
+    assert document["peers"]["me"]["name"] == one.name
+    for filling in fillings:
+        filling.close()
+
+
+@pytest.mark.slow
 def test_watch_on_every_node_fetches_and_ends_when_all_nodes_have_it(
     nodes: Callable[..., list[Node]], fleet: Fleet, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from tierckpt.cli.ui.app import run
 from tierckpt.cli.ui.output import Output, Report, facts, human_bytes, human_seconds, plain, progress_bar, table
 from tierckpt.errors import ConfigError, IntegrityError, PartialTransferError
 from tierckpt.telemetry import ignore_progress, logger
+from tierckpt.types import Progress
 
 
 @pytest.fixture
@@ -133,6 +134,36 @@ def test_no_bar_is_drawn_when_nobody_looks(as_json: bool, capsys: pytest.Capture
     with progress_bar(as_json=as_json) as listener:
         assert listener is ignore_progress
     assert capsys.readouterr().err == ""
+
+
+def test_progress_as_json_is_a_line_now_and_then_and_one_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tierckpt.cli.ui.output.LINE_SECONDS", 3600.0)
+    with progress_bar(as_json=True, progress="json") as listener:
+        for done in range(0, 101, 10):
+            listener(Progress("drain s3://b/step-1", done, 100, "a\nb"))
+        listener(Progress("drain s3://b/step-2", 1, 2))
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(row["what"][-1], row["done_bytes"], row["total_bytes"]) for row in told] == [
+        ("1", 0, 100),
+        ("1", 100, 100),
+        ("2", 1, 2),
+    ]
+    assert told[0]["note"] == "a\nb"
+    with progress_bar(as_json=False, progress="none") as listener:
+        assert listener is ignore_progress
+
+
+def test_an_error_beside_progress_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(as_json=True, is_compact=True)
+    output.error(PartialTransferError("2 of 3", failures={"f": "gone"}))
+    output.show(Report({"a": 1}))
+    output.close()
+    captured = capsys.readouterr()
+    assert len(captured.err.splitlines()) == 1
+    assert json.loads(captured.err)["failures"] == {"f": "gone"}
+    assert captured.out == '{\n  "a": 1\n}\n'
 
 
 def test_words_that_tell_good_from_bad_have_a_colour() -> None:

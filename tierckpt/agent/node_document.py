@@ -45,8 +45,8 @@ def node_document(settings: Settings, known: Known | None = None) -> Json:
     Args:
         known: what an earlier call has read of checkpoints, which this one need not read again.
 
-    Cost: reads the manifest of each local checkpoint and stats its files: 0.6 ms each; 3 ms, and four stats for each
-    that is known.
+    Cost: 1.7 ms with eight checkpoints that are known, of which it takes four stats each; 6 ms when their manifests are
+    read.
     """
     root = settings.local_root
     journal = [_entry(entry) for entry in Journal(root).entries()]
