@@ -37,6 +37,7 @@ from .capture import Capture, Gradients, Step
 from .frame import Frame, decode, encode
 from .link import GRADIENTS, Copy, Link
 from .optimizers import Parameter, check_replayable, layout_digest, local, parameters_of
+from .redo import explicit, implementation_of
 from .segments import SegmentFile
 
 log = logger("replay")
@@ -298,6 +299,7 @@ class _Recorder:
         self._copying: tuple[list[str], Copy] | None = None
         self._reason = ""
         self._changes = _changes(optimizer)
+        self._implementations = [implementation_of(group) for group in optimizer.param_groups]
         self._look = optimizer.register_step_pre_hook(self._before)
         self.capture = Capture(optimizer, self._on_step, copy=self._on_gradients)
 
@@ -331,6 +333,7 @@ class _Recorder:
 
     def _on_step(self, step: Step) -> None:
         self._changes = _changes(self.optimizer)
+        step = replace(step, hyperparameters=explicit(step.hyperparameters, self._implementations))
         if self.pending is not None:
             self._reason = self._reason or "the optimizer was stepped twice between two calls of end_of_step"
         elif self._copying is not None:

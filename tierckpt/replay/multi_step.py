@@ -41,7 +41,7 @@ from .checksum import Fingerprint
 from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss
 from .optimizers import ELEMENTWISE, Parameter, layout_digest, local, parameters_of
 from .parts import Traffic, split_parts
-from .redo import Conditions, Exact, Part, Redo, implementation_of
+from .redo import Conditions, Exact, Part, Redo, explicit, implementation_of
 from .tree import detach, fill, like
 
 log = logger("replay")
@@ -472,12 +472,9 @@ class MultiStepStager:
                         redo.tensors[key, name] = one
                     else:
                         redo.values.setdefault(key, {})[name] = one
-        groups = [implementation_of(group) == "foreach" for group in self.optimizer.param_groups]
-        for step in window.steps:  # what torch chose by itself for these parameters, it is told to choose again
-            chosen = [
-                {**one, "foreach": groups[n]} if one.get("foreach") is None and one.get("fused") is None else one
-                for n, one in enumerate(step.hyperparameters)
-            ]
+        implementations = [implementation_of(group) for group in self.optimizer.param_groups]
+        for step in window.steps:
+            chosen = explicit(step.hyperparameters, implementations)
             found = step.found_inf.cpu() if step.found_inf is not None else None
             redo.steps.append(Step(step.version, chosen, step.gradients, found))
         redo.wanted = {place: one.on_host() for place, one in redo.wanted.items()}  # not where training would wait

@@ -19,7 +19,7 @@ Source: docs/adr/0015-redo-log.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -217,6 +217,15 @@ def implementation_of(group: Mapping[str, Any]) -> str:
         if isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable"):
             foreach = False
     return "foreach" if foreach else "forloop"
+
+
+def explicit(hyperparameters: Sequence[Mapping[str, Any]], implementations: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return ``hyperparameters`` with what torch chose by itself for these parameters: it chooses by their type, and a
+    DTensor's shard is another."""
+    return [
+        {**one, "foreach": chosen == "foreach"} if one.get("foreach") is None and one.get("fused") is None else one
+        for one, chosen in zip(hyperparameters, implementations, strict=True)
+    ]
 
 
 def _device_of(kind: str) -> torch.device:
