@@ -169,9 +169,9 @@ class Updater:
         dtype = torch.float32 if self._is_offload else None
         layout = layout_of(self._kind, self._members, groups, master_dtype=dtype)
         offsets, _ = shared_places(self._members)
-        memories = [Memory.from_fd(fd, Kind(kind)) for fd, kind in order["memories"]]
+        self._memories = [Memory.from_fd(fd, Kind(kind)) for fd, kind in order["memories"]]
         self._shared = [
-            {one.key: view_of(memory, offsets[one.key], one) for one in self._members} for memory in memories
+            {one.key: view_of(memory, offsets[one.key], one) for one in self._members} for memory in self._memories
         ]
         count = max(1, int(order["workers"]))
         self._workers = [ThreadPoolExecutor(1, f"tierckpt-update-{number}") for number in range(count)]
@@ -428,6 +428,8 @@ class Updater:
         for pool in (self._logger, self._finisher, *self._workers, self._writer):
             pool.shutdown(wait=True)
         self._files.close()
+        for memory in self._memories:
+            memory.close()
 
     def tell(self, message: Mapping[str, Any]) -> None:
         try:
@@ -463,7 +465,6 @@ def main() -> None:
     order = json.loads(sys.stdin.read())
     connection = Connection(order["connection"])
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a rank's process is alone
-    code = 0
     try:
         with held(Path(order["directory"]), order["trainer"]):
             Updater(order, connection).serve(order["trainer"])
@@ -471,6 +472,5 @@ def main() -> None:
         log.exception("the optimizer near storage ends")
         with suppress(OSError):
             send(connection, {"failed": to_message(error)})
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)  # all is written: there is nothing to take apart
+        sys.stderr.flush()
+        os._exit(1)  # whatever threads are doing
