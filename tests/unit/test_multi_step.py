@@ -241,6 +241,19 @@ def test_a_change_between_two_parts_is_seen_though_no_step_was_made() -> None:
         assert not stager.is_open
 
 
+def test_a_change_of_the_last_part_while_it_is_copied_is_seen(slow_link: Link) -> None:
+    job = Job()
+    job.train()
+    with MultiStepStager(job.optimizer, window_steps=2, link=slow_link) as stager:
+        pending = stager.begin(job.state, falls_back=False)
+        job.train()
+        stager.end_of_step()
+        with torch.no_grad():
+            list(job.model.parameters())[-1].mul_(0.5)
+        with pytest.raises(CheckpointError, match="while it was copied"):
+            pending.result(SECONDS)
+
+
 def _same(found: Any, wanted: Any) -> bool:
     try:
         check(found, wanted)

@@ -26,6 +26,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -113,6 +114,8 @@ class _Window:
     work: list[Future[None]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     edits: tuple[int, ...] = ()
+    fingerprints: Future[dict[str, Fingerprint]] | None = None
+    """Of the last version, taken before the step that would write over it."""
     failure: str = ""
     sealed: int = -1
 
@@ -180,6 +183,7 @@ class MultiStepStager:
         ]
         self._capture = Capture(optimizer, self._on_step, copy=self._on_gradients)
         self._replays = ThreadPoolExecutor(1, "tierckpt-replay")
+        self._hashes = ThreadPoolExecutor(1, "tierckpt-fingerprint")
         self._window: _Window | None = None
         self.waited_seconds = 0.0
         """How long steps have waited for parts so far, in all windows."""
@@ -279,6 +283,7 @@ class MultiStepStager:
             fence.remove()
         self.abandon("the multi-step stager was closed before its window ended")
         self._replays.shutdown(cancel_futures=True)
+        self._hashes.shutdown()
         if self._owns_link:
             self.link.close()
 
@@ -312,6 +317,8 @@ class MultiStepStager:
 
         def build() -> None:
             copy.done.result(COPY_TIMEOUT_SECONDS)
+            if copy.was_changed:
+                raise CheckpointError("a part was changed by something beside the optimizer while it was copied")
             tensors = iter(copy.result)
             copied = {}
             for key, state in states.items():
@@ -338,8 +345,11 @@ class MultiStepStager:
         for part in window.parts:
             if part.copy is not None and not part.copy.done.done():
                 window.waited_bytes += part.copy.left_bytes if part.copy.on_device is None else 0
+                at = time.perf_counter()
                 _wait(part.copy)
-                self.waited_seconds += time.perf_counter() - begun
+                self.waited_seconds += time.perf_counter() - at
+        if window.fingerprints is not None:  # one of what this step writes fits no copy
+            futures.wait([window.fingerprints], COPY_TIMEOUT_SECONDS)
         window.blocked_seconds += time.perf_counter() - begun
 
     def _after_step(self, *_: Any) -> None:
@@ -409,7 +419,7 @@ class MultiStepStager:
             redo = self._redo(window, found)
         else:
             conditions = self._conditions()
-            wanted = {key: Fingerprint.of(live[key]) for key in earlier}
+            window.fingerprints = self._hashes.submit(lambda: {key: Fingerprint.of(live[key]) for key in earlier})
 
         def finish() -> None:
             for one in window.work:
@@ -418,6 +428,7 @@ class MultiStepStager:
                 self._settle(window, self._folded(window, redo, held, tree))
                 return
             copies: dict[tuple[str, str], torch.Tensor] = {}
+            wanted = window.fingerprints.result() if window.fingerprints is not None else {}
             for part in window.parts:
                 if part.replay is None or part.replay.version != window.sealed:
                     raise CheckpointError("a part of the window was not brought to its last version")
