@@ -39,8 +39,9 @@ def taken_when_it_is_written(patch: Patch, job: Job) -> None:
         filled = original(tree, copies)
         return now | {"model": filled["model"] | {"seen": now["model"]["seen"]}, "optimizer": filled["optimizer"]}
 
-    original = window.fill
+    original, fits = window.fill, Fingerprint.fits
     patch.setattr(window, "fill", late)
+    patch.setattr(Fingerprint, "fits", lambda *of: time.sleep(0.05) or fits(*of))  # parts are whole some steps later
 
 
 def replayed_in_another_layout(patch: Patch, job: Job) -> None:
