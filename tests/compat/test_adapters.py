@@ -32,7 +32,7 @@ def framework(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.skipif(absent, reason=f"{name} is not installed"))
 
 
-FRAMEWORKS = [framework(name) for name in ("transformers", "lightning", "accelerate")]
+FRAMEWORKS = [framework(name) for name in ("transformers", "lightning", "accelerate", "deepspeed")]
 
 
 def train(name: str, uri: str, folder: Path, log: Path, kill_at: int = 0) -> None:
