@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -143,3 +144,69 @@ def test_two_threads_of_a_host_save_at_once_and_its_retention_takes_nothing_undr
     found = run.restore(tmp_path / "back")
     assert found is not None
     assert (found / "model").read_text() == "5"
+
+
+GUIDE = Path(__file__).parents[2] / "docs/guide/frameworks.md"
+BEFORE = {
+    "transformers": """
+from transformers import Trainer, TrainingArguments
+from tests.compat.adapter_drivers import Model, data
+model, data = Model(), data()
+args = TrainingArguments("out", max_steps=2, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True)
+""",
+    "lightning": """
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, index):
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+model, data = Model(), torch.utils.data.DataLoader(torch.ones(4, 1))
+_Trainer, Trainer = Trainer, lambda **more: _Trainer(accelerator="cpu", max_epochs=1, logger=False, **more)
+""",
+    "accelerate": """
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, project_dir="out")
+accelerator.prepare(torch.nn.Linear(1, 1))
+""",
+    "megatron": """
+import pathlib, types
+pathlib.Path("out/iter_0001000").mkdir(parents=True)
+pathlib.Path("out/iter_0001000/common.pt").touch()
+request = types.SimpleNamespace(add_finalize_fn=lambda call: call())
+""",
+}
+"""What stands in a user's script before the lines of the guide. DeepSpeed's and Ray's are run by the tests above."""
+
+
+def blocks_of_the_guide() -> dict[str, str]:
+    found = re.findall(r"^```py\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    return {block.partition("tierckpt.integrations.")[2].split()[0]: block for block in found}
+
+
+def test_the_guide_has_three_lines_for_each_framework() -> None:
+    blocks = blocks_of_the_guide()
+    assert blocks.keys() == {*BEFORE, "deepspeed", "ray"}
+    for block in blocks.values():
+        assert sum("import" not in line for line in block.split("\n") if line) == 3
+
+
+@pytest.mark.parametrize(
+    "name", [framework(name) for name in ("transformers", "lightning", "accelerate")] + ["megatron"]
+)
+def test_the_lines_of_the_guide_run_and_run_again(name: str, s3_uri: str, tmp_path: Path) -> None:
+    block = blocks_of_the_guide()[name].replace("s3://bucket", s3_uri).replace("s3/bucket", f"s3/{s3_uri[5:]}")
+    env = {**os.environ, "PYTHONPATH": str(GUIDE.parents[2]), "CUDA_VISIBLE_DEVICES": ""}
+    for directory in ("first", "second"):
+        (tmp_path / directory).mkdir()
+        command = [sys.executable, "-c", BEFORE[name] + block]
+        done = subprocess.run(command, env=env, cwd=tmp_path / directory, timeout=200, check=False, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+    if name != "lightning":  # a file of its own, and no directory
+        assert tierckpt.latest(f"{s3_uri}/run") is not None
