@@ -19,7 +19,8 @@ from tierckpt.dcp.writer import TierStorageWriter
 from tierckpt.replay import redo
 from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.replay.tree import fill
-from tierckpt.training import redo_log, restore, window
+from tierckpt.training import restore
+from tierckpt.training.every_step import redo_log, window
 
 POINTS: dict[str, tuple[Any, str]] = {
     "pack": (redo_log, "pack"),

@@ -14,8 +14,8 @@ import tierckpt
 from tests.unit.test_multi_step import check
 from tierckpt import Checkpointer
 from tierckpt.errors import CheckpointError, ConfigError
+from tierckpt.training.every_step.window import MultiStepSave
 from tierckpt.training.job import SaveRecord
-from tierckpt.training.window import MultiStepSave
 
 SECONDS = 60.0
 

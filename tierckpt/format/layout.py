@@ -78,7 +78,7 @@ FORMAT_1_SUPERSEDED = ".tierckpt/passed.json"
 """Names of format 1: they are read and removed as those above, and never written."""
 
 GRADIENTS_DIR = ".tierckpt-gradients"
-"""Of a run, on the local tier: the steps behind its checkpoints, a directory for each rank (training/step_log.py)."""
+"""Of a run, on the local tier: the steps behind its checkpoints, one directory a rank (training/every_step)."""
 HISTORY_DIR = ".tierckpt-history"
 """Of a run, beside its checkpoints: what its processes have done with their time, one small file for each start."""
 

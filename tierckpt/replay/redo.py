@@ -8,7 +8,7 @@ there at the last version decide.
 
 Invariants:
     D1  Nothing of several versions leaves this module as a state: ``fold`` returns one of the last version, or raises.
-        What ``pack`` makes is stored where no reader looks for a checkpoint (``training/windows.py``).
+        What ``pack`` makes is stored where no reader looks for a checkpoint (``training/every_step/redo_log.py``).
     D2  A window is whole: for every part, every step from its version to the last. A missing or repeated one is found
         (A1), and a gradient, part or hyperparameter that is another one ends in another fingerprint.
     D3  A tensor with another fingerprint is taken only if "approximate" was asked for, build, device or implementation

@@ -47,17 +47,17 @@ from ..types import Tier
 from . import peers, preemption
 from .codec import state as states
 from .drain_decider import DrainDecider, SaveDirective
+from .every_step.redo_log import make_checkpoint
+from .every_step.step_log import StepLog
+from .every_step.window import SaveMode, SaveWindow, check_mode
 from .exchange import Exchange, agree_on_name, all_gather, is_distributed
 from .final_save import FinalSave, cost_of
 from .interval import Interval, IntervalController, Phase
 from .job import Job, RunningSaves, SaveRecord, describe_wait, kept_records, left_out, note_commits, plan_save, stage
 from .preemption_notices import Notices
 from .pruning import BackgroundPruning
-from .redo_log import make_checkpoint
 from .restore import agreed_latest, restore_newest, unwrapped
 from .run_log import RunLog
-from .step_log import StepLog
-from .window import SaveMode, SaveWindow, check_mode
 
 log = logger("checkpointer")
 

@@ -34,8 +34,8 @@ from ..stores.schemes import check_location
 from ..telemetry import logger
 from ..tracebacks import short_traceback
 from .codec import state as states
+from .every_step.redo_log import is_window
 from .exchange import all_gather, is_distributed, portable, same_outcome
-from .redo_log import is_window
 
 log = logger("checkpointer")
 

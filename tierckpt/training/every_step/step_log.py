@@ -26,17 +26,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import Settings
-from ..errors import CapacityError, ConfigError, TierckptError
-from ..format.layout import GRADIENTS_DIR, Location, local_dir
-from ..quantities import human_bytes
-from ..replay import segments
-from ..replay.log import GradientLog, Recovered, fits, roll_forward
-from ..replay.optimizers import check_replayable
-from ..save.eviction import has_room, room_bytes
-from ..telemetry import logger
-from .codec.attachment import Attached, Attachments
-from .exchange import all_gather, is_distributed
+from ...config import Settings
+from ...errors import CapacityError, ConfigError, TierckptError
+from ...format.layout import GRADIENTS_DIR, Location, local_dir
+from ...quantities import human_bytes
+from ...replay import segments
+from ...replay.log import GradientLog, Recovered, fits, roll_forward
+from ...replay.optimizers import check_replayable
+from ...save.eviction import has_room, room_bytes
+from ...telemetry import logger
+from ..codec.attachment import Attached, Attachments
+from ..exchange import all_gather, is_distributed
 from .window import SaveMode
 
 log = logger("checkpointer")

@@ -28,17 +28,17 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
-from ..dcp.reader import TierStorageReader
-from ..errors import IntegrityError, StateMismatchError
-from ..format.layout import WINDOWS_DIR, Location, parse_uri, step_of
-from ..replay.optimizers import layout_digest, parameters_of
-from ..replay.redo import Conditions, Exact, Redo, pack, unpack
-from ..replay.tree import gaps, like, without_gaps
-from ..telemetry import logger
-from ..types import Json
-from .codec import state as states
-from .exchange import is_distributed, same_outcome
-from .job import SaveRecord
+from ...dcp.reader import TierStorageReader
+from ...errors import IntegrityError, StateMismatchError
+from ...format.layout import WINDOWS_DIR, Location, parse_uri, step_of
+from ...replay.optimizers import layout_digest, parameters_of
+from ...replay.redo import Conditions, Exact, Redo, pack, unpack
+from ...replay.tree import gaps, like, without_gaps
+from ...telemetry import logger
+from ...types import Json
+from ..codec import state as states
+from ..exchange import is_distributed, same_outcome
+from ..job import SaveRecord
 
 log = logger("checkpointer")
 

@@ -24,20 +24,20 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
 
-from ..errors import CheckpointError, ConfigError
-from ..format.layout import WINDOWS_DIR, Location, step_name
-from ..planning.transfer import STEPS_MAX
-from ..quantities import human_bytes
-from ..replay.link import Link
-from ..replay.multi_step import OUT_OF_MEMORY, MultiStepStager, Snapshot
-from ..replay.parts import Traffic
-from ..replay.redo import Exact
-from ..replay.tree import detach, fill
-from ..telemetry import logger
-from .codec import state as states
-from .exchange import all_gather, same_outcome
-from .interval import Interval
-from .job import SaveRecord
+from ...errors import CheckpointError, ConfigError
+from ...format.layout import WINDOWS_DIR, Location, step_name
+from ...planning.transfer import STEPS_MAX
+from ...quantities import human_bytes
+from ...replay.link import Link
+from ...replay.multi_step import OUT_OF_MEMORY, MultiStepStager, Snapshot
+from ...replay.parts import Traffic
+from ...replay.redo import Exact
+from ...replay.tree import detach, fill
+from ...telemetry import logger
+from ..codec import state as states
+from ..exchange import all_gather, same_outcome
+from ..interval import Interval
+from ..job import SaveRecord
 from .redo_log import notes_of, stored
 
 log = logger("checkpointer")
