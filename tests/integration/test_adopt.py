@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -81,6 +82,25 @@ def test_on_every_tier_the_files_have_their_own_names_in_one_folder(written: Pat
     tierckpt.adopt(written, tmp_path / "run" / "step-5").wait(timeout_seconds=SECONDS)
     (folder,) = (tmp_path / "run" / "step-5").glob("files-*")
     assert tree(folder) == tree(written)
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_file_system_shows_it_as_it_was_written(drains: bool, written: Path, s3_uri: str) -> None:
+    handle = tierckpt.adopt(written, f"{s3_uri}/run/step-5", drain=drains)
+    if drains:
+        handle.wait(timeout_seconds=SECONDS)
+    fs, top = fsspec.filesystem("tierckpt", skip_instance_cache=True), f"s3/{s3_uri[5:]}/run/step-5"
+    assert sorted(path.removeprefix(f"{top}/") for path in fs.find(top)) == sorted(tree(written))
+    assert sorted(path.removeprefix(f"{top}/") for path in fs.ls(top, detail=False)) == sorted(
+        path.name for path in written.iterdir()
+    )
+    assert fs.ls(f"{top}/optimizer", detail=False) == [f"{top}/optimizer/rank0.pt"]
+    assert fs.isdir(f"{top}/optimizer")
+    assert not fs.exists(f"{top}/optimizer/rank1.pt")
+    with pytest.raises(ConfigError):
+        fs.rm(f"{top}/optimizer/rank0.pt")
+    for path, data in tree(written).items():
+        assert fs.cat_file(f"{top}/{path}") == data
 
 
 def test_a_checkpoint_of_stock_dcp_loads_by_dcp(tmp_path: Path) -> None:

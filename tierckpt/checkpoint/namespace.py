@@ -30,7 +30,7 @@ from ..errors import (
     StoreUnavailableError,
     UncommittedCheckpointError,
 )
-from ..format.layout import MANIFEST, METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, step_of
+from ..format.layout import MANIFEST, METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, adopted_dir, step_of
 from ..format.manifest import FileEntry
 from ..stores.base import Browsable, Store
 from ..stores.hub.api import repository_of
@@ -126,8 +126,24 @@ class Browser:
             except (ObjectNotFoundError, StoreUnavailableError):
                 if await asyncio.to_thread(_has_commit, self._directory_of(location)):
                     return Thing(location, is_dir=True)
+                for thing in await self._adopted(location):
+                    return thing if thing.location == location else Thing(location, is_dir=True)
         await self.level(location)
         return Thing(location, is_dir=True)
+
+    async def _adopted(self, location: Location) -> list[Thing]:
+        """The file at ``location``, or those below it, that a checkpoint above it has adopted. Only names that end in a
+        step are asked, so that a file that is not there costs no request for each directory above it."""
+        above = location.parent
+        while root_of(above)[1]:
+            if step_of(above.name) is not None and await self._has_manifest(above):
+                _, checkpoint = await self._checkpoint(above)
+                at, below = location.path, f"{location.path}/"
+                return [
+                    one for one in _files(checkpoint) if one.location.path == at or one.location.path.startswith(below)
+                ]
+            above = above.parent
+        return []
 
     async def _file_of_checkpoint(self, location: Location) -> tuple[bool, Thing | None]:
         """Whether tierckpt saves in the directory of ``location``, and the file there if a commit names it."""
@@ -157,9 +173,9 @@ class Browser:
         try:
             things = {thing.location.name: thing for thing in await self._level(location)}
         except ObjectNotFoundError:
-            if not any(entry.files for entry in written.values()):
+            things = {one.location.name: one for one in _shallow(location, await self._adopted(location))}
+            if not things and not any(entry.files for entry in written.values()):
                 raise
-            things = {}
         for path, entry in written.items():
             name, slash, _ = path.partition("/")
             if slash and entry.files:
@@ -194,7 +210,11 @@ class Browser:
         steps = [name for name in names if step_of(name) is not None and name not in local and not name.startswith(".")]
         seen = await asyncio.gather(*(self._is_visible(location.child(name)) for name in steps))
         gone = {PRIVATE_DIR, *(name for name, visible in zip(steps, seen, strict=True) if not visible)}
-        things = files + [Thing(location.child(name), is_dir=True) for name in {*names, *local} - gone]
+        if has_commit or PRIVATE_DIR in names:
+            gone |= {name for name in names if name.startswith(adopted_dir(""))}
+            files = _shallow(location, files)
+        known = {thing.location.name for thing in files}
+        things = files + [Thing(location.child(name), is_dir=True) for name in {*names, *local} - gone - known]
         if not things and (found is None or hidden or PRIVATE_DIR in names):
             raise _nothing(location)
         return sorted(things, key=lambda thing: thing.location.name)
@@ -226,16 +246,21 @@ class Browser:
         files = [_thing(location, info) for info in plain] + _files(checkpoint)
         return files, len(plain) < len(infos)
 
-    async def _is_visible(self, location: Location) -> bool:
-        """False for a directory that holds nothing but what some save has not committed."""
+    async def _has_manifest(self, location: Location) -> bool:
+        if await asyncio.to_thread((self._directory_of(location) / MANIFEST).exists):
+            return True
         root, key = root_of(location)
-        store = self._store_at(root)
         try:
             async with self._gate:
-                await store.head(f"{key}/{MANIFEST}")
-            return True
+                await self._store_at(root).head(f"{key}/{MANIFEST}")
         except ObjectNotFoundError:
-            pass
+            return False
+        return True
+
+    async def _is_visible(self, location: Location) -> bool:
+        """False for a directory that holds nothing but what some save has not committed."""
+        if await self._has_manifest(location):
+            return True
         try:
             await self.level(location)
         except ObjectNotFoundError:
@@ -255,6 +280,8 @@ class Browser:
             directories.setdefault(relative, [])
         marked = {name for name in directories if PRIVATE_DIR in name.split("/")}
         private = {name.partition(PRIVATE_DIR)[0].rstrip("/") for name in marked} | {*local}
+        folders = tuple(f"{name}/{adopted_dir('')}".lstrip("/") for name in private)
+        marked |= {name for name in directories if name.startswith(folders)}
         places = [name for name in {*directories, *private} if name not in marked]
         shown = await asyncio.gather(
             *(
@@ -318,6 +345,15 @@ def _name(info: ObjectInfo) -> str:
 
 def _thing(location: Location, info: ObjectInfo) -> Thing:
     return Thing(location.child(_name(info)), size_bytes=info.size_bytes, etag=info.etag)
+
+
+def _shallow(location: Location, things: Iterable[Thing]) -> list[Thing]:
+    """The files of ``things`` that lie in ``location``, and the directories there that the others lie in."""
+    found: dict[str, Thing] = {}
+    for thing in things:
+        name, slash, _ = thing.location.path[len(location.path.rstrip("/")) + 1 :].partition("/")
+        found.setdefault(name, Thing(location.child(name), is_dir=True) if slash else thing)
+    return [*found.values()]
 
 
 def _written(location: Location, entry: Entry) -> Thing:

@@ -317,6 +317,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         thing = self._file(self._strip_protocol(path))
         location = thing.location
         self._run(self._engine.browser.check_change(location))
+        if thing.checkpoint is not None:
+            raise ConfigError(f"{location.uri} is of a checkpoint", hint="`tierckpt prune` removes it as a whole")
         # A mover may be sending it, or what was written in its place: what removes it comes after that (W2, W3).
         if thing.written is not None or (self.write_back and not self.is_drained(self._parent(path))):
             get_client(self.settings).submit(write_back.remove(self.settings, location))
