@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.integration import multi_step_save_ranks
 from tierckpt.replay.multi_step import MultiStepStager
-from tierckpt.training import window
+from tierckpt.training.every_step import window
 
 
 class Deferring(MultiStepStager):

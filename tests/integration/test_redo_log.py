@@ -23,7 +23,7 @@ from tierckpt.errors import IntegrityError, TierckptError
 from tierckpt.format.layout import WINDOWS_DIR, parse_uri
 from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.replay.redo import Conditions
-from tierckpt.training import window
+from tierckpt.training.every_step import window
 
 OTHER = Conditions("torch 0.0", "another device", "foreach")
 

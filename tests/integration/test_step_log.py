@@ -21,7 +21,7 @@ from tierckpt.cli.ui.app import run as main
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
 from tierckpt.replay import segments
-from tierckpt.training import step_log
+from tierckpt.training.every_step import step_log
 from tierckpt.training.every_step.step_log import agreed_step
 
 Runs = Callable[..., Checkpointer]
