@@ -69,7 +69,7 @@ compat-frameworks: $(STAMP) ## install Accelerate and Lightning, kill and resume
 	$(BIN)/python -m pytest tests/compat/test_frameworks.py
 
 # Each harness of tests/fault, as long as it is worth; what it is in CI is in docs/internals/testing.md. TORTURE takes a part.
-TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil nodes strange leaks forks interrupts log near-storage properties
+TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil nodes strange leaks forks interrupts log near-storage redo properties
 TORTURE_sweeps := TIERCKPT_TEST_SWEEP=full test_sweeps.py
 TORTURE_crash := TIERCKPT_TEST_CRASH_STATES=600000 test_crash_states.py
 TORTURE_bits := TIERCKPT_TEST_BIT_FLIPS=every test_bit_faults.py
@@ -90,6 +90,7 @@ TORTURE_forks := TIERCKPT_TEST_FORKS=every test_forks.py
 TORTURE_interrupts := TIERCKPT_TEST_INTERRUPTS=50 test_interrupts.py
 TORTURE_log := TIERCKPT_TEST_LOG_KILLS=300 test_gradient_log.py tests/fault/test_step_log_kills.py
 TORTURE_near-storage := TIERCKPT_TEST_NEAR_STORAGE_KILLS=300 test_near_storage_kills.py
+TORTURE_redo := TIERCKPT_TEST_REDO_KILLS=every test_redo_log_kills.py
 TORTURE_order := TIERCKPT_TEST_SWEEP=full ../integration/test_data_order.py
 TORTURE_strange := TIERCKPT_TEST_STRANGE_FILES=all test_strange_files.py
 TORTURE_nodes := TIERCKPT_TEST_TWO_NODES=120 test_two_nodes.py

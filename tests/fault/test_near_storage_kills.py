@@ -17,7 +17,7 @@ import pytest
 from tests.fault.near_storage_job import Reference
 from tests.services import ENVIRONMENT, REPOSITORY
 
-KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_NEAR_STORAGE_KILLS", "4"))
+KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_NEAR_STORAGE_KILLS", "2"))
 ANSWER_SECONDS = 150.0
 
 

@@ -35,7 +35,7 @@ from tierckpt.types import Tier
 
 pytestmark = pytest.mark.server
 
-SECONDS = float(ENVIRONMENT.get("TIERCKPT_TEST_STORE_FAULT_SECONDS", "12"))
+SECONDS = float(ENVIRONMENT.get("TIERCKPT_TEST_STORE_FAULT_SECONDS", "7"))
 OUTAGE_SECONDS = float(ENVIRONMENT.get("TIERCKPT_TEST_STORE_OUTAGE_SECONDS", "10"))
 SHARES = (0.01, 0.05, 0.2, 0.5)
 

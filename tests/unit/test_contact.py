@@ -257,6 +257,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_that_to_the_next_message
             contact.ask({"op": "one"}, start=False, timeout_seconds=0.1)
         was_given_up.set()
         assert contact.ask({"op": "two"}, start=False) == "in time"
+        contact.close()
 
 
 def test_an_answer_that_drips_does_not_put_off_the_deadline(contact: AgentClient, local_root: Path) -> None:
