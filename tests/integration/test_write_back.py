@@ -181,6 +181,59 @@ def test_the_metadata_of_a_stock_checkpoint_reaches_the_store_after_its_shards(
     assert any(name.endswith(".distcp") for name in order)
 
 
+class Held:
+    """``write_back.send`` of files of one name waits."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.released = threading.Event(), threading.Event()
+        send = write_back.send
+
+        async def held(store: Any, place: Path, entry: Any, *arguments: Any, **options: Any) -> None:
+            if entry.path.rpartition("/")[2] == name:
+                self.begun.set()
+                await asyncio.to_thread(self.released.wait, SECONDS)
+            await send(store, place, entry, *arguments, **options)
+
+        monkeypatch.setattr(write_back, "send", held)
+
+
+def test_shards_that_are_drained_before_their_metadata_stay_in_sight(
+    top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, held = f"{top}/step-1", Held(".metadata", monkeypatch)
+    fs.pipe_file(f"{step}/__0_0.distcp", b"shard")
+    fs.pipe_file(f"{step}/.metadata", b"... __0_0.distcp ...")
+    try:
+        assert held.begun.wait(SECONDS)
+        assert fs.is_drained(f"{step}/__0_0.distcp")
+        both = [f"{step}/.metadata", f"{step}/__0_0.distcp"]
+        assert fs.cat_file(f"{step}/__0_0.distcp") == b"shard"
+        assert fs.exists(f"{step}/__0_0.distcp")
+        assert sorted(fs.ls(step, detail=False)) == both
+        assert fs.find(top) == both
+    finally:
+        held.released.set()
+    fs.wait(top)
+    assert fs.find(top) == both
+
+
+def test_a_directory_that_is_removed_while_a_file_drains_into_it_does_not_come_back(
+    top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held("data", monkeypatch)
+    fs.makedirs(f"{top}/dir")
+    fs.pipe_file(f"{top}/dir/data", b"data")
+    assert held.begun.wait(SECONDS)
+    timer = threading.Timer(1.0, held.released.set)
+    timer.start()
+    fs.rm(f"{top}/dir", recursive=True)
+    timer.join()
+    fs.wait(top)
+    assert not fs.exists(f"{top}/dir")
+    fs.mkdir(f"{top}/dir")
+    assert stored(top) == {}
+
+
 def test_metadata_waits_for_the_shards_of_other_nodes(top: str, fs: Any, tmp_path: Path) -> None:
     short = fsspec.filesystem("tierckpt", commit_timeout_seconds=0.5, skip_instance_cache=True)
     short.pipe_file(f"{top}/step-1/.metadata", b"... __1_0.distcp ...")

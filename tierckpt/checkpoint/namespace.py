@@ -154,12 +154,15 @@ class Browser:
         return is_ours, None
 
     async def _checkpoint(self, location: Location) -> tuple[bool, Checkpoint | None]:
-        """Whether tierckpt saves at ``location``, and what is committed there. Stock checkpoints are not ours."""
+        """Whether tierckpt saves at ``location``, and what is committed there. Stock checkpoints are not ours, also not
+        while this node has the ``.metadata`` of one that drains, and the shared tier has its shards only (W2)."""
+        # Looked at first: what is drained between the two is on the shared tier, when that is asked.
+        metadata = await asyncio.to_thread(self._journal.files, location.child(METADATA).uri)
         try:
             async with self._gate:
                 found = await self._find(location)
         except UncommittedCheckpointError:
-            return True, None
+            return not (metadata and metadata[-1].files), None
         except (CheckpointNotFoundError, ObjectNotFoundError):
             return False, None
         return found.manifest is not None, found if found.manifest is not None else None

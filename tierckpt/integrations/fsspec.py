@@ -29,6 +29,9 @@ from ..stores.schemes import check_location
 from ..tracebacks import short_traceback
 from .files import Reader, Writer, open_raw, put
 
+ARRIVE_SECONDS = 10.0
+"""What the removal of a directory waits for files that are on their way into it."""
+
 
 class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """Any store as a file system, read through the node cache.
@@ -343,7 +346,16 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             for thing in self._run(self._engine.browser.below(location)):
                 if thing.written is not None:
                     get_client(self.settings).submit(write_back.remove(self.settings, thing.location))
+            if location.scheme == "file":  # what is being sent would make the directory again
+                self._let_arrive(name)
             self._run(self._engine.store(root).delete_dir(key))
+
+    def _let_arrive(self, path: str) -> None:
+        """Return when nothing that this node has written below ``path`` is sent any more; at the latest after
+        ``ARRIVE_SECONDS``, as when drains are paused."""
+        for _ in Poll(ARRIVE_SECONDS, LOCAL):
+            if not any(entry.files for entry in self._undrained(path)):
+                return
 
 
 def _directories(names: Iterable[str], above: str) -> set[str]:
