@@ -130,6 +130,7 @@ def main() -> None:
                 points.is_armed = True
             saved = checkpointer.step(job.number, job.state) or saved
             if job.number == FIRST + WINDOW and saved is not None:
+                checkpointer.wait("local")  # parts that are not whole yet are written by this, or by a later step
                 saved.result(120)
                 print("committed", flush=True)
     print("not killed", flush=True)
