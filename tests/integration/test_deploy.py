@@ -127,8 +127,8 @@ def test_the_command_takes_every_command_line() -> None:
 
 @pytest.mark.parametrize(
     ("line", "why"),
-    [("prefetsh s3://bucket/model", "no verb"), ("drain --wate", "--wate"), ("restore --to /nvme", "URI"),
-     ("agent --metrics-port none", "none"), ("prefetch s3://bucket/model /nvme", "/nvme")],
+    [("prefetsh s3://bucket/model", "no verb"), ("drain --wate", "--wate"), ("restore --to /nvme", "uri"),
+     ("agent --metrics-port none", "valid integer"), ("agent /nvme", "extra argument")],
 )  # fmt: skip
 def test_what_the_command_does_not_take_is_found(line: str, why: str, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
