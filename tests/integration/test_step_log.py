@@ -239,6 +239,28 @@ def test_steps_without_an_update_are_made_again(run: Runs) -> None:
     assert torch.equal(model.weight, wanted)
 
 
+def test_a_checkpoint_before_any_update_leads_on_when_the_one_after_it_is_lost(
+    run: Runs, file_uri: str, local_root: Path
+) -> None:
+    """Gradients are accumulated, and two checkpoints have the same parameters: no frame lies between them."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
+    checkpointer = run(interval=2)
+    for number in range(1, 4):
+        model(torch.ones(2, 4) * number).square().mean().backward()
+        if number == 3:
+            optimizer.step()
+        state["step"] = number
+        checkpointer.step(number, state)
+    wanted = model.weight.detach().clone()
+    checkpointer.close()
+    shutil.rmtree(local_dir(local_root, parse_uri(file_uri)) / "step-2")
+    torch.nn.init.zeros_(model.weight)
+    assert run().restore(state) == 3 == state["step"]
+    assert torch.equal(model.weight, wanted)
+
+
 def scaled(run: Runs, *, fused: bool) -> None:
     torch.manual_seed(1)
     model = nn.Linear(4, 4)

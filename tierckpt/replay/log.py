@@ -445,13 +445,12 @@ class _Writer:
             self._changed.notify_all()
 
     def _turn_to(self, base: _Base) -> None:
-        """The segment is made when its first frame comes. One that has none yet has two bases."""
-        if self._file is None and base.step == self._base.step:
-            self._base.bases += base.bases
+        """The segment is made when its first frame comes. Until then all bases lead to it: none is an update apart."""
+        if self._file is None:
+            self._base = _Base(base.step, [*self._base.bases, *base.bases])
             return
         self._commit()
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
         self._file, self._base = None, base
 
     def _append(self, entry: _Entry) -> None:
