@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.fault.gradient_log_job import BASE, Job
+from tests.open_files import open_files
 from tests.services import ENVIRONMENT, REPOSITORY
 from tierckpt.errors import CheckpointError, IntegrityError
 from tierckpt.replay import log as logs
@@ -194,6 +195,7 @@ def test_whoever_waits_for_a_disk_that_fails_is_told(
         with pytest.raises(CheckpointError, match="Input/output error"):
             log.sync()
         assert log.durable_step == -1
+        assert call == "sync" or not (open_files(tmp_path) or paths_in(tmp_path)), "a file without a head is left"
 
 
 def test_a_disk_that_hangs_ends_the_log_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

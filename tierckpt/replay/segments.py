@@ -93,7 +93,7 @@ class Segment:
     step: int
     """It begins with the state after this step."""
     bases: Sequence[str]
-    """The checkpoints that have this state."""
+    """The checkpoints that have this state, or an earlier one that no update lies behind."""
     previous: str
     """Digest of the frame that it continues from. '': of none."""
     owner: dict[str, Any]
@@ -238,9 +238,14 @@ class SegmentFile:
         with translated(self.path):
             make_dirs(directory)
             self._file.create(self.path)
-            fsync_dir(directory)
-            head, self.digest = pack(SEGMENT, {"step": step, **fields})
-            self.append([memoryview(head)])
+            try:
+                fsync_dir(directory)
+                head, self.digest = pack(SEGMENT, {"step": step, **fields})
+                self.append([memoryview(head)])
+            except BaseException:  # a full disk: neither the descriptor nor a file without a head stays
+                self._file.close()
+                self.path.unlink(missing_ok=True)
+                raise
 
     def append(self, pieces: Sequence[memoryview]) -> None:
         """Write ``pieces``, and zeros to the next block. Raises OSError."""
