@@ -182,6 +182,8 @@ MISSING = {
     f"hf://{REPO}@v9": "no revision 'v9'",
     f"hf://{REPO}/none": "no file|holds no files",
     "hf://gpt2": "names no repository",
+    "hf://org/na#me": "names no repository",
+    "hf://org/a b": "names no repository",
 }
 
 

@@ -55,6 +55,8 @@ RATE_LIMIT_SECONDS: Final = 30.0
 """Waited where a limit does not say how long."""
 REDIRECTS_MAX: Final = 5
 _MAY_PASS = {408, 425, 500, 502, 503, 504}
+NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""An organisation or a repository: a Hub takes no other, and in a URL any other may mean something else."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RATE_LIMIT = re.compile(r";\s*t=(\d+)")
@@ -95,6 +97,8 @@ def repository_of(location: Location) -> Repository | None:
     if len(parts) < 2:
         return None
     name, _, revision = parts[1].partition("@")
+    if not (NAME.fullmatch(parts[0]) and NAME.fullmatch(name)):
+        return None
     rest = parts[2:]
     if revision == "refs" and len(rest) >= 2:  # @refs/pr/1 and @refs/convert/parquet are spelt with slashes
         revision, rest = "/".join([revision, *rest[:2]]), rest[2:]
