@@ -145,6 +145,29 @@ def test_what_is_refused(hub: FakeHub, endpoint: str, monkeypatch: pytest.Monkey
     assert ask(endpoint, config, "POST")[0] == 501
 
 
+NOT_FOR_READERS = (
+    f"/api/models/{REPO}/xet-write-token/main",
+    f"/api/models/{REPO}/jwt",
+    "/api/whoami-v2",
+    "/api/models/../whoami-v2",
+    f"/api/models/{REPO}/tree/..%2f..%2f../whoami-v2",
+    "/api/models/org%2Fmodel%3F/x",
+    "m.example:/api/models",
+    "/org/a%20b/resolve/main/config.json",
+    "/org/model%23/resolve/main/config.json",
+    f"/{REPO}/resolve/main/..%2f..%2fconfig.json",
+)
+
+
+@pytest.mark.parametrize("path", NOT_FOR_READERS)
+def test_what_readers_do_not_ask_never_reaches_the_hub(path: str, hub: FakeHub, endpoint: str) -> None:
+    """A Hub answers some with tokens of the agent's, and others lead elsewhere than they seem to."""
+    published(hub)
+    assert ask(endpoint, path)[0] == 404
+    assert not hub.requests
+    assert ask(endpoint, f"/api/models/{REPO}/tree/main?recursive=true")[0] == 200
+
+
 def test_wrong_bytes_are_cut_short_and_never_whole(hub: FakeHub, endpoint: str) -> None:
     """The last bytes of a file are wrong: who downloads it sees an error, and the next one gets the right ones."""
     files, path = published(hub), f"/{REPO}/resolve/main/model-00001.safetensors"

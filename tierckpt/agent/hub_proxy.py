@@ -1,13 +1,14 @@
 """The agent as a read-only Hub: ``HF_ENDPOINT=http://127.0.0.1:PORT`` serves unmodified Hugging Face clients.
 
 Files come through the node cache, and so from other nodes where there are ``peers``; the Hub sends each chunk of a
-large file to one node. What is asked of its API is passed on, without the mention of xet, which would go round the
-cache.
+large file to one node. Of its API, what readers ask of repositories is passed on (``_READS``), without the mention of
+xet, which would go round the cache.
 
 Invariants:
     X1  Read only: GET and HEAD. On the loopback address, for requests that name it as their host.
-    X2  The token is the agent's own: whoever can connect to the port reads what it may read. A client's token is not
-        looked at, passed on, or kept.
+    X2  The token is the agent's own: whoever can connect to the port reads the repositories that it may read, and gets
+        nothing else by it: a Hub also answers a GET with tokens that may write, and with whose the token is. A client's
+        token is not looked at, passed on, or kept.
     X3  The last piece of a file is sent when all of it has passed the digest that the Hub lists. What cannot be had
         ends the connection early, so that no client takes it for whole.
 """
@@ -39,7 +40,8 @@ from ..errors import (
     TierckptError,
 )
 from ..format.layout import Location, parse_uri
-from ..stores.hub.api import Answer, Hub, Repository
+from ..format.manifest import is_safe_path
+from ..stores.hub.api import NAME, Answer, Hub, Repository
 from ..telemetry import logger
 from ..types import ByteRange, ObjectInfo
 
@@ -56,6 +58,8 @@ nodes with 192 MiB: the Hub sent 1.21 x without it, 1.09 x with 2 s, 1.05 x with
 _PASSED_ON = ("content-type", "x-error-code", "x-error-message", "x-repo-commit")
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _KINDS = ("datasets", "spaces")
+_READS = ("revision", "tree", "refs", "commits")
+"""What of a repository is asked of the API, besides what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +133,20 @@ class HubProxy:
         if (request.headers.get("Host") or "").rpartition(":")[0] not in (HOST, "localhost"):
             return _say(request, 403, b"", {})  # a page in a browser that was told another name of this address
         parts = [unquote(part) for part in urlsplit(request.path).path.split("/") if part]
+        if not request.path.startswith("/") or not is_safe_path("/".join(parts)):
+            return _say(request, 404, b"", {})  # it would lead elsewhere on the Hub, or to another host
         try:
-            if parts[:1] == ["api"]:
-                return self._pass_on(request)
-            kind = parts.pop(0) if parts[:1] and parts[0] in _KINDS else "models"
-            if len(parts) >= 5 and parts[2] == "resolve":
+            if parts[0] == "api" and _is_for_readers(parts[1:]):
+                return self._pass_on(request, parts[4:5] == ["tree"])
+            kind = parts.pop(0) if parts[0] in _KINDS else "models"
+            if len(parts) >= 5 and parts[2] == "resolve" and all(map(NAME.fullmatch, parts[:2])):
                 return self._send(request, self._file(kind, "/".join(parts[:2]), parts[3], "/".join(parts[4:])))
             return _say(request, 404, b"", {})
         except TierckptError as error:
             log.info("%s: %s", request.path, error.message)
             return _refuse(request, error)
 
-    def _pass_on(self, request: BaseHTTPRequestHandler) -> None:
+    def _pass_on(self, request: BaseHTTPRequestHandler, is_tree: bool) -> None:
         path = request.path
         found: Answer = self._recent(path, lambda: self._client.run(self._hub.answer(path)))
         headers = {name: value for name, value in found.headers.items() if name in _PASSED_ON}
@@ -149,7 +155,7 @@ class HubProxy:
                 own = f"http://{request.headers['Host']}"
                 headers[name] = found.headers[name].replace(self._hub.endpoint, own)
         body = found.body
-        if found.status == 200 and "/tree/" in path:
+        if found.status == 200 and is_tree:
             body = json.dumps([{k: v for k, v in item.items() if k != "xetHash"} for item in found.json()]).encode()
         _say(request, found.status, body, headers)
 
@@ -214,6 +220,12 @@ class HubProxy:
             filling.cancel()  # nothing, when all of it is here
             concurrent.futures.wait([filling], CLOSE_TIMEOUT_SECONDS)
             self._client.run(entry.close())
+
+
+def _is_for_readers(parts: list[str]) -> bool:
+    """True for lists of repositories, what one is, and ``_READS`` of it, by the parts of a path of the API."""
+    is_named = parts[:1] != [] and parts[0] in ("models", *_KINDS) and all(map(NAME.fullmatch, parts[1:3]))
+    return is_named and (len(parts) <= 3 or parts[3] in _READS)
 
 
 def _pieces(wanted: ByteRange, size_bytes: int) -> Iterator[ByteRange]:
