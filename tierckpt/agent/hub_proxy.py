@@ -174,9 +174,11 @@ class HubProxy:
                 return known
         found = ask()
         with self._lock:
-            if len(self._known) >= KNOWN_MAX:
-                self._known.clear()
-            self._known[key] = time.monotonic(), found
+            now = time.monotonic()
+            old = [name for name, (at, _) in self._known.items() if now - at >= KNOWN_SECONDS]
+            for name in old if len(self._known) < KNOWN_MAX else [*self._known]:
+                del self._known[name]
+            self._known[key] = now, found
         return found
 
     # --- files ---------------------------------------------------------------------------------------------------
