@@ -34,6 +34,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tierckpt.planning.transfer import Traffic
 from tierckpt.replay.apply import Replay
 from tierckpt.replay.capture import Capture, Step
 from tierckpt.replay.frame import Frame, encode
@@ -41,7 +42,6 @@ from tierckpt.replay.link import GRADIENTS, PARTS, Link
 from tierckpt.replay.log import GradientLog
 from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.replay.optimizers import layout_digest, parameters_of
-from tierckpt.replay.parts import Traffic
 
 OUT = Path(__file__).parent / "out" / "replay.json"
 TENSORS = 256

@@ -18,11 +18,11 @@ from torch import nn
 
 from tests.unit.test_replay import FUSED, IMPLEMENTATIONS, KINDS, backward, groups_of, matrix, model_of
 from tierckpt.errors import CapacityError, CheckpointError, ConfigError
-from tierckpt.planning.transfer import best_steps
+from tierckpt.planning.transfer import Traffic, best_steps
 from tierckpt.replay import link as links
 from tierckpt.replay.link import GRADIENTS, PARTS, Link
 from tierckpt.replay.multi_step import MultiStepStager, Snapshot
-from tierckpt.replay.parts import Traffic, split_parts
+from tierckpt.replay.parts import split_parts
 
 SECONDS = 60.0
 

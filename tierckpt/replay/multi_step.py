@@ -35,13 +35,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import CapacityError, CheckpointError, OperationTimeoutError
+from ..planning.transfer import Traffic
 from ..telemetry import logger
 from .apply import Replay
 from .capture import Capture, Gradients, Step
 from .checksum import Fingerprint
 from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss
 from .optimizers import ELEMENTWISE, Parameter, layout_digest, local, parameters_of
-from .parts import Traffic, split_parts
+from .parts import split_parts
 from .redo import Conditions, Exact, Part, Redo, explicit, implementation_of
 from .tree import detach, fill, like
 

@@ -26,11 +26,10 @@ import torch
 
 from ...errors import CheckpointError, ConfigError
 from ...format.layout import WINDOWS_DIR, Location, step_name
-from ...planning.transfer import STEPS_MAX
+from ...planning.transfer import STEPS_MAX, Traffic
 from ...quantities import human_bytes
 from ...replay.link import Link
 from ...replay.multi_step import OUT_OF_MEMORY, MultiStepStager, Snapshot
-from ...replay.parts import Traffic
 from ...replay.redo import Exact
 from ...replay.tree import detach, fill
 from ...telemetry import logger
