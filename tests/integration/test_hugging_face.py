@@ -23,6 +23,7 @@ from tierckpt.errors import (
     IntegrityError,
     ObjectNotFoundError,
     PermissionDeniedError,
+    StoreError,
     StoreUnavailableError,
     TierckptError,
 )
@@ -201,7 +202,7 @@ def test_an_endpoint_that_is_none_is_a_config_error(tmp_path: Path, monkeypatch:
         fetch(tmp_path, local_root=tmp_path / "root")
 
 
-@pytest.mark.parametrize("header", [{"Retry-After": "1"}, {"RateLimit": '"api";r=0;t=1'}])
+@pytest.mark.parametrize("header", [{"Retry-After": "1"}, {"Retry-After": "0"}, {"RateLimit": '"api";r=0;t=1'}])
 def test_a_rate_limit_is_waited_for(header: dict[str, str], hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     hub.limited = [header] * 3
@@ -233,6 +234,25 @@ def test_a_pointer_without_object_is_said(pointers: bool, hub: FakeHub, tmp_path
         fetch(tmp_path)
     assert "model-00001" in str(error.value)
     assert not (tmp_path / "here").exists()
+
+
+ITEM = {"type": "file", "path": "config.json", "size": 2, "oid": "1" * 40}
+LISTINGS = {
+    "nested without end": b"[" * 200_000,
+    "no list": b"{}",
+    "no files": b"[1]",
+    "outside": json.dumps([ITEM | {"path": "../config.json"}]).encode(),
+    "less than nothing": json.dumps([ITEM | {"size": -1}]).encode(),
+}
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_a_listing_that_cannot_be_is_refused(listing: str, hub: FakeHub, tmp_path: Path) -> None:
+    published(hub)
+    hub.listing = LISTINGS[listing]
+    with pytest.raises(StoreError, match=r"as a Hub does|lists no files|lists a file that cannot be"):
+        fetch(tmp_path)
+    assert not (tmp_path / "here").exists() and not hub.calls["resolve"]
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/file"])

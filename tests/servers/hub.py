@@ -70,6 +70,8 @@ class FakeHub:
         self.on_resolve = lambda: None
         self.leads_to = ""
         """Where the resolver redirects, instead of to its CDN."""
+        self.listing = b""
+        """What the tree says, instead of what is there."""
         self.epoch = 0
         self.expires_after = 0
         """At this request to the CDN every URL that was signed so far expires."""
@@ -149,6 +151,8 @@ class FakeHub:
                 "siblings": [{"rfilename": path} for path in sorted(files)],
             }
             return self._say(request, 200, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        if self.listing:
+            return self._say(request, 200, self.listing, {"Content-Type": "application/json"})
         begin = int(query.get("cursor", ["0"])[0])
         items = [{"type": "directory", "path": "sub", "oid": "0" * 40, "size": 0}]
         for path in sorted(files)[begin : begin + self.page]:

@@ -49,6 +49,8 @@ log = logger("stores.hub")
 ANSWER_SECONDS_MAX: Final = 30.0
 BODY_BYTES_MAX: Final = 64 << 20
 """Of a page of a listing, or of a file that the resolver sends itself: git holds no larger ones."""
+PAGES_MAX: Final = 10_000
+"""Of a listing: ten million files."""
 RATE_LIMIT_SECONDS_MAX: Final = 600.0
 """The Hub counts requests in windows of five minutes: two of them."""
 RATE_LIMIT_SECONDS: Final = 30.0
@@ -126,7 +128,7 @@ class Answer:
     def json(self) -> Any:
         try:
             return json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise StoreError(f"{urlsplit(self.url).netloc} does not answer as a Hub does", tier=Tier.SHARED) from None
 
 
@@ -164,17 +166,19 @@ class Hub:
 
     async def tree(self, repository: Repository, commit: str) -> list[HubFile]:
         """Return every file of a commit, by path below the repository. One request for each page (1000 files)."""
-        url: str | None = f"/api/{repository.kind}/{repository.name}/tree/{commit}?recursive=true&expand=false"
+        url = f"/api/{repository.kind}/{repository.name}/tree/{commit}?recursive=true&expand=false"
         files = []
-        while url is not None:
+        for _ in range(PAGES_MAX):
             answer = await self._api(url, repository)
             found = answer.json()
-            if not isinstance(found, list):
+            if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
                 raise StoreError(f"{self.host} lists no files of {repository.page}")
             files += [_file(item, repository) for item in found if item.get("type") == "file"]
             following = _NEXT.search(answer.headers.get("link", ""))
-            url = urljoin(answer.url, following[1]) if following else None
-        return files
+            if following is None:
+                return files
+            url = urljoin(answer.url, following[1])
+        raise StoreError(f"{self.host} lists more than {PAGES_MAX} pages of {repository.page}", tier=Tier.SHARED)
 
     async def resolve(self, repository: Repository, commit: str, path: str, byte_range: ByteRange) -> str | bytes:
         """Return the URL, on another host, that gives ranges of a file for a while, or the range itself.
@@ -246,7 +250,7 @@ class Hub:
 
     def _put_off(self, answer: Answer, deadline: float) -> None:
         """Note until when the Hub is not to be asked. Raises StoreUnavailableError: beyond ``deadline``."""
-        seconds = _seconds_to_wait(answer.headers)
+        seconds = max(1.0, _seconds_to_wait(answer.headers))  # at once would be ten minutes without a pause
         if time.monotonic() + seconds > deadline:
             raise StoreUnavailableError(
                 f"{self.host} takes no more requests for {seconds:g} s",
@@ -365,7 +369,7 @@ def _file(item: Mapping[str, Any], repository: Repository) -> HubFile:
     oid = lfs.get("oid") if isinstance(lfs, dict) else item.get("oid")
     size_bytes = lfs.get("size") if isinstance(lfs, dict) else item.get("size")
     is_good = isinstance(oid, str) and (_SHA256 if lfs else _COMMIT).fullmatch(oid) is not None
-    if not isinstance(path, str) or not is_safe_path(path) or not isinstance(size_bytes, int) or not is_good:
+    if not is_safe_path(path) or not isinstance(size_bytes, int) or size_bytes < 0 or not is_good:
         raise StoreError(f"{repository.page} lists a file that cannot be: {str(path)[:100]!r}", tier=Tier.SHARED)
     return HubFile(path, size_bytes, f"{'sha256' if lfs else 'git'}:{oid}")
 
