@@ -120,6 +120,7 @@ def _put_blob(source: Path, blob: Path, item: FileSpec) -> None:
             raise StoreError(f"{source} was removed while it was published", hint="Run it again") from None
         return
     temporary.replace(blob)
+    temporary.unlink(missing_ok=True)  # it is still there when another process has linked the same file meanwhile
 
 
 def _link(root: Path, repository: Repository, commit: str, files: Sequence[FileSpec]) -> Path:
