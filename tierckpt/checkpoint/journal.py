@@ -101,7 +101,7 @@ class Journal:
     def write(self, entry: Entry) -> Entry:
         """Make ``entry`` durable (J1), replacing an older state of it. Returns it."""
         make_dirs(self.directory)
-        durable_write(self._path(entry.token), encode(entry))
+        durable_write(self.path(entry.token), encode(entry))
         return entry
 
     def open(self, token: str, location: Location, rank: int, chunk_size_bytes: int) -> Entry:
@@ -112,48 +112,50 @@ class Journal:
     def read(self, token: str) -> Entry | None:
         """Return the entry of ``token``, None when there is none. Raises ManifestError when it is damaged (J4)."""
         try:
-            return read_entry(self._path(token))
+            return read_entry(self.path(token))
         except ObjectNotFoundError:
             return None
 
     def entries(self) -> list[Entry]:
         """Every readable entry, newest first. An unreadable one is reported and left for a person to look at."""
-        found = []
+        return sorted(self._read("*"), key=lambda entry: entry.created_unix_seconds, reverse=True)
+
+    def _read(self, pattern: str, before_ns: float = math.inf) -> Iterator[Entry]:
         with translated(self.directory, is_above=True):
-            paths = matching(self.directory, "*.json")
+            paths = matching(self.directory, f"{pattern}.json")
         for path in paths:
+            if before_ns < math.inf and _written_ns(path.stem) >= before_ns:
+                continue
             try:
-                found.append(read_entry(path))
+                yield read_entry(path)
             except ObjectNotFoundError:
                 continue  # finished meanwhile
             except (ManifestError, StoreError) as error:
                 log.warning("unreadable journal entry %s: %s", path.name, error)
-        return sorted(found, key=lambda entry: entry.created_unix_seconds, reverse=True)
 
     def next_file_token(self, uri: str) -> str:
         """A token for ``uri`` that sorts after all that it has: of two writes of a file the later one counts."""
-        latest = max((_written_ns(path.stem) for path in self._files(uri)), default=0)
+        with translated(self.directory, is_above=True):
+            names = matching(self.directory, f"{_files_of(uri)}.json")
+        latest = max((_written_ns(path.stem) for path in names), default=0)
         return f"file-{_name_of(uri)}-{max(time.time_ns(), latest + 1):020d}-{secrets.token_hex(4)}"
 
-    def files(self, uri: str | None = None) -> list[Entry]:
-        """The files that are still to be drained (of ``uri``; None: all), oldest first. One whose bytes are not there
-        was never whole."""
-        found = []
-        for path in sorted(self._files(uri), key=lambda path: (_written_ns(path.stem), path.name)):
-            with suppress(ObjectNotFoundError):  # drained meanwhile
-                entry = read_entry(path)
-                if not entry.files or written_file(self.directory.parent, entry.token).exists():
-                    found.append(entry)
-        return found
-
-    def _files(self, uri: str | None) -> list[Path]:
-        return matching(self.directory, f"file-{_name_of(uri) if uri is not None else '*'}-*.json")
+    def files(self, uri: str | None = None, *, before: str | None = None) -> list[Entry]:
+        """The files that are still to be drained (of ``uri``; None: all), oldest first; those that are older than the
+        one of the token ``before``. One whose bytes are not there was never whole."""
+        found = [
+            entry
+            for entry in self._read(_files_of(uri), math.inf if before is None else _written_ns(before))
+            # The name alone does not tell: somebody may call an adoption so.
+            if entry.state == FILE and (not entry.files or written_file(self.directory.parent, entry.token).exists())
+        ]
+        return sorted(found, key=lambda entry: (_written_ns(entry.token), entry.token))
 
     def remove(self, token: str) -> None:
         """Forget an entry (J3). Cost: nothing durable, unless the save never finished: then two fsyncs."""
         self.settle_removal(token)
-        with translated(self._path(token), is_above=True):
-            self._path(token).unlink(missing_ok=True)
+        with translated(self.path(token), is_above=True):
+            self.path(token).unlink(missing_ok=True)
             self._lock_path(token).unlink(missing_ok=True)
 
     def settle_removal(self, token: str) -> None:
@@ -220,10 +222,10 @@ class Journal:
         path = self._lock_path(token)
         with translated(path, is_above=True), try_lock(path, inherited=inherited) as held:
             yield held
-            if held and not self._path(token).exists():
+            if held and not self.path(token).exists():
                 path.unlink(missing_ok=True)  # the entry is done; a late owner finds no entry and leaves
 
-    def _path(self, token: str) -> Path:
+    def path(self, token: str) -> Path:
         return self.directory / f"{token}.json"
 
     def _lock_path(self, token: str) -> Path:
@@ -232,6 +234,10 @@ class Journal:
 
 def _name_of(uri: str) -> str:
     return manifests.digest_of(uri.encode())[:16]
+
+
+def _files_of(uri: str | None) -> str:
+    return f"file-{_name_of(uri) if uri is not None else '*'}-*"
 
 
 def _written_ns(token: str) -> int:

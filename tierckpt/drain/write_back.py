@@ -18,6 +18,7 @@ import asyncio
 import io
 import os
 import re
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from ..disk.durable import create_file, make_dirs, publish, read_whole, temporar
 from ..errors import CommitAbandonedError, ObjectNotFoundError
 from ..format.layout import METADATA, Location, written_file
 from ..format.manifest import FileEntry, digest_of, is_safe_path
-from ..poll import SHARED, Poll
+from ..poll import LOCAL, SHARED, Poll
 from ..stores.base import Store
 from ..types import Progress, ProgressListener
 from .budget import Budget
@@ -98,13 +99,20 @@ async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
         if entry.files and not place.exists():
             return "superseded"  # killed between 2 and 3: nobody was told that it was written
         wait_seconds = mover.settings.commit_timeout_seconds if patient else 0.0
-        async for _ in Poll(wait_seconds, SHARED):
-            before = await asyncio.to_thread(_before, mover.journal, entry)
-            for token in before:
+        previous, look_at = None, 0.0
+        async for _ in Poll(wait_seconds, LOCAL):
+            # Of many files that wait for each other all but one only look whether the one before them has gone.
+            if previous is not None and previous.exists() and time.monotonic() < look_at:
+                continue
+            while before := await asyncio.to_thread(_before, mover.journal, entry):
+                drained = None
                 with suppress(CommitAbandonedError):  # it waits for others itself
-                    await mover.drain(token, patient=False)  # another mover has it, or this one has not begun
+                    drained = await mover.drain(before[0], patient=False)  # nobody has begun it
+                if drained is None or drained.outcome == "held":
+                    break
             if not before:
                 break
+            previous, look_at = mover.journal.path(before[-1]), time.monotonic() + SHARED.longest_seconds
         else:
             raise _waited(entry, "what was written there before it", wait_seconds)
         at, key = root_of(entry.location)
@@ -133,9 +141,8 @@ async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
 
 def _before(journal: Journal, entry: Entry) -> list[str]:
     """Tokens of what was closed before ``entry``, in its directory or below it."""
-    own, above = entry.token.split("-")[2], f"{entry.location.parent.uri.rstrip('/')}/"
-    older = (other for other in journal.files() if other.token.split("-")[2] < own)
-    return [other.token for other in older if other.uri.startswith(above)]
+    above = f"{entry.location.parent.uri.rstrip('/')}/"
+    return [other.token for other in journal.files(before=entry.token) if other.uri.startswith(above)]
 
 
 async def _await_shards(mover: Mover, entry: Entry, place: Path, wait_seconds: float) -> None:
