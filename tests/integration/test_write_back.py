@@ -81,29 +81,28 @@ def test_until_it_drains_this_node_sees_what_it_wrote_renamed_and_removed(top: s
     assert not [*Path(os.environ["TIERCKPT_LOCAL_ROOT"], "written").iterdir()]
 
 
-def test_killed_right_after_close_the_file_is_not_lost(top: str, fs: Any) -> None:
+def write_and_die_in(name: str, url: str) -> None:
+    """Write b"kept" to ``url`` in a process that is killed when it calls ``name``."""
+    module, _, attribute = name.partition(":")
     code = (
-        "import os, signal, sys, fsspec\n"
-        "from tierckpt.client import Client\n"
-        "Client.submit = lambda self, token: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import importlib, os, signal, sys, fsspec\n"
+        f"module = importlib.import_module('tierckpt.{module}')\n"
+        f"module.{attribute} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "with fsspec.open(sys.argv[1], 'wb') as file:\n    file.write(b'kept' * 5_000_000)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, f"tierckpt://{top}/kept"], timeout=SECONDS, check=False)
+    done = subprocess.run([sys.executable, "-c", code, url], timeout=SECONDS, check=False)
     assert done.returncode == -signal.SIGKILL
+
+
+def test_killed_right_after_close_the_file_is_not_lost(top: str, fs: Any) -> None:
+    write_and_die_in("client:Client.submit", f"tierckpt://{top}/kept")
     assert fs.cat_file(f"{top}/kept") == b"kept" * 5_000_000
     assert run_cli(["drain", "--wait"]) == 0
     assert stored(top) == {"kept": b"kept" * 5_000_000}
 
 
 def test_killed_before_close_returns_nothing_is_there_and_nothing_is_left(top: str, fs: Any, tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys, fsspec\n"
-        "from tierckpt.drain import write_back\n"
-        "write_back.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "with fsspec.open(sys.argv[1], 'wb') as file:\n    file.write(b'half')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, f"tierckpt://{top}/half"], timeout=SECONDS, check=False)
-    assert done.returncode == -signal.SIGKILL
+    write_and_die_in("drain.write_back:publish", f"tierckpt://{top}/half")
     assert not fs.exists(f"{top}/half")
     fs.pipe_file(f"{top}/next", b"next")
     fs.wait(top)
@@ -264,4 +263,26 @@ def test_a_damaged_file_is_not_sent(top: str, fs: Any, tmp_path: Path) -> None:
 def test_without_write_back_the_store_has_it_at_close(top: str) -> None:
     straight = fsspec.filesystem("tierckpt", write_back=False, skip_instance_cache=True)
     straight.pipe_file(f"{top}/data", b"data")
+    assert stored(top) == {"data": b"data"}
+
+
+@pytest.mark.parametrize("goes", ["xb", "write_back=False"])
+def test_a_write_that_goes_straight_to_the_store_comes_after_what_drains_there(top: str, fs: Any, goes: str) -> None:
+    straight = fsspec.filesystem("tierckpt", write_back=goes == "xb", skip_instance_cache=True)
+    fs.pipe_file(f"{top}/data", b"old")
+    fs.rm(f"{top}/data")
+    with straight.open(f"{top}/data", "xb" if goes == "xb" else "wb") as file:
+        file.write(b"new")
+    fs.wait(top)
+    assert stored(top) == {"data": b"new"}
+
+
+def test_a_file_that_the_journal_has_no_words_for_is_removed_beside_one_that_drains(top: str, fs: Any) -> None:
+    fs.pipe_file(f"{top}/a\\b", b"straight")
+    assert run_cli(["drain", "--pause"]) == 0
+    fs.pipe_file(f"{top}/data", b"data")
+    fs.rm_file(f"{top}/a\\b")
+    assert fs.find(top) == [f"{top}/data"]
+    assert run_cli(["drain", "--resume"]) == 0
+    fs.wait(top)
     assert stored(top) == {"data": b"data"}

@@ -21,7 +21,7 @@ from ..disk import read_lease
 from ..disk.file_io import open_file, pread_all
 from ..drain import write_back as drained
 from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError
-from ..format.layout import written_file
+from ..format.layout import Location, written_file
 from ..format.manifest import FileEntry, has_digest
 from ..loading.cached_view import CachedView
 from ..read.copies import Copy, LocalCopy, RemoteCopy
@@ -254,7 +254,13 @@ async def pieces_of(stream: io.BufferedIOBase) -> AsyncIterator[Buffer]:
 
 
 def put(
-    settings: Settings, thing: Thing, stream: io.BufferedIOBase, size_bytes: int, *, if_absent: bool, write_back: bool
+    settings: Settings,
+    location: Location,
+    stream: io.BufferedIOBase,
+    size_bytes: int,
+    *,
+    if_absent: bool,
+    write_back: bool,
 ) -> None:
     """Write ``stream``, all or nothing: to this node, from where it drains (``write_back``), or to the store.
 
@@ -262,11 +268,10 @@ def put(
         FileExistsError: ``if_absent``, and it is there.
         ConfigError: it belongs to a checkpoint of tierckpt.
     """
-    location = thing.location
     root, key = root_of(location)
     client = get_client(settings)
     client.run(client.engine.browser.check_change(location))
-    if write_back and settings.drain and not if_absent and drained.can_carry(location):
+    if write_back:
         client.recover()
         eviction.make_room(settings, size_bytes, settings.local_root)
         client.submit(drained.write(settings, location, stream, size_bytes))

@@ -30,7 +30,7 @@ from ..tracebacks import short_traceback
 from .files import Reader, Writer, open_raw, put
 
 ARRIVE_SECONDS = 10.0
-"""What the removal of a directory waits for files that are on their way into it."""
+"""What a write or a removal that goes straight to the store waits for files that are on their way there."""
 
 
 class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
@@ -170,16 +170,13 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return Reader(self, name, thing, self._info(name, thing), self.settings)
         if mode not in ("wb", "xb", "ab"):
             raise ConfigError(f"mode {mode!r} is not offered", hint="Use rb, wb, xb or ab", uri=name)
-        thing = Thing(self._location(name))
-        self._run(self._engine.browser.check_change(thing.location))
+        self._run(self._engine.browser.check_change(self._location(name)))
         if mode == "xb" and self.exists(name):
             raise FileExistsError(name)
         writer = Writer(
             self,
             name,
-            lambda stream, size: put(
-                self.settings, thing, stream, size, if_absent=mode == "xb", write_back=self.write_back
-            ),
+            lambda stream, size: self._write(name, stream, size, if_absent=mode == "xb"),
             Path(self.settings.local_root),
             autocommit=autocommit,
         )
@@ -295,8 +292,14 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _put(self, path: str, stream: Any, size_bytes: int, *, if_absent: bool) -> None:
         if if_absent and self.exists(path):
             raise FileExistsError(path)
-        thing = Thing(self._location(path))
-        put(self.settings, thing, stream, size_bytes, if_absent=if_absent, write_back=self.write_back)
+        self._write(path, stream, size_bytes, if_absent=if_absent)
+
+    def _write(self, path: str, stream: Any, size_bytes: int, *, if_absent: bool) -> None:
+        location = self._location(path)
+        is_behind = self.write_back and self.settings.drain and not if_absent and write_back.can_carry(location)
+        if not is_behind:  # what was written or removed there before would drain over it (W1)
+            self.wait(path, ARRIVE_SECONDS)
+        put(self.settings, location, stream, size_bytes, if_absent=if_absent, write_back=is_behind)
 
     @short_traceback
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
@@ -323,7 +326,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if thing.checkpoint is not None:
             raise ConfigError(f"{location.uri} is of a checkpoint", hint="`tierckpt prune` removes it as a whole")
         # A mover may be sending it, or what was written in its place: what removes it comes after that (W2, W3).
-        if thing.written is not None or (self.write_back and not self.is_drained(self._parent(path))):
+        is_behind = self.write_back and write_back.can_carry(location) and not self.is_drained(self._parent(path))
+        if thing.written is not None or is_behind:
             get_client(self.settings).submit(write_back.remove(self.settings, location))
             return
         root, key = root_of(location)
