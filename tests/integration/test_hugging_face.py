@@ -226,6 +226,19 @@ def test_a_hub_that_stumbles_is_asked_again(hub: FakeHub, tmp_path: Path) -> Non
     assert holds(fetch(tmp_path), files)
 
 
+@pytest.mark.parametrize("is_proxied", [False, True])
+def test_a_host_of_bytes_that_stumbles_is_asked_again(
+    is_proxied: bool, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_proxied:
+        monkeypatch.setenv("http_proxy", hub.cdn)  # asked as a proxy, it answers in the same way
+        monkeypatch.delenv("no_proxy", raising=False)
+    files = published(hub, model(files=1))
+    hub.cdn_refused = [503, 429, 503, 503]
+    assert holds(fetch(tmp_path), files)
+    assert not hub.cdn_refused and hub.calls["resolve"] == 3  # its URL was good all the time
+
+
 @pytest.mark.parametrize("pointers", [False, True])
 def test_a_pointer_without_object_is_said(pointers: bool, hub: FakeHub, tmp_path: Path) -> None:
     published(hub)

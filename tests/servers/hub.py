@@ -62,6 +62,8 @@ class FakeHub:
         """Headers of the answers 429 that come next."""
         self.refused: list[int] = []
         """Statuses of the answers that come next."""
+        self.cdn_refused: list[int] = []
+        """Statuses of the answers of its CDN that come next."""
         self.damaged: set[str] = set()
         self.lost: set[str] = set()
         """Paths whose object is not there; with ``pointers`` the resolver sends the pointer."""
@@ -197,7 +199,10 @@ class FakeHub:
         with self._lock:
             self.cdn_requests += 1
             self.epoch += self.cdn_requests == self.expires_after
+            status = self.cdn_refused.pop(0) if self.cdn_refused else 0
             self.cdn_authorizations.add(request.headers.get("Authorization", ""))
+        if status:
+            return self._say(request, status, b"", {})
         if parse_qs(url.query).get("Signature") != [self._signature(f"{commit}/{path}")]:
             return self._say(request, 403, b"expired", {})
         data = next(files.commits[commit][path] for files in self.repositories.values() if commit in files.commits)

@@ -27,7 +27,7 @@ THREADS_MAX: Final = 32
 
 log = logger("stores.ranges")
 
-_MAY_PASS = {408, 425, 429, 500, 502, 503, 504}
+MAY_PASS: Final = {408, 425, 429, 500, 502, 503, 504}
 _STATUS = re.compile(rb"HTTP/1\.([01]) (\d{3})(?: [^\r\n]*)?\r\n")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
@@ -92,7 +92,7 @@ class Get(Call):
         at, status, headers = self.byte_range, answer.status, answer.headers
         if status == 412:
             raise PreconditionFailedError(f"{self.uri} has changed", tier=Tier.SHARED)
-        if status in _MAY_PASS:
+        if status in MAY_PASS:
             raise self.unavailable(f"HTTP {status}", status=status)
         if status != 206:
             raise NotThisWay(f"HTTP {status}")

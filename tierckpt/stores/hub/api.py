@@ -42,6 +42,7 @@ from ...redaction import redact
 from ...telemetry import logger
 from ...types import ByteRange, Tier
 from ..http_client import said
+from ..http_range import MAY_PASS
 from ..retry import PROBE_SECONDS_MAX, Retries, Tries
 
 log = logger("stores.hub")
@@ -56,7 +57,7 @@ RATE_LIMIT_SECONDS_MAX: Final = 600.0
 RATE_LIMIT_SECONDS: Final = 30.0
 """Waited where a limit does not say how long."""
 REDIRECTS_MAX: Final = 5
-_MAY_PASS = {408, 425, 500, 502, 503, 504}
+_MAY_PASS = MAY_PASS - {429}  # A2
 NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """An organisation or a repository: a Hub takes no other, and in a URL any other may mean something else."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -35,9 +35,9 @@ from ...format.layout import Location
 from ...types import Buffer, ByteRange, ObjectInfo, Tier
 from .. import congestion
 from ..common import check_key, check_prefix, check_range, short_answer
-from ..http_range import Get, NotThisWay, Ranges, is_behind_proxy
+from ..http_range import MAY_PASS, Get, NotThisWay, Ranges, is_behind_proxy
 from ..retry import Retries, Tries
-from .api import Hub, HubFile, Repository, repository_of, request
+from .api import Hub, HubFile, Repository, repository_of, request, unavailable
 
 T = TypeVar("T")
 
@@ -286,6 +286,8 @@ class HubStore:
 
 def _read_by_proxy(url: str, byte_range: ByteRange, into: memoryview) -> None:
     answer = request(url, {"Range": f"bytes={byte_range.start}-{byte_range.stop - 1}"})
+    if answer.status in MAY_PASS:
+        raise unavailable(urlsplit(url).netloc, f"HTTP {answer.status}", status=answer.status)
     if answer.status != 206 or len(answer.body) != byte_range.size_bytes:
         raise NotThisWay(f"HTTP {answer.status}")
     into[: byte_range.size_bytes] = answer.body
