@@ -73,10 +73,8 @@ def there(pool: Pool) -> set[str]:
 HOLD = """
 import sys, time
 from pathlib import Path
-from tierckpt.quantities import human_bytes
 from tierckpt.cache.pool import Pool
 from tierckpt.config import Settings
-from tierckpt.disk.claims import Heartbeat
 pool = Pool(Settings.load(local_root=Path(sys.argv[1])))
 lease = pool.lease(sys.argv[2])
 print("held", flush=True)
