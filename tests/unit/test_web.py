@@ -214,6 +214,19 @@ def test_news_is_told_once_to_each_page_and_ages_are_no_news(serve: Callable[...
         stream.close()
 
 
+def test_a_document_that_cannot_be_made_is_told_to_who_asks_for_one() -> None:
+    def make() -> dict[str, Any]:
+        raise OSError("disk")
+
+    settings = Settings.load()
+    server = WebServer(settings, documents=Documents(settings, make))
+    try:
+        status, body, _ = ask(server, "/status.json")
+    finally:
+        server.close()
+    assert status == 200 and "disk" in json.loads(body)["problem"]
+
+
 def test_a_document_that_cannot_be_made_is_told_and_made_again(serve: Callable[..., WebServer], made: Made) -> None:
     answers: list[Any] = [OSError("disk"), ZeroDivisionError(), {"step": 3}]
 
