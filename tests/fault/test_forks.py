@@ -41,7 +41,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
 
 
 CASES = [
-    ("s3", "inline", ("fork", "loader-fork", "exit")),
+    ("s3", "inline", ("fork", "loader-fork", "loader-spawn", "exit")),
     *([("s3", mover, WAYS) for mover in ("inline", "agent")] if EVERY else []),
     *([("az", "inline", WAYS), ("directory", "agent", WAYS), ("directory", "inline", WAYS)] if EVERY else []),
 ]

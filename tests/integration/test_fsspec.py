@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import random
 import re
 import subprocess
@@ -432,3 +433,13 @@ def test_what_the_files_hold_is_not_torch() -> None:
 def test_a_removed_setting_is_refused_here_too() -> None:
     with pytest.raises(ConfigError, match="no longer a setting: share_reads"):
         fsspec.filesystem("tierckpt", share_reads=False, skip_instance_cache=True)
+
+
+def test_an_open_file_is_read_on_where_it_is_unpickled(fs: Any, place: Path) -> None:
+    """As PyTorch's DataLoader sends a dataset to workers that it spawns."""
+    (place / "data.bin").write_bytes(bytes(range(256)) * 4)
+    with fs.open(url_of(str(place / "data.bin")), "rb") as file:
+        file.read(100)
+        with pickle.loads(pickle.dumps(file)) as sent:
+            assert (sent.tell(), sent.read(8)) == (100, bytes(range(100, 108)))
+        assert file.read(1) == bytes([100])

@@ -172,6 +172,16 @@ class Reader(io.BufferedReader):
     def info(self) -> dict[str, Any]:
         return self.details
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Opened anew where it is unpickled (a spawned worker), at this place, in the version that stands then."""
+        return _opened_anew, (self.fs, self.path, self.tell())
+
+
+def _opened_anew(fs: Any, path: str, at: int) -> Any:
+    file = fs.open(path, "rb")
+    file.seek(at)
+    return file
+
 
 class Writer(io.BufferedIOBase):
     """A file open for writing: it appears when it is closed, whole, or not at all.
