@@ -103,6 +103,7 @@ def test_the_future_names_the_step_and_is_done_when_it_is_committed(file_uri: st
         job.train()
         saved = checkpointer.save(1, job.state)
         assert isinstance(saved, MultiStepSave) and saved.record.step == 3
+        assert not saved.cancel(), "other ranks copy too"
         while not saved.done():
             job.train()
             checkpointer.step(job.number, job.state)

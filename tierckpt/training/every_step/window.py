@@ -61,11 +61,16 @@ def check_mode(mode: SaveMode, window_steps: int | Literal["auto"], exact: Exact
 
 
 class MultiStepSave(Future[None]):
-    """Done when the checkpoint is committed on the local tier. ``record`` names it: its step, its URI, how it went."""
+    """Done when the checkpoint is committed on the local tier. ``record`` names it: its step, its URI, how it went.
+
+    What is whole is written by the next ``step`` or ``wait``: on the thread that trains, call ``wait("local")`` before
+    ``result``, which would else wait for a call that cannot come.
+    """
 
     def __init__(self, record: SaveRecord) -> None:
         super().__init__()
         self.record = record
+        self.set_running_or_notify_cancel()  # a save cannot be taken back: other ranks copy too
 
 
 class Write(Protocol):
