@@ -128,7 +128,7 @@ def fold(reader: TierStorageReader, state: Mapping[str, Any], exact: Exact) -> t
     recipe = _recipe(reader, metadata)
     optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
     _check_fits(recipe, optimizers, reader.path)
-    target = _target(metadata, recipe, state)
+    target = _target(metadata, recipe, state, reader.path)
     reader.read_alone(metadata, target)
     tensors = {name.removeprefix(TENSORS): one for name, one in target.items() if name.startswith(TENSORS)}
     redos = {number: unpack(tensors, one) for number, one in recipe["optimizers"]}
@@ -198,7 +198,7 @@ def _check_fits(recipe: Json, optimizers: Sequence[torch.optim.Optimizer], path:
         )
 
 
-def _target(metadata: Metadata, recipe: Json, state: Mapping[str, Any]) -> dict[str, Any]:
+def _target(metadata: Metadata, recipe: Json, state: Mapping[str, Any], path: str) -> dict[str, Any]:
     """What this rank reads: its own tensors of the window, and the rest as ``state`` has it."""
     mine: set[str] = set()
     for _, one in recipe["optimizers"]:
@@ -221,7 +221,7 @@ def _target(metadata: Metadata, recipe: Json, state: Mapping[str, Any]) -> dict[
         else:
             target[name] = torch.empty(found.size, dtype=found.properties.dtype)
     if missing := mine - target.keys():
-        raise _bad(parse_uri(WINDOW).name, f"{len(missing)} of its tensors are not there")
+        raise _bad(path, f"{len(missing)} of its tensors are not there")
     return target
 
 
