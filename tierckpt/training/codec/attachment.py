@@ -43,8 +43,6 @@ class Attachments:
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        self.tensor_bytes = 0
-        """Of the last one: what is not gradients, and moves with each step."""
         self._seen: dict[tuple[str, str], Any] = {}
         for name, key, tensor in _tensors_of(state):
             self._seen[name, key] = _mark(tensor)
@@ -78,7 +76,6 @@ class Attachments:
         ]
         text = text_of({"node": node, "tensors": described}).encode()
         data = b"".join(part.view(-1).view(torch.uint8).numpy().tobytes() if part.numel() else b"" for part in parts)
-        self.tensor_bytes = len(data)
         return _HEAD.pack(len(text)) + text + data
 
 
@@ -210,8 +207,7 @@ def _extra_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def _mark(tensor: torch.Tensor) -> Any:
     if isinstance(tensor, torch.nn.Parameter):
         return id(tensor), tensor._version, local(tensor.detach())._version, local(tensor.detach()).data_ptr()
-    value = Fingerprint.of(local(tensor)).value
-    return value if isinstance(value, int) else int(value.item())
+    return Fingerprint.of(local(tensor)).number
 
 
 def _mismatch(name: str) -> StateMismatchError:
