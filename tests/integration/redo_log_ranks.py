@@ -3,17 +3,9 @@ copied, as on an accelerator."""
 
 from __future__ import annotations
 
-from typing import Any
-
+from tests.fault.redo_log_job import Deferring
 from tests.integration import multi_step_save_ranks
-from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.training.every_step import window
-
-
-class Deferring(MultiStepStager):
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options, defers=True)
-
 
 if __name__ == "__main__":
     window.MultiStepStager = Deferring  # type: ignore[misc]
