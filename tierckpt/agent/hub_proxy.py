@@ -58,7 +58,7 @@ nodes with 192 MiB: the Hub sent 1.21 x without it, 1.09 x with 2 s, 1.05 x with
 _PASSED_ON = ("content-type", "x-error-code", "x-error-message", "x-repo-commit")
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _KINDS = ("datasets", "spaces")
-_READS = ("revision", "tree", "refs", "commits")
+_READS = ("revision", "tree", "refs", "commits", "discussions")
 """What of a repository is asked of the API, besides what it is."""
 
 
