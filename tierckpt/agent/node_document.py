@@ -171,7 +171,7 @@ def _prefetched(root: Path, directories: Sequence[Path]) -> Iterator[Json]:
         receipt = directory / RECEIPT
         if not receipt.exists() or (directory / MANIFEST).exists():
             continue  # no prefetched model, or listed as a checkpoint
-        sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file() and path != receipt]
+        sizes = [size for path in directory.rglob("*") if path != receipt and (size := file_size(path)) >= 0]
         yield {
             "uri": _location(root, directory).uri,
             "kind": "prefetched",
