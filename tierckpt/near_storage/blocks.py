@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 
-from ..arena.memory import Memory
 from ..errors import ConfigError
 from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..replay.frame import DTYPES, dtype_name
@@ -100,41 +99,32 @@ def layout_of(
         groups: hyperparameters of each.
         master_dtype: of all parameters here; None: as the trainer has them.
     """
-    blocks: list[Block] = []
-    waiting: list[Member] = []
     masters = {one.key: master_dtype or DTYPES[one.dtype] for one in members}
     made: dict[tuple[int, torch.dtype], dict[str, tuple[torch.dtype, bool]]] = {}
+    runs: list[list[Member]] = []
+    held = BLOCK_BYTES
+    for one in members:
+        dtype = masters[one.key]
+        if (one.group, dtype) not in made:
+            made[one.group, dtype] = {MASTER: (dtype, True)} | _state_of(kind, groups[one.group], dtype)
+        if held >= BLOCK_BYTES:
+            runs.append([])
+            held = 0
+        runs[-1].append(one)
+        held += math.prod(one.shape) * sum(kept.itemsize for kept, _ in made[one.group, dtype].values())
+    blocks: list[Block] = []
     offset = 0
-
-    def end_block() -> None:
-        nonlocal offset
+    for run in runs:
         places: list[Place] = []
-        count = sum(1 + len(made[one.group, masters[one.key]]) for one in waiting)
-        at = round_up(count, ALIGNMENT)
-        for one in waiting:
-            dtype = masters[one.key]
-            tensors = {MASTER: (dtype, True)} | made[one.group, dtype]
-            for name, (kept, is_whole) in tensors.items():
+        at = round_up(sum(len(made[one.group, masters[one.key]]) for one in run), ALIGNMENT)
+        for one in run:
+            for name, (kept, is_whole) in made[one.group, masters[one.key]].items():
                 shape = one.shape if is_whole else ()
                 places.append(Place(one.key, name, dtype_name(kept), shape, at, len(places)))
                 at = round_up(at + math.prod(shape) * kept.itemsize, ALIGNMENT)
         size_bytes = round_up(at, DISK_BLOCK_BYTES)
-        blocks.append(Block(len(blocks), tuple(one.key for one in waiting), tuple(places), offset, size_bytes))
+        blocks.append(Block(len(blocks), tuple(one.key for one in run), tuple(places), offset, size_bytes))
         offset += size_bytes
-        waiting.clear()
-
-    held = 0
-    for one in members:
-        dtype = masters[one.key]
-        if (one.group, dtype) not in made:
-            made[one.group, dtype] = _state_of(kind, groups[one.group], dtype)
-        waiting.append(one)
-        held += math.prod(one.shape) * (dtype.itemsize + sum(d.itemsize for d, _ in made[one.group, dtype].values()))
-        if held >= BLOCK_BYTES:
-            end_block()
-            held = 0
-    if waiting:
-        end_block()
     return Layout(kind.__name__, {key: dtype_name(one) for key, one in masters.items()}, tuple(blocks), offset)
 
 
@@ -147,12 +137,12 @@ def shared_places(members: Sequence[Member]) -> tuple[dict[str, int], int]:
     return offsets, at
 
 
-def view_of(memory: Memory, offset: int, member: Member) -> torch.Tensor:
-    """Return the tensor of a parameter's shape and type at ``offset``."""
-    dtype, count = DTYPES[member.dtype], math.prod(member.shape)
+def view_of(memory: memoryview, offset: int, one: Member | Place) -> torch.Tensor:
+    """Return the tensor of that shape and type at ``offset``."""
+    dtype, count = DTYPES[one.dtype], math.prod(one.shape)
     if not count:
-        return torch.empty(member.shape, dtype=dtype)
-    return torch.frombuffer(memory.view, dtype=dtype, count=count, offset=offset).view(member.shape)
+        return torch.empty(one.shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(one.shape)
 
 
 def _state_of(

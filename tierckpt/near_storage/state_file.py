@@ -16,8 +16,7 @@ import xxhash
 from ..disk.durable import fsync_dir, make_dirs, translated
 from ..disk.file_io import address_of, allocate, libc
 from ..errors import IntegrityError
-from ..replay.frame import DTYPES
-from .blocks import Block, Layout, Place
+from .blocks import Block, Layout, view_of
 
 STATE, RECORDS = "state", "records"
 RECORD_BYTES = 64
@@ -61,11 +60,11 @@ class StateFile:
 
     def tensors(self, block: Block, version: int, *, all_of_them: bool = False) -> Tensors:
         """Return the tensors of a block that are there, by key and name. They share its memory."""
-        present = self.bytes_of(block, version)
+        view = self.bytes_of(block, version)
         found: Tensors = {key: {} for key in block.keys}
         for place in block.places:
-            if all_of_them or present[place.index]:
-                found[place.key][place.name] = self._tensor(block, version, place)
+            if all_of_them or view[place.index]:
+                found[place.key][place.name] = view_of(view, place.offset, place)
         return found
 
     def mark(self, block: Block, version: int, present: Mapping[str, Mapping[str, object]]) -> None:
@@ -139,13 +138,3 @@ class StateFile:
 
     def _record_at(self, block: Block, version: int) -> int:
         return (version * len(self.layout.blocks) + block.index) * RECORD_BYTES
-
-    def _tensor(self, block: Block, version: int, place: Place) -> torch.Tensor:
-        dtype = DTYPES[place.dtype]
-        size = 1
-        for length in place.shape:
-            size *= length
-        if not size:
-            return torch.empty(place.shape, dtype=dtype)
-        begin = version * self.layout.size_bytes + block.offset + place.offset
-        return torch.frombuffer(self._view, dtype=dtype, count=size, offset=begin).view(place.shape)

@@ -61,7 +61,9 @@ class StepChannel:
         offsets, size_bytes = shared_places(members)
         count = 1 if order["mode"] == "offload" else SHADOW_AHEAD
         memories = [Memory.allocate(max(1, size_bytes), shared=True, numa_nodes=numa_nodes) for _ in range(count)]
-        self._shared = [{one.key: view_of(memory, offsets[one.key], one) for one in members} for memory in memories]
+        self._shared = [
+            {one.key: view_of(memory.view, offsets[one.key], one) for one in members} for memory in memories
+        ]
         descriptors = tuple(cast(int, memory.fd) for memory in memories)
         told = {
             "members": [[one.key, one.name, one.shape, one.dtype] for one in members],

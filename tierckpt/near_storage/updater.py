@@ -171,7 +171,7 @@ class Updater:
         offsets, _ = shared_places(self._members)
         self._memories = [Memory.from_fd(fd, Kind(kind)) for fd, kind in order["memories"]]
         self._shared = [
-            {one.key: view_of(memory, offsets[one.key], one) for one in self._members} for memory in self._memories
+            {one.key: view_of(memory.view, offsets[one.key], one) for one in self._members} for memory in self._memories
         ]
         count = max(1, int(order["workers"]))
         self._workers = [ThreadPoolExecutor(1, f"tierckpt-update-{number}") for number in range(count)]
