@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint import FileSystemReader, load, save
 
 import tierckpt
 from tierckpt.errors import (
@@ -289,6 +289,18 @@ class TestOffload:
             assert checkpointer.restore({"model": model}, only="model") == 2
         for one, same in zip(model.parameters(), reference.model.parameters(), strict=True):
             assert torch.equal(one, same)
+
+    @pytest.mark.slow
+    def test_a_checkpoint_that_does_not_fit_changes_nothing(self, trainer: Trainer, tmp_path: Path) -> None:
+        """And takes no room."""
+        trainer.train(1)
+        had = sorted((tmp_path / "near").iterdir())
+        save({"other": torch.ones(3)}, checkpoint_id=tmp_path / "other", no_dist=True)
+        with pytest.raises(StateMismatchError, match="no parameter"):
+            trainer.optimizer.restore(tmp_path / "other")
+        assert sorted((tmp_path / "near").iterdir()) == had
+        trainer.train(2)
+        assert trainer.optimizer.steps == 2
 
     @pytest.mark.slow
     def test_state_dict_has_groups_and_no_state(self, trainer: Trainer, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -99,9 +100,7 @@ class GradientFiles:
 
     def append(self, frame: Frame) -> None:
         """Write ``frame`` behind the one before it. It outlives this process then, and a power cut after ``sync``."""
-        head, views, self._previous = encode(
-            Frame(frame.step, frame.layout, self._previous, frame.number, frame.attachment, frame.dtypes)
-        )
+        head, views, self._previous = encode(replace(frame, previous=self._previous))
         with translated(self._directory):
             for view in (memoryview(head), *views):
                 write_all(self._file, view)

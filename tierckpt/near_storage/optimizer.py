@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -115,10 +115,9 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         self._layout: Layout = layout_of(
             self._kind, self._members, self._hyperparameters(), master_dtype=torch.float32 if self.is_offload else None
         )
-        self.directory = Path(directory).absolute()
-        if is_distributed := dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self.directory /= f"rank-{dist.get_rank()}"
+        is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._rank = f"rank-{dist.get_rank()}" if is_distributed else ""
+        self.directory = Path(directory).absolute() / self._rank
         order = {
             "directory": str(self.directory),
             "kind": self._kind.__name__,
@@ -138,12 +137,8 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         with held(self.directory, os.getpid()):
             self._must_resume = current_state(self.directory, self._layout) is not None
             if not self._must_resume:
-                begin_state(self.directory, self._layout, filled(self._values(inner.state)), lambda: 0)
-        self._begin()
-
-    def _begin(self) -> None:
+                begin_state(self.directory, self._layout, filled(self._values(inner.state), 0))
         self._process.start()
-        self._steps = 0 if self._must_resume else self._process.step
         if self.inner is not None and not self._must_resume:
             self._follow(self.inner)
 
@@ -273,8 +268,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     def _on_step(self, step: Step) -> None:
         self._steps = step.version
-        head = encode(Frame(Step(step.version, step.hyperparameters, {}, step.found_inf), ""))[0]
-        self._channel.end(head, is_skipped=step.is_skipped)
+        self._channel.end(encode(Frame(step, ""))[0], is_skipped=step.is_skipped)  # gradients went before
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -383,43 +377,40 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         """
         source, settings = parse_uri(uri).uri, Settings.received(self._process.order["settings"])
         present = TierStorageReader(source, settings=settings).read_metadata().state_dict_metadata
-        groups: dict[str, Any] = {
+        wanted: dict[str, Any] = {
             path: value
             for number, group in enumerate(self._options())
             for name, value in group.items()
             if (path := f"optimizer.param_groups.{number}.{name}") in present
         }
-        steps = {"near_storage.steps": 0} if "near_storage.steps" in present else {}
+        if "near_storage.steps" in present:
+            wanted["near_storage.steps"] = 0
 
-        def fill(tensors: Tensors) -> Mapping[str, Mapping[str, object]]:
-            wanted: dict[str, Any] = {}
-            made: dict[str, dict[str, object]] = {}
+        def fill(tensors: Tensors) -> tuple[Mapping[str, Container[str]], int]:
+            made: dict[str, list[str]] = {}
             for one in self._members:
                 paths = {name: f"optimizer.state.{one.name}.{name}" for name in tensors[one.key]}
                 paths[MASTER] = next((p for p in (f"master.{one.name}", f"model.{one.name}") if p in present), "")
                 if not paths[MASTER]:
                     raise StateMismatchError(f"{source} has no parameter {one.name}", checkpoint=source)
-                made[one.key] = {name: None for name, path in paths.items() if path in present}
-                wanted |= {paths[name]: tensors[one.key][name] for name in made[one.key]}
-            wanted |= groups | steps
+                made[one.key] = [name for name, path in paths.items() if path in present]
+                wanted.update({paths[name]: tensors[one.key][name] for name in made[one.key]})
             load(wanted, storage_reader=TierStorageReader(source, settings=settings), no_dist=True)
-            for path in (*groups, *steps):
-                (groups if path in groups else steps)[path] = wanted[path]
-            return made
+            return made, int(wanted.get("near_storage.steps", 0))
 
-        self._replace(fill, lambda: int(steps.get("near_storage.steps", 0)))
+        self._replace(fill)
         for number, group in enumerate(self.param_groups):
             head = f"optimizer.param_groups.{number}."
-            group.update({path.removeprefix(head): value for path, value in groups.items() if path.startswith(head)})
+            group.update({path.removeprefix(head): value for path, value in wanted.items() if path.startswith(head)})
         return self.resume()
 
-    def _replace(self, fill: Fill, steps: Callable[[], int]) -> None:
+    def _replace(self, fill: Fill) -> None:
         """Begin another state, and the process again over it."""
         if self._capture is not None:
             self._capture.close()
         self._process.close()
         with held(self.directory, os.getpid()):
-            begin_state(self.directory, self._layout, fill, steps)
+            begin_state(self.directory, self._layout, fill)
         self._channel.forget()
         self._process.start()
         self._steps, self._must_resume = self._process.step, False
@@ -449,7 +440,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         if self.inner is not None:
             self.inner.load_state_dict(dict(state_dict))
             self.param_groups = self.inner.param_groups
-            self._replace(filled(self._values(self.inner.state)), lambda: self._steps)
+            self._replace(filled(self._values(self.inner.state), self._steps))
             self._follow(self.inner)
             return
         found = state_dict["state"]
@@ -460,7 +451,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             self._forget_steps()
             order = [one.tensor for one in parameters_of(self)]
             state = {tensor: found.get(number, {}) for number, tensor in enumerate(order)}
-            self._replace(filled(self._values(state)), lambda: self._steps)
+            self._replace(filled(self._values(state), self._steps))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the state is laid out. Raises ConfigError."""

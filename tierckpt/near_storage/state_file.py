@@ -7,7 +7,7 @@ import ctypes
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import torch
@@ -46,6 +46,8 @@ class StateFile:
             file = os.open(path, flags, 0o600)
             opened.callback(os.close, file)
             self._records = os.open(directory / RECORDS, flags, 0o600)
+            failed = opened.enter_context(contextlib.ExitStack())
+            failed.callback(os.close, self._records)
             size_bytes = 2 * layout.size_bytes
             if create:
                 allocate(file, size_bytes)
@@ -55,6 +57,7 @@ class StateFile:
                 os.fsync(self._records)
                 fsync_dir(directory)
             self._map = mmap.mmap(file, size_bytes)
+            failed.pop_all()
         self._view = memoryview(self._map)
         self._address = address_of(self._view)
 
@@ -67,7 +70,7 @@ class StateFile:
                 found[place.key][place.name] = view_of(view, place.offset, place)
         return found
 
-    def mark(self, block: Block, version: int, present: Mapping[str, Mapping[str, object]]) -> None:
+    def mark(self, block: Block, version: int, present: Mapping[str, Container[str]]) -> None:
         """Say which tensors are there."""
         view = self.bytes_of(block, version)
         for place in block.places:

@@ -6,8 +6,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -32,8 +32,8 @@ END_SECONDS = 45.0
 LOCK_SECONDS = 60.0
 """How long a new one waits for it: longer."""
 
-Fill = Callable[[Tensors], Mapping[str, Mapping[str, object]]]
-"""Fills tensors, and returns by key and name which of them are there."""
+Fill = Callable[[Tensors], tuple[Mapping[str, Container[str]], int]]
+"""Fills tensors, and returns by key and name which of them are there, and of which step they are."""
 
 
 @contextmanager
@@ -88,18 +88,21 @@ def current_state(directory: Path, layout: Layout) -> Path | None:
     return directory / str(found["token"])
 
 
-def begin_state(directory: Path, layout: Layout, fill: Fill, step: Callable[[], int]) -> None:
-    """Begin a state in the place of whatever is there (N5), at ``step``, asked when it is filled. It is held."""
+def begin_state(directory: Path, layout: Layout, fill: Fill) -> None:
+    """Begin a state in the place of whatever is there (N5). It is held. What cannot be filled is removed."""
     token = secrets.token_hex(8)
-    file = StateFile(directory / token, layout, create=True)
-    tensors: Tensors = {}
-    for block in layout.blocks:
-        tensors |= file.tensors(block, 0, all_of_them=True)
-    present = fill(tensors)
-    for block in layout.blocks:
-        file.mark(block, 0, present)
-        file.record(block, 0, step())
-    file.close()
+    try:
+        with closing(StateFile(directory / token, layout, create=True)) as file:
+            tensors: Tensors = {}
+            for block in layout.blocks:
+                tensors |= file.tensors(block, 0, all_of_them=True)
+            present, step = fill(tensors)
+            for block in layout.blocks:
+                file.mark(block, 0, present)
+                file.record(block, 0, step)
+    except BaseException:
+        shutil.rmtree(directory / token, ignore_errors=True)
+        raise
     found = {"token": token, "layout": layout.digest, "kind": layout.kind}
     durable_write(directory / CURRENT, json.dumps(found).encode())
     for other in directory.iterdir():
@@ -108,14 +111,14 @@ def begin_state(directory: Path, layout: Layout, fill: Fill, step: Callable[[], 
     fsync_dir(directory)
 
 
-def filled(values: Mapping[str, Mapping[str, torch.Tensor]]) -> Fill:
+def filled(values: Mapping[str, Mapping[str, torch.Tensor]], step: int) -> Fill:
     """Fill from ``values``, by key and name."""
 
-    def fill(tensors: Tensors) -> Mapping[str, Mapping[str, object]]:
+    def fill(tensors: Tensors) -> tuple[Mapping[str, Container[str]], int]:
         for key, found in tensors.items():
             for name, tensor in found.items():
                 if name in values[key]:
                     tensor.copy_(values[key][name])
-        return values
+        return values, step
 
     return fill

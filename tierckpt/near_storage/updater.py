@@ -111,11 +111,11 @@ class LiveBlock:
         self._replay.apply(Step(step.version, step.hyperparameters, gradients, step.found_inf))
         self._place_new(self._replay)
 
-    def record(self, step: int) -> None:
+    def record(self) -> None:
         """From now on the version counts that steps were applied to (N1)."""
         if self._replay is not None:
-            self._file.record(self.block, self._at, step)
-            self.recorded_before, self.recorded = self.recorded, step
+            self._file.record(self.block, self._at, self.step)
+            self.recorded_before, self.recorded = self.recorded, self.step
             self._counts, self._replay = self._at, None
 
     def recorded_tensors(self) -> Tensors:
@@ -134,8 +134,7 @@ class LiveBlock:
 
     def _place_new(self, replay: Replay) -> None:
         """A tensor that the step has made (an optimizer's state begins so) goes to its place in the file."""
-        state, is_new = replay.state, False
-        room = self._room
+        state, room, is_new = replay.state, self._room, False
         for key, tensors in state.items():
             for name, tensor in tensors.items():
                 if not isinstance(tensor, torch.Tensor):
@@ -150,7 +149,7 @@ class LiveBlock:
                     is_new = True
         if is_new:
             present = {key: {MASTER, *(n for n, t in found.items() if t is not None)} for key, found in state.items()}
-            self._file.mark(self.block, self._at, {key: dict.fromkeys(names) for key, names in present.items()})
+            self._file.mark(self.block, self._at, present)
             self._replay = self._built(replay.version)
 
 
@@ -181,7 +180,7 @@ class Updater:
         if not self._is_offload:
             for pool in (*self._workers, self._logger, self._finisher, self._writer):
                 pool.submit(lower_this_thread, BACKGROUND_NICE)
-        self._open(Path(order["directory"]), layout, order.get("last_step"))
+        self._open(Path(order["directory"]), layout, order["last_step"])
         self._begun: _Begun | None = None
 
     # --- the state --------------------------------------------------------------------------------------------------
@@ -300,7 +299,7 @@ class Updater:
             self._give_parameters()
         for live in self._blocks:  # before the trainer hears of it: in offload the next step is behind it, then
             if step % self._persist_every == live.block.index % self._persist_every:
-                self._do(self._worker_of[live.block.index], self._record, live)
+                self._do(self._worker_of[live.block.index], self._record_unread, live)
         self.tell({"done": step})
 
     def _give_parameters(self) -> None:
@@ -314,10 +313,16 @@ class Updater:
             one.result(WAIT_SECONDS)
 
     def _record(self, live: LiveBlock) -> None:
-        """N3. A block that is being read is recorded another time: its log is longer until then."""
+        """N3. Waits for a checkpoint that reads it."""
+        if live.reader is not None:
+            live.reader.result(WAIT_SECONDS)
+        self._durable.wait(live.step)
+        live.record()
+
+    def _record_unread(self, live: LiveBlock) -> None:
+        """A block that is being read is recorded another time: its log is longer until then."""
         if live.reader is None or live.reader.done():
-            self._durable.wait(live.step)
-            live.record(live.step)
+            self._record(live)
 
     # --- a checkpoint -----------------------------------------------------------------------------------------------
 
@@ -328,8 +333,6 @@ class Updater:
         written: Future[None] = Future()
 
         def record(live: LiveBlock) -> None:
-            if live.reader is not None:
-                live.reader.result(WAIT_SECONDS)  # the checkpoint before this one
             self._record(live)
             live.reader = written
 
@@ -404,13 +407,7 @@ class Updater:
     def _settle(self, number: int) -> None:
         """Record every block at this step; in offload, give the parameters."""
         step = self.step
-
-        def record(live: LiveBlock) -> None:
-            if live.reader is not None:
-                live.reader.result(WAIT_SECONDS)
-            self._record(live)
-
-        waiting = [self._do(self._worker_of[live.block.index], record, live) for live in self._blocks]
+        waiting = [self._do(self._worker_of[live.block.index], self._record, live) for live in self._blocks]
 
         def end() -> None:
             for one in waiting:
