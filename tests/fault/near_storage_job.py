@@ -84,14 +84,20 @@ class NearJob(Job):
         self.optimizer.step()
 
 
-def with_bug(name: str) -> None:
-    """Seeded, in the process of the optimizer: what kills must find."""
+def with_bug(name: str, made: Path) -> None:
+    """Seeded, in the process of the optimizer: what kills must find. ``made`` is there once it has done harm."""
     if name == "a block is stepped in the version that counts":
-        StateFile.copy = lambda self, block, source: source  # type: ignore[method-assign]
+
+        def step_what_counts(self: StateFile, block: Any, source: int) -> int:
+            made.touch()
+            return source
+
+        StateFile.copy = step_what_counts  # type: ignore[method-assign]
     if name == "a record says a later step":
         record = StateFile.record
 
         def record_later(self: StateFile, block: Any, version: int, step: int) -> None:
+            made.touch()
             record(self, block, version, step + 1)
 
         StateFile.record = record_later  # type: ignore[method-assign]
@@ -103,29 +109,30 @@ def with_bug(name: str) -> None:
             gradients = {key: one.clone() for key, one in frame.step.gradients.items()}
             step = Step(frame.step.version, frame.step.hyperparameters, gradients)
             late.append(Frame(step, frame.layout, number=frame.number, dtypes=frame.dtypes))
+            made.touch()
             if len(late) > 1:
                 append(self, late.pop(0))
 
         GradientFiles.append = append_late  # type: ignore[method-assign]
 
 
-def start_with_bug(name: str) -> None:
+def start_with_bug(name: str, made: Path) -> None:
     start = updater_process.start_python
 
     def start_other(_: str, **options: Any) -> Any:
-        return start("tests.fault.near_storage_job", "updater", name, **options)
+        return start("tests.fault.near_storage_job", "updater", name, str(made), **options)
 
     updater_process.start_python = start_other
 
 
 def main() -> None:
     if sys.argv[1] == "updater":
-        with_bug(sys.argv[2])
+        with_bug(sys.argv[2], Path(sys.argv[3]))
         updater.main()
         return
     directory, mode = Path(sys.argv[1]), sys.argv[2]
     if len(sys.argv) > 3:
-        start_with_bug(sys.argv[3])
+        start_with_bug(sys.argv[3], directory / "bug")
     job = NearJob(directory, mode)
     print(f"resumed {job.step}", flush=True)
     pid = -1

@@ -106,3 +106,4 @@ def test_kills_lose_no_step_and_no_bit(mode: str, tmp_path: Path) -> None:
 def test_a_seeded_bug_is_found(bug: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         run(tmp_path, "offload", 40, bug)
+    assert (tmp_path / "bug").exists(), "it was never made"
