@@ -77,11 +77,6 @@ class Layout:
         return hashlib.sha256(json.dumps(dataclasses.asdict(self)).encode()).hexdigest()[:32]
 
 
-def base_of(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return the class of ``torch.optim`` whose step ``kind`` makes."""
-    return next(known for known in kind.__mro__ if known in ELEMENTWISE)
-
-
 def kind_of(name: str) -> type[torch.optim.Optimizer]:
     return next(known for known in ELEMENTWISE if known.__name__ == name)
 

@@ -21,8 +21,8 @@ from ..format.layout import parse_uri
 from ..replay.capture import Capture, Step, hyperparameters_of
 from ..replay.checksum import Fingerprint
 from ..replay.frame import Frame, dtype_name, encode
-from ..replay.optimizers import check_replayable, local, parameters_of
-from .blocks import MASTER, Layout, Member, base_of, layout_of
+from ..replay.optimizers import base_of, check_replayable, local, parameters_of
+from .blocks import MASTER, Layout, Member, layout_of
 from .state_file import StateFile, Tensors
 from .states import Fill, begin_state, current_state, filled, held
 from .step_channel import StepChannel

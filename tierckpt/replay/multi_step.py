@@ -41,7 +41,7 @@ from .apply import Replay
 from .capture import Capture, Gradients, Step
 from .checksum import Fingerprint
 from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss
-from .optimizers import ELEMENTWISE, Parameter, layout_digest, local, parameters_of
+from .optimizers import Parameter, base_of, layout_digest, local, parameters_of
 from .parts import split_parts
 from .redo import Conditions, Exact, Part, Redo, explicit, implementation_of
 from .tree import detach, fill, like
@@ -461,7 +461,7 @@ class MultiStepStager:
     def _redo(self, window: _Window, wanted: dict[tuple[str, str], Fingerprint]) -> Redo:
         members = list(parameters_of(self.optimizer))
         return Redo(
-            next(known for known in type(self.optimizer).__mro__ if known in ELEMENTWISE),
+            base_of(type(self.optimizer)),
             window.sealed,
             self._conditions(),
             layout_digest(self.optimizer),

@@ -54,17 +54,22 @@ class Parameter:
         return f"{self.group}.{self.index}"
 
 
+def base_of(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return the class of ``torch.optim`` whose step ``kind`` makes; one that can be replayed."""
+    return next(known for known in kind.__mro__ if known in ELEMENTWISE)
+
+
 def check_replayable(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError unless ``optimizer`` can be replayed (R1)."""
     kind = type(optimizer)
-    base = next((known for known in kind.__mro__ if known in ELEMENTWISE), None)
     hint = (
         "Use one of " + ", ".join(known.__name__ for known in ELEMENTWISE) + ", or save whole checkpoints "
         '(mode="async") with this one'
     )
-    if base is None:
+    if not issubclass(kind, ELEMENTWISE):
         why = next((why for name, why in _WHY_NOT.items() if kind.__name__ == name), "its step is not known here")
         raise ConfigError(f"steps of {kind.__name__} cannot be replayed: {why}", hint=hint)
+    base = base_of(kind)
     if kind.step is not base.step:
         raise ConfigError(
             f"steps of {kind.__name__} cannot be replayed: it replaces the step of {base.__name__}", hint=hint
