@@ -24,7 +24,7 @@ try:
 except ModuleNotFoundError:
     from lightning_fabric.plugins import CheckpointIO
 
-from ..errors import ConfigError, UnsafeCheckpointError
+from ..errors import ConfigError, StoreError, UnsafeCheckpointError
 from ..telemetry import logger
 
 log = logger("save")
@@ -91,16 +91,20 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self._remove_what_may_go()
 
     def _remove_what_may_go(self) -> None:
+        """A store that fails keeps them for the next time, and fails no save."""
         with self._lock:
-            doomed, self._doomed = self._doomed, []
-            for path in doomed:
-                fs, name = self._place(path)
-                if fs.is_drained(name.rpartition("/")[0]):
+            for path in list(self._doomed):
+                try:
+                    fs, name = self._place(path)
+                    if not fs.is_drained(name.rpartition("/")[0]):
+                        log.warning("%s stays until it and what was saved after it are on shared storage", path)
+                        continue
                     if fs.exists(name):
                         fs.rm(name, recursive=True)
-                    continue
-                self._doomed.append(path)
-                log.warning("%s stays until it and what was saved after it are on shared storage", path)
+                except StoreError as error:
+                    log.warning("%s is removed later: %s", path, error)
+                else:
+                    self._doomed.remove(path)
 
     def _place(self, path: str | os.PathLike[str]) -> tuple[Any, str]:
         url = os.fspath(path)
