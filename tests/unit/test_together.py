@@ -44,7 +44,7 @@ ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda 
 
 def offer(group: str = "node", **wanted: list[tuple[int, int]]) -> ReadInterest:
     return ReadInterest(
-        group, HERE, f"/proc/{group}", MiB, {name: merged(found) for name, found in wanted.items()}, (), 4, 16
+        group, HERE, f"/proc/{group}", MiB, {name: merged(found) for name, found in wanted.items()}, 4, 16
     )
 
 
@@ -120,7 +120,7 @@ def test_units_are_whole_chunks_and_a_window_has_several() -> None:
     assert unit_bytes(64 << 10, 256 * MiB) == 8 * MiB
     assert unit_bytes(64 << 10, 2 * MiB) == 128 << 10
     assert unit_bytes(100 * MiB, 256 * MiB) == 100 * MiB
-    tight = ReadInterest("node", HERE, "w", 256 * MiB, {"shard": [(0, 50)]}, (), CHUNK, 100 * MiB)
+    tight = ReadInterest("node", HERE, "w", 256 * MiB, {"shard": [(0, 50)]}, CHUNK, 100 * MiB)
     assert agree([tight, tight]) == [None, None]  # not even four of them
 
 
@@ -231,7 +231,7 @@ def take(number: int, path: Path, seed: int, die_at: int, pipe: Any) -> None:
         for start in (random.Random(f"{seed} {number} {one}").randrange(FILE_BYTES) for one in range(8))
     )
     memory = reserve(8 * CHUNK)
-    pipe.send(ReadInterest("node", Process.this(), str(memory.name), 8 * CHUNK, {"f": wanted}, (), CHUNK, 2 * CHUNK))
+    pipe.send(ReadInterest("node", Process.this(), str(memory.name), 8 * CHUNK, {"f": wanted}, CHUNK, 2 * CHUNK))
     pact: SharedReadPlan = pipe.recv()
     mine = (pact.members, pact.me, pact.unit_bytes)
     window = Window(memory, *mine) if pact.me == 0 else Window.open(pact.window, *mine)

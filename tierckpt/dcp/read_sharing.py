@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -34,9 +34,6 @@ from ..telemetry import logger
 from .read_plan import frame_of
 
 log = logger("restore")
-
-FETCH_SECONDS = 600.0
-"""How long a rank waits, after the last one came, for files that others of its node bring from the shared tier."""
 
 WINDOW_BYTES = 64 << 20
 """Memory that the ranks of a node share while they load."""
@@ -70,14 +67,11 @@ class Neighbours:
         self._settings = settings
         self._memory: Memory | None = None
 
-    def offered(
-        self, plan: LoadPlan, spans_of: Spans, checkpoint: Checkpoint, fetched: Callable[[], Sequence[str]]
-    ) -> LoadPlan:
+    def offered(self, plan: LoadPlan, spans_of: Spans, checkpoint: Checkpoint) -> LoadPlan:
         """Return ``plan`` with an offer, where there may be other ranks.
 
         Args:
             spans_of: tells where in the files an item lies.
-            fetched: tells which files this rank would bring to the local tier.
         """
         self._memory = None  # that of the load before: all ranks have ended it, or have failed
         if not dist.is_initialized() or dist.get_world_size() < 2:
@@ -89,7 +83,6 @@ class Neighbours:
             for item in plan.items:
                 name, ranges = spans_of(item)
                 wanted.setdefault(name, []).extend(ranges)
-            missing = fetched()
         except TierckptError as error:  # of no memory, or of metadata that cannot be: then the load itself says it
             log.info("this rank reads alone: %s", error)
             return plan
@@ -102,7 +95,6 @@ class Neighbours:
             window=self._memory.name or "",
             window_bytes=window_bytes,
             wanted={name: shared_read.merged(ranges) for name, ranges in wanted.items()},
-            fetched=missing,
             verify_block_bytes=chunk if chunk % DIGEST_BLOCK_BYTES else DIGEST_BLOCK_BYTES,
             unit_bytes=shared_read.unit_bytes(chunk, window_bytes),
         )
@@ -163,13 +155,6 @@ class Reading:
             return sorted(items, key=place_of)
         places = [(self._first_unit(item) is None, *self._place(item), item) for item in items]
         return [place[-1] for place in sorted(places, key=lambda place: place[:-1])]
-
-    def fetch(self, names: Sequence[str], fetch: Callable[[Sequence[str]], None], at_once: int) -> None:
-        """Have ``fetch`` bring these files to the local tier, each by one rank."""
-        if self._crew is None:
-            fetch(names)
-        else:
-            self._crew.fetch(names, fetch, at_once, FETCH_SECONDS)
 
     def pull_before(self, then: ReadItem | None) -> Pull:
         """``read.parallel_read.pull``, or what does the same with the other ranks of the node.

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import pickle
+import random
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,9 @@ from .sealed import Objects, load_metadata, load_tensor
 from .target import Mount
 
 log = logger("restore")
+
+_RANDOM = random.SystemRandom()
+"""Not the generator that a training seeds."""
 
 UNPACKED_BYTES_MIN = 1 << 20
 UNPACKED_RATIO_MAX = 1024
@@ -192,7 +196,7 @@ class TierStorageReader(Mount, StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return ``plan`` with the byte ranges of this rank, so that ranks of a node can share their reads."""
         checkpoint = self._found().checkpoint
-        return self._neighbours.offered(plan, self._spans, checkpoint, lambda: self._names_to_fetch(plan))
+        return self._neighbours.offered(plan, self._spans, checkpoint)
 
     @short_traceback
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -228,7 +232,7 @@ class TierStorageReader(Mount, StorageReader):
                 entries = self._entries(found, plan)
                 missing = self._worth_fetching(found.checkpoint, entries, plan)
                 items = reading.order(plan.items, self._place)
-            self._fetch(found.checkpoint, missing, reading)
+            self._fetch(found.checkpoint, missing)
             work = _Load(planner, default_targets(planner), Objects(), reading)
             files = {
                 name: stack.enter_context(contextlib.closing(found.open(entry))) for name, entry in entries.items()
@@ -273,23 +277,12 @@ class TierStorageReader(Mount, StorageReader):
                 wanted[info.relative_path] += self._shapes.wanted_bytes(item, info.length)
         return [entry for name, entry in missing.items() if wanted[name] > FETCH_SHARE * entry.size_bytes]
 
-    def _names_to_fetch(self, plan: LoadPlan) -> list[str]:
-        files = self._found()
-        if files.checkpoint.manifest is None:
-            return []  # nothing of a stock checkpoint is fetched, so nothing is asked about its files
-        names = {self._info(item).relative_path for item in plan.items}
-        wanted = self._worth_fetching(files.checkpoint, {name: files.entry(name) for name in names}, plan)
-        return [entry.path for entry in wanted]
-
-    def _fetch(self, checkpoint: Checkpoint, missing: Sequence[FileEntry], reading: Reading) -> None:
-        entries = {entry.path: entry for entry in missing}
-
-        def fetch(names: Sequence[str]) -> None:
-            if names:
-                wanted = [entries[name] for name in names]
-                self._client.run(self._client.engine.fetch_missing(checkpoint, wanted))
-
-        reading.fetch(list(entries), fetch, self.settings.concurrency)
+    def _fetch(self, checkpoint: Checkpoint, missing: Sequence[FileEntry]) -> None:
+        """Bring these files to the local tier. Other ranks of the node wait for one that this one is bringing
+        (restore/fetch_file.py), so each begins with others."""
+        if missing:
+            shuffled = _RANDOM.sample(missing, len(missing))
+            self._client.run(self._client.engine.fetch_missing(checkpoint, shuffled))
 
     def _place(self, item: ReadItem) -> tuple[str, int, torch.Size]:
         info = self._info(item)

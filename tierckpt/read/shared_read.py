@@ -57,7 +57,6 @@ class ReadInterest:
         group: who may read together: the same node, the same checkpoint, cut in the same way.
         window: the name of the memory it has made, should it be the one to be used.
         wanted: the bytes of each file that it wants, in order, apart from each other.
-        fetched: files to be brought to the local tier, because they are not there.
         verify_block_bytes: what is read of a file begins and ends at multiples of this.
         unit_bytes: what one unit has at most; no chunk lies in two units.
     """
@@ -67,7 +66,6 @@ class ReadInterest:
     window: str
     window_bytes: int
     wanted: Mapping[str, Ranges]
-    fetched: Sequence[str]
     verify_block_bytes: int
     unit_bytes: int
 
@@ -80,7 +78,6 @@ class SharedReadPlan:
     me: int
     window: str
     unit_bytes: int
-    fetched: tuple[str, ...]
     ranges: Mapping[str, Ranges]
 
 
@@ -101,18 +98,12 @@ def agree(offers: Sequence[ReadInterest | None]) -> list[SharedReadPlan | None]:
         if len(members) < 2 or members[0].unit_bytes * SLOTS_MIN > members[0].window_bytes:
             continue
         ranges = _common(members)
-        fetched = _wanted_twice(offer.fetched for offer in members)
-        if not ranges and not fetched:
+        if not ranges:
             continue
         processes = tuple(offer.process for offer in members)
         for number, rank in enumerate(ranks):
-            pacts[rank] = SharedReadPlan(processes, number, members[0].window, members[0].unit_bytes, fetched, ranges)
+            pacts[rank] = SharedReadPlan(processes, number, members[0].window, members[0].unit_bytes, ranges)
     return pacts
-
-
-def _wanted_twice(lists: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    names = sorted(itertools.chain.from_iterable(map(set, lists)))
-    return tuple(name for name, same in itertools.groupby(names) if len(list(same)) > 1)
 
 
 def _common(offers: Sequence[ReadInterest]) -> dict[str, Ranges]:
@@ -121,7 +112,7 @@ def _common(offers: Sequence[ReadInterest]) -> dict[str, Ranges]:
     Bytes that only the grain has in common are not: two ranks that want neighbouring rows read them apart.
     """
     grain, unit = offers[0].verify_block_bytes, offers[0].unit_bytes
-    room = UNITS_MAX - max(len(offer.fetched) for offer in offers) * len(offers)
+    room = UNITS_MAX
     common: dict[str, Ranges] = {}
     for name in sorted(set(itertools.chain.from_iterable(offer.wanted for offer in offers))):
         ranges: list[tuple[int, int]] = []
@@ -166,10 +157,10 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Units:
-    """The units of a pact: numbered through the files in order of their names, after the files to be fetched."""
+    """The units of a pact: numbered through the files in order of their names."""
 
     def __init__(self, pact: SharedReadPlan) -> None:
-        size, number = pact.unit_bytes, len(pact.fetched)
+        size, number = pact.unit_bytes, 0
         self._starts: dict[str, list[int]] = {}
         self._stops: dict[str, list[int]] = {}
         self._first: dict[str, int] = {}
@@ -242,40 +233,6 @@ class SharedRead:
     def leave(self) -> None:
         """Take no part any more. The window stays good for the others."""
         self._window.leave()
-
-    # --- whole files --------------------------------------------------------------------------------------------
-
-    def fetch(
-        self, names: Iterable[str], fetch: Callable[[Sequence[str]], None], at_once: int, patience: float
-    ) -> None:
-        """Have ``fetch`` bring each of ``names`` here, by one rank of the node. Returns when all have been tried.
-
-        ``fetch`` reports nothing: who needs a file that did not come finds out when it is opened.
-        """
-        numbers = {name: number for number, name in enumerate(self._pact.fetched) if not self._alone}
-        names = sorted(names)
-        fetch([name for name in names if name not in numbers])
-        left = [name for name in names if name in numbers]
-        waiting = _Patience(patience)
-        while left:
-            mine = list(itertools.islice((name for name in left if self._window.claim(numbers[name])), at_once))
-            tried = False
-            try:
-                fetch(mine)
-                tried = True
-            finally:
-                for name in mine:
-                    self._window.release(numbers[name], filled=tried)
-            there = [name for name in left if self._window.is_there(numbers[name])]
-            if there:
-                waiting.begin()
-                left = [name for name in left if name not in there]
-            elif not waiting.go_on():
-                self._give_up(f"{left[0]} has not come from the shared tier within {patience:g} s")
-                fetch(left)
-                return
-
-    # --- bytes --------------------------------------------------------------------------------------------------
 
     def pull(
         self,
