@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, Window, reserve, start_ticks
+from tierckpt.arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, Window, reserve
 from tierckpt.arena.slots import BounceBufferPool
+from tierckpt.disk.processes import start_ticks
 from tierckpt.errors import ConfigError
 from tierckpt.format.manifest import FileEntry, digest_of
 from tierckpt.read.copies import LocalCopy
@@ -37,7 +38,7 @@ from tierckpt.read.shared_read import (
 
 CHUNK = 4096
 MiB = 1 << 20
-HERE = Process(1, "x")
+HERE = Process(1, 7)
 
 ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda pair: (pair[0], sum(pair))), max_size=8)
 
@@ -316,7 +317,7 @@ def test_processes_with_wishes_of_their_own_read_each_chunk_once_and_survive_a_k
 
 def test_a_process_is_told_from_its_remains_and_from_a_later_one() -> None:
     assert Process.this().lives()
-    assert not Process(os.getpid(), "12345").lives()
+    assert not Process(os.getpid(), 12345).lives()
     with subprocess.Popen(["sleep", "60"]) as child:
         began = start_ticks(child.pid)
         assert Process(child.pid, began).lives()

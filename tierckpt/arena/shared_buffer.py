@@ -25,8 +25,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from ..disk.processes import start_ticks
 from ..errors import CapacityError, ConfigError, OperationTimeoutError
 from ..poll import BRIEF, Poll
 from .memory import HUGE_PAGE_BYTES, Memory
@@ -49,7 +49,7 @@ class Process:
     """A process of this machine, distinct from a later one with the same pid."""
 
     pid: int
-    began: str
+    began: int
 
     @classmethod
     def this(cls) -> Process:
@@ -57,15 +57,6 @@ class Process:
 
     def lives(self) -> bool:
         return start_ticks(self.pid) == self.began
-
-
-def start_ticks(pid: int) -> str:
-    """When process ``pid`` began, in the kernel's ticks; '' when there is none, or only its remains."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in "ZX" else fields[18]
 
 
 def reserve(slots_bytes: int) -> Memory:

@@ -36,6 +36,7 @@ from ..checkpoint.catalog import file_size
 from ..disk.claims import TRIES, Claims, Heartbeat, is_live
 from ..disk.durable import fsync_dir, make_dirs, matching, publish, read_whole, translated, write_new
 from ..disk.file_io import allocate, read_into
+from ..disk.processes import boot_id
 from ..disk.quarantine import open_regular
 from ..errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import PRIVATE_DIR
@@ -529,7 +530,3 @@ def remove_abandoned(directory: Path, keep: Path) -> None:
         if left != keep and not is_being_filled(left):
             with contextlib.suppress(TierckptError):
                 remove_dir(left)
-
-
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

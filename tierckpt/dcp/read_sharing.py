@@ -12,8 +12,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +24,7 @@ from ..arena.memory import Memory
 from ..arena.shared_buffer import Process, Window, reserve
 from ..checkpoint.catalog import Checkpoint
 from ..config import Settings
+from ..disk.processes import boot_id, pid_namespace
 from ..errors import ConfigError, TierckptError
 from ..format.manifest import DIGEST_BLOCK_BYTES
 from ..read import shared_read
@@ -178,11 +178,6 @@ class Reading:
         return name, ranges[0][0]
 
 
-@lru_cache(maxsize=1)
-def _machine() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 def _node() -> str:
     """Who has the same name here can open each other's memory: one kernel, one table of processes, one user."""
-    return f"{_machine()} {Path('/proc/self/ns/pid').stat().st_ino} {os.getuid()}"
+    return f"{boot_id()} {pid_namespace()} {os.getuid()}"

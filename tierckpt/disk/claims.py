@@ -20,13 +20,13 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from ..errors import StoreError
 from ..telemetry import logger
 from ..types import Tier
 from .durable import make_dirs, translated
+from .processes import pid_namespace, start_ticks
 from .quarantine import kind_of, open_regular, set_aside
 
 log = logger("cache")
@@ -52,7 +52,7 @@ class Owner:
     @classmethod
     def mine(cls) -> Owner:
         pid = os.getpid()
-        return cls(pid, _started_ticks(pid), _namespace(pid), secrets.token_hex(4))
+        return cls(pid, start_ticks(pid), pid_namespace(), secrets.token_hex(4))
 
     @property
     def name(self) -> str:
@@ -68,9 +68,9 @@ class Owner:
 
     def has_ended(self) -> bool | None:
         """True when the process is gone, False while it lives, None when that cannot be known (another container)."""
-        if self.namespace != _namespace(os.getpid()):
+        if self.namespace != pid_namespace():
             return None
-        return _started_ticks(self.pid) != self.started_ticks
+        return start_ticks(self.pid) != self.started_ticks
 
 
 def is_live(name: str, beats: Path) -> bool:
@@ -223,23 +223,6 @@ def _link(path: Path) -> str | None:
         return None
 
 
-def _started_ticks(pid: int) -> int:
-    """Clock ticks from boot to the start of ``pid``; -1 when there is no such process (a zombie is none)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return -1
-    return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-@cache
-def _namespace(pid: int) -> int:
-    try:
-        return os.stat(f"/proc/{pid}/ns/pid").st_ino  # noqa: PTH116
-    except OSError:
-        return 0
-
-
 class _Heart:
     """One thread per process that touches the files of all its presences."""
 
@@ -278,7 +261,6 @@ def start_anew() -> None:
     """In a forked child nothing of the parent's beats, and its locks may be held for ever."""
     global _heart
     _heart = _Heart()
-    _namespace.cache_clear()
 
 
 os.register_at_fork(after_in_child=start_anew)

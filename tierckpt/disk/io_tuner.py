@@ -28,7 +28,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +39,7 @@ from ..types import Json
 from .durable import durable_write, make_dirs, read_whole
 from .file_lock import try_lock
 from .local_root import use_local_root
+from .processes import boot_id
 
 log = logger("restore")
 
@@ -269,20 +269,13 @@ def recorded(path: Path) -> dict[str, Any]:
 
 def device_of(file: int) -> str:
     """A name of what an open file lies on: device and mount, and the boot that they are of."""
-    mount = "?"
+    mount = boot = "?"
     with contextlib.suppress(OSError):
+        boot = boot_id()
         lines = Path(f"/proc/self/fdinfo/{file}").read_text().splitlines()
         mount = next((line.split()[1] for line in lines if line.startswith("mnt_id:")), "?")
     status = os.fstat(file).st_dev
-    return f"{os.major(status)}:{os.minor(status)} {mount} {boot_id()}"
-
-
-@lru_cache(maxsize=1)
-def boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "?"
+    return f"{os.major(status)}:{os.minor(status)} {mount} {boot}"
 
 
 # --- those of this process -------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import functools
 import os
 import re
 import secrets
-from pathlib import Path
+
+from .processes import pid_namespace, start_ticks
 
 _OWNED = re.compile(r"\.([0-9a-f]{8})([0-9a-f]{8})([0-9a-f]{16})[0-9a-f]{8}\.tmp$")
 _TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{8,}\.tmp$", re.DOTALL)
@@ -28,29 +29,14 @@ def is_abandoned(name: str) -> bool:
     A number that the system has given again has another start. Of a process of another container nobody can tell here.
     """
     match = _OWNED.search(name)
-    if match is None or int(match[1], 16) != _namespace() or not _namespace():
+    if match is None or int(match[1], 16) != pid_namespace() or not pid_namespace():
         return False
-    return _started(int(match[2], 16)) != int(match[3], 16)
+    return start_ticks(int(match[2], 16)) != int(match[3], 16)
 
 
 @functools.cache  # two reads below /proc cost 30 us of a small file's 90
 def _this_process() -> str:
-    return f"{_namespace():08x}{os.getpid():08x}{_started(os.getpid()):016x}"
+    return f"{pid_namespace():08x}{os.getpid():08x}{start_ticks(os.getpid()):016x}"
 
 
 os.register_at_fork(after_in_child=_this_process.cache_clear)
-
-
-def _namespace() -> int:
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino & 0xFFFFFFFF  # noqa: PTH116
-    except OSError:
-        return 0
-
-
-def _started(pid: int) -> int:
-    """Clock ticks since boot (proc(5), field 22 of stat); 0 without such a process."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0
