@@ -20,14 +20,14 @@ import torch
 
 import tierckpt
 from tests.services import REPOSITORY
-from tierckpt.agent.metrics import NodeState
+from tierckpt.agent.node_document import checkpoints
 from tierckpt.cache.pool import Pool
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.catalog import has_shards
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_only import newest_drained
 from tierckpt.checkpoint.prune import finish_local
-from tierckpt.checkpoint.retention import local_checkpoints
+from tierckpt.checkpoint.retention import local_checkpoints, marked_directories
 from tierckpt.checkpoint.run_log_reader import local_records
 from tierckpt.config import Settings
 from tierckpt.disk.durable import make_dirs
@@ -72,10 +72,12 @@ LOOKS: dict[str, Callable[[Settings], object]] = {
     "bytes": lambda settings: eviction.space_counter(settings.local_root).total(exact=True),
     "room": lambda settings: eviction.evict(settings, 1 << 50, settings.local_root),
     "whose": lambda settings: LocalIndex(settings.local_root).look(),
-    "metrics": lambda settings: list(NodeState(settings.local_root, None).committed()),
+    "status": lambda settings: list(
+        checkpoints(settings.local_root, [*marked_directories(settings.local_root / "checkpoints")], {})
+    ),
     "leftovers": lambda settings: clear_leftovers(settings.local_root),
     "journal": lambda settings: Journal(settings.local_root).entries(),
-    "cache": lambda settings: Pool(settings).scan(),
+    "cache": lambda settings: Pool(settings).rows(),
     "drained": lambda settings: newest_drained(run_of(settings)),
     "shards": lambda settings: [has_shards(run_of(settings) / f"step-{step}") for step in range(8)],
     "history": lambda settings: [local_records(run_of(settings) / f"step-{step}") for step in range(8)],

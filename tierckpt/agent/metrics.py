@@ -15,7 +15,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -30,17 +29,15 @@ except ImportError as error:
     raise MissingExtraError("metrics need prometheus-client", hint="pip install 'tierckpt[agent]'") from error
 
 from .. import telemetry
-from ..checkpoint import marks
 from ..checkpoint.journal import LOCAL_ONLY, READY, SET_ASIDE, Journal
 from ..checkpoint.retention import marked_directories, nearest_existing
 from ..config import Settings
-from ..disk.durable import read_whole
 from ..drain.budget import Budget
-from ..errors import ConfigError, TierckptError
-from ..format import manifest as manifests
-from ..format.layout import MANIFEST, step_of
+from ..errors import ConfigError
+from ..format.layout import parse_uri, step_of
 from ..telemetry import Labels, Metric, logger
-from ..types import Tier
+from ..types import Json, Tier
+from .node_document import Known, checkpoints
 from .web import LOOPBACK, WebServer
 
 log = logger("agent.metrics")
@@ -134,21 +131,12 @@ def _is_loopback(host: str) -> bool:
 # --- state -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Commit:
-    """What is kept of a manifest: a node may hold many, of many files."""
-
-    directory: Path
-    attempt: str
-    saved_unix_seconds: float
-
-
 class NodeState:
     """What the disk says of a node: lag, queue, last commits, room. Blocking; called from the page's threads."""
 
     def __init__(self, local_root: Path, budget: Budget | None) -> None:
         self.local_root, self.budget = local_root, budget
-        self._known: dict[Path, tuple[tuple[int, int], _Commit]] = {}
+        self._known: Known = {}
         self._samples: list[Sample] = []
         self._read_at: float | None = None
         self._lock = threading.Lock()
@@ -192,38 +180,17 @@ class NodeState:
             yield "tierckpt_queue_entries", {"state": state}, count
 
     def _commits(self) -> Iterator[Sample]:
-        newest: dict[Tier, _Commit] = {}
-        for found in self.committed():
-            tiers = [Tier.LOCAL]
-            if marks.is_drained(found.directory, found.attempt):
-                tiers.append(Tier.SHARED)
-            for tier in tiers:
-                if tier not in newest or found.saved_unix_seconds > newest[tier].saved_unix_seconds:
-                    newest[tier] = found
-        for tier, found in newest.items():
-            step = step_of(found.directory.name)
+        newest: dict[Tier, Json] = {}
+        found = [*marked_directories(self.local_root / "checkpoints")]
+        for row in checkpoints(self.local_root, found, self._known):
+            for tier in (Tier.LOCAL, Tier.SHARED) if row["drained"] else (Tier.LOCAL,):
+                if tier not in newest or row["saved_unix_seconds"] > newest[tier]["saved_unix_seconds"]:
+                    newest[tier] = row
+        for tier, row in newest.items():
+            step = step_of(parse_uri(row["uri"]).name)
             if step is not None:
                 yield "tierckpt_last_commit_step", {"tier": tier}, step
-            yield "tierckpt_last_commit_time_seconds", {"tier": tier}, found.saved_unix_seconds
-
-    def committed(self) -> Iterator[_Commit]:
-        """Yield the committed checkpoints of the local tier; a manifest is decoded once."""
-        root = self.local_root / "checkpoints"
-        known: dict[Path, tuple[tuple[int, int], _Commit]] = {}
-        for path in (directory / MANIFEST for directory in marked_directories(root)):
-            try:
-                status = path.stat()
-                stamp = (status.st_mtime_ns, status.st_ino)
-                before = self._known.get(path)
-                if before is None or before[0] != stamp:
-                    found = manifests.decode(read_whole(path, manifests.MANIFEST_BYTES_MAX), where=str(path))
-                    before = (stamp, _Commit(path.parent.parent, found.attempt, found.created_unix_seconds))
-            except (OSError, TierckptError) as error:
-                log.debug("%s", error)  # being removed, or damaged: `tierckpt verify` says which
-                continue
-            known[path] = before
-            yield before[1]
-        self._known = known
+            yield "tierckpt_last_commit_time_seconds", {"tier": tier}, row["saved_unix_seconds"]
 
 
 class _State(Collector):

@@ -51,8 +51,7 @@ def node_document(settings: Settings, known: Known | None = None) -> Json:
     root = settings.local_root
     journal = [_entry(entry) for entry in Journal(root).entries()]
     found = [*marked_directories(root / "checkpoints")]
-    checkpoints = _checkpoints(root, found, {} if known is None else known)
-    local = [*checkpoints, *_prefetched(root, found), *_cached(settings)]
+    local = [*checkpoints(root, found, {} if known is None else known), *_prefetched(root, found), *_cached(settings)]
     local.sort(key=lambda item: item["uri"])
     disk = shutil.disk_usage(nearest_existing(root))
     agent, problem = agent_status(settings)
@@ -124,8 +123,9 @@ def _entry(entry: Entry) -> Json:
     }
 
 
-def _checkpoints(root: Path, directories: Sequence[Path], known: Known) -> Iterator[Json]:
-    """Committed checkpoints of the local tier. A manifest is read again when something beside it has changed."""
+def checkpoints(root: Path, directories: Sequence[Path], known: Known) -> Iterator[Json]:
+    """Yield a row for each committed checkpoint of the local tier. A manifest is read again when what is beside it has
+    changed."""
     fresh: Known = {}
     for directory in directories:
         stamp = tuple(_changed_at(f"{directory}/{name}") for name in ("", MANIFEST, DRAINED, REPLICATED))
