@@ -49,29 +49,22 @@ def origins(directory: Path) -> frozenset[str]:
 
 def mark_drained(directory: Path, attempt: str) -> None:
     """Note beside the local copy that the shared tier has committed ``attempt``. Losing the note costs one GET."""
-    if (directory / PRIVATE_DIR).is_dir():
-        durable_write(directory / DRAINED, manifests.seal({"attempt": attempt}))
+    _note(directory, DRAINED, attempt)
 
 
 def is_drained(directory: Path, attempt: str) -> bool:
     """True when the shared tier is known to have ``attempt``. A note that is lost, or damaged, says nothing."""
-    try:
-        return read_drained(directory) == attempt
-    except (ManifestError, StoreError) as error:
-        log.warning("%s", error)
-        return False
+    return _noted(directory / DRAINED) == attempt
 
 
 def mark_superseded(directory: Path, attempt: str) -> None:
     """Note beside the local copy that ``attempt`` was left undrained and that newer ones stand on this node."""
-    if (directory / PRIVATE_DIR).is_dir():
-        durable_write(directory / SUPERSEDED, manifests.seal({"attempt": attempt}))
+    _note(directory, SUPERSEDED, attempt)
 
 
 def mark_replicated(directory: Path, attempt: str) -> None:
     """Note that all copies of ``attempt`` that this node knows of are whole: older ones are not needed any more."""
-    if (directory / PRIVATE_DIR).is_dir():
-        durable_write(directory / REPLICATED, manifests.seal({"attempt": attempt}))
+    _note(directory, REPLICATED, attempt)
 
 
 def is_replicated(directory: Path, attempt: str) -> bool:
@@ -85,22 +78,28 @@ def is_evictable(directory: Path, attempt: str) -> bool:
     return is_drained(directory, attempt) or attempt in superseded
 
 
+def read_drained(directory: Path) -> str | None:
+    """Return the attempt that was noted as drained, None when none was. Raises ManifestError when damaged."""
+    return _read(directory / DRAINED)
+
+
+def _note(directory: Path, name: str, attempt: str) -> None:
+    if (directory / PRIVATE_DIR).is_dir():
+        durable_write(directory / name, manifests.seal({"attempt": attempt}))
+
+
 def _noted(path: Path) -> str | None:
     """The attempt that a note is about, None without one. A damaged note says nothing."""
     try:
-        data = read_whole(path, manifests.RECORD_BYTES_MAX)
-        return str(manifests.unseal(data, DRAINED_FIELDS, where=str(path))["attempt"])
-    except ObjectNotFoundError:
-        return None
+        return _read(path)
     except (ManifestError, StoreError) as error:
         log.warning("%s", error)
         return None
 
 
-def read_drained(directory: Path) -> str | None:
-    """Return the attempt that was noted as drained, None when none was. Raises ManifestError when damaged."""
+def _read(path: Path) -> str | None:
     try:
-        data = read_whole(directory / DRAINED, manifests.RECORD_BYTES_MAX)
+        data = read_whole(path, manifests.RECORD_BYTES_MAX)
     except ObjectNotFoundError:
         return None
-    return str(manifests.unseal(data, DRAINED_FIELDS, where=str(directory / DRAINED))["attempt"])
+    return str(manifests.unseal(data, DRAINED_FIELDS, where=str(path))["attempt"])
