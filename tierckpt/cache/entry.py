@@ -31,7 +31,7 @@ from ..format.manifest import digest_of
 from ..poll import LOCAL, Poll
 from ..stores.base import RangeSource, ReadsInto
 from ..stores.common import settled
-from ..stores.verified_read import reread
+from ..stores.verified_read import corrupt, reread
 from ..telemetry import BYTES, ignore_progress, logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
 from .direct_write import landing_memory
@@ -530,13 +530,7 @@ class CacheEntry:
     def _check_digest(self, item: FileSpec, chunk: int, at: ByteRange, data: Buffer, digest: str) -> None:
         BYTES.emit(at.size_bytes, tier=Tier.SHARED, direction="read")
         if item.digests and not same_digest(data, digest, item.digests[chunk]):
-            raise IntegrityError(
-                f"bytes {at.start}-{at.stop} of {item.path} are not the bytes that were saved",
-                hint="Restore reads another copy when there is one; `tierckpt verify --read-data` lists bad files",
-                file=item.path,
-                tier=Tier.SHARED,
-                where=self.store.uri,
-            )
+            raise corrupt(item.path, at, Tier.SHARED, self.store.uri)
 
     # --- filling -------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ from ..disk.quarantine import open_regular
 from ..errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import PRIVATE_DIR
 from ..format.manifest import BLOCK_DIGEST_BYTES, MANIFEST_BYTES_MAX, ChunkDigest, blocks_of, digest_of, has_digest
+from ..stores.verified_read import corrupt
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Tier
 from .content import check_content
@@ -308,13 +309,7 @@ class PartialEntry:
         item, at = self.frozen.files[index], self.frozen.chunk_range(index, chunk)
         digest = digest or digest_of(data)
         if len(data) != at.size_bytes or (item.digests and not same_digest(data, digest, item.digests[chunk])):
-            raise IntegrityError(
-                f"bytes {at.start}-{at.stop} of {item.path} are not the bytes that were saved",
-                hint="`tierckpt verify --read-data` lists every bad file",
-                file=item.path,
-                tier=Tier.SHARED,
-                where=self.frozen.uri,
-            )
+            raise corrupt(item.path, at, Tier.SHARED, self.frozen.uri)
         write_at(self.prepare(index), data, at.start)
         self._put_blocks(index, chunk, digest.blocks if isinstance(digest, ChunkDigest) else blocks_of(data))
         self.append_line(f"{index} {chunk} {digest}")

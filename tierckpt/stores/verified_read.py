@@ -129,14 +129,14 @@ def is_good(chunk: Buffer, digest: str, byte_range: ByteRange) -> bool:
 def expect(good: bool, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
     BYTES.emit(byte_range.size_bytes, tier=tier, direction="read")
     if not good:
-        raise corrupt(entry, byte_range, tier, where)
+        raise corrupt(entry.path, byte_range, tier, where)
 
 
-def corrupt(entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> IntegrityError:
+def corrupt(path: str, byte_range: ByteRange, tier: Tier, where: str) -> IntegrityError:
     return IntegrityError(
-        f"bytes {byte_range.start}-{byte_range.stop} of {entry.path} are not the bytes that were saved",
+        f"bytes {byte_range.start}-{byte_range.stop} of {path} are not the bytes that were saved",
         hint="Restore reads another copy when there is one; `tierckpt verify --read-data` lists every bad file",
-        file=entry.path,
+        file=path,
         tier=tier,
         where=where,
     )
