@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -133,20 +134,16 @@ def prefetch(
         return _joined(client.run(look(client.engine)))
 
 
+@dataclass(frozen=True, slots=True)
 class _Job:
     """What is asked of each URI."""
 
-    def __init__(
-        self,
-        to: Path | None,
-        include: Sequence[str],
-        exclude: Sequence[str],
-        pin: bool,
-        wait_seconds: float | None,
-        hf_cache: bool,
-    ) -> None:
-        self.to, self.hf_cache = to, hf_cache
-        self.include, self.exclude, self.pin, self.wait_seconds = include, exclude, pin, wait_seconds
+    to: Path | None
+    include: Sequence[str]
+    exclude: Sequence[str]
+    pin: bool
+    wait_seconds: float | None
+    hf_cache: bool
 
     async def fetch(self, location: Location, engine: Engine) -> Report:
         begun = time.monotonic()
