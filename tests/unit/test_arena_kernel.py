@@ -139,11 +139,10 @@ USUAL = {
 }
 
 
-def test_the_usual_kernel_is_told_three_ways_to_share_huge_pages(tmp_path: Path) -> None:
+def test_the_usual_kernel_is_told_two_ways_to_share_huge_pages(tmp_path: Path) -> None:
     (sentence,) = pages.advice(root=machine(tmp_path, USUAL))
     assert f"echo advise > {tmp_path / THP}/shmem_enabled" in sentence
     assert "sysctl -w vm.nr_overcommit_hugepages=512" in sentence
-    assert "mount -t tmpfs -o huge=advise" in sentence
     assert "O_DIRECT from 4 KiB pages takes up to 3 times as long" in sentence
 
 
@@ -154,12 +153,11 @@ def test_the_usual_kernel_is_told_three_ways_to_share_huge_pages(tmp_path: Path)
         {f"{THP}/hugepages-2048kB/shmem_enabled": "always inherit within_size [advise] never"},
         {f"{POOL}/free_hugepages": 600, f"{POOL}/resv_hugepages": 80},
         {f"{POOL}/free_hugepages": 0, f"{POOL}/nr_overcommit_hugepages": 512, f"{POOL}/surplus_hugepages": 0},
-        {"proc/self/mounts": "tierckpt /here tmpfs rw,huge=advise,size=9g 0 0", "here/x": ""},
     ],
-    ids=["advise", "advise for this size", "pool", "growing pool", "tmpfs"],
+    ids=["advise", "advise for this size", "pool", "growing pool"],
 )
 def test_any_one_of_them_is_enough(tmp_path: Path, files: dict[str, object]) -> None:
-    assert pages.advice(1 << 20 if "here/x" in files else GiB, root=machine(tmp_path, USUAL | files)) == []
+    assert pages.advice(GiB, root=machine(tmp_path, USUAL | files)) == []
 
 
 @pytest.mark.parametrize(
@@ -171,10 +169,8 @@ def test_any_one_of_them_is_enough(tmp_path: Path, files: dict[str, object]) -> 
             f"{THP}/hugepages-2048kB/shmem_enabled": "always inherit within_size advise [never]",
         },
         {f"{POOL}/free_hugepages": 600, f"{POOL}/resv_hugepages": 100},
-        {"proc/self/mounts": "tmpfs /here tmpfs rw,size=9g 0 0", "here/x": ""},
-        {"proc/self/mounts": "tmpfs /here tmpfs rw,huge=never 0 0", "here/x": ""},
     ],
-    ids=["denied", "never for this size", "pool too small", "plain tmpfs", "tmpfs with huge=never"],
+    ids=["denied", "never for this size", "pool too small"],
 )
 def test_and_these_are_not(tmp_path: Path, files: dict[str, object]) -> None:
     assert len(pages.advice(root=machine(tmp_path, USUAL | files))) == 1

@@ -32,16 +32,15 @@ MiB, GiB = 1 << 20, 1 << 30
 def missing() -> dict[Kind, str]:
     """The kinds that an administrator must provide and this machine has not, with what it says about that."""
     said = {}
-    for kind in (Kind.HUGETLB, Kind.HUGE_TMPFS):
-        try:
-            Memory.allocate(64 * MiB, kind=kind).close()
-        except CapacityError as error:
-            said[kind] = str(error)
+    try:
+        Memory.allocate(64 * MiB, kind=Kind.HUGETLB).close()
+    except CapacityError as error:
+        said[Kind.HUGETLB] = str(error)
     return said
 
 
 MISSING = missing()
-SHARED = [kind for kind in (Kind.HUGETLB, Kind.HUGE_TMPFS, Kind.SHM) if kind not in MISSING]
+SHARED = [kind for kind in (Kind.HUGETLB, Kind.SHM) if kind not in MISSING]
 
 
 @pytest.fixture(params=[Kind.PRIVATE, *SHARED], ids=str)
@@ -56,14 +55,14 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Memory]:
         yield made
 
 
-@pytest.mark.parametrize("kind", [Kind.HUGETLB, Kind.HUGE_TMPFS], ids=str)
+@pytest.mark.parametrize("kind", [Kind.HUGETLB], ids=str)
 def test_every_kind_is_here_to_be_tested(kind: Kind) -> None:
     if kind in MISSING:
         pytest.skip(f"nothing below is tested with {kind} memory: {MISSING[kind]}")
 
 
-def run_python(code: str, *arguments: str, before: tuple[str, ...] = (), fds: tuple[int, ...] = ()) -> str:
-    command = [*before, sys.executable, "-c", textwrap.dedent(code), *arguments]
+def run_python(code: str, *arguments: str, fds: tuple[int, ...] = ()) -> str:
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, pass_fds=fds)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -144,7 +143,7 @@ def test_unless_told_private_memory_is_private_and_shared_memory_is_not() -> Non
 
 
 def test_huge_is_what_the_kernel_did_not_what_was_asked(memory: Memory) -> None:
-    if memory.kind in (Kind.HUGETLB, Kind.HUGE_TMPFS):
+    if memory.kind is Kind.HUGETLB:
         assert memory.huge
     if memory.kind is Kind.PRIVATE and not pages.private_is_huge():
         assert not memory.huge
@@ -293,8 +292,6 @@ def test_memory_outlives_its_owner_where_another_process_has_it_open() -> None:
 
 
 def test_the_size_is_sealed(shared: Memory) -> None:
-    if shared.kind is Kind.HUGE_TMPFS:
-        return  # a file in a tmpfs cannot be sealed; nobody but this user can reach it
     assert shared.fd is not None
     for size_bytes in (0, 2 * MiB, GiB):
         with pytest.raises(PermissionError):
@@ -406,41 +403,6 @@ def test_nothing_is_left_of_a_killed_owner() -> None:
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     assert within(60, lambda: meminfo("Shmem") - before < 64 * MiB)
-
-
-IN_A_MOUNT_OF_OURS = (
-    *("unshare", "--user", "--map-root-user", "--mount", "sh", "-c"),
-    'mount -t tmpfs -o huge=always,size=128m t "$0" && exec "$@"',
-)
-
-
-@pytest.mark.slow
-def test_a_tmpfs_with_huge_pages_is_found_used_and_left_empty(tmp_path: Path) -> None:
-    """Runs this file again, with huge-tmpfs memory, where such a tmpfs is mounted for us alone."""
-    if Kind.HUGE_TMPFS not in MISSING:
-        return  # there is one already, and every test above has used it
-    before = (*IN_A_MOUNT_OF_OURS, str(tmp_path))
-    probe = subprocess.run([*before, "true"], capture_output=True, text=True, timeout=120)
-    if probe.returncode != 0:
-        pytest.skip(f"no mount of our own here: {probe.stderr.strip()}")
-    code = """
-        import os, sys
-        from tierckpt.arena.memory import Kind, Memory
-        with Memory.allocate(64 << 20, kind=Kind.HUGE_TMPFS) as memory:
-            print(memory.huge, os.statvfs(sys.argv[1]).f_bavail, os.listdir(sys.argv[1]))
-        try:
-            Memory.allocate(130 << 20, kind=Kind.HUGE_TMPFS)
-        except OSError as error:
-            print(type(error).__name__, f"{sys.argv[1]}: 128 MiB free" in str(error))
-    """
-    said = run_python(code, str(tmp_path), before=before).splitlines()
-    assert said == [f"True {64 * MiB // mmap.PAGESIZE} []", "CapacityError True"]
-    selected = [__file__, "-k", "huge-tmpfs and not found"]
-    again = [*before, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selected]
-    done = subprocess.run(again, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout
-    assert "SKIPPED" not in done.stdout
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- no room ----------------------------------------------------------------------------------------------------

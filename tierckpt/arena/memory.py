@@ -1,12 +1,11 @@
-"""One mapping of staging memory: filled with pages once, then reused. Four kinds, one owner.
+"""One mapping of staging memory: filled with pages once, then reused. Three kinds, one owner.
 
-    PRIVATE      anonymous, transparent huge pages; seen by this process and its threads only
-    HUGETLB      a memory file out of the pool of huge pages (vm.nr_hugepages)
-    HUGE_TMPFS   an unnamed file in a tmpfs that is mounted with huge=
-    SHM          a memory file; huge pages where the kernel makes them on request (Linux 6.1) or shmem_enabled allows
+    PRIVATE   anonymous, transparent huge pages; seen by this process and its threads only
+    HUGETLB   a memory file out of the pool of huge pages (vm.nr_hugepages)
+    SHM       a memory file; huge pages where the kernel makes them on request (Linux 6.1) or shmem_enabled allows
 
 Nothing here has a name in a file system, so nothing is left behind: however a process ends, the kernel frees the pages
-with the last mapping and the last descriptor. The three shared kinds are opened by other processes of the same user
+with the last mapping and the last descriptor. The two shared kinds are opened by other processes of the same user
 through ``/proc/PID/fd/N``, or by descriptor over a Unix socket.
 
 A mapping is made in two steps: a stretch of addresses is reserved as an ordinary ``mmap`` object, 2 MiB longer than
@@ -66,7 +65,6 @@ class Kind(enum.StrEnum):
 
     PRIVATE = "private"
     HUGETLB = "hugetlb"
-    HUGE_TMPFS = "huge-tmpfs"
     SHM = "shm"
 
 
@@ -110,8 +108,8 @@ class Memory:
 
         Args:
             size_bytes: Rounded up to a multiple of 2 MiB.
-            kind: Exactly this kind, or an error. None chooses: PRIVATE, or for ``shared`` the first of HUGETLB,
-                HUGE_TMPFS and SHM that has room.
+            kind: Exactly this kind, or an error. None chooses: PRIVATE, or for ``shared`` HUGETLB where the
+                pool has room, else SHM.
             shared: Other processes must be able to open it.
             numa_nodes: Fill these nodes in this order, front to back. Empty: wherever the kernel likes.
 
@@ -399,27 +397,20 @@ def collapses() -> bool:
 
 def _shared_kinds(size_bytes: int) -> list[Kind]:
     """Return the shared kinds to try, best first. SHM, which needs nothing but memory, is always the last."""
-    kinds = []
-    if pages.huge_pool().usable_bytes >= size_bytes:
-        kinds.append(Kind.HUGETLB)
-    if any(mount.free_bytes >= size_bytes for mount in pages.huge_mounts()):
-        kinds.append(Kind.HUGE_TMPFS)
-    return [*kinds, Kind.SHM]
+    return [Kind.HUGETLB, Kind.SHM] if pages.huge_pool().usable_bytes >= size_bytes else [Kind.SHM]
 
 
 def _create(kind: Kind, size_bytes: int) -> int | None:
     """Return a new, unnamed memory file of ``size_bytes``; None for PRIVATE."""
     if kind is Kind.PRIVATE:
         return None
-    mount = _roomiest_mount(size_bytes) if kind is Kind.HUGE_TMPFS else None
     try:
-        fd = _memory_file(kind) if mount is None else os.open(mount, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fd = _memory_file(kind)
     except OSError as error:
         raise _no_memory(size_bytes, kind, error.errno or errno.ENOMEM) from error
     try:
         os.ftruncate(fd, size_bytes)
-        if mount is None:
-            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)  # nobody can truncate it under us: that would be a SIGBUS
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)  # nobody can truncate it under us: that would be a SIGBUS
     except OSError as error:
         os.close(fd)
         raise _no_memory(size_bytes, kind, error.errno or errno.ENOMEM) from error
@@ -436,19 +427,6 @@ def _memory_file(kind: Kind) -> int:
         return os.memfd_create(f"tierckpt-{kind}", flags)  # a kernel before 6.3
 
 
-def _roomiest_mount(size_bytes: int) -> Path:
-    mounts = pages.huge_mounts()
-    best = max(mounts, key=lambda mount: mount.free_bytes, default=None)
-    if best is None or best.free_bytes < size_bytes:
-        room = "; ".join(f"{mount.path}: {capacity.mebibytes(mount.free_bytes)} free" for mount in mounts)
-        raise CapacityError(
-            f"no tmpfs with huge pages has room for {capacity.mebibytes(size_bytes)} ({room or 'none is mounted'})",
-            hint=f"Mount one: {pages.MOUNT_COMMAND}",
-            asked_bytes=size_bytes,
-        )
-    return best.path
-
-
 def _target_of(fd: int) -> str:
     return str(Path(f"/proc/self/fd/{fd}").readlink()).removesuffix(" (deleted)")
 
@@ -456,13 +434,7 @@ def _target_of(fd: int) -> str:
 def _kind_of(fd: int) -> Kind | None:
     """Return what is behind a descriptor of ours: the kernel keeps the name that ``_memory_file`` gave it."""
     target = _target_of(fd)
-    for kind in (Kind.HUGETLB, Kind.SHM):
-        if target == f"/memfd:tierckpt-{kind}":
-            return kind
-    path = Path(target)
-    if path.name.startswith("#") and any(path.parent.is_relative_to(mount.path) for mount in pages.huge_mounts()):
-        return Kind.HUGE_TMPFS
-    return None
+    return next((kind for kind in (Kind.HUGETLB, Kind.SHM) if target == f"/memfd:tierckpt-{kind}"), None)
 
 
 def populate(start: int, size_bytes: int) -> int:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from .capacity import ROOT
 
 HUGE_PAGE_BYTES = 2 << 20
-MOUNT_COMMAND = "mount -t tmpfs -o huge=advise,size=50%,mode=1777 tierckpt /mnt/tierckpt-huge"
 
 _THP = Path("sys/kernel/mm/transparent_hugepage")
 _POOL = Path("sys/kernel/mm/hugepages/hugepages-2048kB")
@@ -31,14 +28,6 @@ class HugePool:
         return self.free_bytes + self.growth_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class HugeMount:
-    """A tmpfs that gives huge pages and lets us write."""
-
-    path: Path
-    free_bytes: int
-
-
 def huge_pool(root: Path = ROOT) -> HugePool:
     """Return the state of the pool; nothing in it where the kernel has none."""
 
@@ -51,26 +40,6 @@ def huge_pool(root: Path = ROOT) -> HugePool:
     free = count("free_hugepages") - count("resv_hugepages")
     growth = count("nr_overcommit_hugepages") - count("surplus_hugepages")
     return HugePool(max(0, free) * HUGE_PAGE_BYTES, max(0, growth) * HUGE_PAGE_BYTES)
-
-
-def huge_mounts(root: Path = ROOT) -> list[HugeMount]:
-    """Return each mounted tmpfs with ``huge=always``, ``within_size`` or ``advise`` that this process can write to."""
-    return list(_huge_mounts(root))
-
-
-def _huge_mounts(root: Path) -> Iterator[HugeMount]:
-    try:
-        lines = (root / "proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, where, kind, options, *_ = line.split()
-        huge = next((option[5:] for option in options.split(",") if option.startswith("huge=")), "never")
-        path = root / where.replace("\\040", " ").lstrip("/")
-        if kind != "tmpfs" or huge not in _WANTED or not os.access(path, os.W_OK | os.X_OK):
-            continue
-        room = os.statvfs(path)
-        yield HugeMount(path, room.f_bavail * room.f_frsize)
 
 
 def huge_bytes(address: int, size_bytes: int) -> int:
@@ -125,8 +94,7 @@ def memory_files_are_huge(root: Path = ROOT) -> bool:
 
 def shared_memory_is_huge(size_bytes: int = 1 << 30, root: Path = ROOT) -> bool:
     """Return whether shared memory of this size may have huge pages, of any kind."""
-    has_mount = any(mount.free_bytes >= size_bytes for mount in huge_mounts(root))
-    return memory_files_are_huge(root) or has_mount or huge_pool(root).usable_bytes >= size_bytes
+    return memory_files_are_huge(root) or huge_pool(root).usable_bytes >= size_bytes
 
 
 def pool_command(size_bytes: int) -> str:
@@ -153,7 +121,7 @@ def advice(shared_bytes: int = 1 << 30, root: Path = ROOT, *, collapses: bool = 
         if chosen(own) not in ("", "inherit") and chosen(switch) != "deny":
             switch = own
         said.append(
-            f"shared staging memory has no huge pages ({why}). As root, any one of these: echo advise > {switch}; "
-            f"sysctl -w vm.nr_overcommit_hugepages={-(-shared_bytes // HUGE_PAGE_BYTES)}; {MOUNT_COMMAND}"
+            f"shared staging memory has no huge pages ({why}). As root, one of these: echo advise > {switch}; "
+            f"sysctl -w vm.nr_overcommit_hugepages={-(-shared_bytes // HUGE_PAGE_BYTES)}"
         )
     return said
