@@ -61,7 +61,7 @@ async def prefetch_to_hub_cache(
     missing = [item for item in files if not _is_there(_blob(root, item), item)]
     size_bytes = sum(item.size_bytes for item in files)
     missing_bytes = sum(item.size_bytes for item in missing)
-    result = PrefetchResult(root, len(files), size_bytes, 0)
+    result = PrefetchResult(directory=root, files=len(files), size_bytes=size_bytes)
     if missing:
         result = await prefetch(
             store,

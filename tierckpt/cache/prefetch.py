@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from ..stores.base import RangeSource, Store
 from ..telemetry import logger
 from ..types import Json, ProgressListener, Tier
 from .entry import CacheEntry
+from .fetch_job import FetchStats
 from .file_set import FileSet
 from .file_set import FileSpec as FileSpec
 from .file_set import from_manifest as from_manifest
@@ -39,23 +40,15 @@ from .pool import allocated_bytes
 log = logger("prefetch")
 
 
-@dataclass(frozen=True, slots=True)
-class PrefetchResult:
+@dataclass(slots=True, kw_only=True)
+class PrefetchResult(FetchStats):
     """What a prefetch did. ``fetched_bytes`` came from shared storage now, ``peer_bytes`` from other nodes; the rest
     was there already, or was fetched by other processes of this node meanwhile (``others_bytes``)."""
 
     directory: Path
     files: int
     size_bytes: int
-    fetched_bytes: int
-    here_bytes: int = 0
-    others_bytes: int = 0
-    requests: int = 0
-    slowest_seconds: float = 0.0
-    slowest: str = ""
     is_pinned: bool = False
-    peer_bytes: int = 0
-    slowest_from: str = ""
     peers: tuple[Json, ...] = ()
     """Of each peer its name, what came from it, how fast, and whether it was banned for wrong bytes."""
     fallbacks: dict[str, int] = field(default_factory=dict)
@@ -167,23 +160,15 @@ async def prefetch(
 
 
 def result_of(cached: CacheEntry, directory: Path, *, is_pinned: bool = False) -> PrefetchResult:
-    tally = cached.tally
     sources = cached.peer_fetch.sources if cached.peer_fetch is not None else None
     return PrefetchResult(
-        directory,
-        len(cached.frozen.files),
-        cached.frozen.size_bytes,
-        tally.fetched_bytes,
-        tally.here_bytes,
-        tally.others_bytes,
-        tally.requests,
-        tally.slowest_seconds,
-        tally.slowest,
-        is_pinned,
-        tally.peer_bytes,
-        tally.slowest_from,
-        tuple(sources.peers()) if sources is not None else (),
-        dict(sources.fallbacks) if sources is not None else {},
+        **asdict(cached.tally),
+        directory=directory,
+        files=len(cached.frozen.files),
+        size_bytes=cached.frozen.size_bytes,
+        is_pinned=is_pinned,
+        peers=tuple(sources.peers()) if sources is not None else (),
+        fallbacks=dict(sources.fallbacks) if sources is not None else {},
     )
 
 
