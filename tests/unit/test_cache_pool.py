@@ -1,10 +1,9 @@
-"""Room in the node cache: what is reserved, what may go, an index that the files can replace (H1 to H4 in pool.py)."""
+"""Room in the node cache: what is reserved, what may go, and what the files tell of it (H1 to H4 in pool.py)."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -16,9 +15,8 @@ import pytest
 
 from tierckpt.cache import pool as module
 from tierckpt.cache.file_set import FileSet, FileSpec
-from tierckpt.cache.index import Row
 from tierckpt.cache.partial_entry import PartialEntry, remove_dir
-from tierckpt.cache.pool import Pool
+from tierckpt.cache.pool import Pool, Row
 from tierckpt.config import Settings
 from tierckpt.disk.claims import Heartbeat
 from tierckpt.errors import CapacityError, StoreError
@@ -60,7 +58,6 @@ def fill(pool: Pool, frozen: FileSet, *, whole: bool = True) -> str:
         if whole:
             filling.publish()
         filling.close()
-        pool.note(frozen.name)
     finally:
         lease.end()
     return frozen.name
@@ -106,10 +103,12 @@ def test_room_is_reserved_before_the_first_byte_and_the_least_recently_used_goes
         fill(pool, model(name))
     pool.used(model("a").name)
     assert there(pool) == {"a", "b", "c"}
+    filling = PartialEntry(pool.directory(model("d").name), model("d"), preallocate=False)
     room = pool.reserve(model("d"), SIZE)
     assert [row.uri for row in room.evicted] == ["s3://bucket/b"]
     assert not pool.directory(model("b").name).exists()
     assert sum(row.reserved_bytes for row in pool.rows()) == QUOTA
+    filling.close()
 
 
 def test_a_partial_entry_that_nobody_fills_goes_before_anything_whole(pool: Pool) -> None:
@@ -335,7 +334,7 @@ def test_a_disk_without_the_room_refuses_whatever_the_quota_says(
         pool.reserve(model("a"), SIZE)
 
 
-# --- the index -------------------------------------------------------------------------------------------------------
+# --- what the files tell ---------------------------------------------------------------------------------------------
 
 
 def everything(local_root: Path) -> list[Row]:
@@ -351,63 +350,50 @@ def filled(pool: Pool) -> Pool:
     return pool
 
 
-def test_without_its_index_the_cache_gives_the_same_answers(filled: Pool, local_root: Path) -> None:
+def test_the_files_tell_of_every_entry(filled: Pool, local_root: Path) -> None:
     before = everything(local_root)
     assert [(row.uri.rpartition("/")[2], row.state, row.is_pinned) for row in before] == [
         ("b", "complete", True),
         ("half", "partial", False),
         ("a", "complete", False),
     ]
-    for path in filled.root.glob("index.sqlite*"):
-        path.unlink()
+    module.receipts_read.clear()  # as in a new process
     assert everything(local_root) == before
-    assert sorted(filled.scan(), key=lambda row: row.used_unix_ns) == before
+    assert filled.rows("s3://bucket/a", "s3://bucket/half") == before[1:]
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a database at all" * 500, None])
-def test_a_damaged_index_is_built_anew_and_a_line_says_so(
-    damage: bytes | None, filled: Pool, local_root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    before = everything(local_root)
-    path = filled.root / "index.sqlite"
-    for name in ("index.sqlite-wal", "index.sqlite-shm"):
-        (filled.root / name).unlink(missing_ok=True)
-    if damage is None:
-        data = bytearray(path.read_bytes())
-        data[4096:8192] = b"\xff" * 4096
-        path.write_bytes(data)
-    else:
-        path.write_bytes(damage)
-    assert everything(local_root) == before
-    assert "built anew from the files" in caplog.text
-    assert everything(local_root) == before
+def test_what_another_process_has_changed_is_seen(filled: Pool, local_root: Path) -> None:
+    [before] = filled.rows("s3://bucket/a")
+    remove_dir(filled.directory(before.name))
+    assert not filled.rows("s3://bucket/a")
+    fill(filled, model("half"))
+    assert [row.state for row in filled.rows("s3://bucket/half")] == ["complete"]
+    receipt = filled.directory(model("b").name) / module.RECEIPT
+    receipt.write_bytes(b"damaged" * 10)
+    assert not filled.rows("s3://bucket/b")
 
 
-def test_what_was_killed_half_way_left_another_picture_than_the_files(filled: Pool, local_root: Path) -> None:
-    before = everything(local_root)
-    with sqlite3.connect(filled.root / "index.sqlite") as database:
-        database.execute("DELETE FROM entries WHERE uri LIKE '%/a'")
-        database.execute("UPDATE entries SET is_pinned = 0")
-        values = ("gone-1", "s3://b/gone", "v", "complete", 1, 1 << 40, 1 << 40, 0, 0)
-        database.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
-    database.close()
-    assert everything(local_root) == before
+def test_an_entry_that_is_published_during_the_look_is_counted(filled: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    half, incoming_of = model("half").name, Pool.incoming
+
+    def published_meanwhile(pool: Pool, name: str) -> Path | None:
+        found = incoming_of(pool, name)
+        if name == half and found is not None:
+            monkeypatch.setattr(Pool, "incoming", incoming_of)
+            fill(pool, model("half"))
+            return None
+        return found
+
+    monkeypatch.setattr(Pool, "incoming", published_meanwhile)
+    assert [row.state for row in filled.rows("s3://bucket/half")] == ["complete"]
 
 
-def test_while_the_index_is_locked_the_files_answer(
-    filled: Pool, local_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = everything(local_root)
-    monkeypatch.setattr("tierckpt.cache.index.BUSY_SECONDS", 0.01)
-    database = sqlite3.connect(filled.root / "index.sqlite", isolation_level=None)
-    database.execute("PRAGMA locking_mode = EXCLUSIVE")
-    database.execute("BEGIN EXCLUSIVE")
-    try:
-        assert everything(local_root) == before
-        fill(filled, model("d"))
-    finally:
-        database.close()
-    assert {row.uri for row in everything(local_root)} >= {"s3://bucket/d"}
+def test_the_index_of_an_earlier_version_goes(pool: Pool) -> None:
+    fill(pool, model("a"))
+    for name in ("index.sqlite", "index.sqlite-wal"):
+        (pool.root / name).write_bytes(b"SQLite format 3")
+    fill(pool, model("b"))
+    assert there(pool) == {"a", "b"} and not list(pool.root.glob("index*"))
 
 
 def test_a_cache_that_cannot_be_written_says_so(local_root: Path) -> None:

@@ -10,8 +10,6 @@ import pytest
 
 from tests.fault.test_strange_files import KINDS
 from tierckpt import ownership
-from tierckpt.cache.pool import Pool
-from tierckpt.config import Settings
 from tierckpt.disk.claims import Claims, Heartbeat
 from tierckpt.disk.durable import durable_write, make_dirs, read_whole
 from tierckpt.disk.file_lock import lock, try_lock
@@ -124,12 +122,3 @@ def test_a_quarantine_that_is_none_gives_way_itself(root: Path, kind: str) -> No
     KINDS["fifo"](root / "state")
     assert set_aside(root / "state")
     assert len(list((root / QUARANTINE).iterdir())) == 1 and not (root / QUARANTINE).is_symlink()
-
-
-@pytest.mark.parametrize("kind", NOT_FILES)
-def test_the_index_of_the_cache_is_built_anew_and_follows_no_link(root: Path, kind: str) -> None:
-    pool = Pool(Settings(local_root=root))
-    make_dirs(pool.root)
-    KINDS[kind](pool.root / "index.sqlite")
-    assert pool.rows() == []
-    assert (pool.root / "index.sqlite").is_file() and not (pool.root / "index.sqlite").is_symlink()

@@ -176,7 +176,6 @@ class CacheEntry:
             self.checker = self._new_checker()
             self.tally.here_bytes = self._filling.landed_bytes
             if self.pool is not None:
-                self.pool.note(name)
                 self._reserve(self.frozen.size_bytes if whole else 0)
         except BaseException as error:
             is_bare = self._filling is None or not self._filling.landed_bytes
@@ -568,6 +567,4 @@ class CacheEntry:
                 tier=Tier.LOCAL,
             )
         self._is_whole = True
-        if self.pool is not None:
-            await asyncio.to_thread(self.pool.note, self.frozen.name)
         return True

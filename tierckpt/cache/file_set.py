@@ -63,8 +63,7 @@ class FileSet:
     @cached_property
     def name(self) -> str:
         """A directory name for this version of this URI: readable, and no two alike."""
-        last = _PLAIN.sub("-", self.uri.rstrip("/").rpartition("/")[2]).strip(".-")[:80] or "files"
-        return f"{last}-{digest_of(f'{self.uri} {self.version}'.encode())[:16]}"
+        return f"{stem_of(self.uri)}-{digest_of(f'{self.uri} {self.version}'.encode())[:16]}"
 
     @cached_property
     def size_bytes(self) -> int:
@@ -141,6 +140,11 @@ def from_manifest(manifest: Manifest) -> list[FileSpec]:
 
 def wanted_of(entry: FileEntry) -> FileSpec:
     return FileSpec(entry.path, entry.key, entry.size_bytes, None, entry.digests)
+
+
+def stem_of(uri: str) -> str:
+    """What the names of all versions of ``uri`` begin with."""
+    return _PLAIN.sub("-", uri.rstrip("/").rpartition("/")[2]).strip(".-")[:80] or "files"
 
 
 def version_of(files: Sequence[FileSpec]) -> str:

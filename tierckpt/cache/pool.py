@@ -6,7 +6,6 @@
     <local_root>/cache/.leases/NAME-<hex>.lock         flocks of those who use it (disk/read_lease.py)
     <local_root>/cache/.admission.lock                 flock of who admits just now
     <local_root>/cache/.<hex>.evicted/                 out of sight already; anybody may remove the rest
-    <local_root>/cache/index.sqlite                    quick answers (index.py)
 
 Invariants:
     H1  Room is reserved before the first byte: what the entries may take together stays within the quota and the disk.
@@ -24,8 +23,9 @@ import re
 import shutil
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from ..checkpoint.retention import nearest_existing
 from ..config import Settings
@@ -38,10 +38,8 @@ from ..format.layout import PRIVATE_DIR
 from ..quantities import human_bytes
 from ..telemetry import logger
 from ..types import Tier
-from .file_set import FileSet
-from .index import Index
-from .index import Row as Row
-from .partial_entry import SUFFIX, read_entry, read_receipt, remove_dir
+from .file_set import FileSet, stem_of
+from .partial_entry import RECEIPT, SUFFIX, read_entry, read_receipt, remove_dir
 
 log = logger("cache")
 
@@ -52,8 +50,39 @@ MARGIN_BYTES_MAX = 64 << 20
 """Room left on the disk for everybody else's small files."""
 ADMISSION_SECONDS = 120.0
 RESERVED_BYTES_MAX = 64
+KNOWN_MAX = 4096
+"""Entries whose receipts need not be read again."""
 
 _INCOMING = re.compile(rf"^\.(?P<name>.+)\.[0-9a-f]{{8}}{re.escape(SUFFIX)}$")
+
+
+State: TypeAlias = Literal["partial", "complete"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One entry. ``reserved_bytes`` is what the quota counts: of a partial entry, what it may take."""
+
+    name: str
+    uri: str
+    version: str
+    files: int
+    size_bytes: int
+    state: State
+    reserved_bytes: int
+    is_pinned: bool
+    used_unix_ns: int
+
+
+Told: TypeAlias = tuple[str, str, int, int]
+"""URI, version, files and bytes of an entry."""
+
+receipts_read: dict[Path, tuple[tuple[int, int], Told]] = {}
+"""Of each receipt read, inode and time of writing, and what it told."""
+
+
+def _told(frozen: FileSet) -> Told:
+    return frozen.uri, frozen.version, len(frozen.files), frozen.size_bytes
 
 
 @dataclass(slots=True)
@@ -87,7 +116,6 @@ class Pool:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.root = settings.local_root / "cache"
-        self._agreed = False
         self._take_over()
 
     def _take_over(self) -> None:
@@ -104,10 +132,6 @@ class Pool:
         with contextlib.suppress(OSError):
             former.rmdir()
 
-    @property
-    def index(self) -> Index:
-        return Index(self.root / "index.sqlite", self.scan)
-
     def directory(self, name: str) -> Path:
         return self.root / name
 
@@ -117,29 +141,25 @@ class Pool:
     # --- what is there -------------------------------------------------------------------------------------------
 
     def rows(self, *uris: str) -> list[Row]:
-        """Return all entries, or those of ``uris``, the least recently used first."""
-        if not self.root.is_dir():
-            return []
-        self._agree()
-        return self.index.rows(uris or None)
+        """Return all entries, or those of ``uris``, the least recently used first.
 
-    def scan(self) -> list[Row]:
-        """The same from the files alone."""
-        return [row for name in self._names() if (row := self.describe(name)) is not None]
+        Cost: three stats for each entry; its receipt is read once in a process.
+        """
+        stems = {stem_of(uri) for uri in uris}
+        names = [name for name in self._names() if not uris or name.rpartition("-")[0] in stems]
+        found = [row for name in names if (row := self.describe(name)) is not None]
+        wanted = [row for row in found if not uris or row.uri in uris]
+        return sorted(wanted, key=lambda row: (row.used_unix_ns, row.name))
 
-    def _names(self) -> dict[str, bool]:
-        """The entries there are; True for a complete one."""
-        found: dict[str, bool] = {}
-        try:
-            names = sorted(os.listdir(self.root))  # noqa: PTH208
-        except OSError:
-            return found
-        for name in names:
-            match = _INCOMING.match(name)
-            if match is not None:
-                found.setdefault(match["name"], False)
-            elif not name.startswith(".") and (self.root / name).is_dir():
-                found[name] = True
+    def _names(self) -> set[str]:
+        """The entries there may be, whole ones and partial ones. What is renamed while a directory is listed may be in
+        the list under neither name; a reservation has a name that stays (H1)."""
+        found = {path.name for path in matching(self.root / ".state", "*")}
+        for path in matching(self.root, "*"):
+            if match := _INCOMING.match(path.name):
+                found.add(match["name"])
+            elif not path.name.startswith("."):
+                found.add(path.name)
         return found
 
     def incoming(self, name: str) -> Path | None:
@@ -147,54 +167,31 @@ class Pool:
 
     def describe(self, name: str) -> Row | None:
         """What the files say of an entry; None when they say nothing that can be used."""
-        receipt = read_receipt(self.directory(name))
-        frozen = receipt.frozen if receipt is not None else None
-        incoming = self.incoming(name) if frozen is None else None
-        if incoming is not None:
-            frozen = read_entry(incoming)
-        if frozen is None:
+        for _ in range(2):  # it may be published between the looks at its two places: then it is in the first
+            if (told := self._told_by_receipt(name)) is not None:
+                return Row(name, *told, "complete", told[3], self.is_pinned(name), self._used_ns(name))
+            incoming = self.incoming(name)
+            frozen = read_entry(incoming) if incoming is not None else None
+            if incoming is not None and frozen is not None:
+                reserved = self._reserved(name) or allocated_bytes(incoming)
+                return Row(name, *_told(frozen), "partial", reserved, self.is_pinned(name), self._used_ns(name))
+        return None
+
+    def _told_by_receipt(self, name: str) -> Told | None:
+        path = self.directory(name) / RECEIPT
+        try:
+            status = path.stat()
+        except OSError:
             return None
-        reserved = frozen.size_bytes
-        if incoming is not None:
-            reserved = self._reserved(name) or allocated_bytes(incoming)
-        state = "partial" if incoming is not None else "complete"
-        return Row(
-            name,
-            frozen.uri,
-            frozen.version,
-            state,  # type: ignore[arg-type]
-            len(frozen.files),
-            frozen.size_bytes,
-            reserved,
-            self.is_pinned(name),
-            self._used_ns(name),
-        )
-
-    def note(self, name: str) -> None:
-        """Have the index say of an entry what the files say."""
-        row = self.describe(name)
-        if row is None:
-            self.index.remove(name)
-        else:
-            self.index.put(row)
-
-    def _agree(self) -> None:
-        """Once per pool: make the index that of the files. What was killed half way has left another picture."""
-        if self._agreed:
-            return
-        self._agreed = True
-        names = self._names()
-        known = {row.name: row for row in self.index.rows()}
-        for name in known.keys() - names.keys():
-            self.index.remove(name)
-        for name, is_complete in names.items():
-            row = known.get(name)
-            if row is None or not is_complete or row.state != "complete":
-                self.note(name)
-                continue
-            now = replace(row, is_pinned=self.is_pinned(name), used_unix_ns=self._used_ns(name))
-            if now != row:
-                self.index.put(now)
+        stamp, known = (status.st_ino, status.st_mtime_ns), receipts_read.get(path)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        if (receipt := read_receipt(self.directory(name))) is None:
+            return None
+        if len(receipts_read) >= KNOWN_MAX:
+            receipts_read.clear()
+        receipts_read[path] = (stamp, _told(receipt.frozen))
+        return _told(receipt.frozen)
 
     def _reserved(self, name: str) -> int:
         try:
@@ -217,7 +214,6 @@ class Pool:
             make_dirs(path.parent, is_durable=False)
             path.touch()
             os.utime(path, ns=(now, now))
-        self.index.touch(name, now)
 
     # --- pins and leases -----------------------------------------------------------------------------------------
 
@@ -230,7 +226,6 @@ class Pool:
         with translated(path):
             make_dirs(path.parent)
             path.touch() if pinned else path.unlink(missing_ok=True)
-        self.note(name)
         if not pinned:
             self.remove_state(name)
 
@@ -285,22 +280,7 @@ class Pool:
                 temporary = path.with_name("reserved.new")
                 temporary.write_text(str(reserved_bytes))
                 replace_file(temporary, path)
-                self._note_reserved(frozen, reserved_bytes)
                 return room
-
-    def _note_reserved(self, frozen: FileSet, reserved_bytes: int) -> None:
-        row = Row(
-            frozen.name,
-            frozen.uri,
-            frozen.version,
-            "partial",
-            len(frozen.files),
-            frozen.size_bytes,
-            reserved_bytes,
-            self.is_pinned(frozen.name),
-            self._used_ns(frozen.name),
-        )
-        self.index.put(row)
 
     def plan(self, frozen: FileSet) -> AdmissionPlan:
         """What ``reserve`` of the whole of ``frozen`` would do. Changes nothing."""
@@ -390,7 +370,6 @@ class Pool:
                 incoming = self.incoming(name)
                 for directory in (self.directory(name), *([incoming] if incoming is not None else [])):
                     remove_dir(directory)
-                self.index.remove(name)
                 log.info("evicted %s from the cache", name)
         self.remove_state(name)
         return True
@@ -398,6 +377,8 @@ class Pool:
     def _clear_evicted(self) -> None:
         for left in matching(self.root, ".*.evicted"):
             shutil.rmtree(left, ignore_errors=True)
+        for left in matching(self.root, "index.sqlite*"):  # of earlier versions: what it told the files tell
+            left.unlink(missing_ok=True)
 
     def _admission(self) -> contextlib.AbstractContextManager[None]:
         """One process of the node admits at a time. Raises OperationTimeoutError."""
