@@ -87,6 +87,9 @@ FILE_SECONDS = Metric("histogram", "tierckpt_file_seconds", "Time to move one fi
 DRAIN_SECONDS = Metric("histogram", "tierckpt_drain_seconds", "Time from taking up an entry to its shared commit.")
 FLUSH_SECONDS = Metric("histogram", "tierckpt_flush_seconds", "Time to write one rank's shards to the local tier.")
 BLOCKED_SECONDS = Metric("histogram", "tierckpt_save_blocked_seconds", "Time a save kept training waiting.")
+LOG_BLOCKED_SECONDS = Metric(
+    "counter", "tierckpt_log_blocked_seconds_total", "Time that steps waited for the disk of a gradient log."
+)
 RETRIES = Metric("counter", "tierckpt_retries_total", "Tries again after a failure, by operation.", ("operation",))
 QUARANTINES = Metric("counter", "tierckpt_quarantines_total", "Bad copies set aside, by tier.", ("tier",))
 ERRORS = Metric("counter", "tierckpt_errors_total", "Errors that ended an operation.", ("operation", "error"))

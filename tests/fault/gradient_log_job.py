@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierckpt.replay import log as logs
+from tierckpt.replay import log_writer
 from tierckpt.replay.checksum import checksum
 from tierckpt.replay.log import GradientLog, Recovered, roll_forward
 
@@ -59,7 +59,7 @@ class Job:
 
 def with_bug(name: str) -> None:
     """Seeded: what a log must not survive unseen."""
-    original = logs.encode
+    original = log_writer.encode
     seen: list[Any] = []
 
     def encode(frame: Any) -> Any:
@@ -75,7 +75,7 @@ def with_bug(name: str) -> None:
             views[0] = memoryview(bytes(views[0][:-1]) + bytes([views[0][-1] ^ 1]))
         return head, views, digest
 
-    logs.encode = encode
+    log_writer.encode = encode
 
 
 def main() -> None:

@@ -85,9 +85,9 @@ def train(
 
 def with_bug(name: str) -> None:
     """Seeded: what a log must not survive unseen."""
-    from tierckpt.replay import log
+    from tierckpt.replay import log_writer
 
-    original, frames = log.encode, list[Any]()
+    original, frames = log_writer.encode, list[Any]()
 
     def encode(frame: Any) -> Any:
         frames.append(frame)
@@ -103,8 +103,8 @@ def with_bug(name: str) -> None:
             return original(frames[2])
         if len(frames) == 5 and name == "frames out of order":
             frames.append(frame)
-            return original(log.Frame(frame.step, frame.layout, "f" * 32, frame.number + 1, frame.attachment))
+            return original(log_writer.Frame(frame.step, frame.layout, "f" * 32, frame.number + 1, frame.attachment))
         return original(frame)
 
     if name:
-        log.encode = encode
+        log_writer.encode = encode

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +19,10 @@ import torch
 from tests.fault.gradient_log_job import BASE, Job
 from tests.open_files import open_files
 from tests.services import ENVIRONMENT, REPOSITORY
+from tests.waits import TooLongError, counted
+from tierckpt.disk import file_io
 from tierckpt.errors import CheckpointError, IntegrityError
-from tierckpt.replay import log as logs
-from tierckpt.replay import segments
+from tierckpt.replay import log_writer, segments
 from tierckpt.replay.link import Link
 from tierckpt.replay.log import GradientLog, roll_forward
 from tierckpt.replay.segments import paths_in
@@ -198,26 +202,131 @@ def test_whoever_waits_for_a_disk_that_fails_is_told(
         assert call == "sync" or not (open_files(tmp_path) or paths_in(tmp_path)), "a file without a head is left"
 
 
-def test_a_disk_that_hangs_ends_the_log_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, hangs = Job(), threading.Event()
+class Disk:
+    """Hangs in one kind of request, from when it is armed until it is released. Each request takes ``seconds``."""
+
+    def __init__(self, patched: pytest.MonkeyPatch, owner: Any, call: str) -> None:
+        self.hangs, self.in_it = threading.Event(), threading.Event()
+        self.hangs.set()
+        real = getattr(owner, call)
+
+        def asked(*given: Any, **options: Any) -> Any:
+            if not self.hangs.is_set():
+                self.in_it.set()
+                self.hangs.wait(60)
+            return real(*given, **options)
+
+        patched.setattr(owner, call, asked)
+
+
+CALLS: dict[str, tuple[Any, str]] = {
+    "create": (file_io.DirectFile, "create"),
+    "write": (file_io.DirectFile, "write"),
+    "sync": (os, "fdatasync"),
+}
+
+
+def train(job: Job, log: GradientLog, steps: int) -> None:
+    for _ in range(steps):
+        job.train()
+        log.end_of_step(job.step, job.others())
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("every_seconds", [0.0, 0.01])
+def test_a_disk_that_hangs_costs_half_a_second_and_the_log_and_nothing_else(
+    call: str, every_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(log_writer, "AHEAD_BYTES", 0)  # two steps, as for a large model
+    disk, job = Disk(monkeypatch, *CALLS[call]), Job()
+    log = GradientLog(job.optimizer, tmp_path, every_seconds=every_seconds)
+    log.begin(BASE)
+    if call != "create":
+        train(job, log, 1)
+        log.sync()
+    disk.hangs.clear()
+    with counted():
+        train(job, log, 8)
+        assert "has not ended a request" in log.failure
+        log.begin("base-8")
+        train(job, log, 2)
+    assert disk.in_it.is_set() and threading.active_count() < 12
+    told = caplog.text
+    assert "no step after" in told and str(tmp_path) in told and "dmesg" in told and "not logged either" in told
+    with pytest.raises(CheckpointError, match="has not ended a request"):
+        log.sync()
+    disk.hangs.set()
+    deadline = time.monotonic() + 60
+    while log.failure and time.monotonic() < deadline:  # its thread has to come back
+        log.begin("base-10")
+    train(job, log, 1)
+    log.sync()
+    assert log.durable_step == job.step
+    log.close()
+    again = Job()
+    assert roll_forward(again.optimizer, tmp_path, "base-10").steps == 1
+
+
+def test_a_disk_that_comes_back_in_time_has_all_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, job = Disk(monkeypatch, os, "fdatasync"), Job()
+    with GradientLog(job.optimizer, tmp_path) as log:
+        log.begin(BASE)
+        disk.hangs.clear()
+        with counted():
+            train(job, log, 12)
+        assert not log.failure and log.durable_step == -1
+        disk.hangs.set()
+        log.sync()
+        assert log.durable_step == 12
+    assert (
+        "has ended, and the steps before it are not on the disk" in caplog.text and "takes steps again" in caplog.text
+    )
+    again = Job()
+    again.resume(tmp_path)
+    assert again.step == 12 and again.checksum() == job.checksum()
+
+
+def test_the_wait_that_was_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeded: ten seconds for a disk that hangs."""
+    disk, job = Disk(monkeypatch, os, "fdatasync"), Job()
+    monkeypatch.setattr(log_writer, "ILL_SECONDS", 10.0)
     log = GradientLog(job.optimizer, tmp_path)
     log.begin(BASE)
-    monkeypatch.setattr(logs, "STALL_SECONDS", 0.05)
-    monkeypatch.setattr(segments.SegmentFile, "sync", lambda _: hangs.wait(60))
-    for _ in range(6):
-        job.train()
-        log.end_of_step(job.step)
-    assert "has taken nothing" in log.failure and job.step == 6
-    with pytest.raises(CheckpointError, match="has taken nothing"):
-        log.sync()
-    hangs.set()
-    monkeypatch.undo()
-    log.begin("base-6")
-    job.train()
-    log.end_of_step(7)
-    log.sync()
-    assert log.durable_step == 7
+    disk.hangs.clear()
+    with counted(), pytest.raises(TooLongError):
+        train(job, log, 8)
+    disk.hangs.set()
     log.close()
+
+
+@pytest.mark.parametrize("shows_progress", [True, False], ids=["as it is", "one clock for a whole frame"])
+def test_a_disk_that_is_slow_is_not_ill_as_long_as_it_moves(
+    shows_progress: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame takes 8 requests, and each of them three quarters of what a request may take. The clock is the test's."""
+    now, ill = [0.0], list[bool]()
+    monkeypatch.setattr(log_writer, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    real, append = file_io.DirectFile.write, segments.SegmentFile.append
+
+    def write(*given: Any) -> None:
+        now[0] += 0.75 * log_writer.ILL_SECONDS
+        ill.append(log._writer.is_stuck)  # type: ignore[union-attr]  # private: it is asked in the middle of a request
+        real(*given)
+
+    monkeypatch.setattr(file_io.DirectFile, "write", write)
+    if not shows_progress:
+        monkeypatch.setattr(segments.SegmentFile, "append", lambda one, pieces, *_: append(one, pieces))
+    weight = torch.nn.Parameter(torch.randn(7 << 18))
+    optimizer = torch.optim.AdamW([weight])
+    with GradientLog(optimizer, tmp_path) as log:
+        log.begin(BASE)
+        weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        log.end_of_step(1)
+        log.sync()
+    assert len(ill) >= 8 and any(ill) != shows_progress
 
 
 def test_gradients_in_buffers_that_are_used_again_are_logged_from_the_next_base_on(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ that it names, or when training waits for what it need not wait for.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 import tierckpt
 from tests.exact import check_same
 from tests.fault.window_job import Job, restored
+from tests.waits import TooLongError, counted
 from tierckpt.replay import capture, link, multi_step
 from tierckpt.replay.apply import Replay
 from tierckpt.replay.capture import Step
@@ -247,3 +249,55 @@ def test_no_call_waits_for_the_copy_that_it_begins(is_broken: bool, monkeypatch:
     ):
         stager.begin(job.optimizer.state_dict)
         assert begun[0].done.done() == is_broken
+
+
+class HungLink:
+    """No chunk is copied from when ``moves`` is cleared until it is set again."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.moves = threading.Event()
+        self.moves.set()
+        original = Copy.next_chunk
+
+        def next_chunk(this: Copy) -> Any:
+            self.moves.wait(60)
+            return original(this)
+
+        patch.setattr(Copy, "next_chunk", next_chunk)
+
+
+WAITS = {"save on a window that is copied": WINDOW, "the step that writes over a part": 2}
+
+
+@pytest.mark.parametrize("bug", [False, True], ids=["as it is", "the wait that was"])
+@pytest.mark.parametrize("where", WAITS)
+def test_nothing_waits_for_a_link_that_hangs(where: str, bug: bool, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Half a second at most; then the state is copied whole, and the record says why."""
+    job, held = Job(), HungLink(monkeypatch)
+    if bug:
+        monkeypatch.setattr(link, "LOOK_SECONDS", 600.0)
+    with tierckpt.Checkpointer(tmp_path / "run", mode="multi_step", window_steps=WINDOW) as checkpointer:
+        job.train()
+        checkpointer.save(job.number, job.state)
+        for _ in range(WAITS[where] - 2):
+            job.train()
+            checkpointer.step(job.number, job.state)
+        job.train()
+        held.moves.clear()
+        checkpointer.step(job.number, job.state)  # begins to copy a part
+        with pytest.raises(TooLongError) if bug else contextlib.nullcontext(), counted():
+            if WAITS[where] < WINDOW:
+                job.train()
+                checkpointer.step(job.number, job.state)
+            else:
+                checkpointer.save(job.number, job.state)
+        held.moves.set()
+        while not (bug or checkpointer.stats):
+            job.train()
+            checkpointer.step(job.number, job.state)
+        step, kept = job.number, job.values()
+    if not bug:
+        assert checkpointer.stats[0].fallback == multi_step.HANGS and checkpointer.stats[0].step == step
+        again = Job()
+        assert restored(tmp_path / "run", again) == step
+        check_same(again.values(), kept)

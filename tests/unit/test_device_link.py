@@ -121,7 +121,7 @@ def test_a_part_is_queued_behind_training_and_training_waits_on_the_device(devic
     assert torch.equal(copy.result[1], counter)  # of the host: at once, and training may go on to change it
     [beside] = device.streams
     assert beside.done == [("waits for", device.trains), "copies", "keeps a source"]
-    copy.wait(SECONDS)  # this is the main thread: Event.synchronize would fail
+    copy.fence()  # this is the main thread: Event.synchronize would fail
     assert device.trains.done == [("waits for", beside)] and not copy.done.done()
     device.reach()
     copy.done.result(SECONDS)
@@ -147,7 +147,7 @@ def test_a_source_that_is_written_over_is_seen_unless_training_waits(device: Dev
         source = torch.randn(4)
         copy = link.copy([on_device(source)], GRADIENTS)
         if waits:
-            copy.wait(SECONDS)
+            copy.fence()
         source.zero_()
         device.reach()
         copy.done.result(SECONDS)

@@ -13,8 +13,10 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 
@@ -23,6 +25,8 @@ from .pinned import PinnedMemory
 
 CHUNK_BYTES = 4 << 20
 GRADIENTS, PARTS = 0, 1
+LOOK_SECONDS = 0.2
+"""Work beside training that does not get on for so long hangs: training waits for that twice this time at most."""
 CATCH_UP_SECONDS = 0.02
 """A throttled link makes up for so much of what waking up late has cost it."""
 
@@ -74,16 +78,14 @@ class Copy:
             self._chunks.reverse()
         return self._chunks.pop()
 
-    def wait(self, timeout_seconds: float) -> None:
-        """Let whatever follows on this thread write over the sources. Raises TimeoutError.
-
-        On a device its current stream waits, and this thread does not: what it queues from now on follows the copy.
-        """
+    def fence(self) -> bool:
+        """Let what this thread queues from now on write over the sources: on a device its current stream waits for the
+        copy, and this thread does not. False where there is no stream to wait."""
         if self.on_device is None:
-            self.done.result(timeout_seconds)
-            return
-        self.on_device.wait(timeout_seconds)
+            return False
+        self.on_device.wait(LOOK_SECONDS)
         self._versions.clear()  # what comes now comes later there, too
+        return True
 
     def end(self) -> None:
         """All is copied."""
@@ -137,6 +139,7 @@ class Link:
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="tierckpt-link", daemon=True)
         self._thread.start()
+        self._clock = time.pthread_getcpuclockid(self._thread.ident or 0)
 
     @property
     def measured_rate(self) -> float:
@@ -146,8 +149,17 @@ class Link:
             return self._device_rate
         return self._moved_bytes / self._busy_seconds if self._moved_bytes >= CHUNK_BYTES else 0.0
 
+    def progress(self) -> tuple[int, float]:
+        """Return what changes while its thread copies."""
+        return self._moved_bytes, time.clock_gettime(self._clock)
+
+    def wait(self, copy: Copy) -> bool:
+        """Return when the sources of ``copy`` may be written over. False when nothing moves here any more: a link that
+        hangs is not waited for, and the copy is of no use."""
+        return copy.fence() or wait_while([copy.done], self.progress)
+
     def copy(self, sources: Sequence[torch.Tensor], priority: int) -> Copy:
-        """Begin to copy ``sources``. They must not be written over until the copy is done, or ``Copy.wait`` was called.
+        """Begin to copy ``sources``. They must not be written over until the copy is done, or after ``wait``.
 
         From a device: on a stream of this priority, behind what the current stream has still to do.
         """
@@ -226,6 +238,16 @@ class Link:
         with self._changed:
             self._waiting = [one for one in self._waiting if one[2] is not made]
             heapq.heapify(self._waiting)
+
+
+def wait_while(work: Sequence[Future[Any]], progress: Callable[[], object]) -> bool:
+    """Wait until all of ``work`` is done, as long as ``progress`` changes between two looks. False when it does not."""
+    seen: object = None
+    while futures.wait(work, LOOK_SECONDS).not_done:
+        if (now := progress()) == seen:
+            return False
+        seen = now
+    return True
 
 
 def host_memory(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -9,7 +9,8 @@ the optimizer's own implementation makes the missing steps again on the copies. 
 after step n+K-1, bit for bit.
 
 Invariants:
-    W1  A part is whole before the update that would write over it: the step waits for its copy, no longer.
+    W1  A part is whole before the update that would write over it: the step waits for its copy, no longer, and not for
+        a link that hangs: that ends the window (W3).
     W2  Everything else (buffers, schedules, random state, data order) is copied in the call that ends the window, by
         the thread that trains, between two steps: it is of the version that the parts are brought to.
     W3  Never a mixed version. The fingerprint of each parameter, taken at the last version, decides: parameters that
@@ -23,9 +24,10 @@ Source: GoCkpt.
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -40,7 +42,7 @@ from ..telemetry import logger
 from .apply import Replay
 from .capture import Capture, Gradients, Step
 from .checksum import Fingerprint
-from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss
+from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss, wait_while
 from .optimizers import Parameter, base_of, layout_digest, local, parameters_of
 from .parts import split_parts
 from .redo import Conditions, Exact, Part, Redo, explicit, implementation_of
@@ -51,6 +53,7 @@ log = logger("replay")
 COPY_TIMEOUT_SECONDS = 600.0
 STEPS_MEASURED = 9
 OUT_OF_MEMORY = "host memory ran out"
+HANGS = "copies to host memory, or the steps made again on them, hang"
 EDITED = "a parameter was changed by something beside the optimizer"
 Take = Callable[[], Any]
 
@@ -183,8 +186,10 @@ class MultiStepStager:
             optimizer.register_step_post_hook(self._after_step),
         ]
         self._capture = Capture(optimizer, self._on_step, copy=self._on_gradients)
-        self._replays = ThreadPoolExecutor(1, "tierckpt-replay")
-        self._hashes = ThreadPoolExecutor(1, "tierckpt-fingerprint")
+        self._clocks: list[int] = []
+        """Of the processor time of the threads that work beside training."""
+        self._replays = ThreadPoolExecutor(1, "tierckpt-replay", self._note_clock)
+        self._hashes = ThreadPoolExecutor(1, "tierckpt-fingerprint", self._note_clock)
         self._window: _Window | None = None
         self.waited_seconds = 0.0
         """How long steps have waited for parts so far, in all windows."""
@@ -200,10 +205,19 @@ class MultiStepStager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _note_clock(self) -> None:
+        self._clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+
     @property
     def is_open(self) -> bool:
         """True while a window is open, and ``end_of_step`` is to be called."""
         return self._window is not None
+
+    @property
+    def failure(self) -> str:
+        """Why an open window cannot be brought to one version. '' while it can."""
+        window = self._window
+        return window.failure if window is not None else ""
 
     def traffic(self) -> Traffic:
         """Return what a window would move now, and what one step hides of it, as measured so far."""
@@ -277,6 +291,25 @@ class MultiStepStager:
         if window is not None and not window.result.done():
             window.result.set_exception(CheckpointError(reason))
 
+    def wait(self, work: Sequence[Future[Any]]) -> bool:
+        """Wait until ``work`` of this stager is done, as long as it gets on: bytes move, steps are made again, or
+        processors work at that. False when it hangs; a device that is asked for copies is taken at its word."""
+        window = self._window
+        copies = window.copies if window is not None else []
+        if any(one.on_device is not None and not one.done.done() for one in copies):
+            return not futures.wait(work, COPY_TIMEOUT_SECONDS).not_done
+        return wait_while(work, self._progress)
+
+    def _progress(self) -> tuple[object, int, float]:
+        window = self._window  # its end, on another thread, lets go of it
+        done = sum(one.done() for one in window.work) if window is not None else 0
+        return self.link.progress(), done, sum(map(time.clock_gettime, self._clocks))
+
+    def _expect(self, window: _Window, has_come: bool) -> None:
+        """What does not come is not waited for again, and the step that follows may write over what it was made of."""
+        if not has_come:
+            window.failure = window.failure or HANGS
+
     def close(self) -> None:
         """Give up an open window, and remove the hooks."""
         self._capture.close()
@@ -344,13 +377,13 @@ class MultiStepStager:
         if len(edits) == len(window.edits) and edits != window.edits:
             window.failure = window.failure or EDITED
         for part in window.parts:
-            if part.copy is not None and not part.copy.done.done():
+            if part.copy is not None and not part.copy.done.done() and not window.failure:
                 window.waited_bytes += part.copy.left_bytes if part.copy.on_device is None else 0
                 at = time.perf_counter()
-                _wait(part.copy)
+                self._expect(window, self.link.wait(part.copy))
                 self.waited_seconds += time.perf_counter() - at
         if window.fingerprints is not None:  # one of what this step writes fits no copy
-            futures.wait([window.fingerprints], COPY_TIMEOUT_SECONDS)
+            self._expect(window, self.wait([window.fingerprints]))
         window.blocked_seconds += time.perf_counter() - begun
 
     def _after_step(self, *_: Any) -> None:
@@ -378,7 +411,7 @@ class MultiStepStager:
         window.copies.append(copy)
         window.gradients[self._capture.version + 1] = (keys, copy)
         if self._waits_for_gradients:
-            _wait(copy)
+            self._expect(window, self.link.wait(copy))
         window.blocked_seconds += time.perf_counter() - begun
         return {}
 
@@ -507,6 +540,9 @@ class MultiStepStager:
     def _copy_whole_or_fail(self, window: _Window) -> None:
         try:
             self._copy_whole(window)
+        except OperationTimeoutError as error:
+            self._window = None
+            window.result.set_exception(error)
         except MemoryError as error:
             self._window = None
             failure = CapacityError(
@@ -523,7 +559,8 @@ class MultiStepStager:
         begun = time.perf_counter()
         for (key, name), tensor in held.items():
             copy = self.link.copy([local(tensor.detach())], PARTS)
-            copy.done.result(COPY_TIMEOUT_SECONDS)
+            if not self.wait([copy.done]):
+                raise OperationTimeoutError("a whole copy of the state hangs", hint="Look at the driver's log")
             copies[key, name] = copy.result[0]
             window.copies.append(copy)
         for one in rest:
@@ -554,13 +591,3 @@ def _put(
     tree: Any, held: Mapping[tuple[str, str], torch.Tensor], copies: Mapping[tuple[str, str], torch.Tensor]
 ) -> Any:
     return fill(tree, {place: like(tensor, copies[place]) for place, tensor in held.items() if place in copies})
-
-
-def _wait(copy: Copy) -> None:
-    try:
-        copy.wait(COPY_TIMEOUT_SECONDS)
-    except TimeoutError:
-        raise OperationTimeoutError(
-            f"{copy.size_bytes} bytes did not reach host memory in {COPY_TIMEOUT_SECONDS:g} s",
-            hint="The link between accelerator and host is stuck: look at the driver's log",
-        ) from None

@@ -41,7 +41,7 @@ from ..types import ByteRange
 
 SUFFIX = ".gradients"
 SEGMENT, FRAME = b"TKSEGM01", b"TKGRAD02"
-STAGING_BYTES = 8 << 20
+STAGING_BYTES, REQUEST_BYTES = 8 << 20, 1 << 20
 _HEAD = struct.Struct("<8sQ16s")
 _JSON_BYTES_MAX = 1 << 30
 _COPIED_BYTES_MAX = 64 << 10
@@ -247,8 +247,8 @@ class SegmentFile:
                 self.path.unlink(missing_ok=True)
                 raise
 
-    def append(self, pieces: Sequence[memoryview]) -> None:
-        """Write ``pieces``, and zeros to the next block. Raises OSError."""
+    def append(self, pieces: Sequence[memoryview], on_write: Callable[[], None] = lambda: None) -> None:
+        """Write ``pieces``, and zeros to the next block. ``on_write`` is called after each request. Raises OSError."""
         staging, filled = memoryview(self._staging), 0
         for piece in pieces:
             while piece:
@@ -259,16 +259,22 @@ class SegmentFile:
                     staging[filled : filled + count] = piece[:count]
                 piece, filled = piece[count:], filled + count
                 if filled == STAGING_BYTES:
-                    self._write(staging)
+                    self._write(staging, on_write)
                     filled = 0
         if filled:
             end = round_up(filled)
             staging[filled:end] = bytes(end - filled)
-            self._write(staging[:end])
+            self._write(staging[:end], on_write)
 
-    def _write(self, view: memoryview) -> None:
-        self._file.write(view, self.size_bytes)
-        self.size_bytes += len(view)
+    def _write(self, view: memoryview, on_write: Callable[[], None]) -> None:
+        for begin in range(0, len(view), REQUEST_BYTES):
+            part = view[begin : begin + REQUEST_BYTES]
+            self._file.write(part, self.size_bytes)
+            self.size_bytes += len(part)
+            on_write()
+        if not self._file.direct:  # else all of it would wait for one sync, which shows no progress
+            self.sync()
+            on_write()
 
     def sync(self) -> None:
         """Return when what was appended is on the disk. Raises OSError."""

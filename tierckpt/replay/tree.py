@@ -65,7 +65,7 @@ def detach(tree: Any, held: Mapping[Any, torch.Tensor], link: Link) -> tuple[Any
     if not others:
         return made, None
     moved = link.copy([local(one.detach()) for one in others], PARTS)
-    moved.wait(0.0)  # on the device: it does not hold up this thread
+    moved.fence()  # what follows on the device waits for it, and not this thread
     shards = zip(others, moved.result, strict=True)
     return fill(made, {_Other(number): like(*pair) for number, pair in enumerate(shards)}), moved
 

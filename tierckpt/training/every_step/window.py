@@ -29,7 +29,7 @@ from ...format.layout import WINDOWS_DIR, Location, step_name
 from ...planning.transfer import STEPS_MAX, Traffic
 from ...quantities import human_bytes
 from ...replay.link import Link
-from ...replay.multi_step import OUT_OF_MEMORY, MultiStepStager, Snapshot
+from ...replay.multi_step import COPY_TIMEOUT_SECONDS, HANGS, OUT_OF_MEMORY, MultiStepStager, Snapshot
 from ...replay.redo import Exact
 from ...replay.tree import detach, fill
 from ...telemetry import logger
@@ -45,8 +45,7 @@ SaveMode: TypeAlias = Literal["sync", "async", "multi_step"]
 State: TypeAlias = Mapping[str, Any]
 
 DONE, PENDING = "", "pending"
-SETTLE_SECONDS = 600.0
-"""How long the end of a loop waits for parts to be brought to the last step, before it copies the state whole."""
+SAID_SECONDS = 1.0
 
 
 def check_mode(mode: SaveMode, window_steps: int | Literal["auto"], exact: Exact) -> SaveMode:
@@ -179,13 +178,21 @@ class SaveWindow:
             self._advance(window, step, state, MultiStepStager.end_of_step)
 
     def conclude(self, reason: str = "the loop ended before the last step of its window") -> None:
-        """End the window now (M2). Waits for parts that are all copied; does nothing when no window is open."""
+        """End the window now (M2). Waits for parts that are all copied, as long as they get on; does nothing when no
+        window is open."""
         window = self._window
         if window is None:
             return
         if window.is_sealed:
-            if futures.wait(window.work, SETTLE_SECONDS).not_done:
-                window.failure = f"its parts were not brought to one version in {SETTLE_SECONDS:g} s"
+            begun, record = time.perf_counter(), window.handle.record
+            futures.wait(window.rest, COPY_TIMEOUT_SECONDS)  # of a device
+            for stager, copied in zip(self._stagers, window.copies, strict=True):
+                if not copied.done() and (stager.failure or not stager.wait([copied])):
+                    window.failure = window.failure or stager.failure or HANGS
+            waited = time.perf_counter() - begun
+            record.blocked_seconds += waited
+            if waited >= SAID_SECONDS:
+                log.info("%s: waited %.1f s until its parts were at one version", record.uri, waited)
             self._settle(window)
         else:
             self._copy_whole(window, reason)
