@@ -22,6 +22,7 @@ from tests.services import ENVIRONMENT, REPOSITORY
 from tests.waits import TooLongError, counted
 from tierckpt.disk import file_io
 from tierckpt.errors import CheckpointError, IntegrityError
+from tierckpt.replay import log as logs
 from tierckpt.replay import log_writer, segments
 from tierckpt.replay.link import Link
 from tierckpt.replay.log import GradientLog, roll_forward
@@ -84,6 +85,55 @@ def test_a_stale_hyperparameter_is_seen_by_the_bits(tmp_path: Path) -> None:
     job = Job()
     job.resume(tmp_path)
     assert job.step == 9 and job.checksum() != Reference().at(9)
+
+
+@pytest.mark.parametrize("is_checked", [True, False], ids=["as it is", "nobody looks"])
+def test_an_edit_through_data_ends_the_log_at_the_step_before(
+    is_checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "CHECK_SHARE", 1e9)
+    if not is_checked:  # seeded
+        monkeypatch.setattr(log_writer, "digest_of", lambda marks: "")
+    job = Job()
+    with GradientLog(job.optimizer, tmp_path) as log:
+        log.begin(BASE)
+        train(job, log, 4)
+        job.model[2].weight.data[3, 5] += 1e-3  # type: ignore[operator, union-attr]
+        train(job, log, 4)
+        log.sync()
+    again = Job()
+    if not is_checked:
+        again.resume(tmp_path)
+        assert again.step == 8 and again.checksum() != job.checksum(), "a state that training never had"
+        return
+    with pytest.raises(IntegrityError, match=r"after step 5: something changed them .* roll forward to step 4") as told:
+        again.resume(tmp_path)
+    assert told.value.context["verified_step"] == 4
+    again = Job()
+    found = roll_forward(again.optimizer, tmp_path, BASE, last_step=4)
+    assert found.step == found.verified_step == 4 and again.checksum() == Reference().at(4)
+
+
+def test_looking_at_the_parameters_costs_one_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a second, looks of 50 ms. The clock is the test's."""
+    now, looks = [0.0], list[int]()
+
+    def look(parameters: Any) -> list[int]:
+        now[0] += 0.05
+        looks.append(job.step)
+        return [0]
+
+    monkeypatch.setattr(logs, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(logs, "marks_of", look)
+    job = Job()
+    with GradientLog(job.optimizer, tmp_path, every_steps=100) as log:
+        log.begin(BASE)
+        for _ in range(40):
+            now[0] += 1.0
+            train(job, log, 1)
+            if job.step == 22:
+                log.begin("base-22")
+    assert looks[0] == 1 and 23 in looks and 5 <= len(looks) <= 9, looks  # two bases, and 8 x 50 ms of 40 s
 
 
 def logged(directory: Path, steps: int) -> Job:

@@ -20,6 +20,7 @@ from tierckpt import Checkpointer
 from tierckpt.cli.ui.app import run as main
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
+from tierckpt.replay import log as logs
 from tierckpt.replay import segments
 from tierckpt.training.every_step import step_log
 from tierckpt.training.every_step.step_log import agreed_step
@@ -217,6 +218,23 @@ def test_what_is_done_to_a_parameter_beside_the_optimizer_ends_the_log(
     assert "changed beside the optimizer" in caplog.text
     checkpointer.close()
     assert resumed(run())[1] == 3
+
+
+def test_an_edit_that_leaves_no_trace_takes_a_restore_to_the_step_before_it(
+    run: Runs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "CHECK_SHARE", 1e9)
+    checkpointer, job = run(), Job()
+    for number in range(1, 9):
+        if number == 6:
+            wanted = job.digest()
+            job.model[0].weight.data.mul_(1.01)
+        checkpointer.step(job.train(), job.state)
+    checkpointer.close()
+    with caplog.at_level(logging.WARNING):
+        again, step = resumed(run())
+    assert (step, again.state["step"], again.digest()) == (5, 5, wanted)
+    assert "after step 6" in caplog.text and "verified at step 5" in caplog.text
 
 
 def test_steps_without_an_update_are_made_again(run: Runs) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -70,6 +72,20 @@ class Fingerprint:
     @property
     def number(self) -> int:
         return self.value if isinstance(self.value, int) else int(self.value.item())
+
+
+Marks = list[int | torch.Tensor]
+"""Of some tensors, the number of the ``Fingerprint`` of each: a tensor where it is still to come from a device."""
+
+
+def marks_of(tensors: Iterable[torch.Tensor]) -> Marks:
+    """Return the marks of ``tensors`` as they are now. Waits for no device. Cost: one pass over them."""
+    return [_hash(one) if one.device.type == "cpu" else checksum(one) for one in tensors]
+
+
+def digest_of(marks: Marks) -> str:
+    """Return one digest of ``marks``. Waits for their devices."""
+    return xxhash.xxh3_64_hexdigest(b"".join(struct.pack("<Q", int(one) % (1 << BITS)) for one in marks))
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,8 @@ class Frame:
     """No other optimizer's frame of this training step follows."""
     digest: str = ""
     """Of the header, which has those of all gradients: it names the frame. Set by ``encode`` and ``decode``."""
+    parameters: str = ""
+    """``checksum.digest_of`` all parameters of the log after this training step. '' where they were not looked at."""
 
 
 def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
@@ -83,6 +85,7 @@ def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
         "gradients": entries,
         "attachment": [len(frame.attachment), _digest(frame.attachment)],
         "data_bytes": sum(map(len, views)),
+        **({"parameters": frame.parameters} if frame.parameters else {}),
     }
     header, digest = segments.pack(segments.FRAME, fields)
     return header, views, digest
@@ -126,8 +129,9 @@ def decode(read: Callable[[int, int], memoryview], *, where: str) -> tuple[Frame
         gradients,
         torch.ones(()) if fields["skipped"] else None,
     )
-    name, is_last = fields["optimizer"], fields["is_last"]
-    frame = Frame(step, fields["layout"], fields["previous"], fields["number"], attachment, {}, name, is_last, digest)
+    name, is_last, seen = fields["optimizer"], fields["is_last"], fields.get("parameters", "")
+    place = fields["layout"], fields["previous"], fields["number"]
+    frame = Frame(step, *place, attachment, {}, name, is_last, digest, seen)
     return frame, at + size_bytes
 
 

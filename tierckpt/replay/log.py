@@ -7,14 +7,18 @@ Invariants (S1 and S2 are in ``segments``, L5 and L6 in ``log_writer``):
         later, and nothing else.
     L3  A step never goes on with less than was asked for without a word: what cannot be logged (a parameter changed
         beside the optimizer, gradients that were written over at once, a full or hung disk) ends the log, with a
-        reason, and the next base begins another. What writes through ``.data`` shows no change, and is not seen.
+        reason, and the next base begins another.
+    L7  What writes to a parameter through ``.data`` shows no change. So the first frame behind a base, and as many more
+        as cost ``CHECK_SHARE`` of training, have a digest of all parameters after their step; roll-forward that arrives
+        at another one ends with an error, which names the last step whose digest was right.
     L4  A new base begins a segment, in order with the frames, when its state is taken. Whether it is ever committed
         changes nothing: the segment continues the log of the base before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ from ..telemetry import logger
 from . import segments
 from .apply import Replay
 from .capture import Capture, Gradients, Step
+from .checksum import Marks, digest_of, marks_of
 from .frame import Frame, decode
 from .link import GRADIENTS, Copy, Link
 from .log_writer import Base, Entry, Group, LogWriter, Part
@@ -36,6 +41,8 @@ from .redo import explicit, implementation_of
 log = logger("replay")
 
 SAID_SECONDS = 1.0
+CHECK_SHARE = 0.01
+"""Of the time of training, what looking at the parameters may take."""
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
@@ -64,6 +71,9 @@ class Recovered:
     """Why nothing follows, when bytes do: a torn tail, damage, a frame of another place."""
     digest: str = ""
     """Of the newest frame: a log is continued from there."""
+    verified_step: int = -1
+    """The newest step after which the parameters were seen to be those of training. What follows is made of the same
+    gradients, and of parameters that only an edit through ``.data`` could have changed."""
 
 
 class GradientLog:
@@ -129,6 +139,7 @@ class GradientLog:
         self._newest = 0
         self._writer: LogWriter | None = None
         self._said_seconds = 0.0
+        self._checks = _Checks()
 
     def __enter__(self) -> GradientLog:
         return self
@@ -168,6 +179,7 @@ class GradientLog:
         """
         at = step if step is not None else after.step if after is not None and after.steps else self._newest
         self._newest, writer = at, self._writer
+        self._checks.is_due = True
         if writer is not None:
             if self._recorders and not (after or self.is_stepped or self._is_broken()):
                 writer.turn_to(Base(at, [base]))
@@ -211,7 +223,7 @@ class GradientLog:
         data = attachment if isinstance(attachment, bytes) else attachment()
         parts = {name: part for name, one in self._recorders.items() if (part := one.take()) is not None}
         self._newest = number
-        self._writer.put(Entry(number, data, parts))
+        self._writer.put(Entry(number, data, parts, self._checks.look(self.optimizers)))
 
     def sync(self) -> None:
         """Return when every step that was ended is on the disk.
@@ -255,6 +267,32 @@ class GradientLog:
         seconds, self._said_seconds = writer.blocked_seconds - self._said_seconds, writer.blocked_seconds
         if seconds >= SAID_SECONDS:
             log.info("steps up to %d waited %.1f s for the disk below %s", self._newest, seconds, self.directory)
+
+
+class _Checks:
+    """Looks at the parameters behind each base, and then as often as costs ``CHECK_SHARE`` of the time that passes."""
+
+    def __init__(self) -> None:
+        self.is_due = True
+        self._seconds, self._saved_seconds, self._at = 0.0, 0.0, time.perf_counter()
+
+    def look(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> Marks | None:
+        """Return the marks of all parameters of now, None when it is not time."""
+        begun = time.perf_counter()
+        self._saved_seconds = min(self._seconds, self._saved_seconds + CHECK_SHARE * (begun - self._at))
+        self._at = begun
+        if not self.is_due and self._saved_seconds < self._seconds:
+            return None
+        marks = marks_of(_parameters(optimizers))
+        self._at = time.perf_counter()
+        self._seconds, self.is_due = self._at - begun, False
+        self._saved_seconds -= self._seconds
+        return marks
+
+
+def _parameters(optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    for optimizer in optimizers.values():
+        yield from (local(one.tensor.detach()) for one in parameters_of(optimizer))
 
 
 class _Recorder:
@@ -337,9 +375,12 @@ def roll_forward(
 
     Raises:
         ConfigError: an optimizer cannot be replayed.
-        IntegrityError: the log is that of another optimizer or sharding.
+        IntegrityError: the log is that of another optimizer or sharding; or it leads to other parameters than training
+            had (L7): then the state is to be restored again, and ``error.context["verified_step"]`` is how far the log
+            may lead, -1 for not at all.
     """
-    targets = {name: _Target(one) for name, one in _named(optimizers).items()}
+    named = _named(optimizers)
+    targets = {name: _Target(one) for name, one in named.items()}
     newest, segment, pending = Recovered(-1, 0), None, list[Frame]()
     for place in segments.walk(directory, base):
         if isinstance(place, str):
@@ -369,10 +410,27 @@ def roll_forward(
             targets[frame.optimizer].apply(frame.step)
         frame, pending = pending[-1], []
         attached(frame.attachment)
-        newest = Recovered(frame.number, newest.steps + 1, frame.attachment, digest=frame.digest)
+        verified = newest.verified_step
+        if frame.parameters:
+            if digest_of(marks_of(_parameters(named))) != frame.parameters:
+                raise _other_parameters(frame, place.segment.path, verified)
+            verified = frame.number
+        newest = Recovered(
+            frame.number, newest.steps + 1, frame.attachment, digest=frame.digest, verified_step=verified
+        )
     for target in targets.values():
         target.finish()
     return newest
+
+
+def _other_parameters(frame: Frame, path: Path, verified: int) -> IntegrityError:
+    return IntegrityError(
+        f"the gradient log leads to other parameters than training had after step {frame.number}: something changed "
+        "them beside the optimizer (through .data), or this is another build or device",
+        hint=f"Restore the checkpoint again, and roll forward to step {verified}" if verified >= 0 else
+        "Restore the checkpoint alone",
+        path=path, verified_step=verified,
+    )  # fmt: skip
 
 
 class _Target:

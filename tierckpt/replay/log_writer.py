@@ -26,6 +26,7 @@ from ..errors import CheckpointError
 from ..telemetry import LOG_BLOCKED_SECONDS, logger
 from . import segments
 from .capture import Step
+from .checksum import Marks, digest_of
 from .frame import Frame, encode
 from .link import Copy
 from .segments import SegmentFile
@@ -58,6 +59,7 @@ class Entry:
     number: int = -1
     attachment: bytes = b""
     parts: dict[str, Part] = field(default_factory=dict)
+    marks: Marks | None = None
     is_written: bool = False
 
 
@@ -321,7 +323,11 @@ class LogWriter:
         for place, (name, step) in enumerate(steps.items(), 1):
             is_last = place == len(steps)
             dtypes, attachment = entry.parts[name].dtypes, entry.attachment if is_last else b""
-            frame = Frame(step, self._layouts[name], self._previous, entry.number, attachment, dtypes, name, is_last)
+            seen = digest_of(entry.marks) if is_last and entry.marks is not None else ""
+            frame = Frame(
+                step, self._layouts[name], self._previous, entry.number, attachment, dtypes, name, is_last,
+                parameters=seen,
+            )  # fmt: skip
             head, views, digest = encode(frame)
             pieces = [memoryview(head), *views]
             with self._asking():

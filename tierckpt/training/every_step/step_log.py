@@ -8,7 +8,8 @@ Invariants:
         Segments go when the two newest committed checkpoints need them no more.
     G2  All ranks go to the same step, of the same history. A segment names the job that wrote it; ranks compare what
         they have from the checkpoint on, job by job, and stop where they differ. A rank that falls short of that step
-        (damage) takes all back to the checkpoint, and from there to the step that it reaches.
+        (damage, other parameters than training had) takes all back to the checkpoint, and from there to the step that
+        it reaches.
     G3  Of a step everything is given back, or nothing: parameters and optimizer state by replay, the rest as the step
         left it (``codec.attachment``).
 """
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ...config import Settings
-from ...errors import CapacityError, ConfigError, TierckptError
+from ...errors import CapacityError, ConfigError, IntegrityError, TierckptError
 from ...format.layout import GRADIENTS_DIR, Location, local_dir
 from ...quantities import human_bytes
 from ...replay import segments
@@ -195,8 +196,11 @@ class StepLog:
             restore()
         why = "; ".join(f"rank {rank}: {reason}" for rank, reason in ended.items())
         log.log(
-            WARNING if ended else INFO, "step %d is the checkpoint of step %d and %d steps of the gradient log%s",
-            found.step if found.steps else step, step, found.steps, f", which ends there: {why}" if why else "",
+            WARNING if ended else INFO,
+            "step %d is the checkpoint of step %d and %d steps of the gradient log%s%s",
+            found.step if found.steps else step, step, found.steps,
+            f", parameters verified at step {found.verified_step}" if found.verified_step >= 0 else "",
+            f", which ends there: {why}" if why else "",
         )  # fmt: skip
         return found
 
@@ -253,7 +257,8 @@ class StepLog:
             found = roll_forward(_optimizers(state), self._directory, base, last_step=last, attached=attached.take)
             attached.finish()
         except Exception as error:  # the ranks go back together
-            return Recovered(-1, 0, ended=f"{type(error).__name__}: {error}")
+            verified = error.context.get("verified_step", -1) if isinstance(error, IntegrityError) else -1
+            return Recovered(verified, 0, ended=f"{type(error).__name__}: {error}")
         return found
 
 
