@@ -94,6 +94,39 @@ def test_status_and_report_tell_of_it(
     assert "3 steps that no checkpoint had" in capsys.readouterr().out
 
 
+def test_info_shows_the_logs_of_a_run_and_those_behind_a_checkpoint(
+    run: Runs, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(run(interval=5), Job(), 8)
+    checkpointer = run()
+    assert checkpointer.restore(Job().state, step=5) == 5  # another history begins here
+    again = Job()
+    checkpointer.restore(again.state, step=5)
+    train(checkpointer, again, 7)
+
+    def told(*arguments: str) -> Any:
+        capsys.readouterr()
+        assert main(["info", *arguments, "--json", "--local-root", str(local_root)]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    document = told(file_uri)
+    assert document["kind"] == "run" and document["checkpoints"] >= 2
+    [old, new] = document["gradient_logs"]
+    assert (old["rank"], old["base_step"], old["newest_step"], old["steps"], old["ended"]) == (0, 1, 5, 4, "")
+    assert (new["base_step"], new["newest_step"], new["steps"], new["ended"]) == (5, 7, 2, "")
+    assert old["verified_step"] >= 2 and new["verified_step"] >= 6 and new["size_bytes"] > 4096
+    assert [one["base_step"] for one in told(f"{file_uri}/step-5")["gradient_logs"]] == [1, 5]
+    [*_, newest] = segments.paths_in(directory(local_root, file_uri))
+    data = newest.read_bytes()
+    newest.write_bytes(data[:-4096])
+    shutil.rmtree(local_dir(local_root, parse_uri(file_uri)) / "step-5")
+    document = told(file_uri)
+    [_, new] = document["gradient_logs"]
+    assert new["newest_step"] == 6 and "cut short" in new["ended"] and "step-5 is missing" in new["ended"]
+    assert main(["info", file_uri, "--local-root", str(local_root)]) == 0
+    assert "step-5 is missing" in " ".join(capsys.readouterr().out.split())
+
+
 def test_what_is_asked_for_is_a_number_of_steps_or_a_time(run: Runs) -> None:
     for asked in ("often", "0 steps", "5 s", "steps"):
         with pytest.raises(ConfigError, match="gradient_log is"):

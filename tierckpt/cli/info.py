@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import Collection
 from datetime import UTC, datetime
+
+from rich.console import RenderableType
 
 from ..cache.prefetch import FileSpec, from_listing
 from ..checkpoint.catalog import Checkpoint
 from ..engine import Engine
 from ..errors import CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError
-from ..format.layout import Location
+from ..format.layout import GRADIENTS_DIR, Location, local_dir, step_of
 from ..format.manifest import Manifest
+from ..replay import segments
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, table
 from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
 
 def info(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
-    """Show one checkpoint: save, tiers, files and sizes. Shows the files of a plain directory of model files too."""
+    """Show one checkpoint: save, tiers, files and sizes, and the steps that this node's gradient logs have behind it.
+    Shows the logs of a run, and the files of a plain directory of model files too."""
     location = location_of(uri)
     with open_client(local_root) as client:
         return client.run(_inspect(client.engine, location))
@@ -30,29 +36,66 @@ async def _inspect(engine: Engine, location: Location) -> Report:
         return await _inspect_plain(engine, location, error)
     if checkpoint.manifest is None:
         return _plain("stock", location, await from_listing(checkpoint.store))
-    return await asyncio.to_thread(_committed, checkpoint, checkpoint.manifest)
+    logs = await asyncio.to_thread(_logs, engine, location.parent) if checkpoint.step is not None else []
+    behind = [one for one in logs if one["base_step"] <= checkpoint.step <= (one["newest_step"] or one["base_step"])]
+    return await asyncio.to_thread(_committed, checkpoint, checkpoint.manifest, behind)
 
 
 async def _inspect_plain(
     engine: Engine, location: Location, error: CheckpointNotFoundError | UncommittedCheckpointError
 ) -> Report:
     """No commit is here: a run with checkpoints below, plain files, an unfinished save, or nothing."""
+    logs = await asyncio.to_thread(_logs, engine, location)
     try:
         rows = await engine.list(location)
     except CheckpointNotFoundError:
+        if logs:
+            return _run(location, (), logs)
         try:
             return _plain("files", location, await from_listing(engine.store(location)))
         except ObjectNotFoundError:
             raise error from None
     if rows[0].location == location:
         raise error
+    if logs:
+        return _run(location, {row.step for row in rows if row.step is not None}, logs)
     raise CheckpointNotFoundError(
         f"{location.uri} is a run with {len(rows)} checkpoints, not a checkpoint",
         hint=f"`tierckpt ls {location.uri}` lists them; `tierckpt info {rows[-1].location.uri}` shows the last",
     )
 
 
-def _committed(checkpoint: Checkpoint, manifest: Manifest) -> Report:
+def _logs(engine: Engine, run: Location) -> list[Json]:
+    """The gradient logs that this node has of ``run``: of each rank, those that follow each other as one."""
+    directory = local_dir(engine.settings.local_root, run) / GRADIENTS_DIR
+    ranks = sorted(directory.glob("rank-*")) if directory.is_dir() else []
+    return [{"rank": step_of(path.name), **dataclasses.asdict(one)} for path in ranks for one in segments.chains(path)]
+
+
+def _logs_table(logs: list[Json]) -> RenderableType:
+    lines = [
+        (item["rank"], item["base_step"], _shown(item["newest_step"]), item["steps"], human_bytes(item["size_bytes"]),
+         _shown(item["verified_step"]), item["ended"] or "whole")
+        for item in logs
+    ]  # fmt: skip
+    return table(">rank >behind_step >newest_step >steps >size >parameters_verified_at state", lines)
+
+
+def _shown(step: int | None) -> str:
+    return "none" if step is None else str(step)
+
+
+def _run(location: Location, steps: Collection[int], logs: list[Json]) -> Report:
+    for item in logs:
+        if item["base_step"] not in steps:
+            missing = f"step-{item['base_step']} is missing: the log leads on from a later checkpoint, or from none"
+            item["ended"] = "; ".join(filter(None, (item["ended"], missing)))
+    document: Json = {"uri": location.uri, "kind": "run", "checkpoints": len(steps), "gradient_logs": logs}
+    summary = {"run": location.uri, "checkpoints": f"{len(steps)} (`tierckpt ls {location.uri}` lists them)"}
+    return Report(document, [facts(summary), _logs_table(logs)])
+
+
+def _committed(checkpoint: Checkpoint, manifest: Manifest, logs: list[Json]) -> Report:
     files: list[Json] = [
         {
             "path": entry.path,
@@ -76,6 +119,7 @@ def _committed(checkpoint: Checkpoint, manifest: Manifest) -> Report:
         "size_bytes": manifest.size_bytes,
         "notes": dict(manifest.notes),
         "files": files,
+        "gradient_logs": logs,
     }
     summary = {
         "checkpoint": checkpoint.location.uri,
@@ -91,7 +135,8 @@ def _committed(checkpoint: Checkpoint, manifest: Manifest) -> Report:
         (item["path"], item["rank"], human_bytes(item["size_bytes"]), "yes" if item["on_this_node"] else "no")
         for item in files
     ]
-    return Report(document, [facts(summary), table("file >rank >size on_this_node", lines)])
+    view = [facts(summary), table("file >rank >size on_this_node", lines)]
+    return Report(document, [*view, _logs_table(logs)] if logs else view)
 
 
 def _plain(kind: str, location: Location, found: list[FileSpec]) -> Report:

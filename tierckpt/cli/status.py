@@ -136,11 +136,12 @@ def _gradient_logs(root: Path) -> Iterator[Json]:
         sizes = [file_size(path) for path in segments.paths_in(directory)]
         location = location_at(root, directory.parent.parent)
         if sizes and location is not None:
+            steps = [one.newest_step for one in segments.chains(directory) if one.newest_step is not None]
             yield {
                 "uri": location.uri,
                 "rank": step_of(directory.name),
                 "size_bytes": sum(size for size in sizes if size > 0),
-                "newest_step": segments.newest_step(directory),
+                "newest_step": max(steps, default=None),
             }
 
 

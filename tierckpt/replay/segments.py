@@ -112,6 +112,22 @@ class Place:
     read: Callable[[int, int], memoryview]
 
 
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Segments that follow each other, as they lie there."""
+
+    base_step: int
+    """The oldest state that they lead on from."""
+    newest_step: int | None
+    """The newest that is whole in size; None without any."""
+    steps: int
+    size_bytes: int
+    verified_step: int | None
+    """The newest whose frame has a digest of all parameters."""
+    ended: str
+    """Why nothing follows, where bytes do."""
+
+
 def paths_in(directory: Path) -> list[Path]:
     """Return the segments in ``directory``, by the step that they begin with."""
     return matching(directory, f"*{SUFFIX}")
@@ -168,24 +184,25 @@ def walk(directory: Path, base: str) -> Iterator[Place | str]:
     yield ended
 
 
-def newest_step(directory: Path) -> int | None:
-    """Return the newest step that lies whole in size in the newest segment with one; None without any."""
-    for segment in reversed(_segments(directory)[0]):
-        steps: list[int] = []
-        file = open_file(segment.path)
-        try:
-            size_bytes, at = os.fstat(file).st_size, segment.head_bytes
-            while at < size_bytes:
-                place, length = _place(segment, file, at, size_bytes)
-                at += length
-                steps += [place.fields["number"]] if place.fields["is_last"] else []
-        except IntegrityError:
-            pass  # it is being written
-        finally:
-            os.close(file)
-        if steps:
-            return steps[-1]
-    return None
+def chains(directory: Path) -> list[Chain]:
+    """Return what lies in ``directory``, the oldest first. Data of frames is not read."""
+    found: list[Chain] = []
+    seen: set[Path] = set()
+    for first in _segments(directory)[0]:
+        if not first.bases or first.path in seen:
+            continue
+        here, frames, newest, verified, ended = {first.path}, 0, None, None, ""
+        for place in walk(directory, first.bases[0]):
+            if isinstance(place, str):
+                ended = place
+            elif place.fields["is_last"]:
+                here.add(place.segment.path)
+                frames, newest = frames + 1, place.fields["number"]
+                verified = newest if place.fields.get("parameters") else verified
+        seen |= here
+        size_bytes = sum(path.stat().st_size for path in here)
+        found.append(Chain(first.step, newest, frames, size_bytes, verified, ended))
+    return found
 
 
 def _continuing(found: Sequence[Segment], digest: str) -> Segment | None:
