@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.test_simulate import BLOCKING, CLUSTER, GB, MTBF, NODES, RATES, failing, with_peers
 from tierckpt.errors import ConfigError
-from tierckpt.planning import Level, ettr
+from tierckpt.planning import Level, ettr, simulator
 from tierckpt.planning.goodput import Goodput, analyse, read_start
 from tierckpt.planning.policy import Rules
 from tierckpt.planning.scenario import Cluster, Configuration
@@ -102,9 +102,71 @@ def test_without_records_there_is_a_sentence() -> None:
 # --- against the simulator, and the formulas ----------------------------------------------------------------------
 
 
+class Witnessed(simulator._Job):  # private: what a job does is written down as it happens
+    """A job that writes down what its own records would say, a list of lines for each start. A step is a millisecond
+    of work."""
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world)
+        self.records: list[list[dict[str, Any]]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self.saves, self.before = 0, self.totals()
+        self.records.append([])
+        self.note("start", process_at=self.env.now)
+
+    def note(self, what: str, **more: Any) -> None:
+        totals = {name: now - self.before[name] for name, now in self.totals().items()}
+        step = round(self.work * 1000)
+        self.records[-1].append({"what": what, "at": self.env.now, "step": step, "saves": self.saves, **totals, **more})
+
+    def totals(self) -> dict[str, float]:
+        spent = self.spent
+        return {
+            "productive_seconds": self.work + spent["lost"],
+            "blocked_seconds": spent["stalled"],
+            "starting_seconds": spent["restarting"] + spent["waiting"],
+            "loading_seconds": spent["loading"],
+        }
+
+    def _checkpoint(self) -> Any:
+        self.saves += 1
+        self.note("save")
+        yield from super()._checkpoint()
+
+    def _roll_back(self, *restored: Any) -> None:
+        super()._roll_back(*restored)
+        self._now_doing("training")
+        self.note("restored")
+
+    def strike(self, nodes: list[int], *, wipes: bool) -> None:
+        super().strike(nodes, wipes=wipes)
+        self.note("step")
+        self.begin()
+
+    def close(self) -> None:
+        super().close()
+        self.note("step")
+
+
+def recorded(
+    cluster: Cluster, configuration: Configuration, *, days: float, seed: int
+) -> tuple[Run, list[list[dict[str, Any]]]]:
+    jobs: list[Witnessed] = []
+
+    def witnessed(world: Any) -> Witnessed:
+        jobs.append(Witnessed(world))
+        return jobs[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulator, "_Job", witnessed)  # private: as above
+        run = simulate(cluster, configuration, days=days, seed=seed)
+    return run, jobs[0].records
+
+
 def measured(cluster: Cluster, configuration: Configuration, days: float, seed: int) -> tuple[Run, Goodput]:
-    records: list[list[dict[str, Any]]] = []
-    run = simulate(cluster, configuration, days=days, seed=seed, records=records)
+    run, records = recorded(cluster, configuration, days=days, seed=seed)
     return run, report(*records)
 
 
@@ -150,8 +212,7 @@ def test_two_tiers_are_measured_as_the_nested_model_has_them() -> None:
 
 def test_a_measurement_that_forgot_the_restarts_would_be_found_wrong() -> None:
     """The comparison can fail."""
-    records: list[list[dict[str, Any]]] = []
-    run = simulate(CLUSTER, with_peers(NODES), days=10, seed=1, records=records)
+    run, records = recorded(CLUSTER, with_peers(NODES), days=10, seed=1)
     for start in records:
         for one in start:
             one["at"] -= records[0][0]["at"]

@@ -80,13 +80,11 @@ def simulate(
     *,
     days: float,
     seed: int = 0,
-    records: list[list[dict[str, Any]]] | None = None,
     listener: ProgressListener = ignore_progress,
 ) -> Run:
     """Run ``configuration`` on ``cluster`` for ``days``. The same arguments give the same result.
 
-    ``records`` takes what the first job would have recorded of itself, as ``goodput.read_start`` reads it: a list of
-    lines for each start. A step is a millisecond of work. ``listener`` is called with simulated seconds.
+    ``listener`` is called with simulated seconds.
 
     Raises:
         ConfigError: days of zero or less; more replicas than a job has nodes.
@@ -94,8 +92,6 @@ def simulate(
     """
     seconds = positive(days, "days") * DAY_SECONDS
     world = _World(cluster, configuration, random.Random(seed))
-    if records is not None:
-        world.jobs[0].witness = _Witness(world.jobs[0], records)
     for part in range(1, PARTS + 1):
         world.env.run(until=seconds * part / PARTS)
         listener(Progress(f"simulate {configuration.name}", round(seconds * part / PARTS), round(seconds)))
@@ -229,7 +225,6 @@ class _Job:
         self.request: ContainerGet | None = None
         self.epoch = 0
         self.debt = 0.0
-        self.witness: _Witness | None = None
         self.shared_work_at = 0.0
         self.doing, self.since = "training", 0.0
         self.missing = 0
@@ -263,9 +258,6 @@ class _Job:
 
     def _checkpoint(self) -> Steps:
         number = self.checkpoints = self.checkpoints + 1
-        if self.witness is not None:
-            self.witness.saves += 1
-            self.witness.line("save")
         version = _Version(number, self.work, self.env.now)
         if self.plan.blocking:
             yield from self._move(self.world.writes, self.plan.checkpoint_bytes)
@@ -395,9 +387,6 @@ class _Job:
             self.world.writes.cancel(self.drain.flow)
             self.drain = None
         self._now_doing("restarting")
-        if self.witness is not None:
-            self.witness.line("step")
-            self.witness.start()
         self.process.interrupt()
 
     def _can_go_on(self, version: _Version) -> bool:
@@ -486,46 +475,11 @@ class _Job:
             version.local_at = self.env.now
             version.peer_at = self.env.now if self.plan.peer else math.inf
         self.wiped.clear()
-        if self.witness is not None:
-            self._now_doing("training")
-            self.witness.line("restored")
 
     def close(self) -> None:
         """Book what was under way at the end."""
         self._now_doing("over")
-        if self.witness is not None:
-            self.witness.line("step")
         self.exposure_max = max(self.exposure_max, self.env.now - self.shared_work_at)
-
-
-class _Witness:
-    """Writes down what a job's own records would say (``training/run_log.py``)."""
-
-    def __init__(self, job: _Job, records: list[list[dict[str, Any]]]) -> None:
-        self.job, self.records, self.saves = job, records, 0
-        self.before = self._totals()
-        self.start()
-
-    def start(self) -> None:
-        self.saves, self.before = 0, self._totals()
-        self.records.append([])
-        self.line("start", process_at=self.job.env.now)
-
-    def line(self, what: str, **more: Any) -> None:
-        totals = {name: now - self.before[name] for name, now in self._totals().items()}
-        step = round(self.job.work * 1000)
-        self.records[-1].append(
-            {"what": what, "at": self.job.env.now, "step": step, "saves": self.saves, **totals, **more}
-        )
-
-    def _totals(self) -> dict[str, float]:
-        job, spent = self.job, self.job.spent
-        return {
-            "productive_seconds": job.work + spent["lost"],
-            "blocked_seconds": spent["stalled"],
-            "starting_seconds": spent["restarting"] + spent["waiting"],
-            "loading_seconds": spent["loading"],
-        }
 
 
 def _holders(configuration: Configuration, nodes: int) -> list[tuple[int, ...]]:
