@@ -220,7 +220,7 @@ class SharedRead:
 
     def __init__(self, pact: SharedReadPlan, window: Window, timeout_seconds: float) -> None:
         self.units = Units(pact)
-        self._pact, self._window, self._timeout_seconds = pact, window, timeout_seconds
+        self._window, self._timeout_seconds = window, timeout_seconds
         self._alone = not self._try(window.join)
         if self._alone:
             self._give_up("the others have begun without this one")
