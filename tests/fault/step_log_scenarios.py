@@ -77,8 +77,10 @@ def train(
             at = job.train()
             os.write(seen, f"trained {at} {job.digest()}\n".encode())
             saved = checkpointer.step(at, job.state)
-            if saved is not None and (at == 1 or steps < 100):
+            if saved is not None and (at == 1 or steps < 100) and options.get("mode") != "multi_step":
                 saved.result(60)  # before the first checkpoint there is nothing to go on from
+            if at == 4 and options.get("mode") == "multi_step":
+                checkpointer.wait("local")  # the first window is of so many steps
             os.write(seen, f"ended {at} \n".encode())
         os._exit(0)  # as if it were killed here: nothing is saved at the end
 

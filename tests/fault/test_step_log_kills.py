@@ -78,15 +78,18 @@ def wait_for(job: Job, folder: Path, word: str, times: int) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, {}), (1, {"mode": "multi_step", "window_steps": 4}), (2, {})], ids=["1", "windows", "2"]
+)
 def test_a_job_that_is_killed_loses_one_step_at_most(
-    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, ranks: int
+    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, ranks: int, options: dict[str, Any]
 ) -> None:
     chosen, lost, ended = random.Random(ranks), [], 0
     for kill in range(KILLS):
-        job = nursery.start("train", tmp_path, ranks, uri=file_uri, interval=20)
+        job = nursery.start("train", tmp_path, ranks, uri=file_uri, interval=20 if not options else 6, **options)
         wait_for(job, tmp_path, "resumed", kill + 1)
-        wait_for(job, tmp_path, "ended", Seen(tmp_path, 1).count("ended") + chosen.choice((0, 3, 10, 30)))
+        first = 4 if options and not kill else 0  # nothing is logged before the first checkpoint
+        wait_for(job, tmp_path, "ended", Seen(tmp_path, 1).count("ended") + first + chosen.choice((0, 3, 10, 30)))
         time.sleep(chosen.uniform(0.0, 0.05))
         job.kill()
         seen = Seen(tmp_path, ranks)

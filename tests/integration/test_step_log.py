@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import random
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import tierckpt
+from tests.fault.redo_log_job import Deferring
 from tests.fault.step_log_scenarios import Job
 from tierckpt import Checkpointer
 from tierckpt.cli.ui.app import run as main
@@ -22,7 +24,8 @@ from tierckpt.errors import ConfigError
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
 from tierckpt.replay import log as logs
 from tierckpt.replay import segments
-from tierckpt.training.every_step import step_log
+from tierckpt.replay.link import GRADIENTS, Copy, Link
+from tierckpt.training.every_step import step_log, window
 from tierckpt.training.every_step.step_log import agreed_step
 
 Runs = Callable[..., Checkpointer]
@@ -94,6 +97,46 @@ def test_status_and_report_tell_of_it(
     assert "3 steps that no checkpoint had" in capsys.readouterr().out
 
 
+def windowed(made: Checkpointer, job: Job, steps: int) -> dict[int, str]:
+    """Go on from where the run is to step ``steps``, and die. Returns what each step came to."""
+    digests: dict[int, str] = {}
+    with contextlib.suppress(KeyboardInterrupt), made as checkpointer:
+        checkpointer.restore(job.state)
+        while job.state["step"] < steps:
+            number = job.train()
+            digests[number] = job.digest()
+            checkpointer.step(number, job.state)
+            if number == 6:  # the first window is whole
+                checkpointer.wait("local")
+        raise KeyboardInterrupt
+    return digests
+
+
+@pytest.mark.parametrize("is_deferred", [False, True], ids=["on the CPU", "as on an accelerator"])
+def test_steps_behind_windows_are_logged_and_the_gradients_copied_once(
+    run: Runs, monkeypatch: pytest.MonkeyPatch, file_uri: str, local_root: Path, is_deferred: bool
+) -> None:
+    """Frames lead on from the last step of a window; while the next is open, from that of the one before."""
+    if is_deferred:
+        monkeypatch.setattr(window, "MultiStepStager", Deferring)
+    copied: list[int] = []
+
+    def copy(this: Link, sources: Any, priority: int) -> Copy:
+        copied.append(priority)
+        return original(this, sources, priority)
+
+    original = Link.copy
+    monkeypatch.setattr(Link, "copy", copy)
+    options: dict[str, Any] = {"mode": "multi_step", "window_steps": 4, "interval": 10}
+    digests = windowed(run(**options), Job(), 12)  # the first window is of steps 1 to 4, the second begins at 10
+    assert copied.count(GRADIENTS) == 3 + 8, "three steps of the first window, and each step behind it once"
+    job, step = resumed(run(**options))
+    assert step == 12 and job.digest() == digests[12]
+    digests |= windowed(run(**options), Job(), 25)
+    job, step = resumed(run(**options))
+    assert step == 25 and job.digest() == digests[25]
+
+
 def test_info_shows_the_logs_of_a_run_and_those_behind_a_checkpoint(
     run: Runs, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,8 +174,6 @@ def test_what_is_asked_for_is_a_number_of_steps_or_a_time(run: Runs) -> None:
     for asked in ("often", "0 steps", "5 s", "steps"):
         with pytest.raises(ConfigError, match="gradient_log is"):
             run(gradient_log=asked)
-    with pytest.raises(ConfigError, match="multi_step"):
-        run(mode="multi_step")
 
 
 def test_an_optimizer_that_cannot_be_replayed_is_refused_at_the_first_step(run: Runs) -> None:

@@ -165,6 +165,11 @@ class TierStorageReader(Mount, StorageReader):
         self._error = None
         return metadata
 
+    def notes(self) -> Mapping[str, str | int | bool]:
+        """Return what its manifest says of it. The checkpoint stays in use for a load."""
+        manifest = self._found().checkpoint.manifest
+        return manifest.notes if manifest is not None else {}
+
     @short_traceback
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take the metadata that the plan is made from. Raises what ``read_metadata`` raised, typed."""

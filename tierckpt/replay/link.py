@@ -131,6 +131,8 @@ class Link:
 
     def __init__(self, bytes_per_second: float = 0.0) -> None:
         self.bytes_per_second = bytes_per_second
+        self.followers: dict[int, Callable[[list[str], Copy], None]] = {}
+        """By ``id`` of an optimizer: who is given the copy of its gradients of a step that is made for a log anyway."""
         self._moved_bytes, self._busy_seconds, self._device_rate = 0, 0.0, 0.0
         self._pinned = PinnedMemory()
         self._waiting: list[tuple[int, int, Copy]] = []

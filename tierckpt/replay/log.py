@@ -331,8 +331,11 @@ class _Recorder:
 
     def _on_gradients(self, gradients: Gradients) -> Gradients:
         keys = list(gradients)
-        copy = self._owner._link.copy([gradients[key] for key in keys], GRADIENTS)
-        if self._name in self._owner._waits_for_gradients and not self._owner._link.wait(copy):
+        link = self._owner._link
+        copy = link.copy([gradients[key] for key in keys], GRADIENTS)
+        if (follow := link.followers.get(id(self.optimizer))) is not None:
+            follow(keys, copy)
+        if self._name in self._owner._waits_for_gradients and not link.wait(copy):
             self._reason = self._reason or "gradients do not reach host memory: the link hangs"
         self._copying = (keys, copy)
         return {}

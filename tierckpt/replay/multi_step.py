@@ -114,7 +114,8 @@ class _Window:
     blocked_seconds: float = 0.0
     waited_bytes: int = 0
     copies: list[Copy] = field(default_factory=list)
-    gradients: dict[int, tuple[list[str], Copy]] = field(default_factory=dict)
+    gradients: dict[int, tuple[list[str], list[str], Copy]] = field(default_factory=dict)
+    """By version: whose are wanted, whose were copied."""
     work: list[Future[None]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     edits: tuple[int, ...] = ()
@@ -191,6 +192,9 @@ class MultiStepStager:
         self._replays = ThreadPoolExecutor(1, "tierckpt-replay", self._note_clock)
         self._hashes = ThreadPoolExecutor(1, "tierckpt-fingerprint", self._note_clock)
         self._window: _Window | None = None
+        self._logged: tuple[list[str], Copy] | None = None
+        """The gradients of the step that is being made, where a log has them copied on this link."""
+        self.link.followers[id(optimizer)] = lambda *logged: setattr(self, "_logged", logged)
         self.waited_seconds = 0.0
         """How long steps have waited for parts so far, in all windows."""
         self._stepped_at = 0.0
@@ -245,9 +249,8 @@ class MultiStepStager:
                 "a multi-step checkpoint is still being copied, and a second one cannot begin",
                 hint="Save less often than window_steps, or wait for the first one's result",
             )
-        if self._capture.broken:  # of the window before: what broke it is over
-            self._capture.close()
-            self._capture = Capture(self.optimizer, self._on_step, copy=self._on_gradients)
+        self._capture.close()  # what broke it is over; and its hooks are to come behind those of a log
+        self._capture = Capture(self.optimizer, self._on_step, copy=self._on_gradients)
         sizes = {one.key: self._size(one) for one in parameters_of(self.optimizer)}
         traffic = self._traffic(sum(sizes.values()))
         steps = window_steps or self.window_steps or traffic.best_steps()
@@ -313,6 +316,7 @@ class MultiStepStager:
     def close(self) -> None:
         """Give up an open window, and remove the hooks."""
         self._capture.close()
+        self.link.followers.pop(id(self.optimizer), None)
         for fence in self._fences:
             fence.remove()
         self.abandon("the multi-step stager was closed before its window ended")
@@ -387,7 +391,7 @@ class MultiStepStager:
         window.blocked_seconds += time.perf_counter() - begun
 
     def _after_step(self, *_: Any) -> None:
-        self._stepped_at = time.perf_counter()
+        self._stepped_at, self._logged = time.perf_counter(), None
         if self._window is not None and self._defers:
             self._window.edits = self._edits()
 
@@ -398,18 +402,19 @@ class MultiStepStager:
 
     def _on_gradients(self, gradients: Gradients) -> Gradients:
         """The gradients of parts that were copied follow them."""
-        window = self._window
+        window, logged, self._logged = self._window, self._logged, None
         if window is None or window.sealed >= 0 or window.failure:
             return {}
         begun = time.perf_counter()
         keys = [key for part in window.parts if part.version >= 0 for key in part.keys if key in gradients]
         try:
-            copy = self.link.copy([gradients[key] for key in keys], GRADIENTS)
+            every, copy = logged or (keys, self.link.copy([gradients[key] for key in keys], GRADIENTS))
         except MemoryError:
             window.failure = OUT_OF_MEMORY
             return {}
-        window.copies.append(copy)
-        window.gradients[self._capture.version + 1] = (keys, copy)
+        if logged is None:
+            window.copies.append(copy)
+        window.gradients[self._capture.version + 1] = (keys, every, copy)
         if self._waits_for_gradients:
             self._expect(window, self.link.wait(copy))
         window.blocked_seconds += time.perf_counter() - begun
@@ -419,7 +424,7 @@ class MultiStepStager:
         window = self._window
         if window is None or step.version not in window.gradients:
             return
-        keys, copy = window.gradients.pop(step.version)
+        keys, every, copy = window.gradients.pop(step.version)
         dtypes = {one.key: one.tensor.dtype for one in parameters_of(self.optimizer)}
         behind = [part for part in window.parts if 0 <= part.version < step.version]
 
@@ -428,7 +433,8 @@ class MultiStepStager:
             if copy.was_changed:
                 self._waits_for_gradients = True
                 raise CheckpointError("gradients were written over before they were copied (zero_grad in place?)")
-            gradients = dict(zip(keys, copy.result, strict=True))
+            logged = dict(zip(every, copy.result, strict=True))
+            gradients = {key: logged[key] for key in keys}
             if self._defers:
                 made = Step(step.version, step.hyperparameters, gradients, step.found_inf)
                 window.steps.append(made)

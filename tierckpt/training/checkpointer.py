@@ -152,15 +152,15 @@ class Checkpointer:
         self._pacer = IntervalController(interval, Goal.of(overhead_max, mtbf), DrainDecider(self.settings))
         check_target(self.location, self.settings.local_root)
         self._mode, self._exact = check_mode(mode, window_steps, exact), exact
-        self._window = SaveWindow(self.location, window_steps, interval, exact, self._save_record)
+        self._job = agree_on_name(self.location.uri)
+        self._step_log = StepLog(gradient_log, self.location, self.settings, self._job)
+        self._window = SaveWindow(self.location, window_steps, interval, exact, self._save_record, self._step_log)
         self._stager = TierStager(mode=staging, settings=self.settings)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-save")
         self._handoffs = (
             ThreadPoolExecutor(1, thread_name_prefix="tierckpt-handoff") if is_wanted(self.settings) else None
         )
         self._running = RunningSaves(timeout_seconds)
-        self._job = agree_on_name(self.location.uri)
-        self._step_log = StepLog(gradient_log, self.location, self.settings, self._job, mode)
         self._saves = 0
         self._closed = False
         self._is_blind = False
@@ -206,7 +206,7 @@ class Checkpointer:
                 return future
             self._window.end_of_step(step, state)
             needs_base = self._step_log.needs_base
-            is_due = needs_base or (self._pacer.is_due(step) and not self._window.is_moving)
+            is_due = (needs_base or self._pacer.is_due(step)) and not self._window.is_moving
             return self._begin(step, state, is_asked=needs_base) if is_due else None
         finally:
             self._steps_seen += 1
@@ -292,7 +292,7 @@ class Checkpointer:
         overwrite = self._overwrite and not (self._is_blind and is_new_here)
         writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=overwrite)
         writer.hold_back()
-        writer.annotate(record.notes)
+        writer.annotate(self._step_log.notes(record, is_of_now=collected is None))
         if self._pacer.keeps_some:
             writer.keep(not record.is_sent)
         self._carry_out(order, writer)
@@ -304,7 +304,7 @@ class Checkpointer:
         staged, failure = stage(self._stager, plan, planner, state, is_copied=collected is not None)
         if collected is None:
             self._unsaved = None
-            self._step_log.based(plan.storage_data.save, step, state, failure)
+            self._step_log.based(record.base, step, state, failure)
         self._note(record)
         self._ledger.saved(step)
         self._saves += 1

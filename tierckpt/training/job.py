@@ -61,6 +61,8 @@ class SaveRecord:
     """Why a multi-step save was copied whole. '' for all others."""
     notes: Mapping[str, str | int | bool] = field(default_factory=dict)
     """What its manifest says of it: whether its steps were made again, and bit for bit."""
+    base: str = ""
+    """What gradient logs that lead on from it call it. '' without a log."""
     begun_at: float = field(default_factory=time.monotonic, repr=False)
 
     def name(self, run: Location, step: int) -> None:

@@ -35,6 +35,7 @@ from ..telemetry import logger
 from ..tracebacks import short_traceback
 from .codec import state as states
 from .every_step.redo_log import is_window
+from .every_step.step_log import BASE_NOTE
 from .exchange import all_gather, is_distributed, portable, same_outcome
 
 log = logger("checkpointer")
@@ -44,13 +45,17 @@ NAMES_SHOWN = 20
 
 def restore_into(reader: TierStorageReader, state: dict[str, Any], only: Collection[str] | None = None) -> str:
     """Load the checkpoint of ``reader`` into ``state``; of its entries, those named in ``only``. Nothing else is read.
-    Returns the ``save_id`` of its metadata: what the save that made it was called, on all ranks.
+    Returns what gradient logs that lead on from it call it, on all ranks.
 
     An error of any rank is raised on all of them, so that they stay at one step.
     """
 
+    base = ""
+
     def read_target() -> tuple[Metadata, dict[str, Any], dict[str, states.Entry]]:
+        nonlocal base
         metadata = reader.read_metadata()
+        base = str(reader.notes().get(BASE_NOTE, "")) or getattr(metadata.storage_meta, "save_id", None) or ""
         names = states.structures(state, metadata, only)
         texts = reader.read_objects(metadata, list(names.values()))
         found = {name: texts[called] for name, called in names.items()}
@@ -60,7 +65,7 @@ def restore_into(reader: TierStorageReader, state: dict[str, Any], only: Collect
         metadata, target, entries = same_outcome(read_target)
         _load(reader, target)
         same_outcome(lambda: states.put_back(state, target, metadata, entries, only))
-    return str(getattr(metadata.storage_meta, "save_id", None) or reader.path)
+    return base or reader.path
 
 
 def restore_newest(

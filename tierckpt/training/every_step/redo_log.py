@@ -39,6 +39,7 @@ from ...types import Json
 from ..codec import state as states
 from ..exchange import is_distributed, same_outcome
 from ..job import SaveRecord
+from .step_log import BASE_NOTE
 
 log = logger("checkpointer")
 
@@ -159,7 +160,10 @@ def make_checkpoint(
     """
     window = parse_uri(reader.path)
     collected, notes = same_outcome(lambda: fold(reader, state, exact))
-    record = SaveRecord(step_of(window.name) or 0, window.parent.parent.child(window.name).uri, notes=notes)
+    record = SaveRecord(
+        step_of(window.name) or 0, window.parent.parent.child(window.name).uri, notes=notes,
+        base=str(reader.notes().get(BASE_NOTE, "")),
+    )  # fmt: skip
     write(record, state, collected).result()
     log.info("%s was made of its redo log, %s", record.uri, "bit for bit" if notes["exact"] else notes)
     return record.uri

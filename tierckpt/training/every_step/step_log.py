@@ -4,7 +4,8 @@
 
 Invariants:
     G1  A step that is durable on every rank is not lost. A checkpoint is a place in the log, noted when its state is
-        taken: frames follow it whether it is committed or not, and until it is, the one before leads to all of them.
+        taken, with a multi-step save at the last step of its window: frames follow it whether it is committed or not,
+        and until it is, the one before leads to all of them.
         Segments go when the two newest committed checkpoints need them no more.
     G2  All ranks go to the same step, of the same history. A segment names the job that wrote it; ranks compare what
         they have from the checkpoint on, job by job, and stop where they differ. A rank that falls short of that step
@@ -16,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import deque
@@ -32,13 +34,14 @@ from ...errors import CapacityError, ConfigError, IntegrityError, TierckptError
 from ...format.layout import GRADIENTS_DIR, Location, local_dir
 from ...quantities import human_bytes
 from ...replay import segments
+from ...replay.link import Link
 from ...replay.log import GradientLog, Recovered, fits, roll_forward
 from ...replay.optimizers import check_replayable
 from ...save.eviction import has_room, room_bytes
 from ...telemetry import logger
 from ..codec.attachment import Attached, Attachments
 from ..exchange import all_gather, is_distributed
-from .window import SaveMode
+from ..job import SaveRecord
 
 log = logger("checkpointer")
 
@@ -46,6 +49,9 @@ BASES_KEPT = 2
 """Checkpoints that lead to the newest step: should the newest be damaged, the one before does."""
 _ASKED = re.compile(r"(\d+) (steps?|ms)")
 
+BASE_NOTE = "gradient log"
+"""Note of a manifest: what logs call this checkpoint. A redo log hands it on to the checkpoint that it becomes."""
+Notes = dict[str, str | int | bool]
 Span = tuple[str, int, int]
 """What a segment holds: the job that wrote it, the step that it begins after, its last step."""
 
@@ -88,19 +94,13 @@ class StepLog:
     Args:
         asked: as ``Checkpointer(gradient_log=...)``.
         job: the same on all ranks, and of no other job.
-        mode: of the Checkpointer.
 
     Raises:
-        ConfigError: ``asked`` says nothing that can be done, or not with this mode.
+        ConfigError: ``asked`` says nothing that can be done.
     """
 
-    def __init__(self, asked: bool | str, location: Location, settings: Settings, job: str, mode: SaveMode) -> None:
+    def __init__(self, asked: bool | str, location: Location, settings: Settings, job: str) -> None:
         every = parse(asked)
-        if every is not None and mode == "multi_step":
-            raise ConfigError(
-                'gradient_log is given, and mode is "multi_step": each has a step\'s gradients copied for itself',
-                hint='With a log checkpoints are rare: use mode="async"',
-            )
         self.is_on = every is not None
         self._every_steps, self._every_seconds = every or (1, 0.0)
         self._settings = settings
@@ -112,6 +112,23 @@ class StepLog:
         self._checkpoint_bytes = 0
         self._log: GradientLog | None = None
         self._attachments: Attachments | None = None
+        self._named = 0
+
+    @functools.cached_property
+    def link(self) -> Link:
+        """What copies gradients, and parts of windows."""
+        return Link()
+
+    def new_base(self) -> str:
+        """Return what the log is to call the checkpoint of now; '' without a log. On all ranks together."""
+        self._named += 1
+        return f"{self._owner['job']}-{self._named}" if self.is_on else ""
+
+    def notes(self, record: SaveRecord, *, is_of_now: bool) -> Notes:
+        """Return what the manifest of ``record`` says. ``is_of_now``: its state is that of now."""
+        if is_of_now:
+            record.base = self.new_base()
+        return {**record.notes, **({BASE_NOTE: record.base} if record.base else {})}
 
     @property
     def needs_base(self) -> bool:
@@ -206,6 +223,11 @@ class StepLog:
 
     def close(self) -> None:
         """Make durable what was logged, and log no more."""
+        self._end_log()
+        if "link" in vars(self):
+            self.link.close()
+
+    def _end_log(self) -> None:
         if self._log is not None:
             self._log.close()
         self._log = None
@@ -214,10 +236,10 @@ class StepLog:
         optimizers = _optimizers(state)
         _check(optimizers)
         if self._log is None or not _are_same(self._log.optimizers, optimizers):
-            self.close()
+            self._end_log()
             self._log = GradientLog(
                 optimizers, self._directory, every_steps=self._every_steps, every_seconds=self._every_seconds,
-                owner=self._owner, reserve=self._reserve,
+                link=self.link, owner=self._owner, reserve=self._reserve,
             )  # fmt: skip
         self._attachments = Attachments(state)
         return self._log

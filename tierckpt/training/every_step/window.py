@@ -28,7 +28,6 @@ from ...errors import CheckpointError, ConfigError
 from ...format.layout import WINDOWS_DIR, Location, step_name
 from ...planning.transfer import STEPS_MAX, Traffic
 from ...quantities import human_bytes
-from ...replay.link import Link
 from ...replay.multi_step import COPY_TIMEOUT_SECONDS, HANGS, OUT_OF_MEMORY, MultiStepStager, Snapshot
 from ...replay.redo import Exact
 from ...replay.tree import detach, fill
@@ -38,6 +37,7 @@ from ..exchange import all_gather, same_outcome
 from ..interval import Interval
 from ..job import SaveRecord
 from .redo_log import notes_of, stored
+from .step_log import StepLog
 
 log = logger("checkpointer")
 
@@ -108,6 +108,7 @@ class SaveWindow:
 
     Args:
         steps: of a window; "auto": by sizes, the rate of the link and the time of a step, 7 when they are not known.
+        step_log: learns of the last step of a window; its link copies the parts too.
         interval: no window is longer, where that is a number.
 
     Raises:
@@ -115,7 +116,13 @@ class SaveWindow:
     """
 
     def __init__(
-        self, location: Location, steps: int | Literal["auto"], interval: Interval, exact: Exact, write: Write
+        self,
+        location: Location,
+        steps: int | Literal["auto"],
+        interval: Interval,
+        exact: Exact,
+        write: Write,
+        step_log: StepLog,
     ) -> None:
         if steps != "auto" and (isinstance(steps, bool | str) or steps < 1):
             raise ConfigError(f"window_steps is {steps!r}: 'auto', or a whole number of steps of at least 1")
@@ -127,7 +134,7 @@ class SaveWindow:
             )
         self._steps = 0 if steps == "auto" else steps
         self._location, self._exact, self._write = location, exact, write
-        self._link: Link | None = None
+        self._step_log = step_log
         self._stagers: list[MultiStepStager] = []
         self._window: _Window | None = None
 
@@ -214,8 +221,6 @@ class SaveWindow:
         for stager in self._stagers:
             stager.close()
         self._stagers.clear()
-        if self._link is not None:
-            self._link.close()
 
     def _meet(self, state: State) -> None:
         """Have a stager for each optimizer in ``state``; they share a link."""
@@ -230,9 +235,8 @@ class SaveWindow:
         for stager in self._stagers:
             stager.close()
         self._stagers.clear()
-        self._link = self._link or Link()
         for optimizer in optimizers:
-            self._stagers.append(MultiStepStager(optimizer, link=self._link, exact=self._exact))
+            self._stagers.append(MultiStepStager(optimizer, link=self._step_log.link, exact=self._exact))
 
     def _steps_here(self) -> int:
         found = [stager.traffic() for stager in self._stagers]
@@ -266,7 +270,10 @@ class SaveWindow:
                 window.failure = OUT_OF_MEMORY
         window.handle.record.blocked_seconds += time.perf_counter() - begun - inside
         if window.is_sealed:
-            window.handle.record.name(self._location, step)
+            record = window.handle.record
+            record.name(self._location, step)
+            record.base = self._step_log.new_base()
+            self._step_log.based(record.base, step, state)
             self._settle(window)
 
     def _tensors(self) -> dict[tuple[int, str, str], torch.Tensor]:
