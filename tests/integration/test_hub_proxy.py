@@ -8,15 +8,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import pytest
 
+import tierckpt
 from tests.servers.cluster import Cluster, Model
 from tests.servers.fleet import Fleet
 from tests.servers.hub import TOKEN, FakeHub, Repository, fake_hub
 from tests.servers.origin import Origin
 from tests.services import free_port
+from tierckpt.agent import hub_proxy
 from tierckpt.agent.hub_proxy import HubProxy
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
@@ -127,6 +129,8 @@ def test_ranges_and_what_a_client_is_told_before(hub: FakeHub, endpoint: str) ->
     assert ask(endpoint, path, Range=f"bytes={len(data) - 5}-")[::2] == (206, data[-5:])
     assert ask(endpoint, path, Range=f"bytes={len(data)}-")[0] == 416
     assert ask(endpoint, f"/{REPO}/resolve/main/empty")[::2] == (200, b"")
+    assert ask(endpoint, f"/{REPO}/resolve/main/sub%20dir/vocab.txt")[::2] == (200, b"a b c")
+    assert hub.calls["tree"] == 1, "for all directories"
 
 
 def test_what_is_refused(hub: FakeHub, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +147,37 @@ def test_what_is_refused(hub: FakeHub, endpoint: str, monkeypatch: pytest.Monkey
     assert ask(endpoint, "/api/models/org/none/revision/main")[:2][0] == 404
     assert ask(endpoint, config, Host="evil.example")[0] == 403
     assert ask(endpoint, config, "POST")[0] == 501
+
+
+def test_who_waits_for_a_piece_gets_a_byte_meanwhile(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a client gives up, and asks for the rest again, while nodes wait for a slow Hub."""
+    monkeypatch.setattr(hub_proxy, "TURN_SECONDS", 0.05)
+    files, path = published(hub), f"/{REPO}/resolve/main/model-00001.safetensors"
+    hub.seconds_per_answer = 0.3
+    proxy = HubProxy(Settings.load(local_root=tmp_path / "root", chunk_size_bytes=64 * KIB, concurrency=1))
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", proxy.serve(0), timeout=60)
+        connection.request("GET", path)
+        answer, came = connection.getresponse(), []
+        while piece := answer.read1():
+            came.append(piece)
+        connection.close()
+    finally:
+        proxy.close()
+    assert b"".join(came) == files["model-00001.safetensors"]
+    assert sum(len(piece) == 1 for piece in came) >= 2
+    assert hub.sent.total() == len(files["model-00001.safetensors"])
+
+
+def test_what_was_prefetched_as_a_whole_is_not_fetched_again(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+    files = published(hub)
+    tierckpt.prefetch(f"hf://{REPO}@{hub.repositories[REPO].revisions['main']}", local_root=tmp_path / "root")
+    before = hub.sent.total()
+    for name, data in files.items():
+        assert ask(endpoint, f"/{REPO}/resolve/main/{quote(name)}")[::2] == (200, data)
+    assert hub.sent.total() == before
 
 
 NOT_FOR_READERS = (

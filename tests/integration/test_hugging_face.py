@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +32,7 @@ from tierckpt.errors import (
 )
 from tierckpt.format.layout import parse_uri
 from tierckpt.stores import open_store
+from tierckpt.stores.hub import api
 
 KIB, MIB = 1 << 10, 1 << 20
 REPO = "org/model-1.5B"
@@ -237,6 +241,32 @@ def test_a_host_of_bytes_that_stumbles_is_asked_again(
     hub.cdn_refused = [503, 429, 503, 503]
     assert holds(fetch(tmp_path), files)
     assert not hub.cdn_refused and hub.calls["resolve"] == 3  # its URL was good all the time
+
+
+@pytest.mark.parametrize("begins", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"])
+def test_a_hub_that_drips_holds_no_thread(begins: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then is no answer, be it of a head or of a body, however soon each comes after the last."""
+    monkeypatch.setattr(api, "ANSWER_SECONDS_MAX", 0.3)
+    ended = b"HTTP/1.1 200 OK\r\nX: " + b"x" * 200 + b"\r\n\r\n" if not begins else b"x" * 200
+
+    def drip() -> None:
+        client, _ = listener.accept()
+        with client, contextlib.suppress(OSError):
+            client.recv(4096)
+            client.sendall(begins)
+            for index in range(len(ended)):
+                client.sendall(ended[index : index + 1])
+                dripped.append(index)
+                time.sleep(0.03)
+
+    dripped: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=drip, daemon=True)
+        server.start()
+        with pytest.raises(StoreUnavailableError, match="TimeoutError"):
+            api.request(f"http://127.0.0.1:{listener.getsockname()[1]}/api", {})
+        server.join()
+    assert 1 < len(dripped) < len(ended)
 
 
 @pytest.mark.parametrize("pointers", [False, True])

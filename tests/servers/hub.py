@@ -69,6 +69,9 @@ class FakeHub:
         """Paths whose object is not there; with ``pointers`` the resolver sends the pointer."""
         self.pointers = False
         self.seconds_per_answer = 0.0
+        self.bytes_per_second = 0.0
+        """What files go out at, all together; 0: as fast as they can."""
+        self._free_at = 0.0
         self.on_resolve = lambda: None
         self.leads_to = ""
         """Where the resolver redirects, instead of to its CDN."""
@@ -221,7 +224,17 @@ class FakeHub:
             piece = data[at : min(at + PIECE_BYTES, stop)]
             with self._lock:  # before it is written: who hangs up has had it
                 self.sent[path] += len(piece)
+                wait = self._paced(len(piece))
+            time.sleep(wait)
             request.wfile.write(piece)
+
+    def _paced(self, size_bytes: int) -> float:
+        """How long so many bytes wait for those before them."""
+        if not self.bytes_per_second:
+            return 0.0
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now) + size_bytes / self.bytes_per_second
+        return self._free_at - now
 
     def _say(self, request: BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str]) -> None:
         self._begin(request, status, len(body), headers)

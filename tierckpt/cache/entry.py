@@ -352,9 +352,12 @@ class CacheEntry:
 
     async def wait(self, path: str, byte_range: ByteRange, timeout_seconds: float = STALL_SECONDS_MIN) -> None:
         """Return when the range has landed, whoever fetches it. Raises OperationTimeoutError."""
+        index = self.frozen.index_of(path)
         async for _ in Poll(timeout_seconds):
             if self.landed(path, byte_range):
                 return
+            if self.peer_fetch is not None:
+                self.peer_fetch.reads(index, byte_range.start // self.chunk_size_bytes)
         raise OperationTimeoutError(
             f"bytes {byte_range.start}-{byte_range.stop} of {path} have not arrived in {timeout_seconds:g} s",
             hint="Nobody may be fetching them: read() fetches, wait() does not",

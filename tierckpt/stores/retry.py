@@ -38,6 +38,7 @@ from .congestion import Congestion
 
 if TYPE_CHECKING:
     from .bucket import Bucket
+    from .hub.api import Hub
 
 log = logger("stores.retry")
 
@@ -202,6 +203,7 @@ class Retries:
         self._breakers: dict[str, Breaker] = {}
         self._congestion: dict[str, Congestion] = {}
         self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._hub: Hub | None = None
 
     def breaker(self, name: str) -> Breaker:
         """The breaker of the store ``name`` (a bucket): one for all checkpoints in it."""
@@ -221,6 +223,14 @@ class Retries:
         if (scheme, authority) not in self._buckets:
             self._buckets[scheme, authority] = Bucket(scheme, authority, self.counts)
         return self._buckets[scheme, authority]
+
+    def hub(self) -> Hub:
+        """The Hub that ``HF_ENDPOINT`` names: one for all repositories. Raises ConfigError: it is no URL."""
+        from .hub.api import Hub
+
+        if self._hub is None:
+            self._hub = Hub(self.settings, self)
+        return self._hub
 
     def close(self) -> None:
         """Close the connections to every bucket. Idempotent."""

@@ -4,6 +4,7 @@ Promises:
     A1  The token goes to the Hub's own host and to no other, and to nothing that is printed.
     A2  A limit on requests (429) is waited for as long as the Hub says, by all requests together, within a deadline.
     A3  Nothing is asked while ``HF_HUB_OFFLINE`` is set.
+    A4  A Hub that drips holds no thread: an answer that falls behind ``BYTES_PER_SECOND_MIN`` is broken off.
 
 Environment, as huggingface_hub reads it: ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_TOKEN_PATH``, ``HF_HOME``,
 ``HF_HUB_OFFLINE``. Source: docs of the Hub ("Hub API endpoints", "Rate limits").
@@ -14,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import io
 import json
 import os
 import re
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -41,6 +44,7 @@ from ...format.manifest import is_safe_path
 from ...redaction import redact
 from ...telemetry import logger
 from ...types import ByteRange, Tier
+from ..congestion import BYTES_PER_SECOND_MIN
 from ..http_client import said
 from ..http_range import MAY_PASS
 from ..retry import PROBE_SECONDS_MAX, Retries, Tries
@@ -48,10 +52,13 @@ from ..retry import PROBE_SECONDS_MAX, Retries, Tries
 log = logger("stores.hub")
 
 ANSWER_SECONDS_MAX: Final = 30.0
+"""Until an answer begins, and for all of it what its bytes may take besides."""
 BODY_BYTES_MAX: Final = 64 << 20
 """Of a page of a listing, or of a file that the resolver sends itself: git holds no larger ones."""
 PAGES_MAX: Final = 10_000
 """Of a listing: ten million files."""
+TREES_MAX: Final = 4
+"""Commits whose listings are kept: each directory of a repository is a store of its own, and asks for them."""
 RATE_LIMIT_SECONDS_MAX: Final = 600.0
 """The Hub counts requests in windows of five minutes: two of them."""
 RATE_LIMIT_SECONDS: Final = 30.0
@@ -145,6 +152,8 @@ class Hub:
         self._breaker = retries.breaker(self.host)
         self._free_at = 0.0
         """When (monotonic) the Hub may be asked again (A2)."""
+        self._trees: dict[tuple[str, str, str], list[HubFile]] = {}
+        self._listing = asyncio.Lock()
 
     # --- what it is asked ----------------------------------------------------------------------------------------
 
@@ -166,7 +175,17 @@ class Hub:
         return commit
 
     async def tree(self, repository: Repository, commit: str) -> list[HubFile]:
-        """Return every file of a commit, by path below the repository. One request for each page (1000 files)."""
+        """Return every file of a commit, by path below the repository. One request for each page (1000 files), once."""
+        key = repository.kind, repository.name, commit
+        async with self._listing:
+            if key not in self._trees:
+                files = await self._list(repository, commit)
+                if len(self._trees) >= TREES_MAX:
+                    del self._trees[next(iter(self._trees))]
+                self._trees[key] = files
+            return self._trees[key]
+
+    async def _list(self, repository: Repository, commit: str) -> list[HubFile]:
         url = f"/api/{repository.kind}/{repository.name}/tree/{commit}?recursive=true&expand=false"
         files = []
         for _ in range(PAGES_MAX):
@@ -351,12 +370,60 @@ def _answer(reply: Any, url: str) -> Answer:
     return Answer(reply.status, headers, body, url)
 
 
+class _Paced(io.RawIOBase):
+    """What comes on a socket, until it falls behind (A4). Raises TimeoutError."""
+
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
+        self._raw, self._sock = raw, sock
+        self._ends_at = time.monotonic() + ANSWER_SECONDS_MAX
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int | None:
+        left = self._ends_at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left)
+        count = self._raw.readinto(into)
+        self._ends_at += (count or 0) / BYTES_PER_SECOND_MIN
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _PacedAnswer(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *given: Any, **named: Any) -> None:
+        super().__init__(sock, *given, **named)
+        self.fp = io.BufferedReader(_Paced(self.fp.detach(), sock))
+
+
+class _Connection(http.client.HTTPConnection):
+    response_class = _PacedAnswer
+
+
+class _TlsConnection(http.client.HTTPSConnection):
+    response_class = _PacedAnswer
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, request)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_TlsConnection, request)
+
+
 class _Unfollowed(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any, **__: Any) -> None:
         """Say where it leads: whoever asked knows whom the token is for."""
 
 
-_opener = urllib.request.build_opener(_Unfollowed)
+_opener = urllib.request.build_opener(_Http, _Https, _Unfollowed)
 
 
 def unavailable(host: str, reason: str, **context: object) -> StoreUnavailableError:

@@ -3,9 +3,9 @@
 Invariants:
     H1  A revision is resolved to a commit once, when it is listed; what was listed is read at that commit, whatever the
         revision becomes meanwhile.
-    H2  Requests to the Hub: one for the revision, one for each 1000 files listed, one for each file read. Ranges are
-        read from the URL that the resolver gives, on connections of our own (``http_range``); it is renewed when it has
-        expired.
+    H2  Requests to the Hub: one for the revision, one for each 1000 files listed (once for all directories of a
+        repository), one for each file read. Ranges are read from the URL that the resolver gives, on
+        connections of our own (``http_range``); it is renewed when it has expired.
     H3  A file is identified by its content: ``sha256:...`` where LFS has it, else its git blob. ``cache`` compares it
         with the bytes of each file that has landed whole.
 """
@@ -37,7 +37,7 @@ from .. import congestion
 from ..common import check_key, check_prefix, check_range, short_answer
 from ..http_range import MAY_PASS, Get, NotThisWay, Ranges, is_behind_proxy
 from ..retry import Retries, Tries
-from .api import Hub, HubFile, Repository, repository_of, request, unavailable
+from .api import HubFile, Repository, repository_of, request, unavailable
 
 T = TypeVar("T")
 
@@ -58,7 +58,6 @@ class HubStore:
         self.retries = retries or Retries(settings)
         self._repository = repository_of(location)
         self._settings = settings
-        self._hub: Hub | None = None
         self._ranges = Ranges()
         self._listed: dict[str, HubFile] = {}
         self._listed_at = 0.0
@@ -88,7 +87,7 @@ class HubStore:
     async def _files(self) -> dict[str, HubFile]:
         """Return the files by key, listed not longer ago than ``LISTED_SECONDS``."""
         async with self._listing:
-            repository, hub = self.repository, self._open()
+            repository, hub = self.repository, self.retries.hub()
             is_old = not repository.is_commit and time.monotonic() - self._listed_at > LISTED_SECONDS
             if not self._listed_at or is_old:
                 commit = await hub.commit(repository)
@@ -98,11 +97,6 @@ class HubStore:
                 self._commits |= {(key, file.etag): (commit, file) for key, file in self._listed.items()}
                 self._listed_at, self._commit = time.monotonic(), commit
             return self._listed
-
-    def _open(self) -> Hub:
-        if self._hub is None:
-            self._hub = Hub(self._settings, self.retries)
-        return self._hub
 
     async def _file(self, key: str, etag: str | None) -> tuple[str, HubFile]:
         """Return a file and its commit. Raises ObjectNotFoundError, PreconditionFailedError."""
@@ -171,7 +165,7 @@ class HubStore:
         return await self._resolve(commit, file, byte_range, into)
 
     async def _resolve(self, commit: str, file: HubFile, byte_range: ByteRange, into: memoryview) -> str | None:
-        found = await self._open().resolve(self.repository, commit, file.path, byte_range)
+        found = await self.retries.hub().resolve(self.repository, commit, file.path, byte_range)
         if isinstance(found, str):
             self._urls[commit, file.path] = found
             return found
@@ -197,7 +191,7 @@ class HubStore:
         tls = self._ranges.tls if url.startswith("https:") else None
         while True:
             try:
-                async with self.retries.asking(breaker, self._open().probe):
+                async with self.retries.asking(breaker, self.retries.hub().probe):
                     if is_behind_proxy(url):
                         await asyncio.to_thread(_read_by_proxy, url, byte_range, into)
                     else:
