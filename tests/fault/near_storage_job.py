@@ -70,11 +70,11 @@ class Reference(Job):
 
 
 class NearJob(Job):
-    def __init__(self, directory: Path, mode: Any) -> None:
+    def __init__(self, directory: Path, mode: Any, **options: Any) -> None:
         super().__init__(torch.bfloat16 if mode == "offload" else torch.float32)
         self.optimizer = NearStorageOptimizer(
             self.model.parameters(), torch.optim.AdamW, lr=0.01, directory=directory, mode=mode,
-            persist_every=PERSIST_EVERY,
+            persist_every=PERSIST_EVERY, **options,
         )  # fmt: skip
         self.step = self.optimizer.resume()
 
@@ -135,13 +135,15 @@ def main() -> None:
         start_with_bug(sys.argv[3], directory / "bug")
     job = NearJob(directory, mode)
     print(f"resumed {job.step}", flush=True)
-    pid = -1
+    pid, logged = -1, job.step
     while not (directory / "stop").exists():
         if job.optimizer.process_id != pid:
             pid = job.optimizer.process_id
             print(f"process {pid}", flush=True)
         job.train()
-        print(f"step {job.step}", flush=True)
+        logged = max(logged, job.optimizer.logged_steps)
+        print(f"step {logged}", flush=True)
+    print(f"step {job.step}", flush=True)
     print("sums", *job.checksum(), flush=True)
     job.optimizer.close()
 

@@ -1,4 +1,5 @@
-"""A job whose Checkpointer logs every step, and which is killed. Run by ``nursery.py``."""
+"""A job whose Checkpointer logs every step, or whose optimizer is near storage, and which is killed. Run by
+``nursery.py``."""
 
 from __future__ import annotations
 
@@ -22,18 +23,23 @@ PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpo
 class Job:
     """What is random comes from the generators of the process, which are part of the state."""
 
-    def __init__(self, *, is_sharded: bool = False, has_statistics: bool = True) -> None:
+    def __init__(self, *, is_sharded: bool = False, has_statistics: bool = True, near: str = "", folder: str) -> None:
         torch.manual_seed(5)
         layers: list[nn.Module] = [nn.Linear(24, 64), nn.Dropout(0.2), nn.Tanh(), nn.Linear(64, 8)]
         if has_statistics and not is_sharded:  # each rank has statistics of its own, and a checkpoint those of one
             layers.insert(1, nn.BatchNorm1d(64))
-        self.model = nn.Sequential(*layers)
+        self.model = nn.Sequential(*layers).to(torch.bfloat16 if near == "offload" else torch.float32)
         if is_sharded:
             mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
             for layer in self.model:
                 if isinstance(layer, nn.Linear):
                     fully_shard(layer, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        if near:
+            given: Any = (self.model.parameters(), torch.optim.AdamW) if near == "offload" else (self.optimizer,)
+            options: Any = {"lr": 0.01} if near == "offload" else {}
+            directory = Path(folder) / "near"
+            self.optimizer = tierckpt.NearStorageOptimizer(*given, directory=directory, mode=near, **options)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
         self.state: dict[str, Any] = {
             "model": self.model,
@@ -45,7 +51,8 @@ class Job:
 
     def train(self) -> int:
         self.optimizer.zero_grad()
-        self.model(torch.randn(4, 24)).square().mean().backward()
+        inputs = torch.randn(4, 24).to(next(self.model.parameters()).dtype)
+        self.model(inputs).float().square().mean().backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         self.optimizer.step()
         self.schedule.step()
@@ -63,25 +70,33 @@ class Job:
 
 
 def train(
-    folder: str, uri: str, steps: int = 10**9, bug: str = "", has_statistics: bool = True, **options: Any
+    folder: str,
+    uri: str,
+    steps: int = 10**9,
+    bug: str = "",
+    has_statistics: bool = True,
+    near: str = "",
+    **options: Any,
 ) -> None:
     """Each rank says what a step led to, before it is logged, and when it is."""
     with_bug(bug)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    job = Job(is_sharded=dist.is_initialized(), has_statistics=has_statistics)
+    job = Job(is_sharded=dist.is_initialized(), has_statistics=has_statistics, near=near, folder=folder)
     seen = os.open(Path(folder) / f"seen-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    with tierckpt.Checkpointer(uri, **{"gradient_log": True, "drain": False} | options) as checkpointer:
+    with tierckpt.Checkpointer(uri, **{"gradient_log": not near, "drain": False} | options) as checkpointer:
         at = checkpointer.restore(job.state) or 0
         os.write(seen, f"resumed {at} {job.digest() if at else ''}\n".encode())
         while at < steps:
             at = job.train()
             os.write(seen, f"trained {at} {job.digest()}\n".encode())
             saved = checkpointer.step(at, job.state)
-            if saved is not None and (at == 1 or steps < 100) and options.get("mode") != "multi_step":
+            if saved is not None and (at == 1 or steps < 100 or near) and options.get("mode") != "multi_step":
                 saved.result(60)  # before the first checkpoint there is nothing to go on from
             if at == 4 and options.get("mode") == "multi_step":
                 checkpointer.wait("local")  # the first window is of so many steps
             os.write(seen, f"ended {at} \n".encode())
+        if near:
+            dist.barrier()  # the first rank has the store that says to others how the save has ended
         os._exit(0)  # as if it were killed here: nothing is saved at the end
 
 

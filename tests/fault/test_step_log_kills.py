@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.fault.nursery import Job, Nursery
 from tests.services import ENVIRONMENT
@@ -98,6 +101,35 @@ def test_a_job_that_is_killed_loses_one_step_at_most(
         assert lost[-1] <= 1, job.output()[-3000:]
         ended = max(seen.ended(), resumed)
     print(f"{KILLS} kills over {ended} steps; steps lost: {max(lost)} at most")
+
+
+@pytest.mark.parametrize("near", ["offload", "shadow"])
+def test_ranks_with_optimizers_near_storage_go_on_from_one_checkpoint(
+    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, near: str
+) -> None:
+    """Its shards are joined, nothing of the optimizer was copied, and plain PyTorch reads it."""
+    chosen = random.Random(near)
+    for kill in range(max(1, KILLS // 2)):
+        job = nursery.start("train", tmp_path, 2, uri=file_uri, near=near, interval=3)
+        wait_for(job, tmp_path, "resumed", kill + 1)
+        wait_for(job, tmp_path, "ended", Seen(tmp_path, 1).count("ended") + chosen.choice((4, 5, 8)))
+        time.sleep(chosen.uniform(0.0, 0.05))
+        job.kill()
+    seen, _ = run(nursery, tmp_path, 2, uri=file_uri, near=near, interval=3, steps=12)
+    assert seen.resumed() >= 3
+    assert seen.ended() == 12
+    directory = local_dir(local_root, parse_uri(f"{file_uri}/step-12"))
+    reader = FileSystemReader(directory)
+    found = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    load(found, storage_reader=reader, no_dist=True)
+    assert found["model.0.weight"].shape == found["optimizer.state.0.weight.exp_avg"].shape == (64, 24)
+    assert all(found[f"optimizer.state.{name}.step"] == 12 for name in ("0.weight", "0.bias", "3.weight", "3.bias"))
+    if near == "offload":
+        assert torch.equal(found["optimizer.state.0.weight.master"].bfloat16(), found["model.0.weight"])
 
 
 def run(nursery: Nursery, folder: Path, ranks: int, **options: Any) -> tuple[Seen, str]:

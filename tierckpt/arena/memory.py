@@ -179,13 +179,16 @@ class Memory:
         return cls._adopt(fd, _kind_of(fd), fill=fill)
 
     @classmethod
-    def from_fd(cls, fd: int, kind: Kind) -> Memory:
+    def from_fd(cls, fd: int, kind: Kind, *, fill: bool = True) -> Memory:
         """Return the shared memory behind ``fd``, received from another process. ``fd`` stays the caller's.
+
+        Args:
+            fill: as of ``open``.
 
         Raises:
             ConfigError: it is not a memory file of that kind.
         """
-        return cls._adopt(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), kind)
+        return cls._adopt(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), kind, fill=fill)
 
     @classmethod
     def _adopt(cls, fd: int, kind: Kind | None, *, fill: bool = True) -> Memory:

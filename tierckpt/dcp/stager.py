@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -119,12 +119,18 @@ class TierStager:
         return future
 
     def stage_items(
-        self, items: Sequence[WriteItem], planner: SavePlanner, *, in_background: bool = False
+        self,
+        items: Sequence[WriteItem],
+        planner: SavePlanner,
+        *,
+        in_background: bool = False,
+        lies_in_files: Callable[[torch.Tensor], bool] = lambda tensor: False,
     ) -> StagedItems:
         """Copy what ``items`` ask for and nothing else: for those who have the final plan before they stage.
 
         Objects are serialised now, on the caller's thread. In lazy mode ``StagedItems.wait`` is for the copies; with
         ``in_background``, for tensors that nobody changes any more, too, and no optimizer's step waits for them.
+        ``lies_in_files`` says which are not copied: those of a ``Source``, which is added to what this returns.
         """
         self.synchronize_staging()
         staged = StagedItems()
@@ -132,8 +138,10 @@ class TierStager:
         for item in items:
             if item.type is WriteItemType.BYTE_IO:
                 staged.data[item.index] = resolve_object(planner, item)
+            elif lies_in_files(tensor := split.resolve(planner, item).detach()):
+                staged.in_files[item.index] = tensor
             else:
-                tensors.append((item, split.resolve(planner, item).detach()))
+                tensors.append((item, tensor))
         refuse_tensors({item.index.fqn: tensor for item, tensor in tensors})
         at_once = self.mode == "eager" and not in_background
         copied, copies = self._stage([tensor for _, tensor in tensors], at_once=at_once)
@@ -246,12 +254,31 @@ class TierStager:
         return lease
 
 
+class Source(Protocol):
+    """Files that have a part of a state, and keep it until it is saved."""
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Return when they have it."""
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, as it was planned, is theirs."""
+
+    def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what is to be saved in the place of ``tensor``."""
+
+    def release(self) -> None:
+        """They need not keep it any more. Raises when they have not."""
+
+
 class StagedItems:
     """Stands in for the planner when a save is written: knows the staged data of each item, parts included."""
 
     def __init__(self) -> None:
         self.data: dict[MetadataIndex, Any] = {}
         self.copied: Future[None] = Future()
+        self.in_files: dict[MetadataIndex, torch.Tensor] = {}
+        """What is not copied: a source says where it lies."""
+        self.sources: list[Source] = []
 
     def resolve_data(self, item: WriteItem) -> Any:
         return self.data[item.index]
@@ -262,6 +289,16 @@ class StagedItems:
     def wait(self, timeout_seconds: float) -> None:
         """Return when all copies are made. Raises what went wrong with them."""
         self.copied.result(timeout_seconds)
+        for source in self.sources:
+            source.wait(timeout_seconds)
+            for index, tensor in self.in_files.items():
+                self.data[index] = source.place_of(tensor) if source.has(tensor) else self.data.get(index)
+
+    def release(self) -> None:
+        """All is read. Raises when a source has changed meanwhile."""
+        sources, self.sources = self.sources, []
+        for source in sources:
+            source.release()
 
 
 class _Walk:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from ..arena.memory import Memory
 from ..errors import ConfigError
 from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..replay.frame import DTYPES, dtype_name
@@ -123,13 +124,45 @@ def layout_of(
     return Layout(kind.__name__, {key: dtype_name(one) for key, one in masters.items()}, tuple(blocks), offset)
 
 
-def shared_places(members: Sequence[Member]) -> tuple[dict[str, int], int]:
-    """Return where each parameter's gradient lies in shared memory, and how much of that it takes."""
-    offsets, at = {}, 0
-    for one in members:
-        offsets[one.key] = at
-        at = round_up(at + math.prod(one.shape) * DTYPES[one.dtype].itemsize, ALIGNMENT)
-    return offsets, at
+def slot_bytes(members: Sequence[Member]) -> int:
+    """Return how much shared memory the gradients of a step take."""
+    return max(ALIGNMENT, sum(_slot_bytes(one) for one in members))
+
+
+def _slot_bytes(one: Member) -> int:
+    return round_up(math.prod(one.shape) * DTYPES[one.dtype].itemsize, ALIGNMENT)
+
+
+class Slots:
+    """Gradients of several steps in shared memory, each step's in a slot. Both ends count the slots alike."""
+
+    def __init__(self, members: Sequence[Member], memories: Sequence[Memory]) -> None:
+        size_bytes = slot_bytes(members)
+        self._members = members
+        found = [[(one.view, n * size_bytes) for n in range(one.size_bytes // size_bytes)] for one in memories]
+        self._places = [place for places in found for place in places]
+        self.first_of_second = len(found[0])
+        """The first slot that is not in the first memory."""
+        self._tensors: dict[int, dict[str, torch.Tensor]] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._places)
+
+    def tensors(self, slot: int) -> Mapping[str, torch.Tensor]:
+        """Return where the gradient of each parameter lies, by key."""
+        if slot not in self._tensors:
+            view, at = self._places[slot]
+            found = self._tensors[slot] = {}
+            for one in self._members:
+                found[one.key] = view_of(view, at, one)
+                at += _slot_bytes(one)
+        return self._tensors[slot]
+
+    def forget(self) -> None:
+        """Let go of the memory."""
+        self._places.clear()
+        self._tensors.clear()
 
 
 def view_of(memory: memoryview, offset: int, one: Member | Place) -> torch.Tensor:

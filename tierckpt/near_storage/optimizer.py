@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -20,17 +22,19 @@ from ..errors import CheckpointError, ConfigError, StateMismatchError
 from ..format.layout import parse_uri
 from ..replay.capture import Capture, Step, hyperparameters_of
 from ..replay.checksum import Fingerprint
-from ..replay.frame import Frame, dtype_name, encode
+from ..replay.frame import Frame, encode
 from ..replay.optimizers import base_of, check_replayable, local, parameters_of
-from .blocks import MASTER, Layout, Member, layout_of
-from .state_file import StateFile, Tensors
-from .states import Fill, begin_state, current_state, filled, held
-from .step_channel import StepChannel
+from .blocks import MASTER, Layout, layout_of
+from .mapped_state import SAVED_MASTER, Hold, MappedState
+from .members import check_gradients, check_parameter, made_of, members_of
+from .shadow_channel import ShadowChannel
+from .state_file import Tensors
+from .states import Fill, filled, held
+from .step_channel import OffloadChannel, StepChannel
 
 PERSIST_EVERY = 8
 """Steps: a state of 12 bytes a parameter is written once in so many, and the log of 2 is at most so long."""
 STEPS = "near_storage_steps"
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class NearStorageOptimizer(torch.optim.Optimizer):
@@ -45,8 +49,10 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     ``mode="shadow"``: the trainer steps an optimizer of its own, on the CPU, and the process makes each step again
     from its gradients: the same bits, a moment later.
 
-    Either way each step is on the SSD, ``resume`` continues at the newest one, and a checkpoint is written by the
-    process from what is there: nothing of it crosses the link between accelerator and host.
+    Either way each step is on the SSD, and ``resume`` continues at the newest one. In the state of a ``Checkpointer`` a
+    save is written from what is there, the shards of all ranks into one checkpoint: nothing of it crosses the link
+    between accelerator and host. A process that does nothing (stopped, its disk hangs) costs training in shadow 0.4 s
+    once; a shadow that has missed too many steps is given up, and begins again at the next checkpoint.
 
     Args:
         params: parameters or groups, as ``torch.optim`` takes them; names of ``named_parameters`` are kept. With
@@ -56,7 +62,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             bytes a parameter (Adam).
         workers: threads of the process, which is the CPU time it may take. A parameter is one thread's.
         persist_every: steps after which a block is written to the SSD again; in between its gradients are.
-        timeout_seconds: how long a step waits for the process.
+        timeout_seconds: how long a step of offload waits for a process that does nothing.
         numa_nodes: where the memory shared with the process lies.
         settings: of the checkpoints that are written; a ``Settings``.
 
@@ -96,7 +102,11 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         if mode not in ("offload", "shadow"):
             raise ConfigError(f"mode={mode!r} is neither 'offload' nor 'shadow'")
         self.is_offload = mode == "offload"
-        inner = params if isinstance(params, torch.optim.Optimizer) else self._made(params, kind, options)
+        inner = (
+            params
+            if isinstance(params, torch.optim.Optimizer)
+            else made_of(params, kind, options, is_offload=self.is_offload)
+        )
         if inner is params and self.is_offload:
             raise ConfigError(
                 "an optimizer that exists has its state in the trainer",
@@ -108,9 +118,9 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
         self._tensors = {one.key: one.tensor for one in parameters_of(inner)}
-        self._members = _members(inner)
+        self._members = members_of(inner)
         for one in self._members:
-            self._check(one, self._tensors[one.key])
+            check_parameter(one, self._tensors[one.key], is_offload=self.is_offload)
         self._kind = base_of(type(inner))
         self._layout: Layout = layout_of(
             self._kind, self._members, self._hyperparameters(), master_dtype=torch.float32 if self.is_offload else None
@@ -127,20 +137,28 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             "persist_every": persist_every,
             "settings": Settings.load(settings).model_dump_json(),
         }
-        self._channel = StepChannel(
-            self._members, self._layout, self._tensors, order, numa_nodes=numa_nodes, timeout_seconds=timeout_seconds
-        )
+        more: Any = {"numa_nodes": numa_nodes, "timeout_seconds": timeout_seconds}
+        self._offload = self._shadow = None
+        self._channel: StepChannel
+        if self.inner is None:
+            self._channel = self._offload = OffloadChannel(self._members, self._layout, self._tensors, order, **more)
+        else:
+            self._channel = self._shadow = ShadowChannel(self._members, self._layout, self._tensors, order, **more)
+        self._close = weakref.finalize(self, _close, os.getpid(), self._channel)
         self._process = self._channel.process
         self._steps = 0
         self._capture: Capture | None = None
+        self._files = MappedState(self.directory, self._layout, self._tensors)
         self._is_open = True
-        with held(self.directory, os.getpid()):
-            self._must_resume = current_state(self.directory, self._layout) is not None
-            if not self._must_resume:
-                begin_state(self.directory, self._layout, filled(self._values(inner.state), 0))
+        with held(self.directory, os.getpid()):  # another trainer's is told from one of another optimizer
+            self._must_resume = self._files.exists()
+        if not self._must_resume:
+            self._files.begin(filled(self._values(inner.state), 0))
         self._process.start()
-        if self.inner is not None and not self._must_resume:
-            self._follow(self.inner)
+        if self.inner is not None:
+            self._counting = self.inner.register_step_post_hook(self._count)
+            if not self._must_resume:
+                self._follow(self.inner)
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
@@ -148,6 +166,8 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
         It is never empty: ``get_optimizer_state_dict`` makes a step of an optimizer that has no state.
         """
+        if self._is_open and self._files.view is not None:
+            return defaultdict(dict, self._files.view)
         if self.inner is not None:
             return self.inner.state
         return defaultdict(dict, {one.tensor: {} for one in parameters_of(self)})
@@ -155,34 +175,6 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, _: object) -> None:  # torch sets it when it is made, and when groups are loaded
         pass
-
-    def _made(
-        self, params: Any, kind: type[torch.optim.Optimizer] | None, options: Mapping[str, Any]
-    ) -> torch.optim.Optimizer:
-        if kind is None:
-            raise ConfigError("which optimizer? Give a class of torch.optim after the parameters")
-        made = cast(Any, kind)(params, **options)
-        if self.is_offload and made.state:  # Adagrad begins it at once: with one value, in the parameter's precision
-            one = torch.zeros(1)
-            begun = cast(Any, kind)([one], **options).state[one]
-            for parameter in parameters_of(made):
-                shape = local(parameter.tensor).shape
-                made.state[parameter.tensor] = {k: v.expand(shape) if v.ndim else v for k, v in begun.items()}
-        return cast(torch.optim.Optimizer, made)
-
-    def _check(self, member: Member, tensor: torch.Tensor) -> None:
-        if self.is_offload and (tensor.dtype not in LOW_PRECISION or hasattr(tensor, "main_grad")):
-            raise ConfigError(
-                f"parameter {member.name} is {member.dtype}, or its gradients are kept in float32 beside it; offload "
-                "has parameters and gradients of 16 bits in the trainer, and the float32 ones in its process",
-                hint="Use model.to(torch.bfloat16) without autocast and GradScaler (bfloat16 needs no scaling), or "
-                'mode="shadow", which keeps your optimizer and its precision',
-            )
-        if not self.is_offload and tensor.device.type != "cpu":
-            raise ConfigError(
-                f"parameter {member.name} is on {tensor.device}, where a step rounds otherwise than on the CPU",
-                hint='Use mode="offload": the state is stepped in one place only, then',
-            )
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -204,14 +196,15 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             )
         if self.inner is not None:
             return self.inner.step(closure)
+        assert self._offload is not None
         self._check_groups()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._channel.is_interrupted:
-            self._check_gradients()
-        self._channel.make(self._steps + 1, self._head(self._steps + 1))
+        if not self._offload.is_interrupted:
+            check_gradients(self)
+        self._files.stepped |= self._offload.make(self._steps + 1, self._head(self._steps + 1))
         self._steps += 1
         return loss
 
@@ -221,9 +214,21 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         return self._steps
 
     @property
+    def logged_steps(self) -> int:
+        """How many of them ``resume`` would find now. A shadow whose process is ill is behind ``steps``."""
+        return max(self._process.step, 0)
+
+    @property
     def process_id(self) -> int:
         """Of the process that has the state."""
         return self._process.pid
+
+    @property
+    def failure(self) -> str:
+        """Why a shadow has no steps any more, until the next ``checkpoint``. '' while it has, and in offload."""
+        if self._shadow is None:
+            return ""
+        return self._shadow.failure or (self._capture.broken if self._capture is not None else "")
 
     @property
     def moved_bytes(self) -> int:
@@ -245,30 +250,40 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group.pop(STEPS, None)
 
-    def _check_gradients(self) -> None:
-        for one in parameters_of(self):
-            gradient = one.tensor.grad
-            if gradient is not None and (gradient.dtype != one.tensor.dtype or gradient.layout is not torch.strided):
-                raise ConfigError(
-                    f"the gradient of parameter {one.name} is {gradient.dtype} ({gradient.layout}), and the parameter "
-                    f"{one.tensor.dtype}",
-                    hint="Offload takes dense gradients of the parameter's precision: accumulate in that, or use "
-                    'mode="shadow"',
-                )
-
     def _follow(self, inner: torch.optim.Optimizer) -> None:
         """In shadow: record the steps of the trainer's optimizer, from here on."""
         if self._capture is not None:
             self._capture.close()
         self._capture = Capture(inner, self._on_step, copy=self._on_gradients, version=self._steps)
 
+    def _count(self, *_: Any) -> None:
+        self._steps += 1  # with a record of it, or without
+
     def _on_gradients(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        self._channel.copy(self._steps + 1, gradients)
+        assert self._shadow is not None and self._capture is not None
+        self._shadow.copy(self._capture.version + 1, gradients)
         return {}
 
     def _on_step(self, step: Step) -> None:
-        self._steps = step.version
-        self._channel.end(encode(Frame(step, ""))[0], is_skipped=step.is_skipped)  # gradients went before
+        assert self._shadow is not None
+        self._shadow.end(encode(Frame(step, ""))[0], is_skipped=step.is_skipped)  # gradients went before
+
+    def _follows_again(self, inner: torch.optim.Optimizer) -> bool:
+        """Whether the shadow had been given up. It goes on from the state of now, then: from a copy, as a save makes
+        it, and in the background."""
+        assert self._shadow is not None
+        if not self.failure:
+            return False
+        if {one.key: id(one.tensor) for one in parameters_of(inner)} != {k: id(v) for k, v in self._tensors.items()}:
+            raise CheckpointError(
+                "the shadow was given up: the optimizer has other parameters now",
+                hint="Build it again over an empty directory",
+            )
+        values = self._values(inner.state)
+        copied = {key: {name: one.clone() for name, one in found.items()} for key, found in values.items()}
+        self._shadow.begin(filled(copied, self._steps))
+        self._follow(inner)
+        return True
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -282,14 +297,14 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             ...                      what ``state`` has; "model" in it (buffers) goes with the parameters
 
         Steps go on meanwhile. A second one waits for the first, and steps then wait with it. In a job of several ranks
-        each writes its own (``f"{run}/rank-{rank}/step-{step}"``): shards are not joined.
+        each writes its own (``f"{run}/rank-{rank}/step-{step}"``); a ``Checkpointer`` makes one of all.
 
         Args:
             uri: as ``TierStorageWriter`` takes it; ``f"{run}/step-{step}"`` is what ``Checkpointer(run)`` finds.
             state: tensors, numbers, texts, and containers of them. Copied before this returns.
 
         Raises:
-            CheckpointError: the shadow has been given up; says why. Others from the future, the writer's.
+            CheckpointError: a shadow that was given up has not begun again. Others from the future, the writer's.
             StateMismatchError: from the future: something beside the optimizer has changed a parameter (shadow).
         Cost: of the trainer, a message and ``state``. Of the node, one pass over the state and one copy of it.
         """
@@ -297,25 +312,16 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         if self._rank not in location:
             raise ConfigError(
                 f"{location} would be written by every rank",
-                hint=f"Each rank writes its own: name it so, as in RUN/{self._rank}/step-{self._steps}",
+                hint="Give the optimizer to Checkpointer.save, which joins the ranks; or have each write its own: "
+                f"RUN/{self._rank}/step-{self._steps}",
             )
-        if self._must_resume or (self.is_offload and self._channel.is_interrupted):
-            raise CheckpointError("the state is not that of the trainer", hint="Call resume(), or step() again, before")
-        prints = {}
-        if self._capture is not None:
-            if self._capture.broken:
-                raise CheckpointError(
-                    f"the shadow has been given up: {self._capture.broken}",
-                    hint="Save whole checkpoints, or build the optimizer again over an empty directory",
-                )
-            self._channel.follow(0)
-            prints = {key: Fingerprint.of(local(one.detach())).number for key, one in self._tensors.items()}
-        elif not self._process.is_alive:
-            self._process.start()
-            self._channel.check_step(self._steps)
+        self._check_state()
+        if self.inner is not None:
+            self._follows_again(self.inner)
+        prints = self._fingerprints()
         told, payload = {"state": dict(state or {}), "groups": self._options(), "fingerprints": prints}, io.BytesIO()
         torch.save(told, payload)
-        answer = self._process.ask({"op": "checkpoint", "uri": location}, payload.getvalue())
+        answer = self._channel.ask({"op": "checkpoint", "uri": location}, payload.getvalue(), self._steps)
         made: Future[int] = Future()
 
         def end(done: Future[dict[str, Any]]) -> None:
@@ -327,6 +333,16 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
         answer.add_done_callback(end)
         return made
+
+    def _check_state(self) -> None:
+        if self._must_resume or (self._offload is not None and self._offload.is_interrupted):
+            raise CheckpointError("the state is not that of the trainer", hint="Call resume(), or step() again, before")
+
+    def _fingerprints(self) -> dict[str, int]:
+        """In shadow: what the masters must be."""
+        if self.inner is None:
+            return {}
+        return {key: Fingerprint.of(local(one.detach())).number for key, one in self._tensors.items()}
 
     def resume(self, last_step: int | None = None) -> int:
         """Bring the trainer to the newest step that ``directory`` has, and return that. 0: there was none.
@@ -341,30 +357,22 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             IntegrityError: the state is damaged, or has been at later steps for too long to go back.
             UpdaterLostError: the process has ended.
         """
+        self._channel.settle()
         if self._process.is_alive and last_step is not None and last_step < self._process.step:
             self._process.close()
         if not self._process.is_alive:
             self._process.start(last_step)
         answer = self._process.call({"op": "settle"})
         self._steps, self._must_resume = answer["step"], False
+        self._files.look(answer["versions"])
         self._forget_steps()
-        self._channel.forget()
-        if self.inner is None:
-            self._channel.take_parameters()
-        else:
-            self._take_state(self.inner, Path(answer["directory"]))
+        if self._offload is not None:
+            self._offload.forget()
+            self._offload.take_parameters()
+        if self.inner is not None:
+            self._files.copy_into(self.inner.state, answer["versions"])
             self._follow(self.inner)
         return self._steps
-
-    @torch.no_grad()
-    def _take_state(self, inner: torch.optim.Optimizer, directory: Path) -> None:
-        file = StateFile(directory, self._layout)
-        for block in self._layout.blocks:
-            for key, tensors in file.tensors(block, file.newest(block)[0]).items():
-                tensor = self._tensors[key]
-                local(tensor.detach()).copy_(tensors.pop(MASTER))
-                inner.state[tensor] = {name: one.clone() for name, one in tensors.items()}
-        file.close()
 
     def restore(self, uri: str | os.PathLike[str]) -> int:
         """Replace the state of ``directory``, and what the trainer has, by a checkpoint, and return its ``steps``.
@@ -390,7 +398,8 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             made: dict[str, list[str]] = {}
             for one in self._members:
                 paths = {name: f"optimizer.state.{one.name}.{name}" for name in tensors[one.key]}
-                paths[MASTER] = next((p for p in (f"master.{one.name}", f"model.{one.name}") if p in present), "")
+                masters = (f"{paths[MASTER]}{SAVED_MASTER}", f"master.{one.name}", f"model.{one.name}")
+                paths[MASTER] = next((path for path in masters if path in present), "")
                 if not paths[MASTER]:
                     raise StateMismatchError(f"{source} has no parameter {one.name}", checkpoint=source)
                 made[one.key] = [name for name, path in paths.items() if path in present]
@@ -408,12 +417,75 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         """Begin another state, and the process again over it."""
         if self._capture is not None:
             self._capture.close()
+        self._channel.settle()
         self._process.close()
-        with held(self.directory, os.getpid()):
-            begin_state(self.directory, self._layout, fill)
-        self._channel.forget()
+        self._files.begin(fill)
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        """The process over another state than before."""
+        if self._offload is not None:
+            self._offload.forget()
         self._process.start()
         self._steps, self._must_resume = self._process.step, False
+
+    # --- in a Checkpointer ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def mapped(self) -> Iterator[None]:
+        """Within, ``state_dict`` has what is to be saved: tensors in the files, and float32 parameters as "master".
+
+        In a shadow that is behind they are the trainer's; one that was given up begins again from them.
+
+        Raises:
+            CheckpointError: the state is not that of the trainer.
+        """
+        self._check_state()
+        self._files.forget()
+        if self._shadow is not None and self.inner is not None:
+            is_live = self._follows_again(self.inner) or self._shadow.is_behind
+        else:
+            is_live = False
+        if is_live:
+            yield
+        else:
+            with self._files.to_save(parameters_of(self), self.inner.state if self.inner is not None else None):
+                yield
+
+    def lies_in_files(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is one that ``mapped`` has given last."""
+        return self._files.lies_in_files(tensor)
+
+    def hold(self) -> Hold | None:
+        """Have the state that ``mapped`` has given last be kept for a save, as it is now. None: it gave the trainer's.
+
+        Cost: a message; in shadow a pass over the parameters.
+        """
+
+        def ask() -> Future[dict[str, Any]]:
+            return self._channel.ask({"op": "hold", "fingerprints": self._fingerprints()}, b"", self._steps)
+
+        return self._files.hold(self._process, ask)
+
+    @contextmanager
+    def mapped_anew(self) -> Iterator[None]:
+        """Within, ``state_dict`` has what is to be loaded: tensors of a new state, for ``put_back``."""
+        self._channel.settle()
+        self._process.close()
+        with self._files.to_load(parameters_of(self), has_masters=self.is_offload):
+            yield
+
+    def put_back(self, loaded: Mapping[str, Any]) -> int:
+        """Make the tensors of ``mapped_anew`` the state, and take it: ``loaded`` has those that were filled.
+
+        Masters that were not become what the parameters are.
+        """
+        groups = loaded["param_groups"]
+        self._files.commit(loaded.get("state", {}), int(groups[0].get(STEPS, 0)))
+        for group, found in zip(self.param_groups, groups, strict=True):
+            group.update({name: value for name, value in found.items() if name not in ("params", STEPS)})
+        self._start_anew()
+        return self.resume()
 
     def state_dict(self) -> dict[str, Any]:
         """In offload ``param_groups`` alone, which say at which step they are: the state stays where it is, and a
@@ -421,7 +493,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
         Raises nothing.
         """
-        if self.inner is not None:
+        if self.inner is not None and self._files.view is None:
             return self.inner.state_dict()
         made = super().state_dict()
         for group in made["param_groups"]:  # where each way to save an optimizer keeps it
@@ -466,7 +538,10 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         """End the process when it has done what it was given. Raises nothing; idempotent."""
         if self._capture is not None:
             self._capture.close()
-        self._channel.close()
+        if self.inner is not None:
+            self._counting.remove()
+        self._files.discard()
+        self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -496,15 +571,6 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         return encode(Frame(Step(step, self._hyperparameters(), {}), ""))[0]
 
 
-def _members(optimizer: torch.optim.Optimizer) -> list[Member]:
-    """Return the parameters, by name if they have any, else by number as ``state_dict`` has them."""
-    has_names = all(group.get("param_names") for group in optimizer.param_groups)
-    return [
-        Member(
-            one.key,
-            one.name if has_names else str(number),
-            tuple(local(one.tensor).shape),
-            dtype_name(one.tensor.dtype),
-        )
-        for number, one in enumerate(parameters_of(optimizer))
-    ]
+def _close(owner: int, channel: StepChannel) -> None:
+    if os.getpid() == owner:  # a forked child ends, and nothing here is its
+        channel.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import mmap
 import os
 import struct
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -69,6 +70,29 @@ class StateFile:
             if all_of_them or view[place.index]:
                 found[place.key][place.name] = view_of(view, place.offset, place)
         return found
+
+    def all_tensors(self) -> Tensors:
+        """Return the tensors of all blocks, in version 0, those that are not there included."""
+        found: Tensors = {}
+        for block in self.layout.blocks:
+            found |= self.tensors(block, 0, all_of_them=True)
+        return found
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in version 0 of a block."""
+        return 0 <= tensor.data_ptr() - self._address < self.layout.size_bytes
+
+    def in_version(self, tensor: torch.Tensor, versions: Sequence[int]) -> torch.Tensor:
+        """Return what lies in the place of ``tensor``, which is contiguous and in version 0, in those of ``versions``.
+
+        Args:
+            versions: of each block.
+        """
+        at = tensor.data_ptr() - self._address
+        block = bisect.bisect_right(self.layout.blocks, at, key=lambda one: one.offset) - 1
+        at += versions[block] * self.layout.size_bytes
+        found = torch.frombuffer(self._view, dtype=tensor.dtype, count=tensor.numel(), offset=at)
+        return found.view(tensor.shape)
 
     def mark(self, block: Block, version: int, present: Mapping[str, Container[str]]) -> None:
         """Say which tensors are there."""
@@ -136,8 +160,10 @@ class StateFile:
             os.fdatasync(self._records)
 
     def close(self) -> None:
-        """The mapping goes with the last tensor of it."""
-        os.close(self._records)
+        """The mapping goes with the last tensor of it. Idempotent."""
+        if self._records >= 0:
+            os.close(self._records)
+        self._records = -1
 
     def _record_at(self, block: Block, version: int) -> int:
         return (version * len(self.layout.blocks) + block.index) * RECORD_BYTES

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -88,27 +88,49 @@ def current_state(directory: Path, layout: Layout) -> Path | None:
     return directory / str(found["token"])
 
 
+class NewState:
+    """A state that is being begun in ``directory``. Nothing counts before ``commit`` (N5).
+
+    Raises:
+        CapacityError: the disk has no room for it.
+    """
+
+    def __init__(self, directory: Path, layout: Layout) -> None:
+        self._directory, self._token = directory, secrets.token_hex(8)
+        try:
+            self.file = StateFile(directory / self._token, layout, create=True)
+        except BaseException:
+            shutil.rmtree(directory / self._token, ignore_errors=True)
+            raise
+
+    def commit(self, present: Mapping[str, Container[str]], step: int) -> None:
+        """Make it the state of ``directory``, in the place of whatever is there. It is held."""
+        layout = self.file.layout
+        for block in layout.blocks:
+            self.file.mark(block, 0, present)
+            self.file.record(block, 0, step)
+        found = {"token": self._token, "layout": layout.digest, "kind": layout.kind}
+        durable_write(self._directory / CURRENT, json.dumps(found).encode())
+        self.file.close()
+        for other in self._directory.iterdir():
+            if other.is_dir() and other.name != self._token:
+                shutil.rmtree(other)
+        fsync_dir(self._directory)
+
+    def discard(self) -> None:
+        """Remove it: it was not committed. Raises nothing."""
+        self.file.close()
+        shutil.rmtree(self._directory / self._token, ignore_errors=True)
+
+
 def begin_state(directory: Path, layout: Layout, fill: Fill) -> None:
-    """Begin a state in the place of whatever is there (N5). It is held. What cannot be filled is removed."""
-    token = secrets.token_hex(8)
+    """Begin a state in the place of whatever is there. It is held. What cannot be filled is removed."""
+    new = NewState(directory, layout)
     try:
-        with closing(StateFile(directory / token, layout, create=True)) as file:
-            tensors: Tensors = {}
-            for block in layout.blocks:
-                tensors |= file.tensors(block, 0, all_of_them=True)
-            present, step = fill(tensors)
-            for block in layout.blocks:
-                file.mark(block, 0, present)
-                file.record(block, 0, step)
+        new.commit(*fill(new.file.all_tensors()))
     except BaseException:
-        shutil.rmtree(directory / token, ignore_errors=True)
+        new.discard()
         raise
-    found = {"token": token, "layout": layout.digest, "kind": layout.kind}
-    durable_write(directory / CURRENT, json.dumps(found).encode())
-    for other in directory.iterdir():
-        if other.is_dir() and other.name != token:
-            shutil.rmtree(other)
-    fsync_dir(directory)
 
 
 def filled(values: Mapping[str, Mapping[str, torch.Tensor]], step: int) -> Fill:

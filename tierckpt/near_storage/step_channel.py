@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,33 +11,26 @@ import torch
 
 from ..arena.memory import Memory
 from ..errors import IntegrityError, UpdaterLostError
-from ..replay.link import halves_without_loss
 from ..replay.optimizers import local
-from .blocks import Layout, Member, shared_places, view_of
+from .blocks import Layout, Member, Slots, slot_bytes
 from .updater_process import UpdaterProcess
-
-SHADOW_AHEAD = 2
-"""Steps that a shadow may be behind before training waits for it."""
-STALL_SECONDS = 10.0
-"""A shadow that is behind for so long is given up, and training goes on without."""
 
 
 @dataclass(slots=True)
-class _Sent:
+class Sent:
     """A step that the process has not made yet, by what it said."""
 
     step: int
-    memory: int = 0
+    slot: int = 0
     head: bytes = b""
-    """'' while its gradients are being copied."""
     gradients: list[tuple[list[str], list[str]]] = field(default_factory=list)
     """By block: whose gradients are in shared memory, and which of them in half of it."""
     process: int = 0
-    """Which process it was sent to, by its number."""
+    """Which process it was sent to, by its number. 0: none yet."""
 
 
 class StepChannel:
-    """Shared memory for the gradients of one step (offload) or two, and the steps in it.
+    """Shared memory for the gradients of steps, and the process that they go to.
 
     Args:
         tensors: the trainer's parameters by key.
@@ -57,29 +49,54 @@ class StepChannel:
     ) -> None:
         self.moved_bytes = 0
         self._layout, self._tensors = layout, tensors
-        self._waiting: list[_Sent] = []
-        offsets, size_bytes = shared_places(members)
-        count = 1 if order["mode"] == "offload" else SHADOW_AHEAD
-        memories = [Memory.allocate(max(1, size_bytes), shared=True, numa_nodes=numa_nodes) for _ in range(count)]
-        self._shared = [
-            {one.key: view_of(memory.view, offsets[one.key], one) for one in members} for memory in memories
-        ]
-        descriptors = tuple(cast(int, memory.fd) for memory in memories)
+        self._memories = self._allocated(slot_bytes(members), numa_nodes)
+        self._slots = Slots(members, self._memories)
         told = {
             "members": [[one.key, one.name, one.shape, one.dtype] for one in members],
-            "memories": [[memory.fd, str(memory.kind)] for memory in memories],
+            "memories": [[memory.fd, str(memory.kind)] for memory in self._memories],
         }
+        descriptors = tuple(cast(int, memory.fd) for memory in self._memories)
         self.process = UpdaterProcess({**order, **told}, descriptors, timeout_seconds)
-        self.close = weakref.finalize(self, _close, os.getpid(), self.process, self._shared, memories)
 
-    def forget(self) -> None:
-        """The trainer is at the process's step again: nothing is on its way."""
-        self._waiting.clear()
+    def _allocated(self, size_bytes: int, numa_nodes: tuple[int, ...]) -> list[Memory]:
+        return [Memory.allocate(size_bytes, shared=True, numa_nodes=numa_nodes)]
+
+    def settle(self) -> None:
+        """Return when the process is the caller's alone, and nothing is on its way but what it has been sent."""
+
+    def ask(self, message: Mapping[str, Any], payload: bytes, step: int) -> Future[dict[str, Any]]:
+        """Send ``message`` behind ``step``. The future is its answer."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the process when it has done what it was given, and release the memory."""
+        self.process.close()
+        self.process.is_closed = True
+        self._slots.forget()
+        for memory in self._memories:
+            memory.close()
+
+    def _send(self, sent: Sent) -> None:
+        sent.process = self.process.starts
+        self.process.send({"op": "begin_step"}, sent.head)
+        for keys, narrow in sent.gradients:
+            self.process.send({"op": "take", "keys": keys, "narrow": narrow, "slot": sent.slot})
+        self.process.send({"op": "end_step"})
+
+
+class OffloadChannel(StepChannel):
+    """Training waits for each step: the process has the only state."""
+
+    _begun: Sent | None = None
+    """A step that was begun and not made."""
 
     @property
     def is_interrupted(self) -> bool:
-        """A step of offload was begun and not made."""
-        return bool(self._waiting)
+        return self._begun is not None
+
+    def forget(self) -> None:
+        """The trainer is at the process's step."""
+        self._begun = None
 
     def check_step(self, step: int) -> None:
         """Raise IntegrityError unless the process is at ``step``."""
@@ -90,13 +107,19 @@ class StepChannel:
                 hint="Its log of gradients is damaged. Call resume() and go on there, or restore a checkpoint",
             )
 
-    # --- offload ----------------------------------------------------------------------------------------------------
+    def ask(self, message: Mapping[str, Any], payload: bytes, step: int) -> Future[dict[str, Any]]:
+        if not self.process.is_alive:
+            self.process.start()
+            self.check_step(step)
+        return self.process.ask(message, payload)
 
-    def make(self, step: int, head: bytes) -> None:
-        """Have the process make a step, and take its parameters. One that was interrupted is made as it was begun."""
-        if not self._waiting:
-            self._waiting.append(_Sent(step, head=head))
-        sent, process = self._waiting[0], self.process
+    def make(self, step: int, head: bytes) -> set[str]:
+        """Have the process make a step, and take its parameters. One that was interrupted is made as it was begun.
+
+        Returns the keys of parameters that had a gradient.
+        """
+        sent = self._begun = self._begun or Sent(step, head=head)
+        process = self.process
         for attempt in (0, 1):
             try:
                 if not process.is_alive:
@@ -115,93 +138,32 @@ class StepChannel:
                 process.stop()
                 raise
         self.take_parameters()
-        self._waiting.clear()
+        self._begun = None
+        return {key for keys, _ in sent.gradients for key in keys}
 
     @torch.no_grad()
     def take_parameters(self) -> None:
         """Copy the parameters, which the process has put into shared memory, into the trainer's."""
-        for key, tensor in self._tensors.items():
-            local(tensor.detach()).copy_(self._shared[0][key])
-            self.moved_bytes += self._shared[0][key].nbytes
+        for key, found in self._slots.tensors(0).items():
+            local(self._tensors[key].detach()).copy_(found)
+            self.moved_bytes += found.nbytes
 
     @torch.no_grad()
-    def _send_copying(self, sent: _Sent) -> None:
+    def _send_copying(self, sent: Sent) -> None:
         """A block is stepped while the gradients of the next are copied. What is copied stays (N4)."""
         if sent.process:
             self._send(sent)
             return
         sent.gradients.clear()
         self.process.send({"op": "begin_step"}, sent.head)
+        shared = self._slots.tensors(0)
         for block in self._layout.blocks:
             found = {key: local(one) for key in block.keys if (one := self._tensors[key].grad) is not None}
             for key, gradient in found.items():
-                self._shared[0][key].copy_(gradient)
+                shared[key].copy_(gradient)
                 self.moved_bytes += gradient.nbytes
             if found:
                 sent.gradients.append((list(found), []))
-                self.process.send({"op": "take", "keys": list(found), "narrow": [], "memory": 0})
+                self.process.send({"op": "take", "keys": list(found), "narrow": [], "slot": 0})
         sent.process = self.process.starts
         self.process.send({"op": "end_step"})
-
-    # --- shadow -----------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def copy(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Copy the gradients of a step: in half the memory, where that loses no bit. Waits until there is room."""
-        self.follow(step - SHADOW_AHEAD)
-        sent = _Sent(step, step % SHADOW_AHEAD)
-        shared = self._shared[sent.memory]
-        for block in self._layout.blocks:
-            keys, narrow = [key for key in block.keys if key in gradients], []
-            for key in keys:
-                halves = halves_without_loss(gradients[key])
-                if halves is not None:
-                    narrow.append(key)
-                    shared[key].view(-1).view(torch.int16)[: halves.numel()].copy_(halves)
-                else:
-                    shared[key].copy_(gradients[key])
-                self.moved_bytes += gradients[key].nbytes if halves is None else halves.nbytes
-            if keys:
-                sent.gradients.append((keys, narrow))
-        self._waiting.append(sent)
-
-    def end(self, head: bytes, *, is_skipped: bool) -> None:
-        """The step whose gradients were copied is made: send it."""
-        sent = self._waiting[-1]
-        sent.head = head
-        if is_skipped:
-            sent.gradients.clear()
-        self.follow(0)
-
-    def follow(self, step: int) -> None:
-        """Send what was not sent, and return when the process has made ``step``. One that has ended is begun again."""
-        for attempt in (0, 1):
-            try:
-                if not self.process.is_alive:
-                    self.process.start()
-                for one in self._waiting:
-                    if one.head and one.process != self.process.starts and one.step > self.process.step:
-                        one.process = self.process.starts
-                        self._send(one)
-                self.process.await_step(step, STALL_SECONDS)
-                break
-            except UpdaterLostError:
-                if attempt:
-                    raise
-        self._waiting = [one for one in self._waiting if one.step > self.process.step]
-
-    def _send(self, sent: _Sent) -> None:
-        self.process.send({"op": "begin_step"}, sent.head)
-        for keys, narrow in sent.gradients:
-            self.process.send({"op": "take", "keys": keys, "narrow": narrow, "memory": sent.memory})
-        self.process.send({"op": "end_step"})
-
-
-def _close(owner: int, process: UpdaterProcess, shared: list[dict[str, torch.Tensor]], memories: list[Memory]) -> None:
-    if os.getpid() != owner:
-        return  # a forked child ends, and nothing here is its
-    process.close()
-    process.is_closed = True
-    shared.clear()
-    for memory in memories:
-        memory.close()

@@ -42,7 +42,7 @@ from ..replay.capture import Step
 from ..replay.checksum import Fingerprint
 from ..replay.frame import DTYPES, Frame, decode
 from ..telemetry import log_to, logger
-from .blocks import MASTER, Block, Layout, Member, kind_of, layout_of, shared_places, view_of
+from .blocks import MASTER, Block, Layout, Member, Slots, kind_of, layout_of
 from .gradient_files import GradientFiles, cut_after, read_frames
 from .messages import receive, send, to_message
 from .state_file import StateFile, Tensors
@@ -89,7 +89,8 @@ class LiveBlock:
     def __init__(self, file: StateFile, block: Block, kind: type[torch.optim.Optimizer]) -> None:
         self.block = block
         self._file, self._kind = file, kind
-        self._counts, self.recorded = file.newest(block)
+        self.counts, self.recorded = file.newest(block)
+        """The version that counts, and its step."""
         self.recorded_before = self.recorded
         """The step of the other version, while that is left alone (N3)."""
         self._at, self._room = -1, Tensors()
@@ -105,7 +106,7 @@ class LiveBlock:
     def apply(self, step: Step, gradients: Mapping[str, torch.Tensor]) -> None:
         """Bring it from the step before to ``step``, in the version that does not count (N2)."""
         if self._replay is None:
-            self._at = self._file.copy(self.block, self._counts)
+            self._at = self._file.copy(self.block, self.counts)
             self._room = self._file.tensors(self.block, self._at, all_of_them=True)
             self._replay = self._built(self.recorded)
         self._replay.apply(Step(step.version, step.hyperparameters, gradients, step.found_inf))
@@ -116,10 +117,10 @@ class LiveBlock:
         if self._replay is not None:
             self._file.record(self.block, self._at, self.step)
             self.recorded_before, self.recorded = self.recorded, self.step
-            self._counts, self._replay = self._at, None
+            self.counts, self._replay = self._at, None
 
     def recorded_tensors(self) -> Tensors:
-        return self._file.tensors(self.block, self._counts)
+        return self._file.tensors(self.block, self.counts)
 
     def masters(self) -> dict[str, torch.Tensor]:
         """Those of the newest step."""
@@ -167,11 +168,10 @@ class Updater:
         groups = _decoded(bytes.fromhex(order["groups"])).step.hyperparameters
         dtype = torch.float32 if self._is_offload else None
         layout = layout_of(self._kind, self._members, groups, master_dtype=dtype)
-        offsets, _ = shared_places(self._members)
-        self._memories = [Memory.from_fd(fd, Kind(kind)) for fd, kind in order["memories"]]
-        self._shared = [
-            {one.key: view_of(memory.view, offsets[one.key], one) for one in self._members} for memory in self._memories
+        self._memories = [  # of the second, a backlog, pages come with their first use
+            Memory.from_fd(fd, Kind(kind), fill=not number) for number, (fd, kind) in enumerate(order["memories"])
         ]
+        self._slots = Slots(self._members, self._memories)
         count = max(1, int(order["workers"]))
         self._workers = [ThreadPoolExecutor(1, f"tierckpt-update-{number}") for number in range(count)]
         self._logger = ThreadPoolExecutor(1, "tierckpt-log")
@@ -182,6 +182,7 @@ class Updater:
                 pool.submit(lower_this_thread, BACKGROUND_NICE)
         self._open(Path(order["directory"]), layout, order["last_step"])
         self._begun: _Begun | None = None
+        self._holds: dict[int, Future[None]] = {}
 
     # --- the state --------------------------------------------------------------------------------------------------
 
@@ -246,13 +247,13 @@ class Updater:
         """A step begins: its hyperparameters, and no gradient yet."""
         self._begun = _Begun(_decoded(payload).step)
 
-    def take(self, keys: Sequence[str], narrow: Sequence[str], memory: int) -> None:
+    def take(self, keys: Sequence[str], narrow: Sequence[str], slot: int) -> None:
         """Gradients of some parameters, all of one block, are in shared memory."""
         assert self._begun is not None
         begun, live = self._begun, self._block_of[keys[0]]
         found = {}
         for key in keys:
-            tensor = self._shared[memory][key]
+            tensor = self._slots.tensors(slot)[key]
             if key in narrow:
                 tensor = tensor.view(-1).view(torch.bfloat16)[: tensor.numel()].view(tensor.shape)
             found[key] = tensor
@@ -307,7 +308,7 @@ class Updater:
 
         def give(live: LiveBlock) -> None:
             for key, master in live.masters().items():
-                self._shared[0][key].copy_(master)
+                self._slots.tensors(0)[key].copy_(master)
 
         for one in [self._do(self._worker_of[live.block.index], give, live) for live in self._blocks]:
             one.result(WAIT_SECONDS)
@@ -326,23 +327,39 @@ class Updater:
 
     # --- a checkpoint -----------------------------------------------------------------------------------------------
 
+    def hold(self, number: int, fingerprints: Mapping[str, int]) -> None:
+        """Record every block at this step, and say where. They are left so until ``release``. Steps go on meanwhile."""
+        recorded, answer = self._recorded(number), dict[str, Any](number=number, step=self.step, pid=os.getpid())
+
+        def answer_with_places() -> None:
+            for one in recorded:
+                one.result(WAIT_SECONDS)
+            try:
+                self._check(fingerprints)
+                answer["versions"] = [live.counts for live in self._blocks]
+            except StateMismatchError as error:
+                self.release(number)
+                answer.update(to_message(error))
+            self.tell(answer)
+
+        self._do(self._writer, answer_with_places)
+
+    def release(self, hold: int) -> None:
+        """The state that was held may be replaced. One that a process before this one has held is nobody's."""
+        if (released := self._holds.pop(hold, None)) is not None:
+            released.set_result(None)
+
     def checkpoint(self, number: int, uri: str, payload: bytes) -> None:
         """Record every block at this step, then write what is recorded. Steps go on meanwhile."""
         told = torch.load(io.BytesIO(payload), weights_only=True)
-        step = self.step
-        written: Future[None] = Future()
-
-        def record(live: LiveBlock) -> None:
-            self._record(live)
-            live.reader = written
-
-        recorded = [self._do(self._worker_of[live.block.index], record, live) for live in self._blocks]
+        recorded, step = self._recorded(number), self.step
 
         def write() -> None:
             answer: dict[str, Any] = {"number": number, "step": step}
             try:
                 for one in recorded:
                     one.result(WAIT_SECONDS)
+                self._check(told["fingerprints"])
                 writer = TierStorageWriter(uri, settings=self._settings)
                 save(self._state_dict(told, step), storage_writer=writer, no_dist=True)
             except Exception as error:  # of the checkpoint alone: the state is as it was
@@ -350,10 +367,31 @@ class Updater:
                 cause = next(iter(getattr(error, "failures", {}).values()), [error])[0]
                 answer |= to_message(cause)
             finally:
-                written.set_result(None)
+                self.release(number)
             self.tell(answer)
 
         self._do(self._writer, write)
+
+    def _recorded(self, hold: int) -> list[Future[None]]:
+        """Have every block recorded at this step, and left so until the future of ``hold`` is done."""
+        released = self._holds[hold] = Future()
+
+        def record(live: LiveBlock) -> None:
+            self._record(live)
+            live.reader = released
+
+        return [self._do(self._worker_of[live.block.index], record, live) for live in self._blocks]
+
+    def _check(self, fingerprints: Mapping[str, int]) -> None:
+        for live in self._blocks if fingerprints else ():
+            for key, found in live.recorded_tensors().items():
+                if Fingerprint.of(found[MASTER]).number != fingerprints[key]:
+                    name = next(one.name for one in self._members if one.key == key)
+                    raise StateMismatchError(
+                        f"parameter {name} was changed by something beside the optimizer",
+                        hint="Save a whole checkpoint, or give its state to load_state_dict, from where the shadow "
+                        "goes on",
+                    )
 
     def _state_dict(self, told: Mapping[str, Any], step: int) -> dict[str, Any]:
         tensors: dict[str, dict[str, torch.Tensor]] = {}
@@ -363,12 +401,6 @@ class Updater:
         masters, states = {}, {}
         for one in self._members:
             master = tensors[one.key].pop(MASTER)
-            wanted = told["fingerprints"].get(one.key)
-            if wanted is not None and Fingerprint.of(master).number != wanted:
-                raise StateMismatchError(
-                    f"parameter {one.name} was changed by something beside the optimizer",
-                    hint="Save a whole checkpoint, or give its state to load_state_dict, from where the shadow goes on",
-                )
             model[one.name] = master.to(DTYPES[one.dtype])
             masters[one.name], states[one.name] = master, tensors[one.key]
         names = [[one.name for one in self._members if one.group == number] for number in range(len(told["groups"]))]
@@ -396,6 +428,10 @@ class Updater:
                     self.begin_step(payload)
                 elif verb == "checkpoint":
                     self.checkpoint(payload=payload, **message)
+                elif verb == "hold":
+                    self.hold(**message)
+                elif verb == "release":
+                    self.release(**message)
                 elif verb == "take":
                     self.take(**message)
                 else:
@@ -414,7 +450,8 @@ class Updater:
                 one.result(WAIT_SECONDS)
             if self._is_offload:
                 self._give_parameters()
-            self.tell({"number": number, "step": step, "directory": str(self._file.directory)})
+            versions = [live.counts for live in self._blocks]
+            self.tell({"number": number, "step": step, "versions": versions})
 
         self._do(self._finisher, end)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, OperationTimeoutError, TierckptError, UpdaterLostError
@@ -21,6 +23,38 @@ from .states import END_SECONDS
 
 log = logger("replay")
 
+LOOK_SECONDS = 0.1
+IDLE_SECONDS = 5.0
+"""Training that has waited so long for a process that does nothing is said to wait."""
+KILL_SECONDS = 20.0
+"""A process that is killed ends, unless the kernel has it wait for a disk."""
+
+
+class Idleness:
+    """Tells a process that is slow from one that hangs: the first makes steps, or takes processor time."""
+
+    def __init__(self, process: UpdaterProcess) -> None:
+        self._process = process
+        self._seen, self._since = self._look()[:2], time.monotonic()
+
+    def seconds(self) -> float:
+        """How long it has done nothing, by the looks so far."""
+        seen = self._look()[:2]
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        return time.monotonic() - self._since
+
+    def reason(self) -> str:
+        what = "is stopped" if self._look()[2] in ("T", "t") else "does nothing (does its disk hang?)"
+        return f"process {self._process.pid} of the optimizer near storage {what}"
+
+    def _look(self) -> tuple[int, int, str]:
+        try:
+            state, *fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return self._process.step, 0, ""
+        return self._process.step, int(fields[10]) + int(fields[11]), state
+
 
 class UpdaterProcess:
     """One process after another: ``start`` begins the next when one has ended.
@@ -28,7 +62,7 @@ class UpdaterProcess:
     Args:
         order: what it is to do, without the connection.
         descriptors: of shared memory. They are the trainer's, and outlive the process.
-        timeout_seconds: how long any answer may take.
+        timeout_seconds: how long it may do nothing while an answer is waited for.
     """
 
     def __init__(self, order: Mapping[str, Any], descriptors: tuple[int, ...], timeout_seconds: float) -> None:
@@ -40,7 +74,8 @@ class UpdaterProcess:
         self.is_closed = False
         self._descriptors = descriptors
         self._timeout_seconds = timeout_seconds
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
+        self._sending = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._failure: TierckptError | None = None
@@ -84,24 +119,30 @@ class UpdaterProcess:
                 file.write(json.dumps(order).encode())
         except BrokenPipeError:
             pass  # it has ended: its end of the connection says so
-        self._connection, self._failure, self.step = Connection(ours.detach()), None, -1
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._timeout_seconds) + 1, 0))
+        with self.changed:
+            self._connection, self._failure, self.step = Connection(ours.detach()), None, -1
         self.pid, self.starts = self._process.pid, self.starts + 1
         threading.Thread(target=self._hear, args=(self._connection,), name="tierckpt-updater", daemon=True).start()
         self.await_step(0)
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Raises UpdaterLostError, or what it failed of."""
+        """Raises UpdaterLostError, or what it failed of; OperationTimeoutError: it does not read."""
         try:
-            assert self._connection is not None
-            send(self._connection, message, payload)
+            if self._connection is None:
+                raise self._lost()
+            with self._sending:  # threads that write a checkpoint release it
+                send(self._connection, message, payload)
+        except BlockingIOError:
+            raise self._late("it does not hear") from None
         except OSError:
-            with self._changed:  # why, it may have said
-                self._changed.wait_for(lambda: self._failure is not None, 1.0)
+            with self.changed:  # why, it may have said
+                self.changed.wait_for(lambda: self._failure is not None, 1.0)
             raise self._failure or self._lost() from None
 
     def ask(self, message: Mapping[str, Any], payload: bytes = b"") -> Future[dict[str, Any]]:
         """Send ``message``; the future is its answer, or why there is none."""
-        with self._changed:
+        with self.changed:
             self._count += 1
             number = self._count
             answer: Future[dict[str, Any]] = Future()
@@ -111,38 +152,49 @@ class UpdaterProcess:
 
     def call(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to ``message``. Raises as ``await_step``."""
-        try:
-            return self.ask(message).result(self._timeout_seconds)
-        except TimeoutError as error:
-            if isinstance(error, TierckptError):
-                raise
-            raise self._late(self._timeout_seconds) from None
+        answer = self.ask(message)
+        self._await(answer.done)
+        return answer.result()
 
-    def await_step(self, step: int, timeout_seconds: float | None = None) -> None:
-        """Return when it has made ``step``.
+    def await_step(self, step: int) -> None:
+        """Return when it has made ``step``. It is waited for while it works, however slow it is.
 
         Raises:
-            UpdaterLostError: it has ended. OperationTimeoutError: it says nothing, and was ended. Or what it failed of.
+            UpdaterLostError: it has ended. OperationTimeoutError: it has done nothing for ``timeout_seconds``, and was
+                ended. Or what it failed of.
         """
-        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        deadline = time.monotonic() + seconds
-        with self._changed:
-            while self.step < step and self._failure is None:
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                    break
-            if self.step >= step:
-                return
-        if self._failure is not None:
-            raise self._failure
-        raise self._late(seconds)
+        self._await(lambda: self.step >= step)
 
-    def _late(self, seconds: float) -> OperationTimeoutError:
+    def _await(self, is_done: Callable[[], bool]) -> None:
+        idle, is_said = Idleness(self), False
+        with self.changed:
+            while not is_done():
+                if self._failure is not None:
+                    raise self._failure
+                seconds = idle.seconds()
+                if seconds >= self._timeout_seconds:
+                    break
+                if seconds >= IDLE_SECONDS and not is_said:
+                    is_said = True
+                    log.warning("training waits: %s", idle.reason())
+                self.changed.wait(min(LOOK_SECONDS, self._timeout_seconds))
+            else:
+                return
+        raise self._late(idle.reason())
+
+    def _late(self, reason: str) -> OperationTimeoutError:
         self.stop()
         return OperationTimeoutError(
-            f"the process of the optimizer near storage has not answered for {seconds:g} s",
+            f"{reason}; it was ended after {self._timeout_seconds:g} s",
             hint="Look for a disk that hangs below its directory. Its state is safe; step() begins it again",
-            waited_seconds=seconds,
+            waited_seconds=self._timeout_seconds,
         )
+
+    def kill(self) -> None:
+        """End it at once, and wait for nothing: whoever waits for it hears that."""
+        process = self._process
+        if process is not None:
+            process.kill()
 
     def close(self) -> None:
         """Let it finish what it was given, then end it."""
@@ -160,11 +212,19 @@ class UpdaterProcess:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
+            try:
+                process.wait(KILL_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process = process
+                raise OperationTimeoutError(
+                    f"process {process.pid} of the optimizer near storage was killed and does not end",
+                    hint=f"The kernel has it wait for the disk of {self.order['directory']}",
+                    waited_seconds=KILL_SECONDS,
+                ) from None
         connection, self._connection = self._connection, None
         if connection is not None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._failure is not None, 5.0)  # its end is heard
+            with self.changed:
+                self.changed.wait_for(lambda: self._failure is not None, 5.0)  # its end is heard
             connection.close()
 
     def _hear(self, connection: Connection) -> None:
@@ -172,20 +232,21 @@ class UpdaterProcess:
         try:
             while True:
                 message, _ = receive(connection)
-                with self._changed:
+                with self.changed:
                     if "ready" in message or "done" in message:
                         self.step = message["ready"] if "ready" in message else message["done"]
-                        self._changed.notify_all()
+                        self.changed.notify_all()
                     elif "failed" in message:
                         failure = to_error(message["failed"])
                     else:
                         self._answer(message)
+                        self.changed.notify_all()
         except (EOFError, OSError):
             pass
-        with self._changed:
+        with self.changed:
             self._failure = failure
             waiting, self._answers = self._answers, {}
-            self._changed.notify_all()
+            self.changed.notify_all()
         for answer in waiting.values():
             answer.set_exception(failure)
 

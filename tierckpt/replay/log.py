@@ -35,7 +35,7 @@ from .checksum import Marks, digest_of, marks_of
 from .frame import Frame, decode
 from .link import GRADIENTS, Copy, Link
 from .log_writer import Base, Entry, Group, LogWriter, Part
-from .optimizers import Parameter, check_replayable, layout_digest, local, parameters_of
+from .optimizers import check_replayable, layout_digest, local, parameters_of, sharded
 from .redo import explicit, implementation_of
 
 log = logger("replay")
@@ -464,20 +464,10 @@ class _Target:
             known = self._optimizer.state.get(one.tensor, {})
             if made:
                 self._optimizer.state[one.tensor] = {
-                    name: known[name] if isinstance(known.get(name), DTensor) else _sharded(value, one)
+                    name: known[name] if isinstance(known.get(name), DTensor) else sharded(value, one.tensor)
                     for name, value in made.items()
                 }
 
 
 def _local_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: local(one) if isinstance(one, torch.Tensor) else one for name, one in state.items()}
-
-
-def _sharded(value: Any, parameter: Parameter) -> Any:
-    """As the optimizer itself makes its state: of the placement of the parameter, where it has its shape."""
-    tensor = parameter.tensor
-    if not (isinstance(value, torch.Tensor) and isinstance(tensor, DTensor)) or value.shape != local(tensor).shape:
-        return value
-    return DTensor.from_local(
-        value, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )

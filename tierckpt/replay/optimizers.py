@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -97,6 +98,14 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Parameter]:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, and any other tensor as it is. Shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(value: Any, like: torch.Tensor) -> Any:
+    """As an optimizer makes its state: of the placement of the parameter ``like``, where it has its shape."""
+    if not (isinstance(value, torch.Tensor) and isinstance(like, DTensor)) or value.shape != local(like).shape:
+        return value
+    mesh, shape, stride = like.device_mesh, like.shape, like.stride()
+    return DTensor.from_local(value, mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
 
 def layout_digest(optimizer: torch.optim.Optimizer) -> str:

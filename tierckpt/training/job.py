@@ -27,6 +27,7 @@ from ..dcp.writer import TierStorageWriter
 from ..errors import CheckpointSkippedError, OperationTimeoutError, TierckptError
 from ..format.layout import DRAINED, Location, local_dir, parse_uri, step_name
 from ..telemetry import logger
+from .codec import near_state
 from .exchange import Exchange, is_distributed
 
 log = logger("checkpointer")
@@ -104,6 +105,7 @@ class Job:
             self.staged.wait(slots.SLOT_SECONDS)
             future = self.writer.write_data(self.plan, self.staged)
             future.wait()
+            self.staged.release()
             return future.value(), self.writer.is_direct_put
 
         def commit(outcomes: list[tuple[list[Any], bool]]) -> tuple[int, bool]:
@@ -166,6 +168,8 @@ class Job:
 
     def let_go(self) -> None:
         """Drop the staged copies: their memory is free for the next checkpoint, whoever keeps the future of this."""
+        with contextlib.suppress(TierckptError):  # raised where the save needed it
+            self.staged.release()
         self.staged = StagedItems()
         self.metadata = None
 
@@ -222,7 +226,7 @@ def stage(
         if is_copied:
             return stager.stage_items(plan.items, planner, in_background=True), None
         stager.watch(value for value in state.values() if isinstance(value, torch.optim.Optimizer))
-        return stager.stage_items(plan.items, planner), None
+        return near_state.stage(stager, plan, planner, state), None
     except BaseException as error:
         staged = StagedItems()
         staged.copied.set_exception(error)

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ...errors import StateMismatchError, TierckptError
+from ...near_storage.optimizer import NearStorageOptimizer
 from ...telemetry import logger
 from .reconstruction import Decoder
 from .structure import NOTHING, Encoder, text_of
@@ -258,6 +259,9 @@ def _put(saved: Any, path: tuple[Any, ...], value: Any) -> None:
 
 def _optimizer_state(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """DCP fills an empty optimizer with a pretended step; undo that, or saving before the first step changes it."""
+    if isinstance(optimizer, NearStorageOptimizer):
+        with optimizer.mapped():
+            return dict(get_optimizer_state_dict(_owner(name, optimizer, state), optimizer))
     fresh = not optimizer.state
     saved = dict(get_optimizer_state_dict(_owner(name, optimizer, state), optimizer))
     if fresh:
@@ -360,6 +364,19 @@ def _live(value: Any, state: Mapping[str, Any], name: str) -> Any:
 def _optimizer_target(
     name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], metadata: Metadata
 ) -> dict[str, Any]:
+    if isinstance(optimizer, NearStorageOptimizer):
+        with optimizer.mapped_anew():
+            found: Any = get_optimizer_state_dict(_owner(name, optimizer, state), optimizer)
+        known, prefix = metadata.state_dict_metadata, f"{name}.param_groups"
+        of = {
+            fqn: {key: one for key, one in tensors.items() if f"{name}.state.{fqn}.{key}" in known}
+            for fqn, tensors in found["state"].items()
+        }
+        groups = [
+            {key: one for key, one in group.items() if key == "params" or f"{prefix}.{number}.{key}" in known}
+            for number, group in enumerate(found["param_groups"])
+        ]
+        return {"state": of, "param_groups": groups}
     saved = dict(get_optimizer_state_dict(_owner(name, optimizer, state), optimizer))
     if not any(key.startswith(f"{name}.state.") for key in metadata.state_dict_metadata):
         saved.pop("state", None)  # it was saved before its first step
@@ -432,6 +449,9 @@ def put_back(
 def _put_back_optimizer(
     name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], loaded: dict[str, Any]
 ) -> None:
+    if isinstance(optimizer, NearStorageOptimizer):
+        optimizer.put_back(loaded)
+        return
     if "state" in loaded:
         set_optimizer_state_dict(_owner(name, optimizer, state), optimizer, loaded)
         return

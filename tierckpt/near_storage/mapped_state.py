@@ -1,0 +1,212 @@
+"""The state of an optimizer near storage as tensors of the trainer's, in files: what a save writes, a restore fills.
+
+A save plans with tensors in version 0 of each block. Which version has the step is known when the process has recorded
+it; until the save has read it the process leaves it alone (``Hold``).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import OperationTimeoutError, TierckptError, UpdaterLostError
+from ..replay.optimizers import Parameter, local, sharded
+from .blocks import MASTER, Layout
+from .state_file import StateFile
+from .states import Fill, NewState, begin_state, current_state, held
+from .updater_process import UpdaterProcess
+
+SAVED_MASTER = "master"
+"""What a master parameter is called beside the state of its parameter in a checkpoint."""
+
+State = dict[torch.Tensor, dict[str, torch.Tensor]]
+
+
+class MappedState:
+    """The state that counts in ``directory``, and the one that is being loaded there.
+
+    Args:
+        tensors: the trainer's parameters, by key.
+    """
+
+    def __init__(self, directory: Path, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.stepped: set[str] = set()
+        """Keys of parameters that have a state, beside their values."""
+        self.view: State | None = None
+        """By parameter and name, sharded as the parameter is, while a save or a restore looks at it."""
+        self._directory, self._layout, self._tensors = directory, layout, tensors
+        self._file: StateFile | None = None
+        self._new: NewState | None = None
+
+    def exists(self) -> bool:
+        return current_state(self._directory, self._layout) is not None
+
+    def begin(self, fill: Fill) -> None:
+        """Begin another state."""
+        with held(self._directory, os.getpid()):
+            begin_state(self._directory, self._layout, fill)
+        self.look([0] * len(self._layout.blocks))
+
+    def look(self, versions: Sequence[int]) -> None:
+        """See which parameters have a state in the versions that count."""
+        with closing(self._opened()) as file:
+            found = [file.tensors(block, version) for block, version in zip(self._layout.blocks, versions, strict=True)]
+        self.stepped = {key for block in found for key, tensors in block.items() if tensors.keys() - {MASTER}}
+
+    @torch.no_grad()
+    def copy_into(self, state: Any, versions: Sequence[int]) -> None:
+        """Give the trainer's parameters and its optimizer's ``state`` what the versions that count have."""
+        with closing(self._opened()) as file:
+            for block, version in zip(self._layout.blocks, versions, strict=True):
+                for key, tensors in file.tensors(block, version).items():
+                    parameter = self._tensors[key]
+                    local(parameter.detach()).copy_(tensors.pop(MASTER))
+                    state[parameter] = {name: sharded(one.clone(), parameter) for name, one in tensors.items()}
+
+    @contextmanager
+    def to_save(self, parameters: Iterable[Parameter], present: State | None) -> Iterator[None]:
+        """Within, ``view`` has what is to be saved.
+
+        Args:
+            present: the trainer's state, where it has one: as much is saved, and no masters.
+        """
+        self.forget()
+        self._file = self._opened()
+        names: dict[str, set[str]] = {}
+        for key, tensors in self._file.all_tensors().items():
+            if present is not None:
+                names[key] = set(present.get(self._tensors[key], ()))
+            else:
+                names[key] = set(tensors) if key in self.stepped else {MASTER}
+        with self._viewed(self._file, parameters, names):
+            yield
+
+    def forget(self) -> None:
+        """Nothing of the last ``to_save`` is asked for any more."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def lies_in_files(self, tensor: torch.Tensor) -> bool:
+        return self._file is not None and self._file.owns(tensor)
+
+    def hold(self, process: UpdaterProcess, ask: Callable[[], Future[dict[str, Any]]]) -> Hold | None:
+        return Hold(self._file, process, ask()) if self._file is not None else None
+
+    @contextmanager
+    def to_load(self, parameters: Iterable[Parameter], *, has_masters: bool) -> Iterator[None]:
+        """Within, ``view`` has the tensors of a new state, which ``commit`` makes the one that counts."""
+        self.discard()
+        self._new = NewState(self._directory, self._layout)
+        tensors = self._new.file.all_tensors()
+        names = {key: set(found) - (set() if has_masters else {MASTER}) for key, found in tensors.items()}
+        with self._viewed(self._new.file, parameters, names):
+            yield
+
+    @contextmanager
+    def _viewed(
+        self, file: StateFile, parameters: Iterable[Parameter], names: Mapping[str, Container[str]]
+    ) -> Iterator[None]:
+        tensors, self.view = file.all_tensors(), {}
+        for one in parameters:
+            self.view[one.tensor] = {
+                name or SAVED_MASTER: sharded(tensor, one.tensor)
+                for name, tensor in tensors[one.key].items()
+                if name in names[one.key]
+            }
+        try:
+            yield
+        finally:
+            self.view = None
+
+    @torch.no_grad()
+    def commit(self, loaded: Mapping[str, Mapping[str, Any]], step: int) -> None:
+        """Make what was loaded the state. Masters that were not loaded become what the parameters are."""
+        assert self._new is not None
+        new, self._new = self._new, None
+        filled = {local(one).data_ptr() for state in loaded.values() for one in state.values()}
+        present = {}
+        for key, tensors in new.file.all_tensors().items():
+            present[key] = {name for name, tensor in tensors.items() if tensor.data_ptr() in filled} | {MASTER}
+            if tensors[MASTER].data_ptr() not in filled:
+                tensors[MASTER].copy_(local(self._tensors[key].detach()))
+        try:
+            with held(self._directory, os.getpid()):
+                new.commit(present, step)
+        except BaseException:
+            new.discard()
+            raise
+        self.look([0] * len(self._layout.blocks))
+
+    def discard(self) -> None:
+        """Remove what was not committed."""
+        if self._new is not None:
+            self._new.discard()
+        self._new = None
+
+    def _opened(self) -> StateFile:
+        found = current_state(self._directory, self._layout)
+        assert found is not None
+        return StateFile(found, self._layout)
+
+
+class Hold:
+    """The state of a step, which the process leaves as it is until ``release``. A ``dcp.stager.Source``."""
+
+    def __init__(self, file: StateFile, process: UpdaterProcess, answer: Future[dict[str, Any]]) -> None:
+        self._file, self._process, self._answer = file, process, answer
+        self._lock = threading.Lock()
+        self._is_released = False
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return self._file.owns(tensor)
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Return when the state is recorded.
+
+        Raises:
+            StateMismatchError: something beside the optimizer has changed a parameter (shadow). UpdaterLostError.
+        """
+        try:
+            self._answer.result(timeout_seconds)
+        except TimeoutError as error:
+            if isinstance(error, TierckptError):
+                raise
+            raise OperationTimeoutError(
+                f"the state in {self._file.directory} was not recorded",
+                hint="Look for a disk that hangs below it",
+                waited_seconds=timeout_seconds,
+            ) from None
+
+    def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._file.in_version(tensor, self._answer.result(0)["versions"])
+
+    def release(self) -> None:
+        """Raises UpdaterLostError: another process has been begun meanwhile, and may have written over it."""
+        with self._lock:
+            if self._is_released:
+                return
+            self._is_released = True
+        if not self._answer.done():  # it is given up, and let go as soon as it is there
+            self._answer.add_done_callback(lambda _: self._let_go())
+        elif self._answer.exception() is None:
+            self._let_go()
+            if self._answer.result()["pid"] != self._process.pid:
+                raise UpdaterLostError(
+                    f"the process of the optimizer in {self._file.directory} has ended while its state was saved",
+                    hint="It has been begun again. Save again",
+                    directory=str(self._file.directory),
+                )
+
+    def _let_go(self) -> None:
+        try:
+            self._process.send({"op": "release", "hold": self._answer.result()["number"]})
+        except TierckptError:
+            pass  # what it held ended with it

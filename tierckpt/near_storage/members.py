@@ -1,0 +1,74 @@
+"""The parameters of an optimizer near storage as the trainer has them, and which of them cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from ..errors import ConfigError
+from ..replay.frame import dtype_name
+from ..replay.optimizers import local, parameters_of
+from .blocks import Member
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def made_of(
+    params: Any, kind: type[torch.optim.Optimizer] | None, options: Mapping[str, Any], *, is_offload: bool
+) -> torch.optim.Optimizer:
+    """Return the optimizer whose groups, options and first state these are."""
+    if kind is None:
+        raise ConfigError("which optimizer? Give a class of torch.optim after the parameters")
+    made = cast(Any, kind)(params, **options)
+    if is_offload and made.state:  # Adagrad begins it at once: with one value, in the parameter's precision
+        one = torch.zeros(1)
+        begun = cast(Any, kind)([one], **options).state[one]
+        for parameter in parameters_of(made):
+            shape = local(parameter.tensor).shape
+            made.state[parameter.tensor] = {k: v.expand(shape) if v.ndim else v for k, v in begun.items()}
+    return cast(torch.optim.Optimizer, made)
+
+
+def check_parameter(member: Member, tensor: torch.Tensor, *, is_offload: bool) -> None:
+    """Raise ConfigError for a parameter that cannot be stepped near storage."""
+    if is_offload and (tensor.dtype not in LOW_PRECISION or hasattr(tensor, "main_grad")):
+        raise ConfigError(
+            f"parameter {member.name} is {member.dtype}, or its gradients are kept in float32 beside it; offload "
+            "has parameters and gradients of 16 bits in the trainer, and the float32 ones in its process",
+            hint="Use model.to(torch.bfloat16) without autocast and GradScaler (bfloat16 needs no scaling), or "
+            'mode="shadow", which keeps your optimizer and its precision',
+        )
+    if not is_offload and tensor.device.type != "cpu":
+        raise ConfigError(
+            f"parameter {member.name} is on {tensor.device}, where a step rounds otherwise than on the CPU",
+            hint='Use mode="offload": the state is stepped in one place only, then',
+        )
+
+
+def check_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for a gradient that offload cannot take."""
+    for one in parameters_of(optimizer):
+        gradient = one.tensor.grad
+        if gradient is not None and (gradient.dtype != one.tensor.dtype or gradient.layout is not torch.strided):
+            raise ConfigError(
+                f"the gradient of parameter {one.name} is {gradient.dtype} ({gradient.layout}), and the parameter "
+                f"{one.tensor.dtype}",
+                hint="Offload takes dense gradients of the parameter's precision: accumulate in that, or use "
+                'mode="shadow"',
+            )
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> list[Member]:
+    """Return the parameters, by name if they have any, else by number as ``state_dict`` has them."""
+    has_names = all(group.get("param_names") for group in optimizer.param_groups)
+    return [
+        Member(
+            one.key,
+            one.name if has_names else str(number),
+            tuple(local(one.tensor).shape),
+            dtype_name(one.tensor.dtype),
+        )
+        for number, one in enumerate(parameters_of(optimizer))
+    ]

@@ -1,0 +1,294 @@
+"""The steps of a shadow, which training waits for only while the process works.
+
+A thread of the trainer's sends steps and questions, and begins a process again that has ended: the thread that trains
+meets neither the socket nor a start. It waits for a process that is ``STEPS_AHEAD`` behind and works, since one that is
+slower than training never catches up by itself. One that does nothing for ``PATIENCE_SECONDS`` (it is stopped, its disk
+hangs), and one that is just being begun, are not waited for: gradients go to the backlog. When that is full the shadow
+is given up, until somebody begins it anew.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..arena.memory import Memory
+from ..errors import CapacityError, CheckpointError, IntegrityError, UpdaterLostError
+from ..ipc.circuit_breaker import PATIENCE_SECONDS
+from ..replay.link import halves_without_loss
+from ..telemetry import logger
+from .states import END_SECONDS, Fill, begin_state, held
+from .step_channel import Sent, StepChannel
+from .updater_process import LOOK_SECONDS, Idleness
+
+log = logger("replay")
+
+STEPS_AHEAD = 2
+"""Steps that a shadow may be behind before training waits for it."""
+BACKLOG_BYTES = 1 << 30
+"""Gradients that are kept for a process that does nothing, where the state itself is no larger. It takes no memory
+before it is used."""
+STARTS_MAX = 3
+"""A process that ends so often without a step between is not begun again."""
+
+Call = tuple[Callable[[], None], Future[dict[str, Any]] | None]
+
+
+class ShadowChannel(StepChannel):
+    """``copy`` and ``end`` are the trainer's; whatever may wait is done by a thread, in order."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.failure = ""
+        """Why the shadow was given up."""
+        self._changed = self.process.changed
+        self._waiting: list[Sent] = []
+        self._copied: Sent | None = None
+        self._calls: deque[Call] = deque()
+        self._stalled_at = self._tried_at = -1
+        self._tries = 0
+        self._is_beginning = self._is_busy = self._is_closed = False
+        self._thread = threading.Thread(target=self._work, name="tierckpt-shadow", daemon=True)
+        self._thread.start()
+
+    def _allocated(self, size_bytes: int, numa_nodes: tuple[int, ...]) -> list[Memory]:
+        memories = [Memory.allocate(STEPS_AHEAD * size_bytes, shared=True, numa_nodes=numa_nodes)]
+        try:
+            memories.append(Memory.reserve(max(BACKLOG_BYTES, self._layout.size_bytes)))
+        except CapacityError as error:
+            log.warning("a shadow that stops working is given up at once: %s", error)
+        return memories
+
+    # --- the thread that trains -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def copy(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Copy the gradients of a step: in half the memory, where that loses no bit.
+
+        Raises:
+            CheckpointError: the shadow is given up, now or before.
+        """
+        sent = self._begun(step)
+        shared = self._slots.tensors(sent.slot)
+        for block in self._layout.blocks:
+            keys, narrow = [key for key in block.keys if key in gradients], []
+            for key in keys:
+                halves = halves_without_loss(gradients[key])
+                if halves is not None:
+                    narrow.append(key)
+                    shared[key].view(-1).view(torch.int16)[: halves.numel()].copy_(halves)
+                else:
+                    shared[key].copy_(gradients[key])
+                self.moved_bytes += gradients[key].nbytes if halves is None else halves.nbytes
+            if keys:
+                sent.gradients.append((keys, narrow))
+
+    def end(self, head: bytes, *, is_skipped: bool) -> None:
+        """The step whose gradients were copied is made: have it sent."""
+        with self._changed:
+            assert self._copied is not None
+            sent, self._copied = self._copied, None
+            sent.head = head
+            if is_skipped:
+                sent.gradients.clear()
+            self._waiting.append(sent)
+            self._do(partial(self._send_new, sent))
+
+    def ask(self, message: Mapping[str, Any], payload: bytes, step: int) -> Future[dict[str, Any]]:
+        answer: Future[dict[str, Any]] = Future()
+        with self._changed:
+            self._do(partial(self._ask, answer, message, payload), answer)
+        return answer
+
+    def begin(self, fill: Fill) -> None:
+        """Have another state begun, and the process over it. ``fill`` reads what nobody changes. Steps go on behind it.
+
+        Raises:
+            CheckpointError: the one before is not begun yet.
+        """
+        with self._changed:
+            if self._is_beginning:
+                raise CheckpointError(
+                    f"the shadow in {self.process.order['directory']} has not begun again since the last time",
+                    hint="Look for a disk that hangs; save whole checkpoints (mode='async') meanwhile",
+                )
+            self._is_beginning = True
+            self._abandon(CheckpointError("the shadow was begun anew", hint="Call checkpoint() again"))
+            self.failure = ""
+            self.process.kill()  # what the thread waits for has ended, then
+            self._do(partial(self._begin, fill))
+
+    def settle(self) -> None:
+        with self._changed:
+            is_sent = not self.failure and self._changed.wait_for(self._is_sent, END_SECONDS)
+            if not is_sent:
+                self._abandon(CheckpointError("the shadow was given up", hint="Call checkpoint() again"))
+                self.process.kill()
+                self._changed.wait_for(lambda: not self._is_busy, END_SECONDS)
+            self._waiting.clear()
+            self.failure = ""
+        if not is_sent:
+            self.process.stop()
+
+    def close(self) -> None:
+        with self._changed:
+            is_sent = self._changed.wait_for(lambda: self._is_sent() or self.failure, END_SECONDS)
+            self._is_closed = True
+            self._changed.notify_all()
+        if self.failure or not is_sent:
+            self.process.kill()
+        if threading.current_thread() is not self._thread:  # it may be the one that collects garbage
+            self._thread.join(END_SECONDS)
+        super().close()
+
+    def _is_sent(self) -> bool:
+        return not (self._calls or self._is_busy or (self._waiting and not self.process.is_alive))
+
+    def _begun(self, step: int) -> Sent:
+        """Return the step, with a slot that is free. Waits for one that will be."""
+        with self._changed:
+            idle = Idleness(self.process)
+            while self._is_worth_waiting():
+                if idle.seconds() >= PATIENCE_SECONDS:
+                    self._stalled_at = self.process.step
+                    log.warning("the shadow is behind at step %d: %s; training goes on", step, idle.reason())
+                    break
+                self._changed.wait(min(LOOK_SECONDS, PATIENCE_SECONDS - idle.seconds()))
+            used = {one.slot for one in self._waiting}
+            free = next((slot for slot in range(self._slots.count) if slot not in used), None)
+            if free is None and not self.failure:
+                self._note_failure(f"it has made no step behind {self._waiting[0].step - 1}: {idle.reason()}")
+            if free is None or self.failure:
+                raise CheckpointError(self.failure, hint="checkpoint() begins it again")
+            self._copied = Sent(step, free)
+            return self._copied
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it would be waited for in vain, or for long."""
+        with self._changed:
+            self._drop_made()
+            return len(self._waiting) > STEPS_AHEAD or not self.process.is_alive
+
+    def _is_worth_waiting(self) -> bool:
+        self._drop_made()
+        return (
+            len(self._waiting) >= STEPS_AHEAD
+            and not self.failure
+            and self.process.is_alive
+            and self._stalled_at < self.process.step
+        )
+
+    def _drop_made(self) -> None:
+        had = self._uses_backlog()
+        self._waiting = [one for one in self._waiting if one.step > self.process.step]
+        if had and not self._uses_backlog():
+            self._memories[-1].discard()
+
+    def _uses_backlog(self) -> bool:
+        used = [*self._waiting, *([self._copied] if self._copied is not None else [])]
+        return any(one.slot >= self._slots.first_of_second for one in used)
+
+    def _note_failure(self, reason: str) -> None:
+        self.failure = reason
+        log.warning("the shadow is given up until the next checkpoint, and training goes on without: %s", reason)
+
+    # --- the thread that sends --------------------------------------------------------------------------------------
+
+    def _do(self, call: Callable[[], None], answer: Future[dict[str, Any]] | None = None) -> None:
+        if self._is_closed:
+            raise CheckpointError("the optimizer near storage is closed", hint="Build it again, and call resume()")
+        self._calls.append((call, answer))
+        self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda: self._calls or self._is_closed or (self._waiting and not self.process.is_alive)
+                )
+                if self._is_closed:
+                    self._abandon(CheckpointError("the optimizer near storage is closed", hint=""))
+                    return
+                self._is_busy = True
+                call, answer = self._calls.popleft() if self._calls else (self._revive, None)
+            try:
+                call()
+            except UpdaterLostError as error:  # its steps are sent again, to the next
+                if answer is not None:
+                    answer.set_exception(error)
+            except Exception as error:
+                with self._changed:
+                    if answer is not None:
+                        answer.set_exception(error)
+                    self._note_failure(str(error) or repr(error))
+                    self._abandon(error)
+
+    def _abandon(self, error: Exception) -> None:
+        calls, self._calls = self._calls, deque()
+        self._waiting.clear()
+        for _, answer in calls:
+            if answer is not None:
+                answer.set_exception(error)
+
+    def _begin(self, fill: Fill) -> None:
+        try:
+            self.process.stop()
+            directory = Path(self.process.order["directory"])
+            with held(directory, os.getpid()):
+                begin_state(directory, self._layout, fill)
+            self._stalled_at = self._tried_at = -1
+            self.process.start()
+        finally:
+            self._is_beginning = False
+
+    def _revive(self) -> None:
+        """Begin a process again that has ended, with the steps that it was sent."""
+        if self.process.is_alive:
+            return
+        with self._changed:
+            self._tries = self._tries + 1 if self.process.step <= self._tried_at else 1
+            self._tried_at = max(self._tried_at, self.process.step)
+        if self._tries > STARTS_MAX:
+            raise CheckpointError(f"its process has ended {STARTS_MAX} times at one step", hint="")
+        self.process.start()
+        with self._changed:
+            self._drop_made()
+            again = [one for one in self._waiting if one.process]
+            oldest = min((one.step for one in self._waiting), default=self.process.step + 1)
+        if oldest > self.process.step + 1:
+            raise IntegrityError(
+                f"the shadow is at step {self.process.step}, and the gradients behind it are gone", hint=""
+            )
+        for one in again:
+            self._send(one)
+
+    def _send_new(self, sent: Sent) -> None:
+        sent.process = -1  # whoever begins the process again sends it, too
+        self._revive()
+        with self._changed:  # one that was abandoned has no slot any more: ``begin`` ends the process that it may go to
+            is_wanted = any(one is sent for one in self._waiting) and sent.step > self.process.step
+        if is_wanted and sent.process != self.process.starts:
+            self._send(sent)
+
+    def _ask(self, answer: Future[dict[str, Any]], message: Mapping[str, Any], payload: bytes) -> None:
+        self._revive()
+
+        def settle(done: Future[dict[str, Any]]) -> None:
+            error = done.exception()
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(done.result())
+
+        self.process.ask(message, payload).add_done_callback(settle)
