@@ -313,8 +313,10 @@ def test_a_disk_that_hangs_costs_half_a_second_and_the_log_and_nothing_else(
     log.sync()
     assert log.durable_step == job.step
     log.close()
-    again = Job()
-    assert roll_forward(again.optimizer, tmp_path, "base-10").steps == 1
+    reference = Reference()
+    reference.at(job.step - 1)
+    assert roll_forward(reference.job.optimizer, tmp_path, "base-10").steps == 1
+    assert reference.job.checksum() == job.checksum()
 
 
 def test_a_disk_that_comes_back_in_time_has_all_steps(
@@ -357,6 +359,7 @@ def test_a_disk_that_is_slow_is_not_ill_as_long_as_it_moves(
 ) -> None:
     """A frame takes 8 requests, and each of them three quarters of what a request may take. The clock is the test's."""
     now, ill = [0.0], list[bool]()
+    monkeypatch.setattr(segments, "REQUEST_BYTES_MAX", 1 << 20)
     monkeypatch.setattr(log_writer, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     real, append = file_io.DirectFile.write, segments.SegmentFile.append
 

@@ -20,7 +20,8 @@ import tierckpt
 from tests.exact import check_same
 from tests.fault.window_job import Job, restored
 from tests.waits import TooLongError, counted
-from tierckpt.replay import capture, link, multi_step
+from tierckpt.arena.memory import Memory
+from tierckpt.replay import capture, link, multi_step, pinned
 from tierckpt.replay.apply import Replay
 from tierckpt.replay.capture import Step
 from tierckpt.replay.checksum import Fingerprint
@@ -249,6 +250,32 @@ def test_no_call_waits_for_the_copy_that_it_begins(is_broken: bool, monkeypatch:
     ):
         stager.begin(job.optimizer.state_dict)
         assert begun[0].done.done() == is_broken
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["as it is", "(e) memory is mapped anew for each window"])
+def test_windows_in_the_steady_state_map_no_memory(is_broken: bool, tmp_path: Path, monkeypatch: Patch) -> None:
+    maps, tensors = [0], pinned.PinnedMemory.tensors
+    allocate = Memory.allocate
+
+    def counting(*given: Any, **options: Any) -> Memory:
+        maps[0] += 1
+        return allocate(*given, **options)
+
+    monkeypatch.setattr(Memory, "allocate", counting)
+    if is_broken:
+        monkeypatch.setattr(pinned.PinnedMemory, "tensors", lambda _, sources: tensors(pinned.PinnedMemory(), sources))
+    job, counts = Job(), []
+    with tierckpt.Checkpointer(tmp_path / "run", mode="multi_step", window_steps=WINDOW) as checkpointer:
+        for _ in range(5):
+            job.train()
+            saved = checkpointer.save(job.number, job.state)
+            while not saved.done():
+                job.train()
+                checkpointer.step(job.number, job.state)
+            saved.result()
+            counts.append(maps[0])
+    assert not any(record.fallback for record in checkpointer.stats) and counts[0] >= WINDOW
+    assert (counts[-1] > counts[2]) == is_broken, counts
 
 
 class HungLink:

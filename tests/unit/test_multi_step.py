@@ -20,6 +20,7 @@ from tests.unit.test_replay import FUSED, IMPLEMENTATIONS, KINDS, backward, grou
 from tierckpt.errors import CapacityError, CheckpointError, ConfigError
 from tierckpt.planning.transfer import Traffic, best_steps
 from tierckpt.replay import link as links
+from tierckpt.replay import multi_step
 from tierckpt.replay.link import GRADIENTS, PARTS, Link
 from tierckpt.replay.multi_step import MultiStepStager, Snapshot
 from tierckpt.replay.parts import split_parts
@@ -267,14 +268,17 @@ def test_host_memory_that_runs_out(when: int, monkeypatch: pytest.MonkeyPatch) -
     job = Job()
     job.train()
     calls = iter(range(1000))
-    empty = links.host_memory
 
-    def refuse(sources: Any) -> Any:
-        if next(calls) == when:
-            raise MemoryError
-        return empty(sources)
+    def refuses(original: Callable[..., Any]) -> Callable[..., Any]:
+        def taken(*given: Any) -> Any:
+            if next(calls) == when:
+                raise MemoryError
+            return original(*given)
 
-    monkeypatch.setattr(links, "host_memory", refuse)
+        return taken
+
+    for owner, name in ((links, "host_memory"), (links.PinnedMemory, "tensors"), (multi_step, "host_memory")):
+        monkeypatch.setattr(owner, name, refuses(getattr(owner, name)))
     with MultiStepStager(job.optimizer, window_steps=4) as stager:
         begun, states = job.number, {}
         states[0] = copy.deepcopy(job.state())
@@ -287,7 +291,8 @@ def test_host_memory_that_runs_out(when: int, monkeypatch: pytest.MonkeyPatch) -
         assert snapshot.fallback == "host memory ran out"
         check(snapshot.state, states[snapshot.steps])
 
-        monkeypatch.setattr(links, "host_memory", lambda sources: (_ for _ in ()).throw(MemoryError()))
+        for owner in (links, multi_step):
+            monkeypatch.setattr(owner, "host_memory", lambda sources: (_ for _ in ()).throw(MemoryError()))
         pending = stager.begin(job.state)
         for _ in range(4):
             job.train()

@@ -27,6 +27,7 @@ CHUNK_BYTES = 4 << 20
 GRADIENTS, PARTS = 0, 1
 LOOK_SECONDS = 0.2
 """Work beside training that does not get on for so long hangs: training waits for that twice this time at most."""
+LATE = 1.25
 CATCH_UP_SECONDS = 0.02
 """A throttled link makes up for so much of what waking up late has cost it."""
 
@@ -167,7 +168,8 @@ class Link:
         """
         if any(one.is_cuda for one in sources):
             return self._copy_from_device(sources, priority)
-        made = Copy(sources, is_narrow=priority == GRADIENTS)
+        targets = self._pinned.tensors(sources) if priority == PARTS else None
+        made = Copy(sources, is_narrow=priority == GRADIENTS, targets=targets)
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the link is closed")
@@ -243,12 +245,16 @@ class Link:
 
 
 def wait_while(work: Sequence[Future[Any]], progress: Callable[[], object]) -> bool:
-    """Wait until all of ``work`` is done, as long as ``progress`` changes between two looks. False when it does not."""
-    seen: object = None
+    """Wait until all of ``work`` is done, as long as ``progress`` changes between two looks. False when it does not.
+
+    A look that comes late says that this process does not get the processor, and of the others' threads nothing.
+    """
+    seen, looked_at = None, time.monotonic()
     while futures.wait(work, LOOK_SECONDS).not_done:
-        if (now := progress()) == seen:
+        now, is_late = progress(), time.monotonic() - looked_at > LATE * LOOK_SECONDS
+        if now == seen and not is_late:
             return False
-        seen = now
+        seen, looked_at = now, time.monotonic()
     return True
 
 

@@ -36,13 +36,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..errors import CapacityError, CheckpointError, OperationTimeoutError
+from ..errors import CapacityError, CheckpointError
 from ..planning.transfer import Traffic
 from ..telemetry import logger
 from .apply import Replay
 from .capture import Capture, Gradients, Step
 from .checksum import Fingerprint
-from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss, wait_while
+from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss, host_memory, wait_while
 from .optimizers import Parameter, base_of, layout_digest, local, parameters_of
 from .parts import split_parts
 from .redo import Conditions, Exact, Part, Redo, explicit, implementation_of
@@ -546,9 +546,6 @@ class MultiStepStager:
     def _copy_whole_or_fail(self, window: _Window) -> None:
         try:
             self._copy_whole(window)
-        except OperationTimeoutError as error:
-            self._window = None
-            window.result.set_exception(error)
         except MemoryError as error:
             self._window = None
             failure = CapacityError(
@@ -561,20 +558,17 @@ class MultiStepStager:
     def _copy_whole(self, window: _Window) -> None:
         log.warning("a multi-step checkpoint is copied whole: %s", window.failure)
         held, tree, rest = self._detach(window)
-        copies = {}
         begun = time.perf_counter()
-        for (key, name), tensor in held.items():
-            copy = self.link.copy([local(tensor.detach())], PARTS)
-            if not self.wait([copy.done]):
-                raise OperationTimeoutError("a whole copy of the state hangs", hint="Look at the driver's log")
-            copies[key, name] = copy.result[0]
-            window.copies.append(copy)
+        copies = dict(zip(held, host_memory([local(one) for one in held.values()]), strict=True))
+        for place, copied in copies.items():
+            copied.copy_(local(held[place].detach()))
         for one in rest:
             one.result(COPY_TIMEOUT_SECONDS)
         blocked = window.blocked_seconds + time.perf_counter() - begun
         steps = self._capture.version - window.begun
-        moved, waited = window.moved_bytes, window.waited_bytes
-        self._settle(window, Snapshot(_put(tree, held, copies), steps, moved, blocked, window.failure, waited))
+        moved = window.moved_bytes + sum(one.nbytes for one in copies.values())
+        state, waited = _put(tree, held, copies), window.waited_bytes
+        self._settle(window, Snapshot(state, steps, moved, blocked, window.failure, waited))
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return each parameter (as "") and the tensors of its state, by parameter key: the live ones."""

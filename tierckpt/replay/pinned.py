@@ -1,4 +1,7 @@
-"""Page-locked host memory that copies from a device land in, so that they run beside everything else."""
+"""Host memory that parts of a state are copied to: mapped and faulted in once, and used again by each window.
+
+For copies from a device it is page-locked too, so that they run beside everything else.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ class PinnedMemory:
             raise MemoryError(str(error)) from error
         if lease is None:
             raise MemoryError(f"all of {SLOTS_MAX} pieces of page-locked memory are in use")
-        pin(lease.memory)  # where it cannot be had the copies are slower, and right all the same
+        if any(source.is_cuda for source in sources):
+            pin(lease.memory)  # where it cannot be had the copies are slower, and right all the same
         base = base_of(lease, size_bytes)
         return [
             base[offset : offset + source.numel() * source.element_size()].view(source.dtype).view(source.shape)

@@ -25,6 +25,7 @@ import mmap
 import os
 import secrets
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,7 +42,9 @@ from ..types import ByteRange
 
 SUFFIX = ".gradients"
 SEGMENT, FRAME = b"TKSEGM01", b"TKGRAD02"
-STAGING_BYTES, REQUEST_BYTES = 8 << 20, 1 << 20
+STAGING_BYTES = REQUEST_BYTES_MAX = 8 << 20
+REQUEST_BYTES_MIN, REQUEST_SECONDS = 1 << 20, 0.1
+"""A request is as large as the disk writes in that time: a slow disk shows that it moves, and a fast one is full."""
 _HEAD = struct.Struct("<8sQ16s")
 _JSON_BYTES_MAX = 1 << 30
 _COPIED_BYTES_MAX = 64 << 10
@@ -250,6 +253,7 @@ class SegmentFile:
     def __init__(self, directory: Path, step: int, fields: dict[str, Any]) -> None:
         self.path = directory / f"{max(step, 0):012d}-{secrets.token_hex(4)}{SUFFIX}"
         self.size_bytes = 0
+        self._request_bytes = REQUEST_BYTES_MAX
         self._file = DirectFile()
         self._staging = mmap.mmap(-1, STAGING_BYTES)  # begins on a page, as direct I/O wants it
         with translated(self.path):
@@ -284,10 +288,12 @@ class SegmentFile:
             self._write(staging[:end], on_write)
 
     def _write(self, view: memoryview, on_write: Callable[[], None]) -> None:
-        for begin in range(0, len(view), REQUEST_BYTES):
-            part = view[begin : begin + REQUEST_BYTES]
+        while view:
+            part, begun = view[: self._request_bytes], time.monotonic()
             self._file.write(part, self.size_bytes)
-            self.size_bytes += len(part)
+            view, self.size_bytes = view[len(part) :], self.size_bytes + len(part)
+            wanted = len(part) * REQUEST_SECONDS / max(time.monotonic() - begun, 1e-6)
+            self._request_bytes = max(REQUEST_BYTES_MIN, min(REQUEST_BYTES_MAX, int(wanted) >> 20 << 20))
             on_write()
         if not self._file.direct:  # else all of it would wait for one sync, which shows no progress
             self.sync()
