@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
 .PHONY: help test test-all azurite check lint types layers docs package demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
-  bench-fanout bench-fanout-simulation bench-gpu bench-load bench-load-ranks bench-load-s3 bench-near-storage bench-plan bench-replay bench-safetensors bench-save bench-serve clean
+  bench-fanout bench-fanout-simulation bench-gpu bench-hosts bench-load bench-load-ranks bench-load-s3 bench-near-storage bench-plan bench-replay bench-safetensors bench-save bench-serve clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -149,6 +149,9 @@ bench-near-storage: $(STAMP) ## an optimizer whose state lies on the SSD, beside
 
 bench-gpu: $(STAMP) ## a GPT that trains while it is saved, beside PyTorch's pinned stager (a CUDA device)
 	$(BIN)/python bench/gpu.py $(BENCH_ARGS)
+
+bench-hosts: $(STAMP) ## Trainer, Lightning, Accelerate, from_pretrained and hf download, beside their own ways (6 minutes)
+	$(BIN)/python bench/hosts.py $(BENCH_ARGS)
 
 bench-serve: $(STAMP) ## one agent on one core serving chunks, beside nginx and a bare sendfile
 	$(BIN)/python bench/serve.py $(BENCH_ARGS)
