@@ -23,10 +23,11 @@ from tests.waits import TooLongError, counted
 from tierckpt.disk import file_io
 from tierckpt.errors import CheckpointError, IntegrityError
 from tierckpt.replay import log as logs
-from tierckpt.replay import log_writer, segments
+from tierckpt.replay import log_writer
 from tierckpt.replay.link import Link
 from tierckpt.replay.log import GradientLog, roll_forward
-from tierckpt.replay.segments import paths_in
+from tierckpt.save import segments
+from tierckpt.save.segments import paths_in
 
 KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_LOG_KILLS", "4"))
 STEPS = 100_000

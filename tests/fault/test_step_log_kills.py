@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tests.fault.nursery import Job, Nursery
 from tests.services import ENVIRONMENT
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
-from tierckpt.replay import segments
+from tierckpt.save import segments
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 

@@ -23,8 +23,8 @@ from tierckpt.cli.ui.app import run as main
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
 from tierckpt.replay import log as logs
-from tierckpt.replay import segments
 from tierckpt.replay.link import GRADIENTS, Copy, Link
+from tierckpt.save import segments
 from tierckpt.training.every_step import step_log, window
 from tierckpt.training.every_step.step_log import agreed_step
 

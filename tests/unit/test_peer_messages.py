@@ -81,6 +81,7 @@ def test_there_are_these_paths_and_no_others() -> None:
     assert route(held_target(VERSION, 65536, 3, True)) == ("held", (VERSION, "65536", "3", "1"))
     assert route(f"/v1/manifest/t{VERSION}") == ("manifest", (f"t{VERSION}",))
     assert route(f"/v1/slow/{VERSION}") == ("slow", (VERSION,))
+    assert route(f"/v1/segment/{VERSION}/0/4096") == ("segment", (VERSION, "0", "4096"))
     for target in ("/v1/members", "/v1/status", "/v1/fresh"):
         assert route(target) is not None
 
@@ -91,6 +92,10 @@ def test_there_are_these_paths_and_no_others() -> None:
         "/",
         "/v1/members/",
         f"/v1/slow/{VERSION}/",
+        f"/v1/segment/{VERSION}/0/0",
+        f"/v1/segment/{VERSION}/0/100000000",
+        f"/v1/segment/{VERSION}/-1/4096",
+        "/v1/segment/000000000001-0a0b0c0d.gradients/0/4096",
         "/v1/members?x=1",
         "/v2/members",
         "//v1/members",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 from collections import Counter
@@ -17,7 +18,7 @@ from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest, digest_of, digests_of
 from tierckpt.peer.inventory import Holdings
 from tierckpt.peer.members import Member
-from tierckpt.peer.replica_policy import Fresh, fresh_of, holders, is_place, outdated, sources
+from tierckpt.peer.replica_policy import Fresh, LogRow, fresh_of, holders, is_place, logs_of, outdated, sources
 from tierckpt.planning.placement import group_placement, spread_placement, survival_probability, survives
 
 
@@ -144,6 +145,38 @@ def test_a_row_that_cannot_be_is_dropped(change: dict[str, object]) -> None:
 @pytest.mark.parametrize("answer", [None, [], {}, {"fresh": None}, {"fresh": {"a": 1}}, {"fresh": [None, 3, "x"]}])
 def test_an_answer_that_is_none_tells_nothing(answer: object) -> None:
     assert fresh_of(answer) == []
+
+
+SEGMENTS = (("000000000001-0a0b0c0d.gradients", 8192), ("000000000007-0a0b0c0d.gradients", 4096))
+LOG = LogRow("s3://bucket/run", 3, "node-b", 9, SEGMENTS, ("save-1", "save-7"))
+
+
+def test_what_a_node_tells_of_a_log_comes_back_as_it_was() -> None:
+    assert logs_of({"logs": [json.loads(json.dumps(LOG.to_json()))]}) == [LOG]
+    assert [LOG.after(step) for step in (0, 6, 7, 9)] == [[*SEGMENTS], [*SEGMENTS], [SEGMENTS[1]], [SEGMENTS[1]]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"uri": "/run/../../../etc/cron.d"},
+        {"rank": -1},
+        {"rank": True},
+        {"of": "../node"},
+        {"of": 7},
+        {"step": "9"},
+        {"segments": []},
+        {"segments": SEGMENTS[::-1]},
+        {"segments": [SEGMENTS[0], SEGMENTS[0]]},
+        {"segments": [("../../000000000001-0a0b0c0d.gradients", 4096)]},
+        {"segments": [("000000000001-0a0b0c0d.gradients", -1)]},
+        {"segments": [("000000000001-0a0b0c0d.gradients", 4096.5)]},
+        {"segments": 7},
+        {"bases": None},
+    ],
+)
+def test_a_log_that_cannot_be_is_dropped(change: dict[str, object]) -> None:
+    assert logs_of({"logs": [{**LOG.to_json(), **change}, LOG.to_json()]}) == [LOG]
 
 
 def test_a_place_is_below_the_local_root() -> None:

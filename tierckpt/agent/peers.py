@@ -33,13 +33,13 @@ from ..errors import ConfigError, TierckptError
 from ..peer import discovery
 from ..peer.client import PeerClient
 from ..peer.gossip import Gossip
-from ..peer.inventory import Holdings
+from ..peer.inventory import Holdings, Opened
 from ..peer.members import CONTESTED_MAX, Member, Record, Table, balanced
 from ..peer.replica_policy import holders
 from ..peer.server import PeerServer
 from ..planning.placement import survival_probability, survives
 from ..telemetry import PEER_MEMBERS, PEER_REFUSED, logger
-from ..types import Json
+from ..types import ByteRange, Json
 from .options import AgentOptions
 
 log = logger("peer")
@@ -67,6 +67,7 @@ class Peers:
         directory: the agent's own, where the node's name is kept.
         options: the agent's.
         fresh: what ``/v1/fresh`` answers; None: nothing.
+        segment: opens a range of a gradient log of this node.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Peers:
         options: AgentOptions,
         *,
         fresh: Callable[[], Json | None] | None = None,
+        segment: Callable[[str, ByteRange], Opened | None] | None = None,
     ) -> None:
         self.settings, self.options = settings, options
         self.holdings = Holdings(settings.local_root)
@@ -83,7 +85,7 @@ class Peers:
         """Why this node does not serve or does not look for others; "" when all is well."""
         self.gossip: Gossip | None = None
         self.server: PeerServer | None = None
-        self._directory, self._fresh = directory, fresh
+        self._directory, self._fresh, self._segment = directory, fresh, segment
         self._lookup: discovery.Lookup | None = None
         self._client: PeerClient | None = None
         self._fills: dict[Hashable, list[tuple[str, Path]]] = {}
@@ -153,6 +155,7 @@ class Peers:
             self.holdings,
             self.gossip,
             fresh=self._fresh,
+            segment=self._segment,
             asked=self.gossip.asked,
             bytes_per_second=self.options.serve_bytes_per_second,
         )

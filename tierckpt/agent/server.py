@@ -98,6 +98,7 @@ class Agent:
         self._metrics: Any = None
         self._hub_proxy: Any = None
         self.replicator: Replicator | None = None
+        self.peers: Peers | None = None
         if self.engine.cluster is not None:
             self.replicator = Replicator(
                 settings,
@@ -107,8 +108,9 @@ class Agent:
                 self.engine.store,
                 self._on_progress,
             )
-        fresh = self.replicator.fresh if self.replicator is not None else None
-        self.peers = Peers(self.settings, directory, options, fresh=fresh) if settings.peers is not None else None
+            self.peers = Peers(
+                settings, directory, options, fresh=self.replicator.fresh, segment=self.replicator.open_segment
+            )
         self._recovered_at = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
 

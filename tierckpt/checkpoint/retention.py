@@ -220,11 +220,11 @@ def local_checkpoints(local_root: Path) -> Iterator[tuple[Path, Manifest]]:
             yield directory, manifest
 
 
-def marked_directories(top: Path) -> Iterator[Path]:
+def marked_directories(top: Path, mark: str = PRIVATE_DIR) -> Iterator[Path]:
     """Yield the directories at and below ``top`` that bear our mark, the private directory. Links are not followed."""
     for path, names, _ in os.walk(top):
-        if PRIVATE_DIR in names:
-            names.remove(PRIVATE_DIR)
+        if mark in names:
+            names.remove(mark)
             yield Path(path)
 
 

@@ -15,7 +15,7 @@ from ..engine import Engine
 from ..errors import CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError
 from ..format.layout import GRADIENTS_DIR, Location, local_dir, step_of
 from ..format.manifest import Manifest
-from ..replay import segments
+from ..save import segments
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, table
 from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client

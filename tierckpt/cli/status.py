@@ -21,7 +21,7 @@ from ..checkpoint.catalog import file_size
 from ..config import Settings
 from ..errors import ConfigError
 from ..format.layout import GRADIENTS_DIR, location_at, step_of
-from ..replay import segments
+from ..save import segments
 from ..types import Json
 from . import peers as peers_view
 from .ui.output import Report, facts, human_bytes, human_seconds, table
@@ -126,12 +126,14 @@ class _Rated:
 
 
 def _document(settings: Settings) -> Json:
-    return {**node_document(settings), "gradient_logs": list(_gradient_logs(settings.local_root))}
+    document = node_document(settings)
+    copies = (document["agent"] or {}).get("replicas") or {}
+    return {**document, "gradient_logs": list(_gradient_logs(settings.local_root, copies.get("logs", [])))}
 
 
-def _gradient_logs(root: Path) -> Iterator[Json]:
-    """What lies behind the checkpoints of this node, of each rank."""
-    base = root / "checkpoints"
+def _gradient_logs(root: Path, copied: Sequence[Json]) -> Iterator[Json]:
+    """What lies behind the checkpoints of this node, of each rank, and up to which step its holders have it."""
+    base, peers = root / "checkpoints", {(row["uri"], row["rank"]): row["peers_step"] for row in copied}
     for directory in sorted(base.rglob(f"{GRADIENTS_DIR}/rank-*")) if base.is_dir() else ():
         sizes = [file_size(path) for path in segments.paths_in(directory)]
         location = location_at(root, directory.parent.parent)
@@ -142,6 +144,7 @@ def _gradient_logs(root: Path) -> Iterator[Json]:
                 "rank": step_of(directory.name),
                 "size_bytes": sum(size for size in sizes if size > 0),
                 "newest_step": max(steps, default=None),
+                "peers_step": peers.get((location.uri, step_of(directory.name))),
             }
 
 
@@ -255,8 +258,8 @@ def _view(document: Json) -> list[RenderableType]:
         view.append(table("on_this_node kind >files >size on_shared_tier", here))
     if document["gradient_logs"]:
         logs = [
-            (item["uri"], item["rank"], human_bytes(item["size_bytes"]), item["newest_step"])
+            (item["uri"], item["rank"], human_bytes(item["size_bytes"]), item["newest_step"], item["peers_step"])
             for item in document["gradient_logs"]
         ]
-        view.append(table("gradient_log >rank >size >newest_step", logs))
+        view.append(table("gradient_log >rank >size >newest_step >step_on_peers", logs))
     return view

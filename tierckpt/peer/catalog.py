@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..cache.file_set import FileSet
@@ -23,9 +24,9 @@ from ..format.layout import Location
 from ..format.manifest import FileEntry, Manifest, decode, digest_of, is_token
 from ..ipc.client import own_contact
 from ..telemetry import logger
-from ..types import Buffer, Json, Tier
+from ..types import Buffer, ByteRange, Json, Tier
 from .members import Member, member_of
-from .replica_policy import Fresh, fresh_of
+from .replica_policy import Fresh, LogRow, fresh_of, logs_of
 
 if TYPE_CHECKING:
     from .client import PeerClient
@@ -178,9 +179,10 @@ class PeerCatalog:
             data = await self.wire.manifest(member, location.uri)
         return decode(data, where=f"the manifest of {member.name}") if data is not None else None
 
-    async def fresh(self, members: Iterable[Member]) -> Mapping[str, list[Fresh]]:
-        """What each of ``members`` tells of its newest checkpoints; who does not answer is left out."""
-        return {member.name: fresh_of(answer) for member, answer in await self._all(self.wire.fresh, members)}
+    async def fresh(self, members: Iterable[Member]) -> Mapping[str, tuple[list[Fresh], list[LogRow]]]:
+        """What each of ``members`` tells of its newest checkpoints and logs; who does not answer is left out."""
+        told = await self._all(self.wire.fresh, members)
+        return {member.name: (fresh_of(answer), logs_of(answer)) for member, answer in told}
 
     async def _all(
         self, ask: Callable[[Member], Awaitable[T]], members: Iterable[Member] | None = None
@@ -338,14 +340,26 @@ class PeerWire:
     async def chunk(
         self, member: Member, version: str, chunk_size_bytes: int, ordinal: int, size_bytes: int, digest: str
     ) -> Buffer:
+        into = memoryview(bytearray(size_bytes))
+        chunk = partial(self._asked().chunk, member, version, chunk_size_bytes, ordinal, into, expected=digest)
+        await self._patiently(member, chunk)
+        return into
+
+    async def segment(self, member: Member, identity: str, at: ByteRange) -> Buffer:
+        """A range of a segment of a gradient log, not verified."""
+        into = memoryview(bytearray(at.size_bytes))
+        await self._patiently(member, partial(self._asked().segment, member, identity, at.start, into))
+        return into
+
+    async def _patiently(self, member: Member, ask: Callable[[], Awaitable[object]]) -> None:
+        """Ask again while the peer serves as much as it may."""
         if time.monotonic() < self._banned.get(member.name, 0.0):
             raise PeerError(f"peer {member.name} has given wrong bytes: it is not asked for any now", tier=Tier.PEER)
-        into = memoryview(bytearray(size_bytes))
         deadline = time.monotonic() + BUSY_SECONDS
         while True:
             try:
-                await self._asked().chunk(member, version, chunk_size_bytes, ordinal, into, expected=digest)
-                return into
+                await ask()
+                return
             except PeerBusyError as error:
                 pause = float(error.context.get("retry_after_seconds", 1.0)) * random.uniform(0.5, 1.0)
                 if time.monotonic() + pause > deadline:

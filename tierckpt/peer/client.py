@@ -116,6 +116,15 @@ class PeerClient:
         except WireError as error:
             raise _broken(member, str(error)) from None
 
+    async def segment(self, member: Member, identity: str, start: int, into: memoryview) -> None:
+        """Receive a range of a segment of a gradient log, as it lies on the peer's disk. Raises as ``chunk``.
+
+        The range is what the peer has read; whether that is what was written, the frames in it say.
+        """
+        answer, _ = await self._ask(member, f"/v1/segment/{identity}/{start}/{len(into)}", into=into)
+        if await asyncio.to_thread(digest_of, into) != answer.headers.get(DIGEST, ""):
+            raise _lies(member, "a segment of a log that is not what it says")
+
     async def held(
         self, member: Member, version: str, chunk_size_bytes: int, *, after: int = 0, interested: bool = False
     ) -> ChunkReport:

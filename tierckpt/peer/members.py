@@ -76,7 +76,7 @@ def member_of(row: Any) -> Member:
 @lru_cache(maxsize=MEMBERS_MAX)
 def _member(name: Any, address: Any, domain: Any, weight: float) -> Member:
     """Kept: the same rows come again and again."""
-    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+    if not is_member_name(name):
         raise ValueError("a member whose name is none")
     if not (isinstance(domain, str) and _DOMAIN.fullmatch(domain)):
         raise ValueError(f"the domain of {name} is none")
@@ -85,6 +85,10 @@ def _member(name: Any, address: Any, domain: Any, weight: float) -> Member:
     if not 0 <= weight <= WEIGHT_MAX:  # False for NaN
         raise ValueError(f"the weight of {name} is {weight}")
     return Member(name, address, weight, domain)
+
+
+def is_member_name(name: Any) -> bool:
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def is_plain_address(address: str) -> bool:

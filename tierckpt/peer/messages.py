@@ -54,6 +54,7 @@ _PATHS = {
     ),
     "manifest": re.compile(r"/v1/manifest/(t?[0-9a-f]{32})"),
     "steps": re.compile(r"/v1/steps/(t?[0-9a-f]{32})"),
+    "segment": re.compile(r"/v1/segment/([0-9a-f]{32})/(0|[1-9]\d{0,15})/([1-9]\d{0,7})"),
     "slow": re.compile(r"/v1/slow/([0-9a-f]{32})"),
 }
 

@@ -10,25 +10,34 @@ Invariants (docs/internals/replicas.md; tests cite them):
     R2  A copy is removed only when a newer checkpoint of its run is on all holders of every save that it has.
     R3  What a stranger tells is checked before it is acted upon: a URI names a directory below the local root, a token
         a file in it, or the row is dropped.
+    R4  Of a gradient log that step counts as held up to which frames lie there whole, verified and durable.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.select import age_of
 from ..format.layout import Location, local_dir, location_at, parse_uri
-from ..format.manifest import is_token, is_unix_seconds
+from ..format.manifest import RANKS_MAX, digest_of, is_int, is_token, is_unix_seconds
 from ..types import Json
-from .members import Member
+from .members import Member, is_member_name
 
 FRESH_MAX = 64
 """Checkpoints that one answer tells of."""
 TOKENS_MAX = 65536
+LOGS_MAX = 4096
+"""Gradient logs, and copies of such, that one answer tells of."""
+SEGMENTS_MAX = 1024
+BASES_MAX = 256
+BASE_CHARACTERS_MAX = 256
+_SEGMENT = re.compile(r"\d{12,18}-[0-9a-f]{8}\.gradients")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,74 @@ class Fresh:
             "held": sorted(self.held),
             "safe": self.is_safe,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class LogRow:
+    """The gradient log of one rank of a run, or a copy of it, as a node tells of it."""
+
+    uri: str
+    """Of the run."""
+    rank: int
+    of: str
+    """The member whose log this is a copy of; '': the node's own."""
+    step: int
+    """The newest step that is whole (R4); -1 for none."""
+    segments: tuple[tuple[str, int], ...]
+    """Names, in order, and how many bytes of each are whole frames."""
+    bases: tuple[str, ...] = ()
+    """The newest checkpoints that it leads on from, by what their saves were called."""
+
+    @property
+    def log(self) -> tuple[str, int]:
+        return self.uri, self.rank
+
+    @property
+    def location(self) -> Location:
+        return parse_uri(self.uri)
+
+    def after(self, step: int) -> list[tuple[str, int]]:
+        """The segments without those whose frames are all of ``step`` or before."""
+        following = (int(name.partition("-")[0]) for name, _ in self.segments[1:])
+        return [one for one, begins in zip_longest(self.segments, following) if begins is None or begins > step]
+
+    def to_json(self) -> Json:
+        return {
+            "uri": self.uri,
+            "rank": self.rank,
+            "of": self.of,
+            "step": self.step,
+            "segments": self.segments,
+            "bases": self.bases,
+        }
+
+    def identity(self, segment: str) -> str:
+        """What a segment is asked for by: 32 hex digits, and no part of a path."""
+        return digest_of(f"{self.uri} {self.rank} {self.of} {segment}".encode())[-32:]
+
+
+def logs_of(answer: Any) -> list[LogRow]:
+    """The logs in an answer of ``/v1/fresh`` that can be (R3). Raises nothing."""
+    rows = answer.get("logs") if isinstance(answer, dict) else None
+    found = (_log_row(row) for row in rows[:LOGS_MAX]) if isinstance(rows, list) else ()
+    return [row for row in found if row is not None]
+
+
+def _log_row(row: Any) -> LogRow | None:
+    try:
+        uri, rank, of, step, parts = (row[name] for name in ("uri", "rank", "of", "step", "segments"))
+        segments = tuple((str(name), size) for name, size in parts[:SEGMENTS_MAX])
+        bases = tuple(str(base)[:BASE_CHARACTERS_MAX] for base in row["bases"][-BASES_MAX:])
+    except (TypeError, KeyError, ValueError):
+        return None
+    is_known = is_place(uri) and (of == "" or is_member_name(of))
+    if not (is_known and all(map(is_int, (rank, step))) and 0 <= rank < RANKS_MAX and -1 <= step < 1 << 53):
+        return None
+    if any(not _SEGMENT.fullmatch(name) or not is_int(size) or not 0 <= size < 1 << 53 for name, size in segments):
+        return None
+    if not segments or sorted(dict(segments).items()) != [*segments]:
+        return None
+    return LogRow(uri, rank, of, step, segments, bases)
 
 
 def fresh_of(answer: Any) -> list[Fresh]:

@@ -1,8 +1,8 @@
 """The server of a node's agent for the other nodes: it answers GET and HEAD of the paths in messages.py, for members
 only.
 
-    K1  Nothing is answered before the request is proven (auth.py), and nothing but what ``Holdings`` gives: no path of
-        a file is ever part of a request. All that is not here is the same 404.
+    K1  Nothing is answered before the request is proven (auth.py), and nothing but what ``Holdings`` gives, and what
+        ``fresh`` tells of: no path of a file is ever part of a request. All that is not here is the same 404.
     K2  Bounded: connections, bytes of a head, headers, chunks under way in all and per peer, bytes per second, and the
         time that a head, an answer or a silence may take. No request has a body.
     K3  A chunk goes from the page cache to the socket (sendfile(2)); it is in the page cache before the first byte
@@ -33,7 +33,7 @@ from ..config import Settings
 from ..errors import ConfigError
 from ..stores import congestion
 from ..telemetry import BYTES, Repeats, logger
-from ..types import Json, Tier
+from ..types import ByteRange, Json, Tier
 from .auth import Crowded, OtherTime, Refused, Verifier, check_listen, read_secret, server_tls
 from .gossip import Gossip
 from .inventory import Holdings, Opened
@@ -155,11 +155,12 @@ class PeerServer:
         members: Gossip,
         *,
         fresh: Callable[[], Json | None] | None = None,
+        segment: Callable[[str, ByteRange], Opened | None] | None = None,
         asked: Callable[[str], None] | None = None,
         bytes_per_second: int | None = None,
     ) -> None:
-        """``asked`` is told the name of each member that asks for something, once it has proven it.
-        ``bytes_per_second``: most that is served to all peers together.
+        """``segment`` opens a range of a gradient log of this node. ``asked`` is told the name of each member that asks
+        for something, once it has proven it. ``bytes_per_second``: most that is served to all peers together.
 
         Raises ConfigError: see ``check_listen``; or the secret or the certificates cannot be used."""
         self.settings, self.holdings, self.members = settings, holdings, members
@@ -169,7 +170,7 @@ class PeerServer:
         self._malformed = Repeats(log, logging.INFO, "malformed requests from %s: %s")
         self._failures = Repeats(log, logging.ERROR, "a peer's request could not be answered: %s: %s")
         self._tls = server_tls(settings)
-        self._fresh, self._asked = fresh, asked
+        self._fresh, self._segment, self._asked = fresh, segment, asked
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="tierckpt-peer")
         self._server: asyncio.Server | None = None
         self.connections: set[asyncio.Task[None]] = set()
@@ -304,6 +305,9 @@ class PeerServer:
         if kind == "chunk":
             version, size, ordinal, after, wait = words
             return await self._chunk(reply, name, version, int(size), int(ordinal), int(after), float(wait))
+        if kind == "segment":
+            identity, start, size = words
+            return await self._range(reply, name, identity, ByteRange(int(start), int(start) + int(size)))
         if kind == "held":
             version, size, after, interested = words
             return await reply.json(await self._held(name, version, int(size), int(after), interested == "1"))
@@ -362,6 +366,21 @@ class PeerServer:
                 break
         self.counts["missing"] += 1
         return await reply.missing()
+
+    async def _range(self, reply: _Reply, name: str, identity: str, at: ByteRange) -> bool:
+        """Give a range of a segment of a gradient log."""
+        if not await self._slot(name, time.monotonic()):
+            self.counts["busy"] += 1
+            return await reply.busy()
+        try:
+            found = await self._in_thread(self._segment, identity, at) if self._segment is not None else None
+            if found is None:
+                self.counts["missing"] += 1
+                return await reply.missing()
+            with contextlib.closing(found):
+                return await self._scatter(reply, name, found, ChunkReport())
+        finally:
+            self._free(name)
 
     def _open(self, version: str, size: int, ordinal: int, after: int) -> tuple[Opened, ChunkReport] | None:
         opened = self.holdings.open(version, size, ordinal)

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, cast
 
 import torch
-from xxhash import xxh3_128
 
-from . import segments
+from ..save import segments
 from .capture import Step
 
-CHUNK_BYTES = 4 << 20
 FIRST = "0" * 32
 """Stands for the frame before the first."""
 
@@ -68,7 +67,8 @@ def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
     for key, gradient in frame.step.gradients.items():
         stored = gradient.cpu().contiguous()
         view = bytes_of(stored)
-        digests = [_digest(view[begin : begin + CHUNK_BYTES]) for begin in range(0, len(view), CHUNK_BYTES)]
+        begins = range(0, len(view), segments.CHUNK_BYTES)
+        digests = [segments.digest_of_piece(view[at : at + segments.CHUNK_BYTES]) for at in begins]
         dtype = frame.dtypes.get(key, gradient.dtype)
         entries.append([key, dtype_name(dtype), dtype_name(stored.dtype), list(gradient.shape), digests])
         views.append(view)
@@ -83,7 +83,7 @@ def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
         "skipped": frame.step.is_skipped,
         "hyperparameters": [to_json(group) for group in frame.step.hyperparameters],
         "gradients": entries,
-        "attachment": [len(frame.attachment), _digest(frame.attachment)],
+        "attachment": [len(frame.attachment), segments.digest_of_piece(frame.attachment)],
         "data_bytes": sum(map(len, views)),
         **({"parameters": frame.parameters} if frame.parameters else {}),
     }
@@ -109,20 +109,15 @@ def decode(read: Callable[[int, int], memoryview], *, where: str) -> tuple[Frame
 
     fields, digest, at = segments.unpack(read, segments.FRAME, where=where)
     gradients: dict[str, torch.Tensor] = {}
+    pieces = segments.verified_pieces(part, fields, at, where=where)
     for key, dtype, stored, shape, digests in fields["gradients"]:
         tensor = torch.empty(shape, dtype=DTYPES[stored])
-        view = bytes_of(tensor)
-        view[:] = part(at, len(view))
-        for number, wanted in enumerate(digests):
-            chunk = view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-            if _digest(chunk) != wanted:
-                raise segments.damaged(where, f"the gradient of parameter {key} is not what was written")
-        at += len(view)
+        view, done = bytes_of(tensor), 0
+        for piece in islice(pieces, len(digests)):
+            view[done : done + len(piece)] = piece
+            done += len(piece)
         gradients[key] = tensor.to(DTYPES[dtype])
-    size_bytes, wanted = fields["attachment"]
-    attachment = bytes(part(at, size_bytes))
-    if _digest(attachment) != wanted:
-        raise segments.damaged(where, "its attachment is not what was written")
+    attachment = bytes(next(pieces))
     step = Step(
         fields["version"],
         [from_json(group) for group in fields["hyperparameters"]],
@@ -132,13 +127,7 @@ def decode(read: Callable[[int, int], memoryview], *, where: str) -> tuple[Frame
     name, is_last, seen = fields["optimizer"], fields["is_last"], fields.get("parameters", "")
     place = fields["layout"], fields["previous"], fields["number"]
     frame = Frame(step, *place, attachment, {}, name, is_last, digest, seen)
-    return frame, at + size_bytes
-
-
-def _digest(data: bytes | memoryview) -> str:
-    digest = xxh3_128()
-    digest.update(data)  # without the interpreter lock
-    return digest.hexdigest()
+    return frame, at + fields["data_bytes"]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -27,8 +27,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, IntegrityError
+from ..save import segments
 from ..telemetry import logger
-from . import segments
 from .apply import Replay
 from .capture import Capture, Gradients, Step
 from .checksum import Marks, digest_of, marks_of

@@ -23,13 +23,13 @@ import torch
 
 from ..disk.durable import translated
 from ..errors import CheckpointError
+from ..save import segments
+from ..save.segments import SegmentFile
 from ..telemetry import LOG_BLOCKED_SECONDS, logger
-from . import segments
 from .capture import Step
 from .checksum import Marks, digest_of
 from .frame import Frame, encode
 from .link import Copy
-from .segments import SegmentFile
 
 log = logger("replay")
 

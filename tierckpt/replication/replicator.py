@@ -7,7 +7,8 @@ own, what they have (``/v1/fresh``), and
    whoever has it, so that it can serve its part and be restored from;
 2. fetches what it is to hold and lacks, the newest checkpoint of each run only, into its own local tier under the same
    names: a replica is a local copy of more files;
-3. removes copies that newer ones on all their holders have replaced (R2).
+3. fetches what the gradient logs of those members have grown by (``log_copies``), beside the checkpoints;
+4. removes copies that newer ones on all their holders have replaced (R2), and what lies before them in logs.
 
 Crash safety: the manifest comes first, so every file that a killed agent leaves is named by it and goes with it; a file
 gets its name when it is whole, verified and durable. Nothing here touches the journal, or a file that another writes.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,18 +34,20 @@ from ..disk import read_lease
 from ..drain.budget import Budget
 from ..drain.transfer import fetch
 from ..errors import CapacityError, ManifestError, ObjectNotFoundError, TierckptError
-from ..format.layout import Location, local_dir, location_at
+from ..format.layout import Location, local_dir, location_at, step_of
 from ..format.manifest import FileEntry, Manifest
 from ..peer.catalog import Live, PeerCatalog, PeerReplicas
+from ..peer.inventory import Opened
 from ..peer.members import Member
-from ..peer.replica_policy import FRESH_MAX, Fresh, holders, outdated, sources
+from ..peer.replica_policy import FRESH_MAX, LOGS_MAX, Fresh, LogRow, holders, outdated, sources
 from ..read.sources import PeerSource
 from ..save import eviction
 from ..stores.base import Store
 from ..stores.verified_read import get_whole
 from ..telemetry import REPLICAS, logger
-from ..types import Json, Progress, ProgressListener
+from ..types import ByteRange, Json, Progress, ProgressListener
 from .local_index import LocalCheckpoint, LocalIndex, note
+from .log_copies import LogIndex, fetch_log
 
 log = logger("replicas")
 
@@ -76,6 +79,8 @@ class ReplicationStatus:
     error: str = ""
     newest: dict[str, Json] = field(default_factory=dict)
     """By run: the newest step of this node's own, and whether all its holders have it."""
+    logs: list[Json] = field(default_factory=list)
+    """Of each gradient log of this node's own: its newest step, and up to which all its holders have it."""
 
 
 class Replicator:
@@ -104,7 +109,11 @@ class Replicator:
         """(URI, attempt) of own saves that all holders have told to hold."""
         self._marked: set[tuple[str, str]] = set()
         self._told: Mapping[str, list[Fresh]] = {}
+        self._logs = LogIndex(settings.local_root)
+        self._told_logs: Mapping[str, list[LogRow]] = {}
+        self._logged_at = float("-inf")
         self._taking: asyncio.Task[None] | None = None
+        self._taking_logs: asyncio.Task[None] | None = None
         self._again_at: dict[str, float] = {}
         self._tries: Counter[str] = Counter()
 
@@ -112,7 +121,12 @@ class Replicator:
 
     def fresh(self) -> Json:
         """The answer to ``/v1/fresh``. Any thread."""
-        return {"fresh": [row.to_json() for row in self._rows()[:FRESH_MAX]]}
+        fresh, logs = self._rows()[:FRESH_MAX], self._logs.rows[:LOGS_MAX]
+        return {"fresh": [row.to_json() for row in fresh], "logs": [row.to_json() for row in logs]}
+
+    def open_segment(self, identity: str, at: ByteRange) -> Opened | None:
+        """A range of a gradient log that ``fresh`` tells of. Any thread."""
+        return self._logs.open(identity, at)
 
     def _rows(self) -> list[Fresh]:
         return [here.fresh(is_safe=here.key in self._safe) for here in self._tier.newest]
@@ -126,6 +140,7 @@ class Replicator:
             "holders": list(now.holders),
             "sources": list(now.sources),
             "newest": now.newest,
+            "logs": now.logs,
             "copied": now.copied,
             "copied_bytes": now.copied_bytes,
             "without_room": now.without_room,
@@ -148,14 +163,16 @@ class Replicator:
                     log.exception("a round of the copies failed")
                 await asyncio.sleep(ROUND_SECONDS)
         finally:
-            if self._taking is not None:
-                self._taking.cancel()
-                await asyncio.gather(self._taking, return_exceptions=True)
+            taking = [task for task in (self._taking, self._taking_logs) if task is not None]
+            for task in taking:
+                task.cancel()
+            await asyncio.gather(*taking, return_exceptions=True)
 
     async def round(self) -> None:
         """Look once, and begin to fetch what is missing unless something is being fetched."""
         live = await self._cluster.live()
         await asyncio.to_thread(self._tier.look)
+        await asyncio.to_thread(self._logs.look)
         await self._learn(live)
         if self.settings.drain and time.monotonic() - self._settled_at > SETTLE_SECONDS:
             self._settled_at = time.monotonic()
@@ -167,12 +184,20 @@ class Replicator:
             wanted = self._wanted(live)
             if wanted:
                 self._taking = asyncio.create_task(self._take_all(wanted, live), name="replicas")
+        if self._taking_logs is None or self._taking_logs.done():
+            lacking = await asyncio.to_thread(self._lacking_logs)
+            if lacking:
+                self._taking_logs = asyncio.create_task(self._take_logs(lacking, live), name="logs")
         await self._remove_outdated()
+        await asyncio.to_thread(self._shorten_logs)
 
     @property
     def is_needed(self) -> bool:
         """True while something is being fetched, or a fresh save of this node is not on all its holders yet."""
-        if self._taking is not None and not self._taking.done():
+        if any(task is not None and not task.done() for task in (self._taking, self._taking_logs)):
+            return True
+        is_fresh = time.monotonic() - self._logged_at < WAIT_FOR_HOLDERS_SECONDS
+        if is_fresh and any(row["peers_step"] != row["step"] for row in self.standing.logs):
             return True
         limit = time.time() - WAIT_FOR_HOLDERS_SECONDS
         return len(self.standing.holders) > 1 and any(
@@ -224,7 +249,9 @@ class Replicator:
         # Whoever has made what lies here is asked too, wherever the placement has put its copies since.
         made = {name for here in self._tier.newest for name in here.made_by.values()}
         fellows = [members[name] for name in {*mine, *others, *made} if name in members]
-        self._told = await self._cluster.fresh(fellows)
+        told = await self._cluster.fresh(fellows)
+        self._told = {name: fresh for name, (fresh, _) in told.items()}
+        self._told_logs = {name: logs for name, (_, logs) in told.items()}
         self.standing.members, self.standing.holders = len(members) + 1, tuple(mine)
         self.standing.sources = tuple(others)
         safe = {
@@ -239,6 +266,18 @@ class Replicator:
             if here.own:
                 row = {"uri": here.location.uri, "has_all_replicas": here.key in safe}
                 self.standing.newest.setdefault(here.location.parent.uri, row)
+        others = [name for name in mine if name != live.me]
+        logs = [self._copied(row, others, live.me) for row in self._logs.rows if others and not row.of]
+        if logs != self.standing.logs:
+            self.standing.logs, self._logged_at = logs, time.monotonic()
+
+    def _copied(self, own: LogRow, names: Sequence[str], me: str) -> Json:
+        """Up to which step the holders ``names`` have a log of this node."""
+        steps = [
+            max((row.step for row in self._told_logs.get(name, ()) if row.log == own.log and row.of == me), default=-1)
+            for name in names
+        ]
+        return {"uri": own.uri, "rank": own.rank, "step": own.step, "peers_step": min(steps)}
 
     def _mark_replicated(self) -> None:
         """Note which steps are on all holders, this node's own saves and those it has copies of: retention keeps the
@@ -274,22 +313,30 @@ class Replicator:
         for name, row in wanted:
             if name not in members:
                 continue
-            try:
-                size_bytes = await self._take(members[name], row)
-            except CapacityError as error:
-                self.standing.without_room += 1
-                self._later(_key(name, row), NO_ROOM_SECONDS)
-                self._failed(f"no copy of {row.uri} for {name}", error, outcome="no_room")
-            except (TierckptError, OSError, TimeoutError) as error:
-                self.standing.failed += 1
-                self._tries[_key(name, row)] += 1
-                self._later(_key(name, row), min(ROUND_SECONDS * 2 ** self._tries[_key(name, row)], NO_ROOM_SECONDS))
-                self._failed(f"the copy of {row.uri} of {name} is not whole yet", error, outcome="failed")
-            else:
-                self._tries.pop(_key(name, row), None)
+            what = f"the copy of {row.uri} of {name}"
+            size_bytes = await self._attempt(_key(name, row), what, self._take(members[name], row))
+            if size_bytes is not None:
                 self.standing.copied += size_bytes > 0
                 self.standing.copied_bytes += size_bytes
                 REPLICAS.emit(1, outcome="copied")
+
+    async def _attempt(self, key: str, what: str, taking: Awaitable[int]) -> int | None:
+        """Return how many bytes were fetched; None when that failed, which is told, and when to try again noted."""
+        try:
+            size_bytes = await taking
+        except CapacityError as error:
+            self.standing.without_room += 1
+            self._later(key, NO_ROOM_SECONDS)
+            self._failed(f"no room for {what}", error, outcome="no_room")
+        except (TierckptError, OSError, TimeoutError) as error:
+            self.standing.failed += 1
+            self._tries[key] += 1
+            self._later(key, min(ROUND_SECONDS * 2 ** self._tries[key], NO_ROOM_SECONDS))
+            self._failed(f"{what} is not whole yet", error, outcome="failed")
+        else:
+            self._tries.pop(key, None)
+            return size_bytes
+        return None
 
     async def _take(self, member: Member, row: Fresh) -> int:
         """Bring the saves of ``member`` in one checkpoint to this node. Returns the bytes that were fetched."""
@@ -309,6 +356,48 @@ class Replicator:
             await asyncio.to_thread(note, directory, manifest, dict.fromkeys(row.own, member.name))
             await self._fetch(elsewhere, member, directory, lacking, row.created_unix_seconds)
         return sum(entry.size_bytes for entry in lacking)
+
+    # --- gradient logs -----------------------------------------------------------------------------------------------
+
+    def _lacking_logs(self) -> list[tuple[str, LogRow, int]]:
+        """The logs of members whose copies here are behind, and the step from which on they are wanted."""
+        having = {(row.of, row.log): dict(row.segments) for row in self._logs.rows}
+        found, now = [], time.monotonic()
+        for name in self.standing.sources:
+            for row in self._told_logs.get(name, ()):
+                after, here = self._safe_step(name, row.uri), having.get((name, row.log), {})
+                is_behind = any(here.get(segment, 0) < size for segment, size in row.after(after))
+                if not row.of and is_behind and now >= self._again_at.get(_log_key(name, row), 0.0):
+                    found.append((name, row, after))
+        return found
+
+    async def _take_logs(self, lacking: Sequence[tuple[str, LogRow, int]], live: Live) -> None:
+        members = {member.name: member for member in live.others}
+        for name, row, after in lacking:
+            if name in members:
+                spend = self._budget.share(time.time()).spend  # newer than any checkpoint
+                taking = fetch_log(
+                    self._logs, self.settings, self._cluster.wire, members[name], row, after=after, spend=spend
+                )
+                what = f"the gradient log of rank {row.rank} of {row.uri} of {name}"
+                self.standing.copied_bytes += await self._attempt(_log_key(name, row), what, taking) or 0
+
+    def _shorten_logs(self) -> None:
+        """Remove what lies before a checkpoint from which the steps behind it can be made on another node (R2)."""
+        told = {(name, row.log) for name, rows in self._told_logs.items() for row in rows if not row.of}
+        for row in self._logs.rows:
+            if row.of and (after := self._safe_step(row.of, row.uri)) >= 0:
+                self._logs.shorten(row, after, is_told=(row.of, row.log) in told)
+
+    def _safe_step(self, name: str, run: str) -> int:
+        """The newest step of a run that outlives the node ``name``: all its holders have it, or the shared tier."""
+        uris = [row.uri for row in self._told.get(name, ()) if row.is_safe and row.run == run]
+        uris += [
+            here.location.uri
+            for here in self._tier.newest
+            if here.location.parent.uri == run and marks.is_drained(here.directory, here.manifest.attempt)
+        ]
+        return max((step_of(uri) or -1 for uri in uris), default=-1)
 
     async def _manifest_of(self, member: Member, row: Fresh) -> Manifest:
         """The manifest of ``row``. Raises ObjectNotFoundError when it has gone meanwhile, or is not as was said."""
@@ -380,6 +469,10 @@ class Replicator:
         REPLICAS.emit(1, outcome=outcome)
         self.standing.error = f"{what}: {error}"
         log.warning("%s: %s", what, error)
+
+
+def _log_key(name: str, row: LogRow) -> str:
+    return f"{name} {row.uri} rank {row.rank}"
 
 
 def _key(name: str, row: Fresh) -> str:

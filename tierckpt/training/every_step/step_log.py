@@ -1,6 +1,7 @@
 """The gradient log of a Checkpointer: each step between two checkpoints, recoverable (``replay.log``).
 
-    <run>/.tierckpt-gradients/rank-N/    on the local tier, and of its bytes; one log for each rank
+    <run>/.tierckpt-gradients/rank-N/    on the local tier, and of its bytes; one log for each rank. The agents of other
+                                         nodes copy it (``replication.log_copies``), and nobody waits for them
 
 Invariants:
     G1  A step that is durable on every rank is not lost. A checkpoint is a place in the log, noted when its state is
@@ -24,19 +25,22 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO, WARNING
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...client import get_client
 from ...config import Settings
 from ...errors import CapacityError, ConfigError, IntegrityError, TierckptError
 from ...format.layout import GRADIENTS_DIR, Location, local_dir
 from ...quantities import human_bytes
-from ...replay import segments
 from ...replay.link import Link
 from ...replay.log import GradientLog, Recovered, fits, roll_forward
 from ...replay.optimizers import check_replayable
+from ...replication.log_copies import bring_log, copies_of
+from ...save import segments
 from ...save.eviction import has_room, room_bytes
 from ...telemetry import logger
 from ..codec.attachment import Attached, Attachments
@@ -75,6 +79,10 @@ class _Chain:
     spans: Sequence[Span] = ()
     ended: str = ""
 
+    def last(self, step: int) -> int:
+        """The newest step; ``step``, that of the checkpoint, where there is none."""
+        return self.spans[-1][2] if self.spans else step
+
 
 def agreed_step(chains: Sequence[Sequence[Span]]) -> int | None:
     """Return the newest step that all ranks have in one history, None for none (G2)."""
@@ -107,6 +115,7 @@ class StepLog:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
         self._owner = {"job": job, "rank": rank, "world_size": world_size}
         self._share = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / world_size
+        self._run, self._rank = location, rank
         self._directory = local_dir(settings.local_root, location) / GRADIENTS_DIR / f"rank-{rank}"
         self._bases: deque[int] = deque(maxlen=BASES_KEPT)
         self._checkpoint_bytes = 0
@@ -198,7 +207,7 @@ class StepLog:
         return (found.step if found.steps else step), found.steps
 
     def _newest_of_all(self, base: str, step: int, state: dict[str, Any], restore: Callable[[], object]) -> Recovered:
-        chains: list[_Chain] = all_gather(self._chain(base, _optimizers(state)))
+        chains: list[_Chain] = all_gather(self._longest_chain(base, step, _optimizers(state)))
         last = agreed_step([one.spans for one in chains])
         ended = {rank: one.ended for rank, one in enumerate(chains) if one.ended}
         found = Recovered(-1, 0)
@@ -253,10 +262,30 @@ class StepLog:
                 hint="Save more often, or give local_root a larger disk",
             )
 
-    def _chain(self, base: str, optimizers: Mapping[str, torch.optim.Optimizer]) -> _Chain:
+    def _longest_chain(self, base: str, step: int, optimizers: Mapping[str, torch.optim.Optimizer]) -> _Chain:
+        """What this rank has behind ``base``, the checkpoint of ``step``. Where a copy of its log, here or on another
+        node, leads further than its own, it is its own from now on."""
+        own, client = self._chain(self._directory, base, optimizers), get_client(self._settings)
+        try:
+            if client.engine.cluster is not None:
+                at = own.last(step)
+                client.run(bring_log(self._settings, client.engine.cluster, self._run, self._rank, base, at))
+        except (TierckptError, OSError, TimeoutError) as error:
+            log.warning("the gradient log of rank %d on other nodes cannot be had: %s", self._rank, error)
+        copies = [(self._chain(copy, base, optimizers), copy) for copy in copies_of(self._directory)]
+        best, copy = max(copies, key=lambda found: found[0].last(step), default=(own, self._directory))
+        if best.last(step) <= own.last(step):
+            return own
+        try:
+            segments.adopt(copy, self._directory)
+        except (TierckptError, OSError) as error:
+            log.warning("the copy of a gradient log at %s cannot be used: %s", copy, error)
+        return self._chain(self._directory, base, optimizers)
+
+    def _chain(self, directory: Path, base: str, optimizers: Mapping[str, torch.optim.Optimizer]) -> _Chain:
         spans: list[Span] = []
         try:
-            for place in segments.walk(self._directory, base):
+            for place in segments.walk(directory, base):
                 if isinstance(place, str):
                     return _Chain(spans, place)
                 owner, segment = place.segment.owner, place.segment
@@ -271,6 +300,8 @@ class StepLog:
                 spans.append((owner["job"], segment.step, place.fields["number"]))
         except (TierckptError, OSError) as error:
             return _Chain(spans, str(error))
+        except (KeyError, TypeError) as error:  # other nodes give what they like
+            return _Chain(spans, f"a header is none that tierckpt writes: {error!r}")
         return _Chain(spans)
 
     def _roll_forward(self, base: str, state: dict[str, Any], last: int) -> Recovered:

@@ -21,11 +21,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import mmap
 import os
 import secrets
+import shutil
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,7 +37,16 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from ..disk.durable import fsync_dir, make_dirs, matching, translated
+from ..disk.durable import (
+    durable_link,
+    fsync_dir,
+    fsync_file,
+    make_dirs,
+    matching,
+    publish,
+    temporary_beside,
+    translated,
+)
 from ..disk.file_io import DirectFile, address_of, open_file, pread_all
 from ..errors import IntegrityError, TierckptError
 from ..quantities import round_up
@@ -45,8 +57,14 @@ SEGMENT, FRAME = b"TKSEGM01", b"TKGRAD02"
 STAGING_BYTES = REQUEST_BYTES_MAX = 8 << 20
 REQUEST_BYTES_MIN, REQUEST_SECONDS = 1 << 20, 0.1
 """A request is as large as the disk writes in that time: a slow disk shows that it moves, and a fast one is full."""
+CHUNK_BYTES = 4 << 20
+"""Of a gradient, what has a digest of its own."""
 _HEAD = struct.Struct("<8sQ16s")
 _JSON_BYTES_MAX = 1 << 30
+_ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
+    "uint8": 1, "int16": 2, "int32": 4, "int64": 8, "bool": 1,
+}  # fmt: skip
 _COPIED_BYTES_MAX = 64 << 10
 """Larger pieces are copied without the interpreter lock."""
 
@@ -78,7 +96,13 @@ def unpack(read: Callable[[int, int], memoryview], magic: bytes, *, where: str) 
         raise damaged(where, "it is cut short")
     if xxh3_128(text).digest() != digest:
         raise damaged(where, "its header is not what was written")
-    return json.loads(text), digest.hex(), _HEAD.size + size_bytes
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise damaged(where, "its header is none that tierckpt writes")
+    return fields, digest.hex(), _HEAD.size + size_bytes
 
 
 def damaged(where: str, what: str) -> IntegrityError:
@@ -112,6 +136,7 @@ class Place:
     segment: Segment
     fields: dict[str, Any]
     digest: str
+    head_bytes: int
     read: Callable[[int, int], memoryview]
 
 
@@ -170,11 +195,7 @@ def walk(directory: Path, base: str) -> Iterator[Place | str]:
             size_bytes, at, digest = os.fstat(file).st_size, here.head_bytes, here.digest
             following = _continuing(found, digest)
             while following is None and at < size_bytes:
-                place, length = _place(here, file, at, size_bytes)
-                if place.fields["previous"] != digest:
-                    number = place.fields["number"]
-                    yield f"the frame of step {number} in {here.path} does not follow the one before it"
-                    return
+                place, length = _place(here, file, at, size_bytes, digest)
                 yield place
                 digest, at = place.digest, at + length
                 following = _continuing(found, digest)
@@ -208,20 +229,126 @@ def chains(directory: Path) -> list[Chain]:
     return found
 
 
+class Tail:
+    """How far the whole frames of a segment reach, as of the last ``look``. One thread at a time.
+
+    Args:
+        is_verified: frames whose data was damaged are not whole; else they are when they are there in full length.
+    """
+
+    def __init__(self, path: Path, *, is_verified: bool = False) -> None:
+        self.path = path
+        self.size_bytes = 0
+        """Of the head and the whole frames."""
+        self.step = -1
+        """The newest of them; -1 for none."""
+        self.segment: Segment | None = None
+        """None: not even its head is whole."""
+        self._is_verified, self._digest = is_verified, ""
+
+    def look(self) -> None:
+        """Read on from where the last look ended. What cannot be read is told of as if it had not come yet.
+
+        Cost: a header for each new frame; its data too, where that is verified.
+        """
+        try:
+            file = open_file(self.path)
+        except TierckptError:
+            return
+        try:
+            there = os.fstat(file).st_size
+            if self.segment is None:
+                head = _head(file, self.path)
+                if there < head.head_bytes:
+                    return
+                self.segment, self.size_bytes, self._digest = head, head.head_bytes, head.digest
+            while self.size_bytes < there:
+                place, length = _place(self.segment, file, self.size_bytes, there, self._digest)
+                if self._is_verified:
+                    deque(verified_pieces(place.read, place.fields, place.head_bytes, where=str(self.path)), maxlen=0)
+                self.size_bytes, self._digest = self.size_bytes + length, place.digest
+                if place.fields["is_last"]:
+                    self.step = place.fields["number"]
+        except (TierckptError, TypeError, KeyError, ValueError):
+            return  # it is being written, or damaged: a restore says which
+        finally:
+            os.close(file)
+
+
+def verified_pieces(
+    read: Callable[[int, int], memoryview], fields: dict[str, Any], at: int, *, where: str
+) -> Iterator[memoryview]:
+    """Yield the data of a frame: its gradients, each in pieces of ``CHUNK_BYTES``, in the order of the header, and then
+    the attachment, whole.
+
+    Args:
+        at: where it begins, behind the header.
+
+    Raises:
+        IntegrityError: it is cut short, or not what was written (F1).
+    """
+    for key, _, stored, shape, digests in fields["gradients"]:
+        end = at + _ITEM_BYTES[stored] * math.prod(shape)
+        for digest in digests:
+            piece = read(at, min(CHUNK_BYTES, end - at))
+            if digest_of_piece(piece) != digest:
+                raise damaged(where, f"the gradient of parameter {key} is not what was written")
+            at += len(piece)
+            yield piece
+        if at != end:
+            raise damaged(where, f"the gradient of parameter {key} is not of the size that was written")
+    size_bytes, digest = fields["attachment"]
+    piece = read(at, size_bytes)
+    if digest_of_piece(piece) != digest:
+        raise damaged(where, "its attachment is not what was written")
+    yield piece
+
+
+def digest_of_piece(data: bytes | memoryview) -> str:
+    """The digest of a piece of a frame's data, of ``CHUNK_BYTES`` at most, taken without the interpreter lock."""
+    digest = xxh3_128()
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def adopt(copy: Path, directory: Path) -> None:
+    """Have ``directory`` hold the log that ``copy`` holds, which reaches further, and nothing else. Raises OSError.
+
+    What another log has goes first: two histories are never mixed. A crash in between leaves ``copy`` as it is, which
+    then still reaches further, so that this is done again.
+    """
+    make_dirs(directory)
+    found = paths_in(copy)
+    for path in paths_in(directory):
+        if path.name not in {one.name for one in found} or not path.samefile(copy / path.name):
+            path.unlink(missing_ok=True)
+    for path in found:
+        if not durable_link(path, directory / path.name):
+            with temporary_beside(directory / path.name) as temporary:
+                shutil.copyfile(path, temporary)
+                fsync_file(temporary)
+                publish(temporary, directory / path.name)
+
+
 def _continuing(found: Sequence[Segment], digest: str) -> Segment | None:
     return next((one for one in found if one.previous == digest), None)
 
 
-def _place(segment: Segment, file: int, at: int, size_bytes: int) -> tuple[Place, int]:
+def _place(segment: Segment, file: int, at: int, size_bytes: int, previous: str) -> tuple[Place, int]:
     def read(offset: int, count: int) -> memoryview:
         begin = min(at + offset, size_bytes)
         return memoryview(pread_all(file, ByteRange(begin, min(begin + count, size_bytes)), segment.path))
 
     fields, digest, head_bytes = unpack(read, FRAME, where=str(segment.path))
-    length = round_up(head_bytes + fields["data_bytes"])
+    number, data_bytes = fields.get("number"), fields.get("data_bytes")
+    if not (isinstance(number, int) and isinstance(data_bytes, int) and data_bytes >= 0):
+        raise damaged(str(segment.path), "its header is none that tierckpt writes")
+    length = round_up(head_bytes + data_bytes)
     if at + length > size_bytes:
         raise damaged(str(segment.path), "it is cut short")
-    return Place(segment, fields, digest, read), length
+    if fields.get("previous") != previous:
+        raise damaged(str(segment.path), f"the frame of step {number} does not follow the one before it")
+    return Place(segment, fields, digest, head_bytes, read), length
 
 
 def _segments(directory: Path) -> tuple[list[Segment], str]:
@@ -234,8 +361,7 @@ def _segments(directory: Path) -> tuple[list[Segment], str]:
             wrong = error.message
             continue
         try:
-            fields, digest, size_bytes = unpack(_reader(file, path), SEGMENT, where=str(path))
-            found.append(Segment(path, digest=digest, head_bytes=round_up(size_bytes), **fields))
+            found.append(_head(file, path))
         except (IntegrityError, TypeError) as error:
             wrong = str(error)
         finally:
@@ -243,8 +369,15 @@ def _segments(directory: Path) -> tuple[list[Segment], str]:
     return found, wrong
 
 
-def _reader(file: int, path: Path) -> Callable[[int, int], memoryview]:
-    return lambda offset, count: memoryview(pread_all(file, ByteRange(offset, offset + count), path))
+def _head(file: int, path: Path) -> Segment:
+    def read(offset: int, count: int) -> memoryview:
+        return memoryview(pread_all(file, ByteRange(offset, offset + count), path))
+
+    fields, digest, size_bytes = unpack(read, SEGMENT, where=str(path))
+    segment = Segment(path, digest=digest, head_bytes=round_up(size_bytes), **fields)
+    if not (isinstance(segment.step, int) and all(isinstance(base, str) for base in segment.bases)):
+        raise damaged(str(path), "its head is none that tierckpt writes")
+    return segment
 
 
 class SegmentFile:

@@ -1,0 +1,48 @@
+"""What agents of test_log_copies.py do besides: stop in the middle of a frame, or count it before it is whole."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any
+
+from tests.servers.nodes import newest_first
+from tierckpt.peer.catalog import PeerWire
+from tierckpt.replication import log_copies
+from tierckpt.save import segments
+
+PIECES = "TIERCKPT_TEST_LOG_PIECES"
+
+
+def stall() -> None:
+    """The copy of a log stands still after so many pieces, each of a block: a frame takes several."""
+    newest_first()
+    log_copies.PIECE_BYTES = 4096
+    original, left = PeerWire.segment, int(os.environ[PIECES])
+
+    async def segment(self: PeerWire, *arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            await asyncio.sleep(3600)
+        return await original(self, *arguments)
+
+    PeerWire.segment = segment  # type: ignore[method-assign]
+
+
+def counted_before_it_is_whole() -> None:
+    """The bug: a frame counts when its header is there."""
+    stall()
+    original = segments._place
+
+    def place(segment: Any, file: int, at: int, size_bytes: int, previous: str) -> Any:
+        return original(segment, file, at, size_bytes + (1 << 30), previous)
+
+    def pieces(*_: Any, **__: Any) -> Any:
+        return iter(())
+
+    segments._place, segments.verified_pieces = place, pieces  # type: ignore[assignment]
+
+
+BUGS: dict[str, Callable[[], None]] = {"stall": stall, "counted before it is whole": counted_before_it_is_whole}

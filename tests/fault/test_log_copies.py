@@ -1,0 +1,99 @@
+"""A node is lost with its gradient log: the job goes on elsewhere, at the step that the other node had, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fault.log_copies_bugs import PIECES
+from tests.fault.nursery import Nursery
+from tests.fault.test_step_log_kills import Seen
+from tests.servers.fleet import Fleet
+from tests.servers.nodes import Node, Nodes, cluster
+from tierckpt.format.layout import GRADIENTS_DIR
+from tierckpt.save import segments
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+RANKS = 2
+SETTINGS = {"replicas": 2, "drain": False}
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery.running("tests.fault.step_log_scenarios") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    modules = "tests.servers.nodes", "tests.fault.log_copies_bugs"
+    with Fleet.running(tmp_path_factory.mktemp("agents"), *modules) as running:
+        yield running
+
+
+def acknowledged(node: Node) -> int:
+    """Up to which step the other node has the logs of all ranks, as this one's status says."""
+    return min((row["peers_step"] for row in node.replicas()["logs"]), default=-1)
+
+
+def train(nursery: Nursery, node: Node, folder: Path, steps: int, ranks: int = 1) -> Seen:
+    job = nursery.start("train", folder, ranks, env=node.env, uri=f"{folder}/run", steps=steps, interval=20)
+    assert job.codes(120) == [0] * ranks, job.output()[-3000:]
+    return Seen(folder, ranks)
+
+
+def copies(node: Node, folder: Path) -> list[Path]:
+    found = node.directory(f"{folder}/run") / GRADIENTS_DIR / "copies"
+    return sorted(found.rglob("*.gradients"))
+
+
+def begins(node: Node, folder: Path) -> list[int]:
+    return [segments.step_of_path(path) for path in copies(node, folder)]
+
+
+def all_copied(nodes: Nodes, folder: Path, step: int) -> None:
+    uri = f"{folder}/run/step-{step}"
+    nodes.until(lambda: nodes[0].has_all_replicas(uri), f"a copy of step {step}")
+
+
+def test_a_lost_node_costs_what_its_peer_had_not_acknowledged(nursery: Nursery, fleet: Fleet, tmp_path: Path) -> None:
+    with cluster(fleet, tmp_path, 2, **SETTINGS) as nodes:
+        train(nursery, nodes[0], tmp_path, 47, RANKS)
+        all_copied(nodes, tmp_path, 40)
+        nodes.until(lambda: acknowledged(nodes[0]) >= 46, "the log to be copied")
+        # Here two checkpoints lead to the newest step. There one that both nodes have is enough.
+        nodes.until(lambda: begins(nodes[1], tmp_path) == [40, 40], "what a copied checkpoint has to go")
+        job = nursery.start("train", tmp_path, RANKS, env=nodes[0].env, uri=f"{tmp_path}/run", steps=10**6)
+        nodes.until(lambda: acknowledged(nodes[0]) >= 60, "more of the log to be copied")
+        job.kill()
+        at = acknowledged(nodes[0])
+        nodes[0].lose()
+        assert at <= train(nursery, nodes[1], tmp_path, 0, RANKS).resumed(), job.output()[-3000:]
+
+
+@pytest.mark.parametrize("bug", ["stall", "counted before it is whole"])
+def test_a_frame_counts_when_it_is_whole(nursery: Nursery, fleet: Fleet, tmp_path: Path, bug: str) -> None:
+    """The other node's agent is killed in the middle of a segment, and then the node that it copies from is lost."""
+    with cluster(fleet, tmp_path, 2, **SETTINGS) as nodes:
+        nodes[1].kill()
+        train(nursery, nodes[0], tmp_path, 9)
+        [own] = (nodes[0].directory(f"{tmp_path}/run") / GRADIENTS_DIR / "rank-0").glob("*.gradients")
+        frame = (own.stat().st_size - 4096) // own.read_bytes().count(segments.FRAME)
+        blocks = 1 + 5 * frame // 4096 + frame // 8192  # the head, five frames, and half of one
+        nodes[1].env[PIECES], nodes[1].bug = str(blocks), bug
+        nodes[1].start()
+        nodes.meet(2)
+        all_copied(nodes, tmp_path, 1)
+        told = 6 if bug == "stall" else 7
+        nodes.until(lambda: acknowledged(nodes[0]) == told, "five steps behind the first to be copied")
+        nodes[1].kill()
+        [copy] = copies(nodes[1], tmp_path)
+        assert copy.stat().st_size == 4096 * blocks, "it was not killed in the middle of a frame"
+        nodes[0].lose()
+        nodes[1].bug = "none, but hurry"
+        nodes[1].start()
+        seen = train(nursery, nodes[1], tmp_path, 0)
+        assert (seen.resumed() >= told) == (bug == "stall"), f"resumed at {seen.resumed()}, {told} was acknowledged"
