@@ -23,7 +23,9 @@ PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpo
 class Job:
     """What is random comes from the generators of the process, which are part of the state."""
 
-    def __init__(self, *, is_sharded: bool = False, has_statistics: bool = True, near: str = "", folder: str) -> None:
+    def __init__(
+        self, *, is_sharded: bool = False, has_statistics: bool = True, near: str = "", folder: str = ""
+    ) -> None:
         torch.manual_seed(5)
         layers: list[nn.Module] = [nn.Linear(24, 64), nn.Dropout(0.2), nn.Tanh(), nn.Linear(64, 8)]
         if has_statistics and not is_sharded:  # each rank has statistics of its own, and a checkpoint those of one
