@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -19,12 +20,15 @@ from safetensors.torch import save_file
 
 from tests.engine_wheels import imported, wheel_python
 from tests.reads import asked
+from tests.servers.origin import Origin
 from tests.services import S3Server
 from tests.states import same
 from tierckpt.errors import ConfigError, ObjectNotFoundError
 
 REPOSITORY = Path(__file__).parents[2]
-REAL = ("vllm.model_executor.model_loader", "vllm.config.load", "vllm.config.utils")
+REAL = (
+    "vllm.model_executor.model_loader", "vllm.model_executor.parameter", "vllm.config.load", "vllm.config.utils",
+)  # fmt: skip
 LACKED = ("transformers", "regex", "huggingface_hub", "filelock", "tqdm", "psutil")
 VALUES = {
     "transformers.utils.SAFE_WEIGHTS_INDEX_NAME": "model.safetensors.index.json",
@@ -281,6 +285,115 @@ def test_what_a_rank_does_not_load_is_not_read(
     assert read["stores" if extra else "files"] <= 1.05 * size_bytes + 128 * KIB  # and the header
 
 
+COLUMNS, ROWS = (512, 1024), (1024, 256)
+"""Of float32: 2 and 1 MiB."""
+
+
+class Parallel(torch.nn.Module):
+    """A rank of parallel layers, made of vLLM's own parameters, which cut their part out of what they are given.
+
+    It has one stage of a pipeline, too: layers of other stages it drops.
+    """
+
+    def __init__(self, rank: int, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        theirs = import_module("vllm.model_executor.parameter")
+        monkeypatch.setattr(theirs, "get_tensor_model_parallel_rank", lambda: rank)
+        monkeypatch.setattr(theirs, "get_tensor_model_parallel_world_size", lambda: world)
+
+        def made(rows: int, columns: int) -> torch.nn.Parameter:
+            data, loader = torch.empty(rows, columns), lambda *_: None
+            parameter: torch.nn.Parameter = theirs.ModelWeightParameter(
+                data=data, input_dim=1, output_dim=0, weight_loader=loader
+            )
+            return parameter
+
+        share = COLUMNS[0] // world
+        self.column, self.merged, self.qkv = (
+            made(share, COLUMNS[1]),
+            made(2 * share, COLUMNS[1]),
+            made(share, COLUMNS[1]),
+        )
+        self.row, self.norm = made(ROWS[0], ROWS[1] // world), made(1, 8)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded, share = set(), len(self.column)
+        for name, value in weights:
+            kind = name.removeprefix("model.").partition(".")[0]
+            match kind:
+                case "column":
+                    self.column.load_column_parallel_weight(value)
+                case "gate" | "up":
+                    self.merged.load_merged_column_weight(
+                        value, shard_id=0, shard_offset=share * (kind == "up"), shard_size=share
+                    )
+                    kind = "merged"
+                case "qkv":
+                    self.qkv.load_qkv_weight(value, shard_id="q", shard_offset=0, shard_size=share, num_heads=1)
+                case "row":
+                    self.row.load_row_parallel_weight(value)
+                case "norm":
+                    self.norm.data.copy_(value)
+                case _:
+                    continue  # of another stage
+            loaded.add(kind)
+        return loaded
+
+
+@pytest.mark.parametrize("place", ["directory", "uri"])
+def test_of_each_tensor_a_rank_reads_the_part_that_their_parameters_cut_out(
+    place: str, vllm: VLLM, tmp_path: Path, s3_uri: str, moto: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, world = 2, 4
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
+    tensors = {f"model.{kind}.weight": torch.randn(COLUMNS) for kind in ("column", "gate", "up", "qkv", "other_stage")}
+    tensors |= {"model.row.weight": torch.randn(ROWS), "model.norm.weight": torch.randn(1, 8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    extra: dict[str, Any] = {"local_root": str(tmp_path / "root")}
+    if place == "uri":
+        bucket = s3_uri.split("/")[2]
+        moto.client().upload_file(str(tmp_path / "model.safetensors"), bucket, "parallel/model.safetensors")
+        extra |= {"uri": f"s3://{bucket}/parallel", "chunk_size_bytes": 64 * KIB}
+    model = Parallel(rank, world, monkeypatch)
+    with asked(monkeypatch) as read:
+        vllm.load(model, tmp_path, **extra)  # type: ignore[arg-type]
+    cut = {name: value.chunk(world)[rank] for name, value in tensors.items() if value.shape == COLUMNS}
+    assert torch.equal(model.column, cut["model.column.weight"])
+    assert torch.equal(model.merged, torch.cat([cut["model.gate.weight"], cut["model.up.weight"]]))
+    assert torch.equal(model.qkv, cut["model.qkv.weight"])
+    assert torch.equal(model.row, tensors["model.row.weight"].chunk(world, 1)[rank])
+    assert torch.equal(model.norm, tensors["model.norm.weight"])
+    if place == "directory":  # whole rows are read where columns are wanted
+        wanted = 4 * tensors["model.column.weight"].nbytes // world + tensors["model.row.weight"].nbytes
+        assert wanted <= read["files"] <= 1.05 * wanted + 128 * KIB  # and the header
+    else:  # the node has it once, whole, for all ranks
+        size_bytes = (tmp_path / "model.safetensors").stat().st_size
+        assert read["stores"] <= 1.05 * size_bytes + 128 * KIB
+
+
+def test_what_is_counted_before_a_reload_is_not_read(
+    vllm: VLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM runs a layer's loader on parameters without memory first, to learn how much is to come."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    save_file({"w": torch.ones(COLUMNS)}, tmp_path / "model.safetensors")
+    loader, model_config = vllm.loader(tmp_path, local_root=str(tmp_path / "root"))
+    meta = import_module("vllm.model_executor.model_loader.reload.meta")
+    target = torch.empty(COLUMNS[0] // 2, COLUMNS[1], device="meta")
+
+    def load(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+        param.copy_(loaded_weight.narrow(0, 0, len(param)))
+
+    for _, value in loader.get_all_weights(model_config, Model({})):
+        bound = inspect.signature(load).bind(target, value)
+        with asked(monkeypatch) as read:
+            assert meta.get_numel_loaded(load, bound)[0] == target.numel()
+        assert not read["files"]
+        break
+
+
 RANK = """
 import sys, torch, torch.distributed as dist
 from tierckpt.integrations.vllm import Options
@@ -292,27 +405,36 @@ def read():
 dist.barrier()
 before, size = read(), 0
 for name, tensor in Options({"local_root": root}).stream([place], None, False):
-    size += tensor.nbytes
+    size += tensor.clone().nbytes
 print(read() - before, size)
 """
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_node_read_each_byte_from_the_disk_once(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({f"w{index}": torch.randn(4 << 20) for index in range(8)}, path)  # 128 MiB
+@pytest.mark.parametrize("place", ["disk", "store"])
+def test_the_ranks_of_a_node_read_each_byte_once(place: str, tmp_path: Path) -> None:
+    """From the disk, as the kernel counts it; from the store, as the store does."""
+    path = tmp_path / "origin/bucket/model.safetensors"
+    path.parent.mkdir(parents=True)
+    save_file({f"w{index}": torch.randn(1 << 20) for index in range(8)}, path)  # 32 MiB
     with path.open("rb+") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    arguments = [str(tmp_path / "store"), str(path), str(tmp_path / "root")]
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *arguments], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+    where = str(path) if place == "disk" else "s3://bucket/model.safetensors"
+    arguments = [str(tmp_path / "store"), where, str(tmp_path / "root")]
+    with Origin.running(tmp_path / "origin") as origin:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, str(rank), *arguments],
+                stdout=subprocess.PIPE, text=True, env={**os.environ, **origin.environment()},
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        said = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+        sent_bytes = origin.sent_bytes()
     read_bytes, size_bytes = (sum(int(words[column]) for words in said) for column in (0, 1))
-    assert size_bytes == 2 * (128 << 20)
-    assert 0 < read_bytes <= 1.05 * size_bytes / 2
+    assert size_bytes == 2 * (32 << 20)
+    assert 0 < (read_bytes if place == "disk" else sent_bytes) <= 1.05 * (32 << 20)
 
 
 # --- what cannot be --------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from torch import Tensor
 from ..config import Settings
 from ..disk.io_tuner import MODEL_WAYS, SHARED_WAYS
 from ..errors import ConfigError
+from ..loading.deferred import Deferral
 from ..loading.parts import Parts
 from ..loading.safetensors import BYTES_IN_FLIGHT_MAX, WantedTensors
 
@@ -159,12 +160,13 @@ class Options:
     ) -> Generator[tuple[str, Tensor], None, None]:
         """Yield the tensors of files, or of a URI, one place after another; show progress in bytes.
 
-        Every header is read and checked before the first tensor is.
+        Every header is read and checked before the first tensor is. One of several ranks is given large tensors
+        deferred (``loading/deferred.py``): it reads what it uses of each.
         """
         from tqdm.auto import tqdm
 
-        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        ways = SHARED_WAYS if ranks > 1 else MODEL_WAYS
+        is_one_of_many = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        ways, deferral = (SHARED_WAYS, Deferral()) if is_one_of_many else (MODEL_WAYS, None)
         with contextlib.ExitStack() as stack:
             every = [
                 stack.enter_context(
@@ -184,6 +186,8 @@ class Options:
             )
             for wanted in every:
                 wanted.begin()
-                for name, tensor in wanted.stream(self._bytes_in_flight_max):
+                for name, tensor in wanted.stream(self._bytes_in_flight_max, deferral):
                     bar.update(tensor.nbytes)
                     yield name, tensor
+            if deferral is not None and any("://" in place for place in places):  # a path can be read later, too
+                deferral.settle()

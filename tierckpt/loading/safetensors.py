@@ -18,6 +18,7 @@ from ..disk.io_tuner import MODEL_WAYS, ReadMode
 from ..errors import ConfigError, StateMismatchError
 from ..read.parallel_read import windows
 from ..tracebacks import short_traceback
+from .deferred import Deferral
 from .devices import check_device
 from .fill import Want, fill
 from .model import Model, in_file_order
@@ -239,14 +240,19 @@ class WantedTensors:
         if self._is_all:
             self._model.place.begin(list(dict.fromkeys(want.file.name for want in self.wants)))
 
-    def stream(self, bytes_in_flight_max: int) -> Generator[tuple[str, Tensor], None, None]:
-        """See ``stream_safetensors``. The end of the generator closes this."""
+    def stream(
+        self, bytes_in_flight_max: int, deferral: Deferral | None = None
+    ) -> Generator[tuple[str, Tensor], None, None]:
+        """See ``stream_safetensors``. The end of the generator closes this; with ``deferral`` the caller does."""
         stop = threading.Event()
         ordered = windows(self.wants, lambda want: want.size_bytes, bytes_in_flight_max // 2)
-        with contextlib.closing(self), ThreadPoolExecutor(1, "tierckpt-stream") as reader:
+        read = fill if deferral is None else deferral.fill
+        with contextlib.ExitStack() as stack, ThreadPoolExecutor(1, "tierckpt-stream") as reader:
+            if deferral is None:
+                stack.callback(self.close)
 
             def begin(window: list[Want] | None) -> Future[dict[str, Tensor]] | None:
-                return reader.submit(fill, window, self.device, stop) if window is not None else None
+                return reader.submit(read, window, self.device, stop) if window is not None else None
 
             try:
                 window = next(ordered, None)

@@ -1,0 +1,169 @@
+"""Tensors of a model that are read when they are used, and of which only the part is read that is used.
+
+An engine that is given whole tensors cuts its rank's part out of each, or drops it: rows of a layer that several ranks
+share, layers of another stage of a pipeline, experts of another rank. Only its own code knows which. It is given
+``DeferredTensor`` instead: a view of one costs nothing, and whatever needs numbers reads those of the view.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from .fill import Want, fill
+from .parts import Bounds
+
+DEFERRED_BYTES_MIN = 1 << 20
+"""Smaller tensors are read together, ahead of their use: a read of its own would cost more than it saves."""
+
+_OF_SHAPE = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta", "is_cpu", "nbytes")
+} | {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.is_contiguous,
+    Tensor.is_floating_point, Tensor.__len__, Tensor.__hash__, Tensor.storage_offset,
+}  # fmt: skip
+"""What asks for no number of the tensor."""
+
+_VIEWS = {
+    Tensor.narrow, torch.narrow, Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind, torch.unbind,
+    Tensor.select, torch.select, Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze, Tensor.t, torch.t,
+    Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, Tensor.detach, torch.detach, Tensor.view,
+    Tensor.__getitem__, *(getattr(Tensor, name).__get__ for name in ("data", "T", "mT")),
+}  # fmt: skip
+"""What returns other views of the same numbers, or may."""
+
+
+@dataclass(eq=False, slots=True)
+class _Source:
+    """A tensor of a file, and what was made of it."""
+
+    want: Want
+    device: torch.device
+    made: list[weakref.ref[DeferredTensor]]
+    """All that were made of the tensors of this load."""
+    whole: Tensor | None = None
+
+    def read(self, view: Tensor) -> Tensor:
+        """Return the numbers that ``view``, a view of a tensor on the device meta, stands for."""
+        bounds = None if self.whole is not None else _bounds_of(view, self.want.shape)
+        if bounds is None or bounds == self.want.bounds:
+            if self.whole is None:
+                self.whole = fill([self.want], self.device)[self.want.name]
+            return self.whole.as_strided(view.shape, view.stride(), view.storage_offset())
+        part = fill([replace(self.want, bounds=bounds)], self.device)[self.want.name]
+        steps = dict(zip(_strides(self.want.shape), part.stride(), strict=True))
+        strides = [steps[stride] if size > 1 else 1 for size, stride in zip(view.shape, view.stride(), strict=True)]
+        return part.as_strided(view.shape, strides)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _bounds_of(view: Tensor, shape: tuple[int, ...]) -> Bounds | None:
+    """From where to where ``view`` goes in each dimension of ``shape``; None when it is no such part."""
+    sizes = {stride: size for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1}
+    if len(sizes) < sum(size != 1 for size in view.shape):
+        return None
+    at, bounds = int(view.storage_offset()), []
+    for size, stride in zip(shape, _strides(shape), strict=True):
+        start, at = divmod(at, stride)
+        stop = start + (sizes.pop(stride, 1) if size > 1 else 1)
+        if stop > size:
+            return None
+        bounds.append((start, stop))
+    return None if sizes else tuple(bounds)
+
+
+class DeferredTensor(Tensor):
+    """A tensor, or a view of one, whose numbers are read when something needs them, once. It has no storage.
+
+    Operations that are known to need none (``shape``, ``narrow``, ``chunk``, an index) read nothing; every other one,
+    in Python or in C++, is given an ordinary tensor of this shape.
+    """
+
+    _source: _Source
+    _view: Tensor
+    _read: Tensor | None
+
+    @staticmethod
+    def __new__(cls, source: _Source, view: Tensor) -> DeferredTensor:
+        self: DeferredTensor = Tensor._make_wrapper_subclass(
+            cls, view.shape, view.stride(), view.storage_offset(), dtype=view.dtype, device=source.device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(self)  # code that takes its address fails, and reads nothing else
+        self._source, self._view, self._read = source, view, None
+        source.made.append(weakref.ref(self))
+        return self
+
+    def read(self) -> Tensor:
+        """Return it as an ordinary tensor.
+
+        Raises IntegrityError, CapacityError, StoreError: see ``load_safetensors``.
+        """
+        if self._read is None:
+            self._read = self._source.read(self._view)
+        return self._read
+
+    def _views(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what ``func`` makes of it, unread; None when that is no view."""
+        found, spec = tree_flatten(func(self._view, *args, **kwargs))
+        here = self._view.untyped_storage()._cdata
+        if any(one.untyped_storage()._cdata != here for one in found):
+            return None
+        return tree_unflatten([DeferredTensor(self._source, one) for one in found], spec)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first: Any = args[0] if args else None
+        if func in _VIEWS and isinstance(first, cls) and not _has_tensors((args[1:], kwargs)):
+            views = first._views(func, *args[1:], **kwargs)
+            if views is not None:
+                return views
+        if func is Tensor.copy_ and first.is_meta and isinstance(args[1], cls):  # somebody counts what is to be copied
+            return func(first, args[1]._view, *args[2:], **kwargs)
+        return func(*tree_map_only(cls, cls.read, args), **tree_map_only(cls, cls.read, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*tree_map_only(cls, cls.read, args), **tree_map_only(cls, cls.read, kwargs or {}))
+
+
+def _has_tensors(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_flatten(tree)[0])
+
+
+class Deferral:
+    """Makes the deferred tensors of one load. ``settle`` it before what they are read from is closed."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[DeferredTensor]] = []
+
+    def fill(
+        self, wants: Sequence[Want], device: torch.device, stop: threading.Event | None = None
+    ) -> dict[str, Tensor]:
+        """As ``loading.fill.fill``, with the large tensors deferred."""
+        tensors = fill([want for want in wants if want.size_bytes < DEFERRED_BYTES_MIN], device, stop)
+        for want in wants:
+            if want.name not in tensors:
+                view = torch.empty(want.shape, dtype=want.dtype, device="meta")
+                tensors[want.name] = DeferredTensor(_Source(want, device, self._made), view)
+        return tensors
+
+    def settle(self) -> None:
+        """Read what somebody still has, and has not used: it may be used when the files can no longer be read."""
+        for reference in self._made:
+            if (tensor := reference()) is not None:
+                tensor.read()
