@@ -103,7 +103,7 @@ def test_a_file_system_shows_it_as_it_was_written(drains: bool, written: Path, s
         assert fs.cat_file(f"{top}/{path}") == data
 
 
-def test_a_checkpoint_of_stock_dcp_loads_by_dcp(tmp_path: Path) -> None:
+def test_a_checkpoint_of_stock_dcp_loads_by_dcp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {"weight": torch.randn(1000), "step": 7}
     dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
     tierckpt.adopt(tmp_path / "stock", tmp_path / "run" / "step-7").wait(timeout_seconds=SECONDS)
@@ -115,6 +115,12 @@ def test_a_checkpoint_of_stock_dcp_loads_by_dcp(tmp_path: Path) -> None:
         dcp.load(loaded, storage_reader=tierckpt.TierStorageReader(tmp_path / "run" / "step-7"), no_dist=True)
         assert torch.equal(loaded["weight"], state["weight"])
         assert loaded["step"] == 7
+    capsys.readouterr()
+    assert run_cli(["info", str(tmp_path / "run" / "step-7"), "--json"]) == 0
+    (folder,) = json.loads(capsys.readouterr().out)["adopted_in"]
+    loaded = {"weight": torch.zeros(1000), "step": 0}
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(folder.removeprefix("file://")), no_dist=True)
+    assert torch.equal(loaded["weight"], state["weight"])
 
 
 def test_killed_right_after_adopting_another_process_drains_it(written: Path, tmp_path: Path) -> None:

@@ -96,6 +96,16 @@ def test_small_files_are_sent_by_the_resolver_itself(hub: FakeHub, tmp_path: Pat
     assert hub.calls == {"revision": 1, "tree": 3, "resolve": 6}
 
 
+def test_a_file_that_xet_keeps_is_read_by_its_bridge(hub: FakeHub, tmp_path: Path) -> None:
+    """By the URL to which the resolver redirects, exactly as it is signed, renewed when it has expired."""
+    hub.xet, hub.expires_after = True, 3
+    files = published(hub)
+    assert holds(fetch(tmp_path), files)
+    assert hub.calls.keys() == {"revision", "tree", "resolve"}  # and no token for the protocol of Xet
+    assert hub.bridged and hub.cdn_authorizations == {""}
+    assert hub.sent.total() == sum(map(len, files.values()))
+
+
 def test_it_goes_through_the_node_cache(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     assert holds(tierckpt.prefetch(f"hf://{REPO}"), files)

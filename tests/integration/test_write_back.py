@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-from tierckpt.checkpoint.journal import Journal
+from tierckpt.checkpoint.journal import FILE_SET_ASIDE, Journal
 from tierckpt.cli.ui.app import run as run_cli
 from tierckpt.client import close_all
 from tierckpt.drain import write_back
@@ -231,6 +233,91 @@ def test_a_directory_that_is_removed_while_a_file_drains_into_it_does_not_come_b
     assert not fs.exists(f"{top}/dir")
     fs.mkdir(f"{top}/dir")
     assert stored(top) == {}
+
+
+@pytest.mark.usefixtures("held")
+def test_a_removal_and_a_newer_write_cancel_what_has_not_begun(
+    top: str, fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierckpt.integrations.fsspec.ARRIVE_SECONDS", 120.0)
+    written = tmp_path / "local" / "written"
+    fs.makedirs(f"{top}/dir")
+    for number in range(10):
+        fs.pipe_file(f"{top}/dir/data", b"%d" % number)
+    assert len([*written.iterdir()]) == 1
+    fs.pipe_file(f"{top}/dir/other", b"other")
+    begun = time.monotonic()
+    fs.rm(f"{top}/dir", recursive=True)
+    assert time.monotonic() - begun < 60, "it waits for what has not begun"
+    assert not [*written.iterdir()]
+    assert not fs.exists(f"{top}/dir/data")
+    fs.makedirs(f"{top}/dir", exist_ok=True)
+    fs.pipe_file(f"{top}/dir/data", b"new")
+    run_cli(["drain", "--resume"])
+    fs.wait(top)
+    assert stored(top) == {"dir/data": b"new"}
+    assert not Journal(tmp_path / "local").entries()
+
+
+def set_aside(top: str, fs: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """``top/dir/data``, which was damaged on this node, after its drain has failed for too long. Returns its bytes."""
+    fs.makedirs(f"{top}/dir")
+    fs.pipe_file(f"{top}/dir/data", b"good")
+    (entry,) = Journal(root).files()
+    place = root / "written" / entry.token
+    place.write_bytes(b"evil")
+    close_all()
+    run_cli(["drain", "--resume"])
+    monkeypatch.setenv("TIERCKPT_COMMIT_TIMEOUT_SECONDS", "0.1")
+    for _ in range(2):
+        assert run_cli(["drain", "--wait"]) == IntegrityError.exit_code
+        time.sleep(0.2)
+    (entry,) = Journal(root).files()
+    assert entry.state == FILE_SET_ASIDE
+    return place
+
+
+@pytest.mark.usefixtures("held")
+def test_a_file_that_can_never_be_drained_is_set_aside_and_said(
+    top: str, fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = set_aside(top, fs, tmp_path / "local", monkeypatch)
+    fs.pipe_file(f"{top}/dir/index", b"names data")  # W2: not before it
+    with pytest.raises(CommitAbandonedError, match="set aside"):
+        fs.wait(f"{top}/dir/data")
+    assert run_cli(["drain", "--wait"]) == CommitAbandonedError.exit_code
+    capsys.readouterr()
+    assert run_cli(["status", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["set_aside"] >= 1
+    errors = {item["uri"].rpartition("/")[2]: item["last_error"] for item in document["journal"]}
+    assert "IntegrityError" in errors["data"]
+    assert "dir/data, which was set aside" in errors["index"]
+    assert stored(top) == {}
+    place.write_bytes(b"good")
+    monkeypatch.delenv("TIERCKPT_COMMIT_TIMEOUT_SECONDS")
+    assert run_cli(["drain", "--retry", "--wait"]) == 0
+    assert stored(top) == {"dir/data": b"good", "dir/index": b"names data"}
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize("end", ["forget", "write", "remove"])
+def test_what_was_set_aside_ends_when_it_is_given_up_or_written_anew(
+    end: str, top: str, fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = set_aside(top, fs, tmp_path / "local", monkeypatch)
+    match end:
+        case "forget":
+            (entry,) = Journal(tmp_path / "local").files()
+            assert run_cli(["drain", "--forget", entry.uri]) == 0
+        case "write":
+            fs.pipe_file(f"{top}/dir/data", b"newer")
+        case "remove":
+            fs.rm_file(f"{top}/dir/data")
+    assert not place.exists()
+    fs.wait(top)
+    assert stored(top) == ({"dir/data": b"newer"} if end == "write" else {})
+    assert not Journal(tmp_path / "local").entries()
 
 
 def test_metadata_waits_for_the_shards_of_other_nodes(top: str, fs: Any, tmp_path: Path) -> None:

@@ -75,6 +75,10 @@ class FakeHub:
         self.on_resolve = lambda: None
         self.leads_to = ""
         """Where the resolver redirects, instead of to its CDN."""
+        self.xet = False
+        """Whether large files are kept by Xet: the resolver redirects to its bridge, and the answers say so."""
+        self.bridged: dict[str, tuple[str, str, str]] = {}
+        """What the bridge serves: commit, path and the query that was signed, by the path of its URL."""
         self.listing = b""
         """What the tree says, instead of what is there."""
         self.epoch = 0
@@ -165,6 +169,7 @@ class FakeHub:
             item: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": "1" * 40}
             if len(data) >= LFS_BYTES_MIN:
                 item["lfs"] = {"oid": oid(data), "size": len(data), "pointerSize": 134}
+                item |= {"xetHash": self.xet_hash(data)} if self.xet else {}
             else:
                 item["oid"] = oid(data)
             items.append(item)
@@ -189,7 +194,32 @@ class FakeHub:
         name = f"{commit}/{path}"
         signed = self.leads_to or f"{self.cdn}/{name}?Expires={self.epoch}&Signature={self._signature(name)}"
         headers |= {"Location": signed, "X-Linked-Etag": f'"{oid(data)}"', "X-Linked-Size": str(len(data))}
+        if self.xet:
+            headers |= self._xet_headers(commit, path, data)
         return self._say(request, 302, b"", headers)
+
+    # --- Xet -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def xet_hash(data: bytes) -> str:
+        return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+    def _xet_headers(self, commit: str, path: str, data: bytes) -> dict[str, str]:
+        """As the Hub answers for a file that Xet keeps: a client that knows nothing of Xet follows ``Location``."""
+        name, disposition = path.rpartition("/")[2], "response-content-disposition=inline%3B+filename*%3DUTF-8%27%27"
+        at, signature = f"/xet-bridge-us/{commit[:24]}/{oid(data)}", self._signature(f"{commit}/{path}")
+        query = (
+            "X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Credential=cas%2F20261125%2Fus-east-1%2Fs3%2Faws4_request&"
+            f"X-Xet-Cas-Uid=public&{disposition}{name}%3B&x-id=GetObject&Expires={self.epoch}&"
+            f"Policy=eyJTdGF0ZW1lbnQi__&Signature={signature[:20]}~-%7E{signature[20:]}__&Key-Pair-Id=K2"
+        )
+        self.bridged[at] = commit, path, query
+        auth, info = f"{self.endpoint}/api/models/x/xet-read-token/{commit}", f"{self.cdn}/reconstructions/1"
+        return {
+            "Location": f"{self.cdn}{at}?{query}",
+            "X-Xet-Hash": self.xet_hash(data),
+            "Link": f'<{auth}>; rel="xet-auth", <{info}>; rel="xet-reconstruction-info"',
+        }
 
     # --- its CDN -------------------------------------------------------------------------------------------------
 
@@ -206,7 +236,12 @@ class FakeHub:
             self.cdn_authorizations.add(request.headers.get("Authorization", ""))
         if status:
             return self._say(request, status, b"", {})
-        if parse_qs(url.query).get("Signature") != [self._signature(f"{commit}/{path}")]:
+        if url.path in self.bridged:  # the signature is of the query as it was written
+            commit, path, signed = self.bridged[url.path]
+            is_signed = url.query == signed and f"Expires={self.epoch}&" in signed
+        else:
+            is_signed = parse_qs(url.query).get("Signature") == [self._signature(f"{commit}/{path}")]
+        if not is_signed:
             return self._say(request, 403, b"expired", {})
         data = next(files.commits[commit][path] for files in self.repositories.values() if commit in files.commits)
         if path in self.damaged:

@@ -29,7 +29,7 @@ except ImportError as error:
     raise MissingExtraError("metrics need prometheus-client", hint="pip install 'tierckpt[agent]'") from error
 
 from .. import telemetry
-from ..checkpoint.journal import LOCAL_ONLY, READY, SET_ASIDE, Journal
+from ..checkpoint.journal import ASIDE, LOCAL_ONLY, TO_DRAIN, Journal
 from ..checkpoint.retention import marked_directories, nearest_existing
 from ..config import Settings
 from ..drain.budget import Budget
@@ -166,8 +166,8 @@ class NodeState:
 
     def _queue(self) -> Iterator[Sample]:
         entries = Journal(self.local_root).entries()
-        ready = [entry for entry in entries if entry.state == READY]
-        unwritten = [entry for entry in entries if entry.state not in (READY, LOCAL_ONLY, SET_ASIDE)]
+        ready = [entry for entry in entries if entry.state in TO_DRAIN]
+        unwritten = [entry for entry in entries if entry.state not in (LOCAL_ONLY, *TO_DRAIN, *ASIDE)]
         now = time.time()
         for tier, waiting in ((Tier.SHARED, ready), (Tier.LOCAL, unwritten)):
             oldest = min((entry.created_unix_seconds for entry in waiting), default=now)
@@ -175,7 +175,7 @@ class NodeState:
         yield "tierckpt_lag_bytes", {"tier": Tier.SHARED}, sum(entry.size_bytes for entry in ready)
         failed = sum(bool(entry.error) for entry in ready)
         counts = {"writing": len(unwritten), "ready": len(ready) - failed, "failed": failed}
-        counts["set_aside"] = sum(entry.state == SET_ASIDE for entry in entries)
+        counts["set_aside"] = sum(entry.state in ASIDE for entry in entries)
         for state, count in counts.items():
             yield "tierckpt_queue_entries", {"state": state}, count
 

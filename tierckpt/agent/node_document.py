@@ -16,7 +16,7 @@ from ..cache.pool import Pool
 from ..cache.prefetch import RECEIPT
 from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import file_size
-from ..checkpoint.journal import LOCAL_ONLY, READY, SET_ASIDE, Entry, Journal
+from ..checkpoint.journal import ASIDE, LOCAL_ONLY, TO_DRAIN, Entry, Journal
 from ..checkpoint.retention import marked_directories, nearest_existing
 from ..checkpoint.run_log_reader import newest_lines
 from ..checkpoint.verify import read_checks
@@ -56,13 +56,13 @@ def node_document(settings: Settings, known: Known | None = None) -> Json:
     disk = shutil.disk_usage(nearest_existing(root))
     agent, problem = agent_status(settings)
     steps = _steps(journal, local, agent or {})
-    waiting = [item for item in journal if item["state"] == READY]
+    waiting = [item for item in journal if item["state"] in TO_DRAIN]
     return {
         "at_unix_seconds": time.time(),
         "host": socket.gethostname(),
         "local_root": str(root),
         "journal": journal,
-        "set_aside": sum(item["state"] == SET_ASIDE for item in journal),
+        "set_aside": sum(item["state"] in ASIDE for item in journal),
         "journal_bytes": sum(item["size_bytes"] for item in journal),
         "lag_seconds": max((item["age_seconds"] for item in waiting), default=0.0),
         "budget": _budget(settings),
@@ -224,16 +224,16 @@ def _steps(journal: Sequence[Json], local: Sequence[Json], agent: Json) -> list[
             continue
         row["size_bytes"] = max(row["size_bytes"], item["size_bytes"])
         row["error"] = row["error"] or item["last_error"]
-        if item["state"] not in (READY, LOCAL_ONLY, SET_ASIDE):
+        if item["state"] not in _WAITING:
             row["local"] = row["local"] or "writing"
             continue
-        row["shared"] = "failed" if item["last_error"] and item["state"] == READY else _WAITING[item["state"]]
-        if (drain := moving.get(item["uri"])) is not None and item["state"] == READY:
+        row["shared"] = "failed" if item["last_error"] and item["state"] in TO_DRAIN else _WAITING[item["state"]]
+        if (drain := moving.get(item["uri"])) is not None and item["state"] in TO_DRAIN:
             row["shared"], row["share"] = "draining", drain["done_bytes"] / max(1, drain["total_bytes"])
     return sorted(rows.values(), key=lambda row: (row["at_unix_seconds"], row["step"]), reverse=True)
 
 
-_WAITING = {READY: "waiting", LOCAL_ONLY: "local only", SET_ASIDE: "set aside"}
+_WAITING = {LOCAL_ONLY: "local only", **dict.fromkeys(TO_DRAIN, "waiting"), **dict.fromkeys(ASIDE, "set aside")}
 
 
 def _row(rows: dict[str, Json], uri: str, at_unix_seconds: float) -> Json | None:

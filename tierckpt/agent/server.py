@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.journal import READY, Entry
+from ..checkpoint.journal import TO_DRAIN, Entry
 from ..config import Settings
 from ..disk import priority
 from ..disk.file_lock import try_lock
@@ -234,10 +234,10 @@ class Agent:
 
     async def _drain_what_is_ready(self) -> None:
         entries = await self._entries()
-        ready = {entry.token for entry in entries if entry.state == READY}  # what is set aside keeps nobody here
+        ready = {entry.token for entry in entries if entry.state in TO_DRAIN}  # what is set aside keeps nobody here
         self._retry_at = {token: at for token, at in self._retry_at.items() if token in ready}
         for entry in entries:
-            if entry.state == READY and time.monotonic() >= self._retry_at.get(entry.token, 0.0):
+            if entry.state in TO_DRAIN and time.monotonic() >= self._retry_at.get(entry.token, 0.0):
                 self._submit(entry.token)
 
     def _submit(self, token: str) -> None:
@@ -286,7 +286,7 @@ class Agent:
 
     async def _left(self) -> list[Entry]:
         """What is on the local tier and not on the shared one."""
-        return [entry for entry in await self._entries() if entry.state == READY]
+        return [entry for entry in await self._entries() if entry.state in TO_DRAIN]
 
     async def _entries(self) -> list[Entry]:
         """The journal, newest first."""

@@ -26,7 +26,7 @@ from typing import Any
 
 from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, read_whole, translated
 from ..disk.file_lock import Hold, try_lock
-from ..errors import ManifestError, ObjectNotFoundError, StoreError
+from ..errors import CommitAbandonedError, ManifestError, ObjectNotFoundError, StoreError
 from ..format import manifest as manifests
 from ..format.layout import BLOCKS_DIR, METADATA_DIR, Location, journal_dir, local_dir, parse_uri, written_file
 from ..format.manifest import FileEntry, Manifest
@@ -46,6 +46,10 @@ FILE = "file"
 """One file, which is no checkpoint: ``uri`` is its own. Without ``files`` it was removed, and the drain removes it."""
 SET_ASIDE = "set aside"
 """Its drain has failed for so long that no mover tries again by itself. The files stay, and nothing evicts them."""
+FILE_SET_ASIDE = "file set aside"
+TO_DRAIN = (READY, FILE)
+ASIDE = (SET_ASIDE, FILE_SET_ASIDE)
+"""In the order of ``TO_DRAIN``: what becomes of which."""
 FORMAT_1_STATES = {"written": AWAITING_COMMIT, "kept": LOCAL_ONLY}
 """What the states above were called. An entry of then is taken up, and written in the words of now."""
 ENTRY_BYTES_MAX = 2 * manifests.MANIFEST_BYTES_MAX
@@ -133,12 +137,13 @@ class Journal:
             except (ManifestError, StoreError) as error:
                 log.warning("unreadable journal entry %s: %s", path.name, error)
 
-    def next_file_token(self, uri: str) -> str:
-        """A token for ``uri`` that sorts after all that it has: of two writes of a file the later one counts."""
+    def next_file_token(self, uri: str) -> tuple[str, list[str]]:
+        """A token for ``uri`` that sorts after all that it has, and those: of two writes of a file the later counts."""
         with translated(self.directory, is_above=True):
             names = matching(self.directory, f"{_files_of(uri)}.json")
         latest = max((_written_ns(path.stem) for path in names), default=0)
-        return f"file-{_name_of(uri)}-{max(time.time_ns(), latest + 1):020d}-{secrets.token_hex(4)}"
+        token = f"file-{_name_of(uri)}-{max(time.time_ns(), latest + 1):020d}-{secrets.token_hex(4)}"
+        return token, [path.stem for path in names]
 
     def files(self, uri: str | None = None, *, before: str | None = None) -> list[Entry]:
         """The files that are still to be drained (of ``uri``; None: all), oldest first; those that are older than the
@@ -147,7 +152,8 @@ class Journal:
             entry
             for entry in self._read(_files_of(uri), math.inf if before is None else _written_ns(before))
             # The name alone does not tell: somebody may call an adoption so.
-            if entry.state == FILE and (not entry.files or written_file(self.directory.parent, entry.token).exists())
+            if entry.state in (FILE, FILE_SET_ASIDE)
+            and (not entry.files or written_file(self.directory.parent, entry.token).exists())
         ]
         return sorted(found, key=lambda entry: (_written_ns(entry.token), entry.token))
 
@@ -165,7 +171,7 @@ class Journal:
             entry = self.read(token)
         except (ManifestError, StoreError):
             return  # whoever removes a damaged entry knows what it does
-        if entry is not None and entry.state not in (READY, LOCAL_ONLY, SET_ASIDE, FILE):
+        if entry is not None and entry.state not in (LOCAL_ONLY, *TO_DRAIN, *ASIDE):
             directory = local_dir(self.directory.parent, entry.location)
             for changed in (directory, directory / METADATA_DIR, directory / BLOCKS_DIR):
                 if changed.is_dir():
@@ -181,31 +187,42 @@ class Journal:
         A failure of another type begins its own time. ``is_passing`` and ``error`` '': it is still waited for.
         """
         entry, now = self.read(token), time.time()
-        if entry is None or entry.state == SET_ASIDE:
+        if entry is None or entry.state in ASIDE:
             return entry
-        if entry.state != READY:
+        if entry.state not in TO_DRAIN:
             return entry if entry.error == error else self.write(replace(entry, error=error))
         is_same = is_passing if not entry.error else entry.error.partition(":")[0] == error.partition(":")[0]
         since = entry.failing_since_unix_seconds or now
         since = min(since, now) if is_same else now  # a clock that went back begins it again
-        state = SET_ASIDE if now - since > patience_seconds else READY
+        state = ASIDE[TO_DRAIN.index(entry.state)] if now - since > patience_seconds else entry.state
         noted = replace(entry, error=error or entry.error, failing_since_unix_seconds=since, state=state)
         return noted if noted == entry else self.write(noted)
 
     def put_back(self, uri: str | None = None) -> list[Entry]:
         """Have what was set aside (of ``uri``; None: all of it) drained again. Returns the entries."""
-        return self._change_set_aside(
-            uri, lambda one: self.write(replace(one, state=READY, error="", failing_since_unix_seconds=0.0))
-        )
+
+        def put_back(entry: Entry) -> None:
+            state = TO_DRAIN[ASIDE.index(entry.state)]
+            self.write(replace(entry, state=state, error="", failing_since_unix_seconds=0.0))
+
+        return self._change_set_aside(uri, put_back)
 
     def forget(self, uri: str) -> list[Entry]:
-        """Give up draining what was set aside of ``uri``: the entry goes (J3), its files stay. Returns the entries."""
-        return self._change_set_aside(uri, lambda one: self.remove(one.token))
+        """Give up draining what was set aside of ``uri``: the entry goes (J3), its files stay, unless it is a single
+        file, which nothing else names. Returns the entries."""
+        return self._change_set_aside(uri, self.drop)
+
+    def drop(self, entry: Entry) -> None:
+        """Forget an entry, and the file that is its own. Killed in between, a file without bytes was never whole."""
+        if entry.state in (FILE, FILE_SET_ASIDE):
+            with translated(self.directory, is_above=True):
+                written_file(self.directory.parent, entry.token).unlink(missing_ok=True)
+        self.remove(entry.token)
 
     def _change_set_aside(self, uri: str | None, change: Callable[[Entry], object]) -> list[Entry]:
         changed = []
         for entry in self.entries():
-            if entry.state == SET_ASIDE and uri in (None, entry.uri):
+            if entry.state in ASIDE and uri in (None, entry.uri):
                 with self.own(entry.token) as free:
                     if free:
                         change(entry)
@@ -230,6 +247,15 @@ class Journal:
 
     def _lock_path(self, token: str) -> Path:
         return self.directory / f"{token}.lock"
+
+
+def set_aside_error(entry: Entry) -> CommitAbandonedError:
+    """What to tell whoever waits for an entry that was set aside."""
+    return CommitAbandonedError(
+        f"{entry.uri} is on this node only: its drain was set aside ({entry.error})",
+        hint="`tierckpt drain --retry` tries again, when the reason is mended",
+        rank=entry.rank,
+    )
 
 
 def _name_of(uri: str) -> str:
@@ -299,7 +325,7 @@ def _problem(body: Json) -> str:
         "token": manifests.is_token(body["token"]),
         "uri": is_uri(body["uri"]),
         "rank": manifests.is_int(body["rank"]) and 0 <= body["rank"] < manifests.RANKS_MAX,
-        "state": body["state"] in (WRITING, AWAITING_COMMIT, READY, LOCAL_ONLY, SET_ASIDE, FILE),
+        "state": body["state"] in (WRITING, AWAITING_COMMIT, LOCAL_ONLY, *TO_DRAIN, *ASIDE),
         "created_unix_seconds": manifests.is_unix_seconds(body["created_unix_seconds"]),
         "chunk_size_bytes": manifests.is_int(body["chunk_size_bytes"])
         and 4096 <= body["chunk_size_bytes"] <= manifests.SIZE_BYTES_MAX,

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from ..checkpoint.journal import LOCAL_ONLY, READY, SET_ASIDE, Entry, Journal
+from ..checkpoint.journal import ASIDE, FILE_SET_ASIDE, LOCAL_ONLY, SET_ASIDE, TO_DRAIN, Entry, Journal
 from ..drain.budget import UNCHANGED, Unchanged, change_control
 from ..engine import Engine
 from ..errors import (
@@ -65,7 +65,8 @@ Forget = Annotated[
     typer.Option(
         "--forget",
         metavar="URI",
-        help="Give up draining what was set aside of this checkpoint. Its files stay on this node.",
+        help="Give up draining what was set aside of this checkpoint, whose files stay on this node, or of this single "
+        "file, which goes.",
     ),
 ]
 
@@ -120,7 +121,8 @@ def _forget(journal: Journal, uri: str) -> Report:
         )
     document: Json = {"uri": uri, "forgotten": len(gone), "size_bytes": sum(entry.size_bytes for entry in gone)}
     size = human_bytes(document["size_bytes"])
-    line = f"{uri} is not drained any more ({len(gone)} entries, {size}); its files stay here"
+    rest = "it is removed from this node" if gone[0].state == FILE_SET_ASIDE else "its files stay here"
+    line = f"{uri} is not drained any more ({len(gone)} entries, {size}); {rest}"
     return Report(document, [line])
 
 
@@ -179,7 +181,7 @@ class _Work:
     @property
     def is_done(self) -> bool:
         """Nothing is left that this command could drain."""
-        return all(entry.state == SET_ASIDE for entry in self.left.values())
+        return all(entry.state in ASIDE for entry in self.left.values())
 
     def exit_code(self) -> int:
         if not self.left:
@@ -194,7 +196,7 @@ class _Work:
 
 
 def _outcome_of(left: Entry) -> str:
-    if left.state == SET_ASIDE:
+    if left.state in ASIDE:
         return SET_ASIDE
     return "failed" if left.error else "held"
 
@@ -242,7 +244,7 @@ async def _look(engine: Engine, work: _Work) -> None:
     found = await asyncio.to_thread(engine.journal.entries)
     entries = {entry.token: entry for entry in found if entry.state != LOCAL_ONLY}  # those are not to be drained
     for token in work.left.keys() - entries.keys():
-        if token not in work.outcomes and work.left[token].state != READY:
+        if token not in work.outcomes and work.left[token].state not in TO_DRAIN:
             work.outcomes[token] = "removed"
     work.seen = {**entries, **work.seen}
     work.left = entries

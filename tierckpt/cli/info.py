@@ -13,7 +13,7 @@ from ..cache.prefetch import FileSpec, from_listing
 from ..checkpoint.catalog import Checkpoint
 from ..engine import Engine
 from ..errors import CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError
-from ..format.layout import GRADIENTS_DIR, Location, local_dir, step_of
+from ..format.layout import GRADIENTS_DIR, Location, adopted_dir, local_dir, step_of
 from ..format.manifest import Manifest
 from ..save import segments
 from ..types import Json
@@ -105,6 +105,8 @@ def _committed(checkpoint: Checkpoint, manifest: Manifest, logs: list[Json]) -> 
         }
         for entry in manifest.entries
     ]
+    here = {entry.key.partition("/")[0] for entry in manifest.entries}
+    folders = [checkpoint.location.child(name).uri for name in sorted(here & set(map(adopted_dir, manifest.tokens)))]
     document: Json = {
         "uri": checkpoint.location.uri,
         "kind": "checkpoint",
@@ -116,6 +118,7 @@ def _committed(checkpoint: Checkpoint, manifest: Manifest, logs: list[Json]) -> 
         "chunk_size_bytes": manifest.chunk_size_bytes,
         "tiers": sorted(str(tier) for tier in checkpoint.tiers),
         "local_directory": str(checkpoint.directory),
+        "adopted_in": folders,
         "size_bytes": manifest.size_bytes,
         "notes": dict(manifest.notes),
         "files": files,
@@ -129,6 +132,7 @@ def _committed(checkpoint: Checkpoint, manifest: Manifest, logs: list[Json]) -> 
         "ranks": manifest.world_size,
         "committed on": ", ".join(document["tiers"]),
         "size": f"{human_bytes(manifest.size_bytes)} in {len(files)} files",
+        **({"for other tools": ", ".join(folders)} if folders else {}),
         **manifest.notes,
     }
     lines = [

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 
 from ..checkpoint import local_commit, local_only, marks, shared_commit
-from ..checkpoint.journal import FILE, READY, SET_ASIDE, Entry, Journal
+from ..checkpoint.journal import ASIDE, READY, TO_DRAIN, Entry, Journal, set_aside_error
 from ..checkpoint.prune import finish_local
 from ..checkpoint.select import place_of
 from ..config import Settings
@@ -146,7 +146,7 @@ class BackgroundDrains:
     async def drain_all(self, *, patient: bool) -> tuple[list[DrainResult], list[TierckptError]]:
         """Drain everything in the journal, newest first. Returns what was drained and what was not, with the reason."""
         entries = await asyncio.to_thread(self.journal.entries)
-        ready = [entry for entry in entries if entry.state in (READY, FILE)]
+        ready = [entry for entry in entries if entry.state in TO_DRAIN]
         results = await asyncio.gather(
             *(self._drainer.drain(entry.token, patient=patient) for entry in ready), return_exceptions=True
         )
@@ -232,7 +232,7 @@ class BackgroundDrains:
         """Journal entries of ``location`` that somebody still works on, or has to."""
         found = []
         for entry in self.journal.entries():
-            if entry.uri != location.uri or entry.state == SET_ASIDE:
+            if entry.uri != location.uri or entry.state in ASIDE:
                 continue
             if entry.state != READY:
                 with self.journal.own(entry.token) as dead:
@@ -243,12 +243,8 @@ class BackgroundDrains:
 
     def _raise_set_aside(self, location: Location) -> None:
         for entry in self.journal.entries():
-            if entry.uri == location.uri and entry.state == SET_ASIDE:
-                raise CommitAbandonedError(
-                    f"{location.uri} is on this node only: its drain was set aside ({entry.error})",
-                    hint="`tierckpt drain --retry` tries again, when the reason is mended",
-                    rank=entry.rank,
-                )
+            if entry.uri == location.uri and entry.state in ASIDE:
+                raise set_aside_error(entry)
 
     async def _is_committed(self, location: Location, local: Manifest | None, timeout_seconds: float) -> bool:
         """True when the shared tier has our local attempt, or any attempt where this node has none."""

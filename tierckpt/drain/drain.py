@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint import local_commit, local_only, marks, shared_commit
-from ..checkpoint.journal import FILE, READY, SET_ASIDE, Entry, Journal
+from ..checkpoint.journal import ASIDE, READY, TO_DRAIN, Entry, Journal
 from ..config import Settings
 from ..disk import read_lease
 from ..disk.durable import make_dirs, translated
@@ -128,7 +128,7 @@ class Drainer:
             if not owned:
                 return DrainResult(token, "", "held")
             entry = await asyncio.to_thread(self.journal.read, token)
-            if entry is None or entry.state not in (READY, FILE):
+            if entry is None or entry.state not in TO_DRAIN:
                 return DrainResult(token, entry.uri if entry else "", "held" if entry else "committed")
             begun = time.monotonic()
             try:
@@ -180,7 +180,7 @@ class Drainer:
             patience_seconds=limit if patient else math.inf,
             is_passing=is_passing,
         )
-        if noted is not None and noted.state == SET_ASIDE:
+        if noted is not None and noted.state in ASIDE:
             log.error(
                 "%s (%s) is set aside, as its drain has failed for %.0f s: %s. It stays on this node; `tierckpt "
                 "drain --retry` tries again, `tierckpt drain --forget %s` gives it up",

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 from ..checkpoint import local_commit
-from ..checkpoint.journal import AWAITING_COMMIT, FILE, LOCAL_ONLY, READY, SET_ASIDE, Entry
+from ..checkpoint.journal import ASIDE, AWAITING_COMMIT, LOCAL_ONLY, READY, TO_DRAIN, Entry
 from ..disk.durable import matching
 from ..errors import ManifestError, TierckptError
 from ..format.layout import SHARD_SUFFIX
@@ -27,8 +27,8 @@ async def recover_entry(entry: Entry, drainer: Drainer) -> bool:
     The shards of a save that never finished are removed, and the entry with them. What cannot be known yet stays as it
     is; what a live process holds is left alone.
     """
-    if entry.state in (READY, LOCAL_ONLY, SET_ASIDE, FILE):
-        return entry.state in (READY, FILE)
+    if entry.state in (LOCAL_ONLY, *TO_DRAIN, *ASIDE):
+        return entry.state in TO_DRAIN
     try:
         if entry.state == AWAITING_COMMIT:
             return await _take_up_written(entry, drainer)

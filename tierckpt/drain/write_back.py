@@ -10,6 +10,8 @@ Invariants:
         beside directories after all that was closed in those: a file that says that others are whole comes after them.
         ``.metadata`` of stock DCP, which also names shards of other nodes, waits until they are there.
     W3  A file that was removed while it drains does not come back: its removal is an entry that drains after it.
+    W4  What is being sent is locked. So whoever writes a file anew, or removes it, knows what has not begun, and
+        cancels that: the later entry is durable by then, and an entry without its bytes is one that was never whole.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..checkpoint.journal import FILE, Entry, Journal, is_uri
+from ..checkpoint.journal import ASIDE, FILE, Entry, Journal, is_uri
 from ..checkpoint.namespace import root_of
 from ..config import Settings
 from ..disk.durable import create_file, make_dirs, publish, read_whole, temporary_beside, translated
-from ..errors import CommitAbandonedError, ObjectNotFoundError
+from ..disk.file_lock import try_lock
+from ..errors import CommitAbandonedError, ObjectNotFoundError, TierckptError
 from ..format.layout import METADATA, Location, written_file
 from ..format.manifest import FileEntry, digest_of, is_safe_path
 from ..poll import LOCAL, SHARED, Poll
@@ -62,7 +65,7 @@ def can_carry(location: Location) -> bool:
 def write(settings: Settings, location: Location, stream: io.BufferedIOBase, size_bytes: int) -> str:
     """Keep ``stream`` as the file at ``location``, durable on this node. Returns the token that is to be drained."""
     journal, chunk = Journal(settings.local_root), int(settings.chunk_size_bytes)
-    token = journal.next_file_token(location.uri)
+    token, earlier = journal.next_file_token(location.uri)
     place = written_file(settings.local_root, token)
     make_dirs(place.parent)
     with translated(place, is_above=True), journal.own(token), temporary_beside(place, is_owned=True) as temporary:
@@ -76,15 +79,37 @@ def write(settings: Settings, location: Location, stream: io.BufferedIOBase, siz
         found = FileEntry(location.name, size_bytes, tuple(digests), token=token)
         journal.write(_entry(token, location, chunk, (found,)))
         publish(temporary, place)
+    _cancel(journal, earlier)
     return token
 
 
 def remove(settings: Settings, location: Location) -> str:
     """Note that the file at ``location``, which is still to be drained, was removed. Returns the token of that."""
     journal = Journal(settings.local_root)
-    token = journal.next_file_token(location.uri)
+    token, earlier = journal.next_file_token(location.uri)
     journal.write(_entry(token, location, int(settings.chunk_size_bytes), ()))
+    _cancel(journal, earlier)
     return token
+
+
+def _cancel(journal: Journal, tokens: list[str]) -> None:
+    """Drop what was written under ``tokens`` and is not being sent (W4). What is not dropped goes in its turn."""
+    for token in tokens:
+        with suppress(OSError, TierckptError):
+            entry = journal.read(token)
+            if entry is None or not entry.files:
+                continue
+            place = written_file(journal.directory.parent, token)
+            with try_lock(_lock_of(place), remove=True) as idle:
+                if idle:
+                    place.unlink(missing_ok=True)
+            with journal.own(token) as free:
+                if free:  # else its mover sees that the bytes have gone
+                    journal.drop(entry)
+
+
+def _lock_of(place: Path) -> Path:
+    return place.with_name(f"{place.name}.lock")
 
 
 def _entry(token: str, location: Location, chunk_size_bytes: int, files: tuple[FileEntry, ...]) -> Entry:
@@ -96,23 +121,25 @@ async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
     """Send one file, or remove it, when all that was closed before it there has its turn (W2)."""
     root, place = mover.settings.local_root, written_file(mover.settings.local_root, entry.token)
     with translated(place):
-        if entry.files and not place.exists():
-            return "superseded"  # killed between 2 and 3: nobody was told that it was written
         wait_seconds = mover.settings.commit_timeout_seconds if patient else 0.0
         previous, look_at = None, 0.0
         async for _ in Poll(wait_seconds, LOCAL):
+            if entry.files and not place.exists():
+                return "superseded"  # cancelled; or killed between 2 and 3: nobody was told that it was written
             # Of many files that wait for each other all but one only look whether the one before them has gone.
             if previous is not None and previous.exists() and time.monotonic() < look_at:
                 continue
             while before := await asyncio.to_thread(_before, mover.journal, entry):
+                if before[0].state in ASIDE:
+                    raise _waited(entry, f"{before[0].uri}, which was set aside,", 0.0)
                 drained = None
                 with suppress(CommitAbandonedError):  # it waits for others itself
-                    drained = await mover.drain(before[0], patient=False)  # nobody has begun it
+                    drained = await mover.drain(before[0].token, patient=False)  # nobody has begun it
                 if drained is None or drained.outcome == "held":
                     break
             if not before:
                 break
-            previous, look_at = mover.journal.path(before[-1]), time.monotonic() + SHARED.longest_seconds
+            previous, look_at = mover.journal.path(before[-1].token), time.monotonic() + SHARED.longest_seconds
         else:
             raise _waited(entry, "what was written there before it", wait_seconds)
         at, key = root_of(entry.location)
@@ -132,17 +159,20 @@ async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
                 mover.listener(Progress(f"drain {entry.uri}", done, entry.size_bytes))
 
             async with share.slot():
-                named = replace(file, path=key)
-                await send(store, place, named, entry.chunk_size_bytes, on_bytes, share, replaces=True)
+                await share.spend(0)  # a drain that is paused has not begun
+                with try_lock(_lock_of(place), remove=True) as idle:
+                    if is_last := bool(idle) and place.exists():
+                        named = replace(file, path=key)
+                        await send(store, place, named, entry.chunk_size_bytes, on_bytes, share, replaces=True)
         # The entry goes after the bytes: without them it is taken for one that was never whole, and goes too.
         await asyncio.to_thread(lambda: written_file(root, entry.token).unlink(missing_ok=True))
     return "committed" if is_last else "superseded"
 
 
-def _before(journal: Journal, entry: Entry) -> list[str]:
-    """Tokens of what was closed before ``entry``, in its directory or below it."""
+def _before(journal: Journal, entry: Entry) -> list[Entry]:
+    """What was closed before ``entry``, in its directory or below it."""
     above = f"{entry.location.parent.uri.rstrip('/')}/"
-    return [other.token for other in journal.files(before=entry.token) if other.uri.startswith(above)]
+    return [other for other in journal.files(before=entry.token) if other.uri.startswith(above)]
 
 
 async def _await_shards(mover: Mover, entry: Entry, place: Path, wait_seconds: float) -> None:
@@ -150,7 +180,10 @@ async def _await_shards(mover: Mover, entry: Entry, place: Path, wait_seconds: f
     if entry.location.name != METADATA:
         return
     at, key = root_of(entry.location)
-    named = set(_SHARD.findall(await asyncio.to_thread(read_whole, place, METADATA_BYTES_MAX)))
+    try:
+        named = set(_SHARD.findall(await asyncio.to_thread(read_whole, place, METADATA_BYTES_MAX)))
+    except ObjectNotFoundError:
+        return  # cancelled
     missing = {f"{key.removesuffix(METADATA)}{name.decode()}" for name in named}
     async for _ in Poll(wait_seconds, SHARED):
         for shard in sorted(missing):

@@ -16,7 +16,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from ..checkpoint.journal import Entry, Journal
+from ..checkpoint.journal import ASIDE, Entry, Journal, set_aside_error
 from ..checkpoint.namespace import Thing, root_of
 from ..client import get_client
 from ..config import REMOVED, Settings
@@ -264,13 +264,18 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def wait(self, path: str, timeout_seconds: float = 600.0) -> None:
         """Return when the store has what this node has written, or removed, at ``path`` and below it.
 
-        Raises OperationTimeoutError: not within ``timeout_seconds``; it says what the last try failed with.
+        Raises:
+            OperationTimeoutError: not within ``timeout_seconds``; it says what the last try failed with.
+            CommitAbandonedError: a file was set aside, as it could not be drained for too long; it says why.
         """
         begun: set[str] = set()
         for _ in Poll(timeout_seconds, LOCAL):
             left = self._undrained(path)
             if not left:
                 return
+            for entry in left:
+                if entry.state in ASIDE:
+                    raise set_aside_error(entry)
             for token in {entry.token for entry in left} - begun:  # of processes that are gone, too
                 get_client(self.settings).submit(token)
                 begun.add(token)
@@ -355,8 +360,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             self._run(self._engine.store(root).delete_dir(key))
 
     def _let_arrive(self, path: str) -> None:
-        """Return when nothing that this node has written below ``path`` is sent any more; at the latest after
-        ``ARRIVE_SECONDS``, as when drains are paused."""
+        """Return when nothing that this node has written below ``path`` is sent any more, at the latest after
+        ``ARRIVE_SECONDS``. What had not begun was cancelled."""
         for _ in Poll(ARRIVE_SECONDS, LOCAL):
             if not any(entry.files for entry in self._undrained(path)):
                 return
