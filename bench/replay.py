@@ -11,7 +11,9 @@ and carries a part and all gradients of a step. Every copy is compared with the 
 stands what arithmetic says: what of the parts and their gradients does not fit beside the steps, and 1 + r (K - 1) / 2.
 
 The second table has the time of a step beside a window, and beside a log of gradients, as a share of that without
-either: in turns, medians of single steps, without what a step waited for the link; and the processor seconds of a step.
+either, and of that beside a bare thread that moves the same bytes at the same rate and does nothing else, as the copy
+engine of a device would: in turns, medians of single steps, without what a step waited for the link; and the processor
+seconds of a step.
 
 The third table needs no link: how fast steps are made again beside the optimizer itself, and how large one is in the
 log.
@@ -21,12 +23,14 @@ Prints the tables, and writes bench/out/replay.json.
 from __future__ import annotations
 
 import argparse
-import itertools
+import ctypes
 import json
+import queue
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +42,7 @@ from tierckpt.planning.transfer import Traffic
 from tierckpt.replay.apply import Replay
 from tierckpt.replay.capture import Capture, Step
 from tierckpt.replay.frame import Frame, encode
-from tierckpt.replay.link import GRADIENTS, PARTS, Link
+from tierckpt.replay.link import CATCH_UP_SECONDS, CHUNK_BYTES, GRADIENTS, PARTS, Copy, Link
 from tierckpt.replay.log import GradientLog
 from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.replay.optimizers import layout_digest, parameters_of
@@ -52,7 +56,10 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
 }
 WINDOWS = (2, 3, 4, 5, 6, 7, 8)
+NOTHING, WINDOW, LOG = "nothing", "windows, one after the other, K = 7", "a gradient log"
 SHARE = 2 / 12
+BESIDE_ROUNDS = 4
+"""For each of the others: a step beside something is compared within a few parts in a hundred."""
 
 
 class Job:
@@ -131,42 +138,136 @@ def windowed(job: Job, link: Link, steps: int) -> tuple[float, float]:
     return snapshot.blocked_seconds, snapshot.moved_bytes / job.state_bytes
 
 
-def beside(job: Job, rate: float, rounds: int) -> dict[str, dict[str, float]]:
-    """The time of a step beside what makes it recoverable, in turns with steps that nothing is beside."""
-    found: dict[str, list[tuple[float, float]]] = {"nothing": [], "multi-step, K = 7": [], "gradient log": []}
+class NotedLink(Link):
+    """Notes how many bytes it moves in which step, by their priority."""
 
-    def steps(name: str, end_of_step: Callable[[], None], waited: Callable[[], float]) -> None:
-        for _ in range(7):
-            begun, cpu, before = time.perf_counter(), time.process_time(), waited()
-            job.train()
-            end_of_step()
-            seconds = time.perf_counter() - begun - (waited() - before)
-            found[name].append((seconds, time.process_time() - cpu))
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        self.step = 0
+        self.notes: dict[tuple[int, int], int] = {}
 
-    for _ in range(rounds):
-        steps("nothing", lambda: None, lambda: 0.0)
-        link = Link(rate)
-        with MultiStepStager(job.optimizer, 7, link=link) as stager:
-            pending = stager.begin(job.state)
-            steps("multi-step, K = 7", stager.end_of_step, lambda stager=stager: stager.waited_seconds)
+    def copy(self, sources: Sequence[torch.Tensor], priority: int) -> Copy:
+        made, place = super().copy(sources, priority), (self.step, priority)
+        made.done.add_done_callback(lambda _: self.notes.update({place: made.size_bytes}))
+        return made
+
+
+class BareLink:
+    """The link and nothing else: a thread that moves so many bytes, in pieces as large, at the same rate."""
+
+    def __init__(self, rate: float, size_bytes: int) -> None:
+        self._memory = [torch.ones(size_bytes, dtype=torch.uint8) for _ in range(2)]
+        self._rate, self._size_bytes = rate, size_bytes
+        self._piece_bytes = min(CHUNK_BYTES, size_bytes // 3 // TENSORS)  # a tensor
+        self._asked: queue.Queue[int | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def move(self, size_bytes: int) -> None:
+        self._asked.put(size_bytes)
+
+    def wait(self) -> None:
+        self._asked.join()
+
+    def close(self) -> None:
+        self._asked.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        free_at, at = 0.0, 0
+        target, source = (one.data_ptr() for one in self._memory)
+        while (left := self._asked.get()) is not None:
+            while left:
+                count = min(left, self._piece_bytes, self._size_bytes - at)
+                free_at = max(free_at, time.monotonic() - CATCH_UP_SECONDS) + count / self._rate
+                time.sleep(max(0.0, free_at - time.monotonic()))
+                ctypes.memmove(target + at, source + at, count)
+                left, at = left - count, (at + count) % self._size_bytes
+            self._asked.task_done()
+
+
+class Beside:
+    """The time of a step beside what makes it recoverable, in turns with steps that nothing is beside, and with steps
+    that only the link is beside: it moves the same bytes after the same steps, as the copy engine of a device would."""
+
+    STEPS = 7
+
+    def __init__(self, job: Job, rate: float) -> None:
+        self.job = job
+        self.links, self.bare = {WINDOW: NotedLink(rate), LOG: NotedLink(rate)}, BareLink(rate, job.state_bytes)
+        self.rows: dict[str, Callable[[], None]] = {
+            NOTHING: lambda: self.steps(NOTHING, lambda _: None),
+            WINDOW: self.window,
+            f"the link alone, as for {WINDOW}": lambda: self.alone(WINDOW),
+            LOG: self.log,
+            f"the link alone, as for {LOG}": lambda: self.alone(LOG),
+        }
+        self.seconds: dict[str, list[float]] = {name: [] for name in self.rows}
+        self.cpu_seconds: dict[str, list[float]] = {name: [] for name in self.rows}
+
+    def run(self, rounds: int) -> dict[str, dict[str, float]]:
+        for number in range(rounds):
+            for name, row in list(self.rows.items())[:: -1 if number % 2 else 1]:
+                cpu = time.process_time()
+                row()
+                self.cpu_seconds[name].append((time.process_time() - cpu) / self.STEPS)
+        for link in (*self.links.values(), self.bare):
+            link.close()
+        return {
+            name: {"step_seconds": statistics.median(seconds), "cpu_seconds": statistics.median(self.cpu_seconds[name])}
+            for name, seconds in self.seconds.items()
+        }
+
+    def steps(self, name: str, end_of_step: Callable[[int], None], waited: Callable[[], float] = lambda: 0.0) -> None:
+        for number in range(1, self.STEPS + 1):
+            begun, before = time.perf_counter(), waited()
+            self.job.train()
+            end_of_step(number)
+            self.seconds[name].append(time.perf_counter() - begun - (waited() - before))
+
+    def window(self) -> None:
+        link = self.links[WINDOW]
+
+        def end_of_step(number: int) -> None:
+            link.step = number
+            stager.end_of_step()
+
+        with MultiStepStager(self.job.optimizer, self.STEPS, link=link) as stager:
+            link.step = 0
+            pending = stager.begin(self.job.state)
+            self.steps(WINDOW, end_of_step, lambda: stager.waited_seconds)
             if pending.result(60).fallback:
                 raise RuntimeError(pending.result().fallback)
+
+    def log(self) -> None:
+        link = self.links[LOG]
+
+        def end_of_step(number: int) -> None:
+            link.step = number
+            gradients.end_of_step(number)
+
         with (
             tempfile.TemporaryDirectory(dir=OUT.parent) as directory,
-            GradientLog(job.optimizer, Path(directory), link=link) as gradients,
+            GradientLog(self.job.optimizer, Path(directory), link=link) as gradients,
         ):
+            link.step = 0
             gradients.begin("base")
-            numbers = itertools.count(1)
-            steps("gradient log", lambda log=gradients, n=numbers: log.end_of_step(next(n)), lambda: 0.0)
+            self.steps(LOG, end_of_step)
             gradients.sync()
-        link.close()
-    return {
-        name: {
-            "step_seconds": statistics.median(seconds for seconds, _ in times),
-            "cpu_seconds": statistics.fmean(cpu for _, cpu in times),
-        }
-        for name, times in found.items()
-    }
+
+    def alone(self, what: str) -> None:
+        link, notes, step = self.bare, self.links[what].notes, 0
+
+        def end_of_step(number: int) -> None:
+            nonlocal step
+            step = number
+            link.move(notes.get((step, PARTS), 0))
+
+        hook = self.job.optimizer.register_step_pre_hook(lambda *_: link.move(notes.get((step, GRADIENTS), 0)))
+        end_of_step(0)
+        self.steps(f"the link alone, as for {what}", end_of_step)
+        hook.remove()
+        link.wait()
 
 
 def check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
@@ -256,11 +357,15 @@ def main() -> None:
                   f"{given.copy_ms:.0f} ms; forward and backward {given.step_ms:.0f} ms")  # fmt: skip
     console.print(table)
     OUT.parent.mkdir(exist_ok=True)
-    loops = beside(job, rate, given.rounds)
-    table = Table("a step beside", "ms", "of the step without", "processor seconds of a step")
+    loops = Beside(job, rate).run(BESIDE_ROUNDS * given.rounds)
+    table = Table(
+        "a step beside", "ms", "of the step without", "of the step beside the link", "processor seconds of a step"
+    )
     for name, row in loops.items():
+        link = loops.get(f"the link alone, as for {name}")
         table.add_row(name, f"{1e3 * row['step_seconds']:.1f}",
-                      f"{row['step_seconds'] / loops['nothing']['step_seconds']:.3f}",
+                      f"{row['step_seconds'] / loops[NOTHING]['step_seconds']:.3f}",
+                      f"{row['step_seconds'] / link['step_seconds']:.3f}" if link else "",
                       f"{row['cpu_seconds']:.3f}")  # fmt: skip
     console.print(table)
     rates = replay_rates(parameters)

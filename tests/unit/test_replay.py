@@ -367,15 +367,19 @@ def test_a_frame_gives_back_the_step_bit_for_bit(kind: str) -> None:
 
 
 def test_gradients_that_were_reduced_in_bfloat16_take_two_bytes_and_no_other_loses_a_bit() -> None:
-    sizes = []
+    sizes, widths = [], []
     with contextlib.closing(Link()) as link:
         for gradient in (
             torch.randn(1 << 16).bfloat16().float(),
             torch.randn(1 << 16),
             torch.full((1 << 16,), torch.nan),
+            -torch.ones(3),
+            torch.tensor([1.0, 2.0, -1.0 - 2**-23]),
+            torch.tensor([1.0 + 2**-23, 2.0]),
         ):
             copy = link.copy([gradient], GRADIENTS)
             copy.done.result(60)
+            widths.append(copy.result[0].dtype)
             step = Step(1, [{"lr": torch.tensor(0.5)}], {"0.0": copy.result[0]})
             head, views, _ = encode(Frame(step, "x", dtypes={"0.0": torch.float32}))
             data = memoryview(head + b"".join(views))
@@ -384,6 +388,7 @@ def test_gradients_that_were_reduced_in_bfloat16_take_two_bytes_and_no_other_los
             assert torch.equal(read.gradients["0.0"].view(torch.int32), gradient.view(torch.int32))
             assert torch.equal(read.hyperparameters[0]["lr"], torch.tensor(0.5))
     assert sizes[0] < 2.001 * (1 << 16) + 1024 and sizes[1] > 4 << 16
+    assert widths[3:] == [torch.bfloat16, torch.float32, torch.float32]
 
 
 def test_damage_to_any_byte_of_a_frame_is_found() -> None:

@@ -18,6 +18,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..dcp.staging_copy import Copies
@@ -30,6 +31,8 @@ LOOK_SECONDS = 0.2
 LATE = 1.25
 CATCH_UP_SECONDS = 0.02
 """A throttled link makes up for so much of what waking up late has cost it."""
+_LOWER_HALVES = 0x0000FFFF_0000FFFF
+"""Of two float32 values."""
 
 
 class Copy:
@@ -116,11 +119,15 @@ class Copy:
 
 
 def halves_without_loss(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the upper halves of float32 values, as int16, when all the lower ones are 0."""
-    if tensor.dtype is not torch.float32 or not tensor.numel() or not tensor.is_contiguous():
+    """Return the upper halves of float32 values in host memory, as int16, when all the lower ones are 0."""
+    if tensor.dtype is not torch.float32 or not tensor.numel() or not tensor.is_contiguous() or not tensor.is_cpu:
         return None
-    halves = tensor.view(-1).view(torch.int16)
-    return None if bool(halves[0::2].any()) else halves[1::2]
+    flat = tensor.detach().view(-1)
+    even = flat.numel() & ~1
+    found = int(np.bitwise_or.reduce(flat.numpy()[:even].view(np.uint64)))  # torch's any() takes 6 times as long
+    if even < flat.numel():
+        found |= int(flat[even:].view(torch.int32).item()) & 0xFFFF
+    return None if found & _LOWER_HALVES else flat.view(torch.int16)[1::2]
 
 
 class Link:
