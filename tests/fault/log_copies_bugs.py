@@ -34,7 +34,7 @@ def stall() -> None:
 def counted_before_it_is_whole() -> None:
     """The bug: a frame counts when its header is there."""
     stall()
-    original = segments._place
+    original = segments._place  # private: the bug is in it
 
     def place(segment: Any, file: int, at: int, size_bytes: int, previous: str) -> Any:
         return original(segment, file, at, size_bytes + (1 << 30), previous)
@@ -42,7 +42,7 @@ def counted_before_it_is_whole() -> None:
     def pieces(*_: Any, **__: Any) -> Any:
         return iter(())
 
-    segments._place, segments.verified_pieces = place, pieces  # type: ignore[assignment]
+    segments._place, segments.verified_pieces = place, pieces  # type: ignore[assignment]  # private: seeded
 
 
 BUGS: dict[str, Callable[[], None]] = {"stall": stall, "counted before it is whole": counted_before_it_is_whole}
