@@ -41,7 +41,7 @@ from ..errors import (
 )
 from ..format.layout import Location, parse_uri
 from ..format.manifest import is_safe_path
-from ..stores.hub.api import NAME, Answer, Repository
+from ..stores.hub.api import NAME, Answer, Repository, hub_of
 from ..telemetry import logger
 from ..types import ByteRange, ObjectInfo
 
@@ -79,7 +79,7 @@ class HubProxy:
     def __init__(self, settings: Settings) -> None:
         """Raises ConfigError: ``HF_ENDPOINT`` of this process is no URL."""
         self._client = Client(settings)
-        self._hub = self._client.engine.drainer.retries.hub()
+        self._hub = hub_of(self._client.engine.drainer.retries)
         self._known: dict[str, tuple[float, Any]] = {}
         self._lock = threading.Lock()
         self._server: ThreadingHTTPServer | None = None

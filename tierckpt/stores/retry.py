@@ -26,7 +26,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import Settings
 from ..errors import StoreUnavailableError, TierckptError
@@ -38,7 +38,6 @@ from .congestion import Congestion
 
 if TYPE_CHECKING:
     from .bucket import Bucket
-    from .hub.api import Hub
 
 log = logger("stores.retry")
 
@@ -203,7 +202,8 @@ class Retries:
         self._breakers: dict[str, Breaker] = {}
         self._congestion: dict[str, Congestion] = {}
         self._buckets: dict[tuple[str, str], Bucket] = {}
-        self._hub: Hub | None = None
+        self.hub: Any = None
+        """The Hub of this mover, which ``stores.hub`` makes: it imports this module, and may not be imported here."""
 
     def breaker(self, name: str) -> Breaker:
         """The breaker of the store ``name`` (a bucket): one for all checkpoints in it."""
@@ -223,14 +223,6 @@ class Retries:
         if (scheme, authority) not in self._buckets:
             self._buckets[scheme, authority] = Bucket(scheme, authority, self.counts)
         return self._buckets[scheme, authority]
-
-    def hub(self) -> Hub:
-        """The Hub that ``HF_ENDPOINT`` names: one for all repositories. Raises ConfigError: it is no URL."""
-        from .hub.api import Hub
-
-        if self._hub is None:
-            self._hub = Hub(self.settings, self)
-        return self._hub
 
     def close(self) -> None:
         """Close the connections to every bucket. Idempotent."""

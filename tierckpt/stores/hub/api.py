@@ -334,6 +334,14 @@ class Hub:
         return StoreError(f"{self.host} refuses {where}: HTTP {status}", tier=Tier.SHARED, status=status)
 
 
+def hub_of(retries: Retries) -> Hub:
+    """Return the Hub that ``HF_ENDPOINT`` names, one for all repositories of a mover. Raises ConfigError: no URL."""
+    if retries.hub is None:
+        retries.hub = Hub(retries.settings, retries)
+    hub: Hub = retries.hub
+    return hub
+
+
 def request(url: str, headers: Mapping[str, str]) -> Answer:
     """Make one GET and return the answer, whatever it says; a redirect is not followed. Blocking.
 

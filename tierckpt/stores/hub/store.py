@@ -37,7 +37,7 @@ from .. import congestion
 from ..common import check_key, check_prefix, check_range, short_answer
 from ..http_range import MAY_PASS, Get, NotThisWay, Ranges, is_behind_proxy
 from ..retry import Retries, Tries
-from .api import HubFile, Repository, repository_of, request, unavailable
+from .api import HubFile, Repository, hub_of, repository_of, request, unavailable
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class HubStore:
     async def _files(self) -> dict[str, HubFile]:
         """Return the files by key, listed not longer ago than ``LISTED_SECONDS``."""
         async with self._listing:
-            repository, hub = self.repository, self.retries.hub()
+            repository, hub = self.repository, hub_of(self.retries)
             is_old = not repository.is_commit and time.monotonic() - self._listed_at > LISTED_SECONDS
             if not self._listed_at or is_old:
                 commit = await hub.commit(repository)
@@ -165,7 +165,7 @@ class HubStore:
         return await self._resolve(commit, file, byte_range, into)
 
     async def _resolve(self, commit: str, file: HubFile, byte_range: ByteRange, into: memoryview) -> str | None:
-        found = await self.retries.hub().resolve(self.repository, commit, file.path, byte_range)
+        found = await hub_of(self.retries).resolve(self.repository, commit, file.path, byte_range)
         if isinstance(found, str):
             self._urls[commit, file.path] = found
             return found
@@ -191,7 +191,7 @@ class HubStore:
         tls = self._ranges.tls if url.startswith("https:") else None
         while True:
             try:
-                async with self.retries.asking(breaker, self.retries.hub().probe):
+                async with self.retries.asking(breaker, hub_of(self.retries).probe):
                     if is_behind_proxy(url):
                         await asyncio.to_thread(_read_by_proxy, url, byte_range, into)
                     else:
