@@ -361,7 +361,7 @@ def test_what_was_staged_on_two_nodes_when_all_ranks_were_killed_is_committed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [0, 3])
+@pytest.mark.parametrize("late", [3, *in_full([0])])
 def test_a_save_of_two_nodes_that_one_rank_had_not_staged_is_none(
     late: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
@@ -381,7 +381,7 @@ def test_a_save_of_two_nodes_that_one_rank_had_not_staged_is_none(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["async_save", "without collectives"])
+@pytest.mark.parametrize("way", ["async_save", *in_full(["without collectives"])])
 def test_the_agent_keeps_nothing_of_a_save_that_has_ended_though_its_trainers_live_on(
     way: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
@@ -418,7 +418,7 @@ def test_a_job_of_two_nodes_that_ends_in_order_leaves_no_will_to_execute(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("fails", [1, *in_full([0])])
 def test_the_agent_keeps_nothing_of_a_save_that_failed_on_one_rank(
     fails: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
@@ -435,7 +435,7 @@ def test_the_agent_keeps_nothing_of_a_save_that_failed_on_one_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["handed in", "flushed"])
+@pytest.mark.parametrize("point", ["handed in", *in_full(["flushed"])])
 def test_what_was_on_its_way_straight_to_the_shared_tier_is_committed(
     point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
@@ -637,7 +637,7 @@ def test_a_restarted_trainer_waits_for_what_was_staged_though_workers_of_the_dea
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["not begun", "ready"])
+@pytest.mark.parametrize("point", ["ready", *in_full(["not begun"])])
 def test_who_looks_for_the_newest_waits_for_what_was_staged(
     point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:

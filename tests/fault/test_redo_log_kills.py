@@ -20,6 +20,7 @@ from tierckpt.client import close_all
 
 SECONDS = 120.0
 EVERY = bool(ENVIRONMENT.get("TIERCKPT_TEST_REDO_KILLS"))
+# CI kills before half of the points, and the seeded bugs are found there; `make torture-redo` before and after each.
 SIDES = ("before", "after") if EVERY else ("before",)  # after one point is before the next, but for the last
 SAVE = ("pack", "write", "commit", "drain")
 FOLD = ("read", "replay", "save", "write", "commit", "drain", "load")
@@ -58,7 +59,7 @@ def root(local_root: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", SIDES)
-@pytest.mark.parametrize("point", SAVE)
+@pytest.mark.parametrize("point", SAVE if EVERY else ("write", "commit"))
 def test_a_kill_while_a_redo_log_is_written(point: str, when: str, root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_job(root, run, "train", point, when) == -signal.SIGKILL
@@ -69,7 +70,7 @@ def test_a_kill_while_a_redo_log_is_written(point: str, when: str, root: Path, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", SIDES)
-@pytest.mark.parametrize("point", FOLD)
+@pytest.mark.parametrize("point", FOLD if EVERY else ("replay", "write", "commit"))
 def test_a_kill_while_a_redo_log_becomes_a_checkpoint(point: str, when: str, root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_job(root, run, "train", "-") == 0
@@ -85,7 +86,7 @@ def test_a_kill_while_a_redo_log_becomes_a_checkpoint(point: str, when: str, roo
 @pytest.mark.slow
 def test_kills_at_any_moment(root: Path, tmp_path: Path) -> None:
     chosen = random.Random(7)
-    for number in range(20 if EVERY else 2):
+    for number in range(20 if EVERY else 1):
         run = tmp_path / f"run-{number}"
         run_job(root, run, "train", "-", seconds=chosen.uniform(2.0, 9.0))
         for _ in range(2):

@@ -20,7 +20,7 @@ from tierckpt.save import segments
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
-KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_LOG_KILLS", "2"))
+KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_LOG_KILLS", "1"))
 
 
 @pytest.fixture(scope="module")
