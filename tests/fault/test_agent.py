@@ -301,13 +301,10 @@ def test_another_user_is_refused_by_the_directory_and_by_the_agent(local_root: P
 @pytest.mark.parametrize(
     ("way", "point", "world_size"),
     [
-        ("Checkpointer", "handed in", 1),
         ("Checkpointer", "handed in", 4),
-        ("Checkpointer", "half flushed", 4),
-        ("Checkpointer", "committed", 4),
+        ("Checkpointer", "committed", 2),
         ("async_save", "half flushed", 2),
         ("async_save", "told", 2),
-        ("async_save", "committed", 2),
         ("async_save, ours", "handed in", 2),
         ("without collectives", "handed in", 2),
         *in_full([(way, point, size) for way in WAYS for size in (1, 2, 4) for point in points_of(way, size)]),
@@ -336,8 +333,6 @@ def test_what_was_staged_when_all_ranks_were_killed_is_committed(
     ("way", "point"),
     [
         ("Checkpointer", "half flushed"),
-        ("Checkpointer", "committed"),
-        ("async_save", "handed in"),
         ("async_save, ours", "told"),
         *in_full([(way, point) for way in WAYS for point in points_of(way, 4)]),
     ],

@@ -17,7 +17,7 @@ import pytest
 from tests.fault import attacks, attacks_try
 from tests.states import save, small_state
 
-FUZZ_SECONDS = float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", "5"))
+FUZZ_SECONDS = float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", "2"))
 ATTACKS = {attack.name: attack for attack in attacks.CORPUS}
 HARMLESS = {"good and evil under one name"}
 """Torch takes the good one here, and so it is read: what a planner gets is made from that one alone."""

@@ -39,7 +39,7 @@ from tierckpt.stores import verified_read
 from tierckpt.stores.local import LocalStore
 from tierckpt.types import Tier
 
-FLIPS = os.environ.get("TIERCKPT_TEST_BIT_FLIPS", "1500")
+FLIPS = os.environ.get("TIERCKPT_TEST_BIT_FLIPS", "500")
 BLOCK_FAULTS = 600 if FLIPS != "every" else 10_000
 BLOCK_BYTES = 512
 

@@ -49,7 +49,7 @@ from tierckpt.stores import retry
 from tierckpt.stores.local import LocalStore
 from tierckpt.types import Tier
 
-STATES = int(os.environ.get("TIERCKPT_TEST_CRASH_STATES", "12000"))
+STATES = int(os.environ.get("TIERCKPT_TEST_CRASH_STATES", "3000"))
 SAMPLES = max(5, STATES // 5000)
 """States of each run that are also written to a disk, where a new engine recovers and saves on."""
 

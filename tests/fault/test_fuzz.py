@@ -32,7 +32,7 @@ from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import MANIFEST, local_dir, parse_uri
 from tierckpt.format.manifest import Manifest
 
-SECONDS = float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", "5"))
+SECONDS = float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", "2"))
 INPUT_SECONDS_MAX = 30.0
 """Most take a millisecond. What hangs takes for ever."""
 RSS_BYTES_MAX = 256 << 20

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fault.two_nodes import Verdict, judge
 
-STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_NODES", "8"))
+STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_NODES", "6"))
 """Of each of the two; the second half is saved twice."""
 SECONDS_MAX = 120 + 20 * STEPS  # tells what hangs from what is slow
 
