@@ -76,6 +76,8 @@ def with_bug(name: str) -> None:
         return head, views, digest
 
     log_writer.encode = encode
+    if name == "a stale hyperparameter":  # else the digest of the parameters sees it first
+        log_writer.digest_of = lambda marks: ""
 
 
 def main() -> None:

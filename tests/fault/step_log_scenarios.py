@@ -127,3 +127,5 @@ def with_bug(name: str) -> None:
 
     if name:
         log_writer.encode = encode
+    if name in ("a stale hyperparameter", "gradients cast"):  # else the digest of the parameters sees it first
+        log_writer.digest_of = lambda marks: ""

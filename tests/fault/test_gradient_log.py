@@ -385,7 +385,7 @@ def test_a_disk_that_is_slow_is_not_ill_as_long_as_it_moves(
 
 def test_gradients_in_buffers_that_are_used_again_are_logged_from_the_next_base_on(tmp_path: Path) -> None:
     job = Job()
-    with contextlib.closing(Link(bytes_per_second=1e6)) as link, GradientLog(job.optimizer, tmp_path, link=link) as log:
+    with contextlib.closing(Link(bytes_per_second=2e5)) as link, GradientLog(job.optimizer, tmp_path, link=link) as log:
         for base in ("one", "two"):
             log.begin(base)
             for _ in range(4):

@@ -334,8 +334,8 @@ def test_events_are_written_as_the_command_says(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "weights.bin").write_bytes(b"some")
-    told = tierckpt_("--log-level", "info", "--log-format", "json", "prefetch", model)
-    quiet = tierckpt_("prefetch", model)
+    told = tierckpt_("--log-level", "info", "--log-format", "json", "adopt", model, tmp_path / "run/step-1")
+    quiet = tierckpt_("adopt", model, tmp_path / "run/step-2")
     assert (told.code, quiet.code, quiet.err) == (0, 0, "")
     assert {json.loads(line)["level"] for line in told.err.splitlines()} == {"info"}
 
