@@ -182,7 +182,7 @@ def test_gradients_in_buffers_that_are_used_again() -> None:
     job = Job()
     job.set_to_none = False
     job.train()
-    with contextlib.closing(Link(bytes_per_second=1e5)) as link, MultiStepStager(job.optimizer, 4, link=link) as stager:
+    with contextlib.closing(Link(bytes_per_second=2e4)) as link, MultiStepStager(job.optimizer, 4, link=link) as stager:
         first, states = windowed(job, stager, 4)
         check(first.state, states[first.steps])
         assert "written over" in first.fallback
