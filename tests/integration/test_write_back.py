@@ -320,6 +320,36 @@ def test_what_was_set_aside_ends_when_it_is_given_up_or_written_anew(
     assert not Journal(tmp_path / "local").entries()
 
 
+def test_a_step_leaves_the_store_after_what_was_saved_beside_it_has_come(
+    top: str, fs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = ([f"{top}/step-{step}/{name}" for name in (".metadata", "__0_0.distcp")] for step in (1, 2))
+    for name in old:
+        fs.pipe_file(name, b"old")
+    fs.wait(top)
+    held = Held("__0_0.distcp", monkeypatch)
+    for name in reversed(new):
+        fs.pipe_file(name, b"new")
+    try:
+        assert held.begun.wait(SECONDS)
+        fs.rm(f"{top}/step-1", recursive=True)
+        assert "stays on the store until" in caplog.text
+        assert fs.ls(top, detail=False) == [f"{top}/step-2"]
+        assert not fs.exists(f"{top}/step-1")
+        assert fs.find(top) == new
+        time.sleep(0.3)  # a removal that waits for nothing has gone through by then
+        assert stored(top).keys() >= {
+            "step-1/.metadata",
+            "step-1/__0_0.distcp",
+        }  # if this node is lost now
+    finally:
+        held.released.set()
+    fs.wait(top)
+    assert stored(top) == {"step-2/.metadata": b"new", "step-2/__0_0.distcp": b"new"}
+    assert not fs.exists(f"{top}/step-1")
+    assert fs.ls(top, detail=False) == [f"{top}/step-2"]
+
+
 def test_metadata_waits_for_the_shards_of_other_nodes(top: str, fs: Any, tmp_path: Path) -> None:
     short = fsspec.filesystem("tierckpt", commit_timeout_seconds=0.5, skip_instance_cache=True)
     short.pipe_file(f"{top}/step-1/.metadata", b"... __1_0.distcp ...")

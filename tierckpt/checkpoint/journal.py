@@ -55,6 +55,7 @@ FORMAT_1_STATES = {"written": AWAITING_COMMIT, "kept": LOCAL_ONLY}
 ENTRY_BYTES_MAX = 2 * manifests.MANIFEST_BYTES_MAX
 """It holds a manifest and, on the coordinator, the entries of its own files once more."""
 FAILING_SINCE = "failing_since_unix_seconds"
+AFTER = "after_uri"
 FIELDS = frozenset(
     ("token", "uri", "rank", "state", "created_unix_seconds", "chunk_size_bytes", "files", "manifest", "error")
 )
@@ -80,6 +81,8 @@ class Entry:
     failing_since_unix_seconds: float = 0.0
     """When the drain failed for the first time in the way that it still fails in, by the wall clock: restarts of the
     mover do not begin it again. 0: it does not fail."""
+    after_uri: str = ""
+    """The file was removed with its directory: after all that this node had closed below here by then."""
 
     @property
     def location(self) -> Location:
@@ -285,6 +288,8 @@ def encode(entry: Entry) -> bytes:
     }
     if entry.failing_since_unix_seconds:
         body[FAILING_SINCE] = entry.failing_since_unix_seconds
+    if entry.after_uri:
+        body[AFTER] = entry.after_uri
     return manifests.seal(body)
 
 
@@ -297,7 +302,7 @@ def read_entry(path: Path) -> Entry:
 
 def decode(data: bytes, *, where: str) -> Entry:
     """Decode and validate (J4). Raises ManifestError."""
-    newer = frozenset({FAILING_SINCE})
+    newer = frozenset({FAILING_SINCE, AFTER})
     body = manifests.unseal(data, FIELDS, where=where, newer=newer, size_bytes_max=ENTRY_BYTES_MAX)
     if isinstance(body["state"], str):
         body["state"] = FORMAT_1_STATES.get(body["state"], body["state"])
@@ -316,6 +321,7 @@ def decode(data: bytes, *, where: str) -> Entry:
         manifest=None if manifest is None else manifests.decode(manifest.encode(), where=where),
         error=body["error"],
         failing_since_unix_seconds=body.get(FAILING_SINCE, 0.0),
+        after_uri=body.get(AFTER, ""),
     )
 
 
@@ -332,6 +338,7 @@ def _problem(body: Json) -> str:
         "manifest": body["manifest"] is None or (isinstance(body["manifest"], str) and body["manifest"].isascii()),
         "error": isinstance(body["error"], str),
         FAILING_SINCE: manifests.is_unix_seconds(body.get(FAILING_SINCE, 0.0)),
+        AFTER: AFTER not in body or is_uri(body[AFTER]),
     }
     return next((name for name, is_good in checks.items() if not is_good), "")
 

@@ -187,6 +187,12 @@ class Browser:
                 things.pop(name, None)
                 if entry.files:
                     things[name] = _written(location.child(name), entry)
+        removed = {path.partition("/")[0] for path, entry in written.items() if entry.after_uri == location.uri}
+        for name in removed & things.keys():
+            if not await self._is_visible(location.child(name)):
+                del things[name]
+        if not things and any(entry.after_uri not in ("", location.uri) for entry in written.values()):
+            raise _nothing(location)  # removed with its files
         return sorted(things.values(), key=lambda thing: thing.location.name)
 
     async def _written_below(self, location: Location) -> dict[str, Entry]:

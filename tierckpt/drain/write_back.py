@@ -12,6 +12,8 @@ Invariants:
     W3  A file that was removed while it drains does not come back: its removal is an entry that drains after it.
     W4  What is being sent is locked. So whoever writes a file anew, or removes it, knows what has not begun, and
         cancels that: the later entry is durable by then, and an entry without its bytes is one that was never whole.
+    W5  What is removed with its directory goes after all that was closed beside that: a job that keeps the newest few
+        steps does not remove the last one that the shared tier has while the newer ones are on this node only.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any, Protocol
 
 from ..checkpoint.journal import ASIDE, FILE, Entry, Journal, is_uri
 from ..checkpoint.namespace import root_of
+from ..checkpoint.prune import remove_empty
 from ..config import Settings
 from ..disk.durable import create_file, make_dirs, publish, read_whole, temporary_beside, translated
 from ..disk.file_lock import try_lock
@@ -83,11 +86,15 @@ def write(settings: Settings, location: Location, stream: io.BufferedIOBase, siz
     return token
 
 
-def remove(settings: Settings, location: Location) -> str:
-    """Note that the file at ``location``, which is still to be drained, was removed. Returns the token of that."""
+def remove(settings: Settings, location: Location, after: Location | None = None) -> str:
+    """Note that the file at ``location`` was removed: the drain does it, after all below ``after`` (W5).
+
+    Returns the token of that.
+    """
     journal = Journal(settings.local_root)
     token, earlier = journal.next_file_token(location.uri)
-    journal.write(_entry(token, location, int(settings.chunk_size_bytes), ()))
+    entry = _entry(token, location, int(settings.chunk_size_bytes), ())
+    journal.write(replace(entry, after_uri=after.uri if after is not None else ""))
     _cancel(journal, earlier)
     return token
 
@@ -148,6 +155,7 @@ async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
         is_last = not later or later[-1].token == entry.token
         if is_last and not entry.files:
             await store.delete(key)
+            await asyncio.to_thread(_remove_empty, entry)
         elif is_last:
             await _await_shards(mover, entry, place, wait_seconds)
             share, (file,) = mover.budget.share(entry.created_unix_seconds), entry.files
@@ -169,9 +177,17 @@ async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
     return "committed" if is_last else "superseded"
 
 
+def _remove_empty(entry: Entry) -> None:
+    """Remove the directories of a mount that were removed with this file, if nothing is left in them."""
+    place = entry.location.parent
+    while entry.after_uri and place.uri.startswith(f"{entry.after_uri.rstrip('/')}/"):
+        remove_empty(place)
+        place = place.parent
+
+
 def _before(journal: Journal, entry: Entry) -> list[Entry]:
-    """What was closed before ``entry``, in its directory or below it."""
-    above = f"{entry.location.parent.uri.rstrip('/')}/"
+    """What was closed before ``entry``, in its directory (W5: beside that) or below it."""
+    above = f"{(entry.after_uri or entry.location.parent.uri).rstrip('/')}/"
     return [other for other in journal.files(before=entry.token) if other.uri.startswith(above)]
 
 

@@ -306,7 +306,7 @@ def unseal(
     newer: frozenset[str] = frozenset(),
     size_bytes_max: int = RECORD_BYTES_MAX,
 ) -> dict[str, Any]:
-    """Decode a small record that ``seal`` made: exactly ``fields``, with or without ``newer``. Values are not checked.
+    """Decode a small record that ``seal`` made: exactly ``fields``, and any of ``newer``. Values are not checked.
 
     A record without a ``self_digest`` is one of release 0.1 and is taken as it is, if its fields are exactly these: so
     damage to the name of the digest does not pass for age.
@@ -319,7 +319,7 @@ def unseal(
         raise ManifestError(f"{where}: {reason}", hint="The record is damaged; what it says is not acted upon")
 
     body = _parse(data, size_bytes_max, bad)
-    if not isinstance(body, dict) or body.keys() - {"self_digest"} not in (fields, fields | newer):
+    if not isinstance(body, dict) or body.keys() - {"self_digest"} - newer != fields:
         bad("not a record of these fields")
     if "self_digest" in body:
         check_seal(body, data, bad)

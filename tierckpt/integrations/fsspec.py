@@ -23,11 +23,14 @@ from ..config import REMOVED, Settings
 from ..drain import write_back
 from ..engine import Engine
 from ..errors import ConfigError, ObjectNotFoundError, OperationTimeoutError
-from ..format.layout import TIER_FORMS, Location, parse_uri
+from ..format.layout import METADATA, TIER_FORMS, Location, parse_uri
 from ..poll import LOCAL, Poll
 from ..stores.schemes import check_location
+from ..telemetry import logger
 from ..tracebacks import short_traceback
 from .files import Reader, Writer, open_raw, put
+
+log = logger("fsspec")
 
 ARRIVE_SECONDS = 10.0
 """What a write or a removal that goes straight to the store waits for files that are on their way there."""
@@ -352,9 +355,21 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             location = self._location(name)
             root, key = root_of(location)
             self._run(self._engine.browser.check_removal(location))  # used at once
-            for thing in self._run(self._engine.browser.below(location)):
-                if thing.written is not None:
-                    get_client(self.settings).submit(write_back.remove(self.settings, thing.location))
+            below = self._run(self._engine.browser.below(location))
+            above = self._parent(name)
+            # What was saved after it may be on this node only: then the store has it until it has that too (W5).
+            is_behind = self.write_back and all(write_back.can_carry(thing.location) for thing in below)
+            is_behind = is_behind and any(
+                entry.files and not f"{entry.uri}/".startswith(f"{location.uri}/") for entry in self._undrained(above)
+            )
+            beside = self._location(above) if is_behind else None
+            below.sort(key=lambda thing: thing.location.name != METADATA)  # first what says that it is whole
+            for thing in below:
+                if is_behind or thing.written is not None:
+                    get_client(self.settings).submit(write_back.remove(self.settings, thing.location, beside))
+            if is_behind and below:
+                log.warning("%s stays on the store until what was written beside it is there too", location.uri)
+                continue
             if location.scheme == "file":  # what is being sent would make the directory again
                 self._let_arrive(name)
             self._run(self._engine.store(root).delete_dir(key))
