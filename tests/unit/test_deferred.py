@@ -110,6 +110,26 @@ def test_what_is_copied_from_it_is_read_once(plain: Tensor, deferred: Tensor, mo
     assert read["files"] <= WHOLE_BYTES / 4 + NOISE_BYTES
 
 
+def written_below(tensor: Tensor) -> Tensor:
+    tensor[3] += 1
+    return tensor
+
+
+def written_above(tensor: Tensor) -> Tensor:
+    part, other = tensor[3].narrow(0, 8, 8), tensor[3]
+    part.sum()
+    tensor.mul_(2)
+    other[9, 1:3] = 7
+    return part
+
+
+@pytest.mark.parametrize("use", [written_below, written_above])
+def test_what_is_written_to_a_view_the_others_have(
+    use: Callable[[Tensor], Tensor], plain: Tensor, deferred: Tensor
+) -> None:
+    assert torch.equal(use(deferred) + 0, use(plain.clone()))
+
+
 def test_without_a_storage_nothing_can_be_read_that_is_not_of_the_file(deferred: Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match="data pointer"):
         deferred.data_ptr()

@@ -55,13 +55,23 @@ class _Source:
         """Return the numbers that ``view``, a view of a tensor on the device meta, stands for."""
         bounds = None if self.whole is not None else _bounds_of(view, self.want.shape)
         if bounds is None or bounds == self.want.bounds:
-            if self.whole is None:
-                self.whole = fill([self.want], self.device)[self.want.name]
-            return self.whole.as_strided(view.shape, view.stride(), view.storage_offset())
+            return self.read_all().as_strided(view.shape, view.stride(), view.storage_offset())
         part = fill([replace(self.want, bounds=bounds)], self.device)[self.want.name]
         steps = dict(zip(_strides(self.want.shape), part.stride(), strict=True))
         strides = [steps[stride] if size > 1 else 1 for size, stride in zip(view.shape, view.stride(), strict=True)]
         return part.as_strided(view.shape, strides)
+
+    def read_all(self) -> Tensor:
+        if self.whole is None:
+            self.whole = fill([self.want], self.device)[self.want.name]
+        return self.whole
+
+    def share(self) -> None:
+        """Have every view be one of the same memory: what is written to one of them, the others have too."""
+        self.read_all()
+        for reference in self.made:
+            if (one := reference()) is not None and one._source is self:
+                one._read = None  # a part of its own, that nobody has written to
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -87,7 +97,8 @@ class DeferredTensor(Tensor):
     """A tensor, or a view of one, whose numbers are read when something needs them, once. It has no storage.
 
     Operations that are known to need none (``shape``, ``narrow``, ``chunk``, an index) read nothing; every other one,
-    in Python or in C++, is given an ordinary tensor of this shape.
+    in Python or in C++, is given an ordinary tensor of this shape. An operation in place reads the tensor whole: views
+    have what is written to each other, as those of any tensor.
     """
 
     _source: _Source
@@ -134,11 +145,20 @@ class DeferredTensor(Tensor):
                 return views
         if func is Tensor.copy_ and first.is_meta and isinstance(args[1], cls):  # somebody counts what is to be copied
             return func(first, args[1]._view, *args[2:], **kwargs)
+        if isinstance(first, cls) and _writes(getattr(func, "__name__", "")):
+            first._source.share()
         return func(*tree_map_only(cls, cls.read, args), **tree_map_only(cls, cls.read, kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*tree_map_only(cls, cls.read, args), **tree_map_only(cls, cls.read, kwargs or {}))
+
+
+def _writes(name: str) -> bool:
+    """Whether the operation writes to its first tensor: ``mul_``, ``__setitem__``, ``__iadd__``."""
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+    return name.endswith("_") and name != "requires_grad_"
 
 
 def _has_tensors(tree: Any) -> bool:
