@@ -201,3 +201,18 @@ async def test_a_log_goes_on_where_its_copy_was_adopted(source: Source, holder: 
     reached = roll_forward(_optimizer(), own.directory, "base-0")
     assert (reached.step, reached.steps, reached.ended) == (4, 4, "")
     own.log.close()
+
+
+def test_a_segment_that_goes_between_two_looks_is_not_told_of(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    source.log.begin("one")
+    source.step(1, 2)
+    assert [one.newest_step for one in segments.chains(source.directory)] == [2]
+    walk = segments.walk
+
+    def of_removed(directory: Path, base: str) -> Any:
+        for path in segments.paths_in(directory):
+            path.unlink()
+        return walk(directory, base)
+
+    monkeypatch.setattr(segments, "walk", of_removed)
+    assert segments.chains(source.directory) == []

@@ -216,15 +216,18 @@ def chains(directory: Path) -> list[Chain]:
         if not first.bases or first.path in seen:
             continue
         here, frames, newest, verified, ended = {first.path}, 0, None, None, ""
-        for place in walk(directory, first.bases[0]):
-            if isinstance(place, str):
-                ended = place
-            elif place.fields["is_last"]:
-                here.add(place.segment.path)
-                frames, newest = frames + 1, place.fields["number"]
-                verified = newest if place.fields.get("parameters") else verified
+        try:
+            for place in walk(directory, first.bases[0]):
+                if isinstance(place, str):
+                    ended = place
+                elif place.fields["is_last"]:
+                    here.add(place.segment.path)
+                    frames, newest = frames + 1, place.fields["number"]
+                    verified = newest if place.fields.get("parameters") else verified
+            size_bytes = sum(path.stat().st_size for path in here)
+        except (TierckptError, OSError):
+            continue  # a checkpoint has its steps now, and it was removed between two looks
         seen |= here
-        size_bytes = sum(path.stat().st_size for path in here)
         found.append(Chain(first.step, newest, frames, size_bytes, verified, ended))
     return found
 
