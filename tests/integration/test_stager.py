@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +25,14 @@ from tests.services import REPOSITORY
 from tests.states import load, raises_ours, same, save
 from tierckpt.arena import slots
 from tierckpt.dcp import staging_copy
-from tierckpt.errors import CheckpointSkippedError, ConfigError, OperationTimeoutError, StateMismatchError
+from tierckpt.dcp.stager import StagedItems
+from tierckpt.errors import (
+    CheckpointSkippedError,
+    ConfigError,
+    OperationTimeoutError,
+    StateMismatchError,
+    UpdaterLostError,
+)
 
 SLOW_SECONDS = 0.4
 
@@ -453,3 +460,24 @@ def test_a_forked_child_saves_too(file_uri: str, monkeypatch: pytest.MonkeyPatch
     assert same(load(f"{file_uri}/step-1", state), state)
     for step in (2, 3):
         assert same(load(f"{file_uri}/step-{step}", other), other)
+
+
+def test_all_sources_are_released_though_one_has_changed() -> None:
+    """The process behind each of them waits for that."""
+    released: list[int] = []
+
+    class Changed:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def release(self) -> None:
+            released.append(self.number)
+            raise UpdaterLostError(f"{self.number} has ended")
+
+    staged = StagedItems()
+    staged.sources = cast(Any, [Changed(1), Changed(2)])
+    with pytest.raises(UpdaterLostError):
+        staged.release()
+    assert sorted(released) == [1, 2]
+    staged.release()  # once
+    assert len(released) == 2

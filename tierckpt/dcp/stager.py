@@ -7,6 +7,7 @@ tensor that is neither a parameter nor a state of the optimizers given.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -291,14 +292,14 @@ class StagedItems:
         self.copied.result(timeout_seconds)
         for source in self.sources:
             source.wait(timeout_seconds)
-            for index, tensor in self.in_files.items():
-                self.data[index] = source.place_of(tensor) if source.has(tensor) else self.data.get(index)
+            self.data |= {i: source.place_of(tensor) for i, tensor in self.in_files.items() if source.has(tensor)}
 
     def release(self) -> None:
-        """All is read. Raises when a source has changed meanwhile."""
+        """All is read. Raises when a source has changed meanwhile, after all are released."""
         sources, self.sources = self.sources, []
-        for source in sources:
-            source.release()
+        with contextlib.ExitStack() as stack:
+            for source in sources:
+                stack.callback(source.release)
 
 
 class _Walk:
