@@ -484,7 +484,7 @@ class MultiStepStager:
             self._settle(window, Snapshot(state, steps, moved, blocked, waited_bytes=waited, conditions=conditions))
 
         def ended(done: Future[None]) -> None:
-            if error := done.exception():
+            if not done.cancelled() and (error := done.exception()):
                 # Copied whole at the end of the next step.
                 window.failure = OUT_OF_MEMORY if isinstance(error, MemoryError) else str(error) or repr(error)
                 if not window.falls_back and not window.result.done():
