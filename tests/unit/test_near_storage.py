@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, load, save
 
 import tierckpt
+from tierckpt.arena.memory import Memory
 from tierckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -24,7 +25,8 @@ from tierckpt.errors import (
     StateMismatchError,
     UpdaterLostError,
 )
-from tierckpt.near_storage import updater_process
+from tierckpt.near_storage import blocks, updater_process
+from tierckpt.near_storage.blocks import Member, Slots
 from tierckpt.near_storage.optimizer import NearStorageOptimizer
 from tierckpt.training.codec import near_state
 
@@ -513,3 +515,20 @@ def test_damage_of_the_state_is_found(tmp_path: Path) -> None:
     state.write_bytes(data)
     with pytest.raises(IntegrityError, match="damaged"):
         Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=2)
+
+
+def test_threads_that_look_at_a_slot_at_once_see_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = [Member(f"0.{number}", f"{number}", (4,), "float32") for number in range(3)]
+    memory = Memory.allocate(blocks.slot_bytes(members))
+    slots, view_of, seen = Slots(members, [memory]), blocks.view_of, list[set[str]]()
+
+    def interrupted(*given: Any) -> torch.Tensor:
+        if not seen:
+            seen.append(set())
+            seen.append(set(slots.tensors(0)))  # another one, in the middle of this one
+        return view_of(*given)
+
+    monkeypatch.setattr(blocks, "view_of", interrupted)
+    assert set(slots.tensors(0)) == seen[-1] == {"0.0", "0.1", "0.2"}
+    slots.forget()
+    memory.close()

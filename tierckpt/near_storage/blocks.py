@@ -153,10 +153,11 @@ class Slots:
         """Return where the gradient of each parameter lies, by key."""
         if slot not in self._tensors:
             view, at = self._places[slot]
-            found = self._tensors[slot] = {}
+            found = {}
             for one in self._members:
                 found[one.key] = view_of(view, at, one)
                 at += _slot_bytes(one)
+            self._tensors[slot] = found  # whole: several threads may be the first
         return self._tensors[slot]
 
     def forget(self) -> None:
