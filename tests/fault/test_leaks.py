@@ -14,7 +14,7 @@ import pytest
 
 from tests.services import ENVIRONMENT, S3Server, moto_server
 
-OPERATIONS = int(ENVIRONMENT.get("TIERCKPT_TEST_LEAK_OPERATIONS", "6"))
+OPERATIONS = int(ENVIRONMENT.get("TIERCKPT_TEST_LEAK_OPERATIONS", "10"))
 SCENARIOS = {
     "inline": ["save", "save_async", "staged", "checkpointer", "restore", "load", "latest", "prefetch", "model"],
     "agent": ["save", "checkpointer"],
