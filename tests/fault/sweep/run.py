@@ -33,7 +33,7 @@ from tests.fault.sweep.child import Ended
 from tests.fault.sweep.phases import BY_NAME, PHASES, Phase
 
 LENGTH = os.environ.get("TIERCKPT_TEST_SWEEP", "part")
-KILLS, ERRNOS, HALVES = (40, 60, 4) if LENGTH == "quick" else (60, 180, 12)
+KILLS, ERRNOS, HALVES = (40, 60, 4) if LENGTH == "quick" else (60, 300, 20)
 TRIES = 3
 """A call that comes with some timings only is waited for in so many runs."""
 PAIRS = int(os.environ.get("TIERCKPT_TEST_SWEEP_PAIRS", "2500"))
