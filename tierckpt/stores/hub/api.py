@@ -200,8 +200,9 @@ class Hub:
             url = urljoin(answer.url, following[1])
         raise StoreError(f"{self.host} lists more than {PAGES_MAX} pages of {repository.page}", tier=Tier.SHARED)
 
-    async def resolve(self, repository: Repository, commit: str, path: str, byte_range: ByteRange) -> str | bytes:
-        """Return the URL, on another host, that gives ranges of a file for a while, or the range itself.
+    async def resolve(self, repository: Repository, commit: str, path: str, byte_range: ByteRange) -> str | Answer:
+        """Return the URL, on another host, that gives ranges of a file for a while, or an answer with the range (206)
+        or with all that there is of the file (200).
 
         Raises:
             IntegrityError: an answer of another commit.
@@ -216,7 +217,7 @@ class Hub:
                 f"{self.host} answers with commit {other[:40]} of {path}, not with {commit}", file=path
             )
         if answer.status in (200, 206):
-            return answer.body[byte_range.start : byte_range.stop] if answer.status == 200 else answer.body
+            return answer
         check_http(answer.headers["location"])
         return answer.headers["location"]
 

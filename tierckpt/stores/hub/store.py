@@ -169,8 +169,9 @@ class HubStore:
         if isinstance(found, str):
             self._urls[commit, file.path] = found
             return found
-        if len(found) != byte_range.size_bytes:
-            what = "a pointer without its object" if found.startswith(_POINTER) else f"{len(found)} bytes"
+        data = found.body[byte_range.start : byte_range.stop] if found.status == 200 else found.body
+        if len(data) != byte_range.size_bytes:
+            what = "a pointer without its object" if found.body.startswith(_POINTER) else f"{len(data)} bytes"
             raise IntegrityError(
                 f"{self.uri} lists {file.path} with {file.size_bytes} bytes, and sends {what}",
                 hint="The repository is damaged: tell whoever owns it",
@@ -178,7 +179,7 @@ class HubStore:
                 tier=Tier.SHARED,
             )
         self._urls[commit, file.path] = DIRECT
-        into[: len(found)] = found
+        into[: len(data)] = data
         return None
 
     async def _receive(self, url: str, byte_range: ByteRange, into: memoryview) -> None:
