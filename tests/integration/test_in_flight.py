@@ -202,7 +202,7 @@ def test_a_save_that_hangs_is_waited_for_once_and_named(
 ) -> None:
     """Neither ``wait`` nor ``close`` waits without end, however many saves stand behind the one that hangs."""
     monkeypatch.setattr("tierckpt.training.job.EXTRA_SECONDS", 0.0)
-    checkpointer = Checkpointer(file_uri, timeout_seconds=0.5, checkpoints_in_flight_max=2)
+    checkpointer = Checkpointer(file_uri, timeout_seconds=3.0, checkpoints_in_flight_max=2)
     checkpointer.save(1, state(1.0))
     checkpointer.save(2, state(2.0))
     with pytest.raises(OperationTimeoutError, match="step-1 has not ended"):
