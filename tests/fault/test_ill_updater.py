@@ -161,6 +161,18 @@ def test_a_shadow_that_is_late_catches_up(shadow: NearJob, waits: Waits, tmp_pat
 
 
 @pytest.mark.slow
+def test_a_checkpoint_whose_process_is_killed_is_made_by_the_next(shadow: NearJob, tmp_path: Path) -> None:
+    """The process was asked and had not begun: the one that takes its place is asked again, before later steps."""
+    stop(shadow.optimizer.process_id)
+    made = shadow.optimizer.checkpoint(tmp_path / "run/step-1")
+    asked_at = shadow.step
+    shadow.train()
+    kill(shadow.optimizer.process_id)
+    assert made.result(ANSWER_SECONDS) == asked_at
+    check(shadow, tmp_path / "run/step-2")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", ["a process that hangs is waited for", "a process that is being begun is waited for"])
 def test_a_seeded_bug_is_found(bug: str, shadow: NearJob, waits: Waits, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "a process that hangs is waited for":

@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,17 @@ before it is used."""
 STARTS_MAX = 3
 """A process that ends so often without a step between is not begun again."""
 
-Call = tuple[Callable[[], None], Future[dict[str, Any]] | None]
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """What the process was asked when it had made ``step`` and no more."""
+
+    step: int
+    message: Mapping[str, Any]
+    payload: bytes
+    answer: Future[dict[str, Any]] = field(default_factory=Future)
+    process: int = 0
+    """Which process it was sent to, by its number. 0: none yet."""
 
 
 class ShadowChannel(StepChannel):
@@ -52,7 +63,9 @@ class ShadowChannel(StepChannel):
         self._changed = self.process.changed
         self._waiting: list[Sent] = []
         self._copied: Sent | None = None
-        self._calls: deque[Call] = deque()
+        self._questions: list[Question] = []
+        """Those without an answer, in order."""
+        self._calls: deque[Callable[[], None]] = deque()
         self._stalled_at = self._tried_at = -1
         self._tries = 0
         self._is_beginning = self._is_busy = self._is_closed = False
@@ -103,10 +116,11 @@ class ShadowChannel(StepChannel):
             self._do(partial(self._send_new, sent))
 
     def ask(self, message: Mapping[str, Any], payload: bytes, step: int) -> Future[dict[str, Any]]:
-        answer: Future[dict[str, Any]] = Future()
+        question = Question(step, message, payload)
         with self._changed:
-            self._do(partial(self._ask, answer, message, payload), answer)
-        return answer
+            self._do(partial(self._ask_new, question))
+            self._questions.append(question)
+        return question.answer
 
     def begin(self, fill: Fill) -> None:
         """Have another state begun, and the process over it. ``fill`` reads what nobody changes. Steps go on behind it.
@@ -150,7 +164,10 @@ class ShadowChannel(StepChannel):
         super().close()
 
     def _is_sent(self) -> bool:
-        return not (self._calls or self._is_busy or (self._waiting and not self.process.is_alive))
+        return not (self._calls or self._is_busy or self._has_lost())
+
+    def _has_lost(self) -> bool:
+        return bool(self._waiting or self._questions) and not self.process.is_alive
 
     def _begun(self, step: int) -> Sent:
         """Return the step, with a slot that is free. Waits for one that will be."""
@@ -203,10 +220,10 @@ class ShadowChannel(StepChannel):
 
     # --- the thread that sends --------------------------------------------------------------------------------------
 
-    def _do(self, call: Callable[[], None], answer: Future[dict[str, Any]] | None = None) -> None:
+    def _do(self, call: Callable[[], None]) -> None:
         if self._is_closed:
             raise CheckpointError("the optimizer near storage is closed", hint="Build it again, and call resume()")
-        self._calls.append((call, answer))
+        self._calls.append(call)
         self._changed.notify_all()
 
     def _work(self) -> None:
@@ -214,32 +231,29 @@ class ShadowChannel(StepChannel):
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: self._calls or self._is_closed or (self._waiting and not self.process.is_alive)
-                )
+                self._changed.wait_for(lambda: self._calls or self._is_closed or self._has_lost())
                 if self._is_closed:
-                    self._abandon(CheckpointError("the optimizer near storage is closed", hint=""))
+                    # What the process was asked it answers before it ends.
+                    asked = [one for one in self._questions if self.process.is_alive and one.process > 0]
+                    self._abandon(CheckpointError("the optimizer near storage is closed", hint=""), but=asked)
                     return
                 self._is_busy = True
-                call, answer = self._calls.popleft() if self._calls else (self._revive, None)
+                call = self._calls.popleft() if self._calls else self._revive
             try:
                 call()
-            except UpdaterLostError as error:  # its steps are sent again, to the next
-                if answer is not None:
-                    answer.set_exception(error)
+            except UpdaterLostError:  # its steps and questions are sent again, to the next
+                pass
             except Exception as error:
                 with self._changed:
-                    if answer is not None:
-                        answer.set_exception(error)
                     self._note_failure(str(error) or repr(error))
                     self._abandon(error)
 
-    def _abandon(self, error: Exception) -> None:
-        calls, self._calls = self._calls, deque()
+    def _abandon(self, error: Exception, but: Sequence[Question] = ()) -> None:
+        questions, self._questions = [one for one in self._questions if one not in but], list(but)
+        self._calls.clear()
         self._waiting.clear()
-        for _, answer in calls:
-            if answer is not None:
-                answer.set_exception(error)
+        for one in questions:
+            one.answer.set_exception(error)
 
     def _begin(self, fill: Fill) -> None:
         try:
@@ -271,7 +285,9 @@ class ShadowChannel(StepChannel):
                 f"the shadow is at step {self.process.step}, and the gradients behind it are gone", hint=""
             )
         for one in again:
+            self._ask_up_to(one.step - 1)
             self._send(one)
+        self._ask_up_to(max((one.step for one in again), default=self.process.step))
 
     def _send_new(self, sent: Sent) -> None:
         sent.process = -1  # whoever begins the process again sends it, too
@@ -281,14 +297,36 @@ class ShadowChannel(StepChannel):
         if is_wanted and sent.process != self.process.starts:
             self._send(sent)
 
-    def _ask(self, answer: Future[dict[str, Any]], message: Mapping[str, Any], payload: bytes) -> None:
+    def _ask_new(self, question: Question) -> None:
+        question.process = -1  # whoever begins the process again asks it, too
         self._revive()
+        if question.process != self.process.starts:
+            self._ask(question)
+
+    def _ask_up_to(self, step: int) -> None:
+        """Ask a new process what the one before was asked when it had made ``step``, or fewer."""
+        for one in [one for one in self._questions if one.process not in (0, self.process.starts) and one.step <= step]:
+            if one.step < self.process.step:  # that state is no more
+                self._answer(one, None, self.process.lost())
+            else:
+                self._ask(one)
+
+    def _ask(self, question: Question) -> None:
+        question.process = self.process.starts
 
         def settle(done: Future[dict[str, Any]]) -> None:
             error = done.exception()
-            if error is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(done.result())
+            if not isinstance(error, UpdaterLostError) or self._is_closed:  # else the thread asks the next process
+                self._answer(question, None if error else done.result(), error)
 
-        self.process.ask(message, payload).add_done_callback(settle)
+        self.process.ask(question.message, question.payload).add_done_callback(settle)
+
+    def _answer(self, question: Question, answer: dict[str, Any] | None, error: BaseException | None) -> None:
+        with self._changed:
+            if question not in self._questions:  # it was abandoned
+                return
+            self._questions.remove(question)
+        if answer is not None:
+            question.answer.set_result(answer)
+        else:
+            question.answer.set_exception(error)

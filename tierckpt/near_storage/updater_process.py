@@ -112,7 +112,7 @@ class UpdaterProcess:
                 )
             except OSError as error:
                 ours.close()
-                raise self._lost(f"cannot be started: {error}") from error
+                raise self.lost(f"cannot be started: {error}") from error
         assert self._process.stdin is not None
         try:
             with self._process.stdin as file:
@@ -130,7 +130,7 @@ class UpdaterProcess:
         """Raises UpdaterLostError, or what it failed of; OperationTimeoutError: it does not read."""
         try:
             if self._connection is None:
-                raise self._lost()
+                raise self.lost()
             with self._sending:  # threads that write a checkpoint release it
                 send(self._connection, message, payload)
         except BlockingIOError:
@@ -138,7 +138,7 @@ class UpdaterProcess:
         except OSError:
             with self.changed:  # why, it may have said
                 self.changed.wait_for(lambda: self._failure is not None, 1.0)
-            raise self._failure or self._lost() from None
+            raise self._failure or self.lost() from None
 
     def ask(self, message: Mapping[str, Any], payload: bytes = b"") -> Future[dict[str, Any]]:
         """Send ``message``; the future is its answer, or why there is none."""
@@ -228,7 +228,7 @@ class UpdaterProcess:
             connection.close()
 
     def _hear(self, connection: Connection) -> None:
-        failure: TierckptError = self._lost()
+        failure: TierckptError = self.lost()
         try:
             while True:
                 message, _ = receive(connection)
@@ -257,7 +257,7 @@ class UpdaterProcess:
         else:
             answer.set_result(message)
 
-    def _lost(self, what: str = "has ended") -> UpdaterLostError:
+    def lost(self, what: str = "has ended") -> UpdaterLostError:
         return UpdaterLostError(
             f"the process of the optimizer near storage (its state is in {self.order['directory']}) {what}",
             hint="Nothing is lost. Call step() again: it begins the process again, and makes the step it was at",
