@@ -69,7 +69,7 @@ compat-frameworks: $(STAMP) ## install Accelerate and Lightning, kill and resume
 	$(BIN)/python -m pytest tests/compat/test_frameworks.py
 
 # Each harness of tests/fault, as long as it is worth; what it is in CI is in docs/internals/testing.md. TORTURE takes a part.
-TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil nodes strange leaks forks interrupts log near-storage redo properties
+TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil nodes strange leaks forks interrupts log near-storage redo cases properties
 TORTURE_sweeps := TIERCKPT_TEST_SWEEP=full test_sweeps.py
 TORTURE_crash := TIERCKPT_TEST_CRASH_STATES=600000 test_crash_states.py
 TORTURE_bits := TIERCKPT_TEST_BIT_FLIPS=every test_bit_faults.py
@@ -77,7 +77,7 @@ TORTURE_fuzz := TIERCKPT_TEST_FUZZ_SECONDS=1800 test_fuzz.py tests/fault/test_at
 TORTURE_stores := TIERCKPT_TEST_STORE_FAULT_SECONDS=600 test_store_faults.py
 TORTURE_deaths := TIERCKPT_TEST_RANK_DEATHS=10 test_rank_deaths.py
 TORTURE_preemption := TIERCKPT_TEST_PREEMPTIONS=17 test_preemption.py
-TORTURE_agent := TIERCKPT_TEST_AGENT=full test_agent.py tests/fault/test_epochs.py
+TORTURE_agent := TIERCKPT_TEST_CASES=all test_agent.py tests/fault/test_epochs.py
 TORTURE_load := TIERCKPT_TEST_SAVERS=64 test_load.py
 TORTURE_safetensors := TIERCKPT_TEST_FUZZ_SECONDS=1800 test_safetensors_fuzz.py
 TORTURE_readers := TIERCKPT_TEST_CACHE_READERS=300 test_cache_readers.py
@@ -90,7 +90,8 @@ TORTURE_forks := TIERCKPT_TEST_FORKS=every test_forks.py
 TORTURE_interrupts := TIERCKPT_TEST_INTERRUPTS=50 test_interrupts.py
 TORTURE_log := TIERCKPT_TEST_LOG_KILLS=300 test_gradient_log.py tests/fault/test_step_log_kills.py
 TORTURE_near-storage := TIERCKPT_TEST_NEAR_STORAGE_KILLS=300 test_near_storage_kills.py
-TORTURE_redo := TIERCKPT_TEST_REDO_KILLS=every test_redo_log_kills.py tests/fault/test_multi_step_kills.py
+TORTURE_redo := TIERCKPT_TEST_CASES=all test_redo_log_kills.py tests/fault/test_multi_step_kills.py
+TORTURE_cases := TIERCKPT_TEST_CASES=all ../unit/test_near_storage.py tests/fault/test_near_storage_kills.py tests/integration/test_cli.py
 TORTURE_order := TIERCKPT_TEST_SWEEP=full ../integration/test_data_order.py
 TORTURE_strange := TIERCKPT_TEST_STRANGE_FILES=all test_strange_files.py
 TORTURE_nodes := TIERCKPT_TEST_TWO_NODES=120 test_two_nodes.py

@@ -41,6 +41,11 @@ REMOVED_SECONDS = 60.0
 ENVIRONMENT = dict(os.environ)
 
 
+def in_full(cases: list[Any]) -> list[Any]:
+    """Cases that are more of what others show already: `make torture` has them (TIERCKPT_TEST_CASES=all)."""
+    return cases if ENVIRONMENT.get("TIERCKPT_TEST_CASES") == "all" else []
+
+
 def unavailable(reason: str) -> NoReturn:
     """Skip the test, with the reason; fail it where servers are required (CI)."""
     if ENVIRONMENT.get("TIERCKPT_TEST_REQUIRE_SERVERS") == "1":

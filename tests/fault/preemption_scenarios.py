@@ -14,8 +14,8 @@ import tierckpt
 
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
 TENSORS = 16
-ELEMENTS = 1 << 24
-"""64 MiB each, 1 GiB together."""
+ELEMENTS = 1 << 23
+"""32 MiB each, 512 MiB together."""
 FOR_EVER_SECONDS = 1000.0
 
 

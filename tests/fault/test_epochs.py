@@ -17,6 +17,7 @@ import pytest
 import tierckpt
 from tests.fault.agent_scenarios import whole_state
 from tests.fault.nursery import Nursery
+from tests.services import in_full
 from tests.states import load, same
 from tierckpt.checkpoint import epoch as epochs
 from tierckpt.checkpoint.journal import Journal
@@ -61,11 +62,6 @@ if "tierckpt.dcp.handoff.finish" in sys.orig_argv:
 def short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents that this process starts leave soon."""
     monkeypatch.setattr(contacts, "IDLE_SECONDS", 0.7)
-
-
-def in_full(cases: list[Any]) -> list[Any]:
-    """What is left for ``make torture-agent``."""
-    return cases if os.environ.get("TIERCKPT_TEST_AGENT") == "full" else []
 
 
 def until(is_true: Callable[[], Any], timeout_seconds: float, what: str) -> Any:

@@ -10,9 +10,9 @@ import pytest
 
 from tests.exact import check_same
 from tests.fault.window_job import FIRST, SECOND, WINDOW, Job, restored
-from tests.services import ENVIRONMENT, REPOSITORY
+from tests.services import ENVIRONMENT, REPOSITORY, in_full
 
-EVERY = bool(ENVIRONMENT.get("TIERCKPT_TEST_REDO_KILLS"))
+EVERY = bool(in_full([1]))
 BEFORE, AFTER = FIRST + WINDOW - 1, SECOND + WINDOW - 1
 POINTS = {
     "part 0": {BEFORE},
@@ -25,7 +25,7 @@ POINTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", POINTS if EVERY else ("part 2", "replay", "before the commit"))
+@pytest.mark.parametrize("point", POINTS if EVERY else ("part 2", "before the commit"))
 def test_a_kill_leaves_the_checkpoint_before_or_the_right_one(
     point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

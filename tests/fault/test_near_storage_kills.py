@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.near_storage_job import Reference
-from tests.services import ENVIRONMENT, REPOSITORY
+from tests.services import ENVIRONMENT, REPOSITORY, in_full
 
 KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_NEAR_STORAGE_KILLS", "2"))
 ANSWER_SECONDS = 150.0
@@ -99,8 +99,7 @@ def test_kills_lose_no_step_and_no_bit(mode: str, tmp_path: Path) -> None:
     "bug",
     [
         "a block is stepped in the version that counts",
-        "a record says a later step",
-        "a frame is written after its step is said to be made",
+        *in_full(["a record says a later step", "a frame is written after its step is said to be made"]),
     ],
 )
 def test_a_seeded_bug_is_found(bug: str, tmp_path: Path) -> None:

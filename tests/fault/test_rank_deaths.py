@@ -117,7 +117,7 @@ def test_the_others_return_and_the_job_comes_back(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     problems = []
-    deaths = BUGS + (DEATHS[::2] if TIMES == 1 else (DEATHS + MORE_DEATHS) * TIMES)
+    deaths = BUGS + (DEATHS[::3] if TIMES == 1 else (DEATHS + MORE_DEATHS) * TIMES)
     for at in range(0, len(deaths), AT_ONCE):
         problems += lose_ranks(nursery, tmp_path / str(at), deaths[at : at + AT_ONCE], monkeypatch)
     record_property("deaths", len(deaths) - len(BUGS))

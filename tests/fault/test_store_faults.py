@@ -37,7 +37,7 @@ pytestmark = pytest.mark.server
 
 SECONDS = float(ENVIRONMENT.get("TIERCKPT_TEST_STORE_FAULT_SECONDS", "2"))
 OUTAGE_SECONDS = float(ENVIRONMENT.get("TIERCKPT_TEST_STORE_OUTAGE_SECONDS", "4"))
-SHARES = (0.01, 0.05, 0.2, 0.5)
+SHARES = (0.01, 0.05, 0.2, 0.5) if SECONDS > 10 else (0.05, 0.5)
 
 
 def faults_min(share: float, seconds: float) -> int:

@@ -285,7 +285,7 @@ def test_random_lives_keep_every_bound() -> None:
     for policy in Policy:
         arena = Arena(slots_max=3, size_bytes_max=14 * MiB, policy=policy, timeout_seconds=0)
         live: list[Lease] = []
-        for _ in range(300):
+        for _ in range(150):
             live = [lease for lease in live if lease.state is not State.DROPPED]
             lease = generator.choice(live) if live else None
             event = generator.random()
