@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import tierckpt
+from tierckpt.agent.log_folds import due
+from tierckpt.checkpoint import local_commit
+from tierckpt.config import Settings
 from tierckpt.replay.optimizers import local
+from tierckpt.save import segments
+from tierckpt.training import log_fold
+from tierckpt.training.codec.attachment import Attached
 
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
 PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer", "torch.distributed.fsdp")
@@ -100,6 +107,26 @@ def train(
         if near:
             dist.barrier()  # the first rank has the store that says to others how the save has ended
         os._exit(0)  # as if it were killed here: nothing is saved at the end
+
+
+def fold(folder: str, stop_at: str) -> None:
+    """Make a checkpoint of the log, as the agent has it done; hang for ever at ``stop_at``."""
+    segments.FOLD_BYTES_MIN = 0
+    settings = Settings()
+    [one] = due(settings.local_root)
+
+    def hang(*_: Any, **__: Any) -> None:
+        Path(folder, "begun").write_text(str(one.step))
+        Path(folder, "begun").rename(Path(folder, "stopped"))
+        time.sleep(600)
+
+    stages: dict[str, tuple[Any, str]] = {
+        "replayed": (Attached, "finish"),
+        "committing": (local_commit, "commit_local"),
+        "committed": (segments, "remove_before"),
+    }
+    setattr(*stages[stop_at], hang)
+    log_fold.fold(settings, one)
 
 
 def with_bug(name: str) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.fault.nursery import Job, Nursery
 from tests.services import ENVIRONMENT
+from tierckpt.checkpoint import local_commit
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
 from tierckpt.save import segments
 
@@ -185,3 +186,30 @@ def test_ranks_go_to_the_newest_step_that_all_have(
     _, said = run(nursery, tmp_path / "one", 1, uri=file_uri, steps=0, has_statistics=False)
     assert "a job of 2 ranks has written it" in said
     assert Seen(tmp_path / "one", 1).said(0, "resumed")[-1][0] == 1
+
+
+def test_a_fold_that_is_killed_leaves_the_checkpoint_and_log_that_it_was_made_of(
+    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str
+) -> None:
+    """At each of its stages; then it is made, and the job goes on from it."""
+    run(nursery, tmp_path, 1, uri=file_uri, steps=12, drain=True)
+    seen, _ = run(nursery, tmp_path, 1, uri=file_uri, steps=0, drain=True)
+    at = seen.resumed()
+    assert at >= 11
+    for stage in ("replayed", "committing", "committed"):
+        job = nursery.start("fold", tmp_path, 1, stop_at=stage)
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "stopped").exists():
+            assert time.monotonic() < deadline, job.output()[-3000:]
+            time.sleep(0.01)
+        step = int((tmp_path / "stopped").read_text())
+        (tmp_path / "stopped").unlink()
+        job.kill()
+        made = local_commit.read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-{step}")))
+        assert (made is not None) == (stage == "committed")
+        seen, _ = run(nursery, tmp_path, 1, uri=file_uri, steps=0, drain=True)
+        assert seen.resumed() == at
+    seen, said = run(nursery, tmp_path, 1, uri=file_uri, steps=14, drain=True)
+    assert seen.resumed() == at and f"step {at} is the checkpoint of step {step} and {at - step} steps" in said
+    seen, _ = run(nursery, tmp_path, 1, uri=file_uri, steps=0, drain=True)
+    assert seen.resumed() >= 13

@@ -207,12 +207,12 @@ def test_a_segment_that_goes_between_two_looks_is_not_told_of(source: Source, mo
     source.log.begin("one")
     source.step(1, 2)
     assert [one.newest_step for one in segments.chains(source.directory)] == [2]
-    walk = segments.walk
+    walk_from = segments.walk_from
 
-    def of_removed(directory: Path, base: str) -> Any:
-        for path in segments.paths_in(directory):
+    def of_removed(*given: Any) -> Any:
+        for path in segments.paths_in(source.directory):
             path.unlink()
-        return walk(directory, base)
+        return walk_from(*given)
 
-    monkeypatch.setattr(segments, "walk", of_removed)
+    monkeypatch.setattr(segments, "walk_from", of_removed)
     assert segments.chains(source.directory) == []

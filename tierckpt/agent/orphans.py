@@ -20,18 +20,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import subprocess
-import tempfile
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..ipc.child_process import start_python
+from ..ipc.child_process import ended, start_with_order
 from ..ipc.client import LOCK_NAME
-from ..poll import Poll
 from ..telemetry import logger
 from ..types import Json
 
@@ -235,17 +232,9 @@ class OrphanedSaves:
         process, life = start_executor(save)
         self._executing[process.pid] = life
         try:
-            async for _ in Poll(EXECUTION_SECONDS_MAX):
-                if process.poll() is not None:
-                    break
-            else:
-                process.kill()
-                await asyncio.to_thread(process.wait)
-                raise RuntimeError(f"the process that executes it had not ended after {EXECUTION_SECONDS_MAX:g} s")
+            await ended(process, EXECUTION_SECONDS_MAX)
         finally:
             os.close(self._executing.pop(process.pid))
-        if process.returncode != 0:
-            raise RuntimeError(f"the process that executes it ended with code {process.returncode}")
 
 
 def _work_of(pid: int) -> int:
@@ -262,14 +251,6 @@ def start_executor(save: Save) -> tuple[subprocess.Popen[bytes], int]:
     """The process, and our end of the pipe that its life hangs on."""
     left = [save.descriptions[rank] for rank in sorted(save.descriptions)]
     told = [{"descriptors": handoff.descriptors, "has_begun": handoff.has_begun} for handoff in left]
-    theirs, ours = os.pipe()
-    order: Json = {"save": save.name, "descriptions": told, "life": theirs}
-    with os.fdopen(theirs), tempfile.TemporaryFile() as file:  # not a pipe: nothing here waits for the reader
-        file.write(json.dumps(order).encode())
-        file.seek(0)
-        descriptors = tuple(fd for handoff in save.descriptions.values() for fd in handoff.descriptors.values())
-        try:
-            return start_python("tierckpt.dcp.handoff.finish", stdin=file, pass_fds=(theirs, *descriptors)), ours
-        except BaseException:
-            os.close(ours)
-            raise
+    descriptors = tuple(fd for handoff in save.descriptions.values() for fd in handoff.descriptors.values())
+    order: Json = {"save": save.name, "descriptions": told}
+    return start_with_order("tierckpt.dcp.handoff.finish", order, descriptors)

@@ -35,6 +35,7 @@ from ..telemetry import emit_rows, logger
 from ..types import Json, Progress
 from .connection import Connection, close_all
 from .log_file import LogFile
+from .log_folds import LogFolds
 from .options import AgentOptions
 from .orphans import OrphanedSaves
 from .peers import Peers
@@ -122,6 +123,7 @@ class Agent:
         looking = asyncio.create_task(self._keep_log_small())
         if self.peers is not None:
             self.peers.start()
+        folding = asyncio.create_task(LogFolds(self.settings, self.engine.budget).run())
         copying = asyncio.create_task(self.replicator.run()) if self.replicator is not None else None
         with self._listen() as listener:
             loop.add_reader(listener, self._accept, listener)
@@ -135,7 +137,7 @@ class Agent:
                 with contextlib.suppress(FileNotFoundError):
                     (self._directory / SOCKET).unlink()
         self.orphaned.leave()
-        for task in (looking, copying):
+        for task in (looking, folding, copying):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])

@@ -75,10 +75,11 @@ def _logs(engine: Engine, run: Location) -> list[Json]:
 def _logs_table(logs: list[Json]) -> RenderableType:
     lines = [
         (item["rank"], item["base_step"], _shown(item["newest_step"]), item["steps"], human_bytes(item["size_bytes"]),
-         _shown(item["verified_step"]), item["ended"] or "whole")
+         _shown(item["verified_step"]), f"no: {why}" if (why := item["not_folded"]) else "by the agent",
+         item["ended"] or "whole")
         for item in logs
     ]  # fmt: skip
-    return table(">rank >behind_step >newest_step >steps >size >parameters_verified_at state", lines)
+    return table(">rank >behind_step >newest_step >steps >size >parameters_verified_at folded state", lines)
 
 
 def _shown(step: int | None) -> str:
@@ -87,7 +88,8 @@ def _shown(step: int | None) -> str:
 
 def _run(location: Location, steps: Collection[int], logs: list[Json]) -> Report:
     for item in logs:
-        if item["base_step"] not in steps:
+        is_led_to = not item["not_folded"] and any(item["base_step"] <= step for step in steps)  # it begins anywhere
+        if item["base_step"] not in steps and not is_led_to:
             missing = f"step-{item['base_step']} is missing: the log leads on from a later checkpoint, or from none"
             item["ended"] = "; ".join(filter(None, (item["ended"], missing)))
     document: Json = {"uri": location.uri, "kind": "run", "checkpoints": len(steps), "gradient_logs": logs}

@@ -350,6 +350,10 @@ class TierStorageWriter(Mount, StorageWriter):
         """Say whether this save stays on the local tier instead of being drained. Every rank says the same."""
         self._role.is_kept = is_kept
 
+    def fence(self, epoch: str) -> None:
+        """Commit only in ``epoch`` of the run (``checkpoint/epoch.py``): this process stands in for its trainers."""
+        self._role.epoch = epoch
+
     def annotate(self, notes: Mapping[str, str | int | bool]) -> None:
         """Have the manifest say ``notes``. Every rank says the same."""
         self._role.notes = notes

@@ -7,13 +7,19 @@ of the environment no directory that is relative or that everybody may write to.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import site
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from ..poll import Poll
+from ..types import Json
 
 DIRECTORY = "/"
 DROPPED = frozenset({"PYTHONPATH", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT", "PYTHONWARNINGS"})
@@ -27,6 +33,33 @@ def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Pop
         raise FileNotFoundError(f"sys.executable is {sys.executable!r}, which does not say where Python is")
     command = [sys.executable, "-P", "-m", module, *arguments]
     return subprocess.Popen(command, cwd=DIRECTORY, env=clean_environment(os.environ), **options)
+
+
+def start_with_order(module: str, order: Json, descriptors: Sequence[int] = ()) -> tuple[subprocess.Popen[bytes], int]:
+    """Start ``module`` with ``order`` as JSON on stdin. Returns the process, and our end of the pipe ``order["life"]``,
+    which its life hangs on: it ends when that is closed. Raises OSError."""
+    theirs, ours = os.pipe()
+    with os.fdopen(theirs), tempfile.TemporaryFile() as file:  # not a pipe: nothing here waits for the reader
+        file.write(json.dumps({**order, "life": theirs}).encode())
+        file.seek(0)
+        try:
+            return start_python(module, stdin=file, pass_fds=(theirs, *descriptors)), ours
+        except BaseException:
+            os.close(ours)
+            raise
+
+
+async def ended(process: subprocess.Popen[bytes], timeout_seconds: float) -> None:
+    """Return when ``process`` has ended with code 0; it is killed when the time is up. Raises RuntimeError."""
+    async for _ in Poll(timeout_seconds):
+        if process.poll() is not None:
+            break
+    else:
+        process.kill()
+        await asyncio.to_thread(process.wait)
+        raise RuntimeError(f"the process that executes it had not ended after {timeout_seconds:g} s")
+    if process.returncode != 0:
+        raise RuntimeError(f"the process that executes it ended with code {process.returncode}")
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

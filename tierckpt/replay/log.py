@@ -43,6 +43,8 @@ log = logger("replay")
 SAID_SECONDS = 1.0
 CHECK_SHARE = 0.01
 """Of the time of training, what looking at the parameters may take."""
+SEGMENT_SHARE = 3
+"""Bytes of a segment for one of parameters, where the log is folded: what a checkpoint of Adam has."""
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
@@ -87,6 +89,7 @@ class GradientLog:
         link: between accelerator and host; None makes one.
         owner: said in the log, for who reads it: the job, rank and world size.
         reserve: is called with the bytes of each frame before it is written; what it raises ends the log.
+        is_folded: checkpoints are made of the log while it grows: a segment ends with ``SEGMENT_SHARE`` of parameters.
 
     Raises:
         ConfigError: an optimizer cannot be replayed.
@@ -122,6 +125,7 @@ class GradientLog:
         link: Link | None = None,
         owner: Mapping[str, Any] | None = None,
         reserve: Callable[[int], None] = lambda size_bytes: None,
+        is_folded: bool = False,
     ) -> None:
         self.optimizers = _named(optimizers)
         for optimizer in self.optimizers.values():
@@ -131,6 +135,7 @@ class GradientLog:
         self.every_seconds = every_seconds
         self.owner = dict(owner or {})
         self.reserve = reserve
+        self.is_folded = is_folded
         self._link = link or Link()
         self._owns_link = link is None
         self._recorders: dict[str, _Recorder] = {}
@@ -194,16 +199,18 @@ class GradientLog:
         follows = after is not None and after.steps > 0
         self._recorders = {name: _Recorder(self, name, one) for name, one in self.optimizers.items()}
         self._said_seconds = 0.0
+        size_bytes = sum(map(_size, self.optimizers.values()))
         self._writer = LogWriter(
             self.directory,
             Base(at, [] if follows else [base]),
             after.digest if after is not None and follows else "",
-            group=Group(self.every_steps, self.every_seconds, sum(map(_size, self.optimizers.values()))),
+            group=Group(self.every_steps, self.every_seconds, size_bytes),
             layouts={name: layout_digest(one) for name, one in self.optimizers.items()},
             owner=self.owner,
             reserve=self.reserve,
             overwritten=self._waits_for_gradients,
             after=writer,
+            segment_bytes=max(segments.FOLD_BYTES_MIN, SEGMENT_SHARE * size_bytes) if self.is_folded else 0,
         )
 
     def end_of_step(self, number: int, attachment: bytes | Callable[[], bytes] = b"") -> None:

@@ -89,6 +89,7 @@ class LogWriter:
 
     Args:
         base: what it begins with. ``previous``: digest of the frame that it continues; '' for none.
+        segment_bytes: a segment ends when it is as large, so that what is folded can be removed; 0: with the next base.
         layouts: of the optimizers, by name. ``owner``: said in each segment.
         reserve: is called with the bytes of each frame before it is written; what it raises ends the log.
         overwritten: is given the names of optimizers whose gradients were written over before they were copied.
@@ -107,6 +108,7 @@ class LogWriter:
         reserve: Callable[[int], None],
         overwritten: set[str],
         after: LogWriter | None = None,
+        segment_bytes: int = 0,
     ) -> None:
         self.durable_step = -1
         self.failure = ""
@@ -114,6 +116,7 @@ class LogWriter:
         self._directory, self._base, self._previous = directory, base, previous
         self._group, self._layouts, self._owner = group, layouts, owner
         self._reserve, self._overwritten = reserve, overwritten
+        self._segment_bytes = segment_bytes
         self._given_up: int | None = base.step
         """Segments from here on were, and go before the first of this log is made."""
         self._file: SegmentFile | None = None
@@ -275,6 +278,8 @@ class LogWriter:
             self._append(entry)
             if not self._group.seconds and len(self._unsynced) >= self._group.steps:
                 self._commit()
+            if self._file is not None and 0 < self._segment_bytes <= self._file.size_bytes:
+                self._turn_to(Base(entry.number, []))
         else:
             self._commit()
 

@@ -13,6 +13,8 @@ Invariants:
     S1  A chain. Each frame names the record before it by its digest. The head of a segment names the frame that it
         continues from, and the checkpoints that have the state it begins with. So every frame lies once on the disk,
         and is reached from every checkpoint before it: from the newest, and from an older one should that be lost.
+        A checkpoint that was made of the log itself (``training/log_fold``) is called by the digest of the frame
+        whose step it has: what follows that frame is behind it.
     S2  Where a segment continues from a frame, it counts, and not what follows that frame in its own file. A job that
         goes on before the newest frame cuts nothing off: a crash leaves the end before, or the one after.
 """
@@ -57,6 +59,10 @@ SEGMENT, FRAME = b"TKSEGM01", b"TKGRAD02"
 STAGING_BYTES = REQUEST_BYTES_MAX = 8 << 20
 REQUEST_BYTES_MIN, REQUEST_SECONDS = 1 << 20, 0.1
 """A request is as large as the disk writes in that time: a slow disk shows that it moves, and a fast one is full."""
+BASE_NOTE = "gradient log"
+"""Note of a manifest: what logs call this checkpoint. A redo log hands it on to the checkpoint that it becomes."""
+FOLD_BYTES_MIN = 64 << 20
+"""Less than this of frames is not worth a process that makes a checkpoint of them."""
 CHUNK_BYTES = 4 << 20
 """Of a gradient, what has a digest of its own."""
 _HEAD = struct.Struct("<8sQ16s")
@@ -124,7 +130,8 @@ class Segment:
     previous: str
     """Digest of the frame that it continues from. '': of none."""
     owner: dict[str, Any]
-    """Who writes it: the name of the job, rank and world size."""
+    """Who writes it: the name of the job, rank and world size. With ``state``, how to make what steps are applied to
+    (``training/codec/template``); else ``not_folded`` says why there is none."""
     digest: str
     head_bytes: int
 
@@ -154,6 +161,8 @@ class Chain:
     """The newest whose frame has a digest of all parameters."""
     ended: str
     """Why nothing follows, where bytes do."""
+    not_folded: str
+    """Why the agent makes no checkpoint of it; '' when it does."""
 
 
 def paths_in(directory: Path) -> list[Path]:
@@ -188,7 +197,25 @@ def walk(directory: Path, base: str) -> Iterator[Place | str]:
     The last is '' when no byte follows. Data of frames is not read.
     """
     found, ended = _segments(directory)
-    here = next((one for one in found if base in one.bases), None)
+    first = next((one for one in found if base in one.bases or (base and base == one.previous)), None)
+    if first is not None:
+        yield from walk_from(found, first, ended)
+        return
+    first = next((one for one in found if _has_reached(walk_from([one], one, ""), base)), None)
+    places = walk_from(found, first, ended)
+    if _has_reached(places, base):
+        yield from places
+    else:
+        yield ended
+
+
+def _has_reached(places: Iterator[Place | str], digest: str) -> bool:
+    """Go on in ``places`` until behind the frame ``digest``; False when there is none."""
+    return any(not isinstance(place, str) and place.digest == digest for place in places)
+
+
+def walk_from(found: Sequence[Segment], here: Segment | None, ended: str) -> Iterator[Place | str]:
+    """As ``walk``, from the head of the segment ``here`` on; ``ended`` stands for ''."""
     while here is not None:
         file = open_file(here.path)
         try:
@@ -212,23 +239,26 @@ def chains(directory: Path) -> list[Chain]:
     """Return what lies in ``directory``, the oldest first. Data of frames is not read."""
     found: list[Chain] = []
     seen: set[Path] = set()
-    for first in _segments(directory)[0]:
-        if not first.bases or first.path in seen:
+    there, wrong = _segments(directory)
+    for first in there:
+        if first.path in seen:
             continue
-        here, frames, newest, verified, ended = {first.path}, 0, None, None, ""
+        here, frames, newest, verified, ended, last = {first.path}, 0, None, None, "", first
         try:
-            for place in walk(directory, first.bases[0]):
+            for place in walk_from(there, first, wrong):
                 if isinstance(place, str):
                     ended = place
                 elif place.fields["is_last"]:
-                    here.add(place.segment.path)
+                    last = place.segment
+                    here.add(last.path)
                     frames, newest = frames + 1, place.fields["number"]
                     verified = newest if place.fields.get("parameters") else verified
             size_bytes = sum(path.stat().st_size for path in here)
         except (TierckptError, OSError):
             continue  # a checkpoint has its steps now, and it was removed between two looks
         seen |= here
-        found.append(Chain(first.step, newest, frames, size_bytes, verified, ended))
+        not_folded = str(last.owner.get("not_folded", "no Checkpointer has written it, or an earlier version"))
+        found.append(Chain(first.step, newest, frames, size_bytes, verified, ended, not_folded))
     return found
 
 

@@ -30,12 +30,12 @@ from ..errors import (
 )
 from ..format.layout import WINDOWS_DIR, Location, parse_uri, step_name, step_of
 from ..loading.devices import check_device
+from ..save.segments import BASE_NOTE
 from ..stores.schemes import check_location
 from ..telemetry import logger
 from ..tracebacks import short_traceback
 from .codec import state as states
 from .every_step.redo_log import is_window
-from .every_step.step_log import BASE_NOTE
 from .exchange import all_gather, is_distributed, portable, same_outcome
 
 log = logger("checkpointer")

@@ -107,7 +107,7 @@ def _is_fenced_off(settings: Settings, handoff: SaveHandoff) -> bool:
     return True
 
 
-def _end_with(life: int) -> None:
+def end_with(life: int) -> None:
     """End when the agent does without having said that this may go on: nobody waits for it any more.
 
     ``life``: a pipe of which the agent has the other end. A kill loses nothing that was acknowledged, and what is
@@ -234,7 +234,7 @@ def _mapped(found: list[SaveHandoff], left: list[dict[str, int]]) -> dict[str, M
 def main() -> None:
     log_to(sys.stderr, "text", "info")
     order = json.loads(sys.stdin.read())
-    _end_with(order["life"])
+    end_with(order["life"])
     execute(order)
 
 

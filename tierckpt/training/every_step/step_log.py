@@ -42,8 +42,10 @@ from ...replay.optimizers import check_replayable
 from ...replication.log_copies import bring_log, copies_of
 from ...save import segments
 from ...save.eviction import has_room, room_bytes
+from ...save.segments import BASE_NOTE
 from ...telemetry import logger
 from ..codec.attachment import Attached, Attachments
+from ..codec.template import template_of
 from ..exchange import all_gather, is_distributed
 from ..job import SaveRecord
 
@@ -53,8 +55,6 @@ BASES_KEPT = 2
 """Checkpoints that lead to the newest step: should the newest be damaged, the one before does."""
 _ASKED = re.compile(r"(\d+) (steps?|ms)")
 
-BASE_NOTE = "gradient log"
-"""Note of a manifest: what logs call this checkpoint. A redo log hands it on to the checkpoint that it becomes."""
 Notes = dict[str, str | int | bool]
 Span = tuple[str, int, int]
 """What a segment holds: the job that wrote it, the step that it begins after, its last step."""
@@ -246,12 +246,30 @@ class StepLog:
         _check(optimizers)
         if self._log is None or not _are_same(self._log.optimizers, optimizers):
             self._end_log()
+            owner = self._owner | self._folding(state)
             self._log = GradientLog(
                 optimizers, self._directory, every_steps=self._every_steps, every_seconds=self._every_seconds,
-                link=self.link, owner=self._owner, reserve=self._reserve,
+                link=self.link, owner=owner, reserve=self._reserve, is_folded=not owner["not_folded"],
             )  # fmt: skip
         self._attachments = Attachments(state)
         return self._log
+
+    def _folding(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What a segment says to whoever makes a checkpoint of the log (``fold``), or why nobody does."""
+        settings = self._settings
+        if is_distributed() and dist.get_world_size() > 1:
+            why = "it is one of several ranks"
+        elif not settings.drain:
+            why = "the run is not drained, so that nothing would remove them"
+        elif settings.replicas > 1:
+            why = "other nodes have copies of it"
+        else:
+            try:
+                return {"state": template_of(state), "not_folded": ""}
+            except Exception as error:  # of objects that are the job's: it is logged all the same
+                why = error.message if isinstance(error, TierckptError) else repr(error)
+        log.info("the agent makes no checkpoints of the gradient log: %s", why)
+        return {"not_folded": why}
 
     def _reserve(self, size_bytes: int) -> None:
         """Leave room for the next checkpoint, which makes the log shorter (P7)."""
