@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -462,7 +463,8 @@ class StoreContract(abc.ABC):
 
     async def test_more_keys_than_one_page(self, place: Place, store: Store) -> None:
         expected = [f"many/{number % 7}/{number:05}" for number in range(1100)]
-        await asyncio.to_thread(lambda: [place.raw_put(key, b"") for key in expected])
+        with ThreadPoolExecutor(8) as threads:
+            await asyncio.to_thread(lambda: list(threads.map(lambda key: place.raw_put(key, b""), expected)))
         await store.put("other", b"stays")
         assert await keys_of(store, "many") == sorted(expected)
         await store.delete_dir("many")

@@ -29,7 +29,7 @@ KILLS_MIN, ANSWERS_MIN, PAIRS_MIN = {"full": (5000, 5000, 2000), "part": (45, 11
 SECONDS_MAX = 6 * 3600 if FULL else 400
 PROCESSES = 3
 """Half of their time they wait."""
-RACES = 2000 if FULL else 50
+RACES = 2000 if FULL else 25
 BUG_RACES_MAX = 24
 
 pytestmark = pytest.mark.timeout(SECONDS_MAX + 100)
