@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,9 +59,24 @@ LONGEST_FIRST = (
 """Files of minutes. Several workers take a file each: none of these should be begun last."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+SHARE = os.environ.get("TIERCKPT_TEST_SLOW_SHARE", "")
+"""``SEED/N``: of the tests marked slow one in N, chosen by SEED. The others are deselected, and counted as such."""
+
+
+def is_in_share(item: pytest.Item) -> bool:
+    seed, _, of = SHARE.rpartition("/")
+    return (
+        not SHARE or not item.get_closest_marker("slow") or zlib.crc32(f"{seed} {item.nodeid}".encode()) % int(of) == 0
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    left = [item for item in items if not is_in_share(item)]
+    if left:
+        items[:] = [item for item in items if is_in_share(item)]
+        config.hook.pytest_deselected(items=left)
 
 
 CLOUD_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "AZURITE_")
