@@ -18,6 +18,7 @@ import tierckpt
 from tierckpt.agent.log_folds import due
 from tierckpt.checkpoint import local_commit
 from tierckpt.config import Settings
+from tierckpt.replay import log as logs
 from tierckpt.replay.optimizers import local
 from tierckpt.save import segments
 from tierckpt.training import log_fold
@@ -89,6 +90,8 @@ def train(
 ) -> None:
     """Each rank says what a step led to, before it is logged, and when it is."""
     with_bug(bug)
+    if options.get("drain"):  # what is folded
+        logs.CHECK_SHARE = 1e9  # every step has a digest of the parameters, however slow the machine is
     rank = dist.get_rank() if dist.is_initialized() else 0
     job = Job(is_sharded=dist.is_initialized(), has_statistics=has_statistics, near=near, folder=folder)
     seen = os.open(Path(folder) / f"seen-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

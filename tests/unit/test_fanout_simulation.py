@@ -66,7 +66,7 @@ def test_a_node_that_only_sends_slowly_does_not_hold_the_others_up(
 
     def outcomes(name: str) -> list[Outcome]:
         changes = {"origin": origin, "slow": 1, "slow_up_only": True, "chunks": 256}
-        return [run(name, seed=seed, **changes) for seed in range(1, 4)]
+        return [run(name, seed=seed, **changes) for seed in range(1, 7)]
 
     told = outcomes("one sends slowly")
     meet = PeerState.set_members

@@ -208,10 +208,12 @@ def _points(recorded: dict[str, list[Call]]) -> list[tuple[Phase, Call]]:
 
 
 def _mostly_changing(points: list[Any], count: int) -> list[Any]:
-    """``count`` of them: four in five change something."""
+    """``count`` of them, and one of each phase: four in five change something."""
     changing = [point for point in points if point[1].changes]
     others = [point for point in points if not point[1].changes]
-    return thinned(changing, count * 4 // 5) + thinned(others, count // 5)
+    chosen = thinned(changing, count * 4 // 5) + thinned(others, count // 5)
+    of_phases = {point[0].name: point for point in (*others, *changing, *chosen)}
+    return chosen + [point for point in of_phases.values() if point not in chosen]
 
 
 def _end(ended: Ended) -> str:
