@@ -64,9 +64,13 @@ package: $(STAMP) ## build the wheel and try it with each extra, each in a bare 
 demo: $(STAMP) ## train, kill, lose the node, resume from S3, export, prefetch, generate
 	$(BIN)/python examples/demo/run.py
 
-compat-frameworks: $(STAMP) ## install Accelerate and Lightning, kill and resume training drivers built on them
-	$(BIN)/python -m pip install --quiet -c constraints.txt accelerate lightning
-	$(BIN)/python -m pytest tests/compat/test_frameworks.py
+# In an environment of their own: what frameworks want of each other's versions is not what constraints.txt says.
+FRAMEWORKS := transformers accelerate lightning deepspeed 'ray[train]' torchtitan
+compat-frameworks: ## install every framework that has an adapter, in .venv-frameworks, and run its tests; none may be skipped
+	@test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install --quiet -c constraints.txt torch
+	.venv-frameworks/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]' $(FRAMEWORKS)
+	TIERCKPT_TEST_REQUIRE_FRAMEWORKS=1 .venv-frameworks/bin/python -m pytest tests/compat/test_adapters.py tests/compat/test_frameworks.py $(PYTEST_ARGS)
 
 # Each harness of tests/fault, as long as it is worth; what it is in CI is in docs/internals/testing.md. TORTURE takes a part.
 TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil nodes strange leaks forks interrupts log near-storage redo cases properties
@@ -164,5 +168,5 @@ bench-fanout-simulation: $(STAMP) ## the same placement and schedule under a vir
 	$(BIN)/python bench/fanout_simulation.py $(BENCH_ARGS)
 
 clean: ## remove what builds and tests leave, the environment included
-	rm -rf .venv .services .demo build dist site bench/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-frameworks .services .demo build dist site bench/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
