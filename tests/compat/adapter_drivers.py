@@ -55,8 +55,13 @@ class Log:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def end(self, model: nn.Module) -> None:
-        digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values()))
-        self.write(weights=digest.hexdigest())
+        values = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.state_dict().values()]
+        self.write(weights=hashlib.sha256(b"".join(value.numpy().tobytes() for value in values)).hexdigest())
+
+
+def tierckpt_url(uri: str) -> str:
+    scheme, _, rest = uri.partition("://")
+    return f"tierckpt://{scheme}/{rest}" if rest else f"tierckpt://file{uri}"
 
 
 def train_transformers(uri: str, folder: Path, log: Log) -> None:
@@ -132,10 +137,9 @@ def train_lightning(uri: str, folder: Path, log: Log) -> None:
 
     seed_everything(3, verbose=False)
     batches = [*DataLoader(data(), batch_size=4)]  # type: ignore[arg-type]
-    scheme, _, rest = uri.partition("://")
     module = Module()
     checkpoints = ModelCheckpoint(
-        dirpath=f"tierckpt://{scheme}/{rest}" if rest else f"tierckpt://file{uri}",
+        dirpath=tierckpt_url(uri),
         filename="{step}",
         every_n_train_steps=SAVE_EVERY,
         save_top_k=1,
@@ -220,6 +224,164 @@ def train_deepspeed(uri: str, folder: Path, log: Log) -> None:
             engine.save_checkpoint(out, client_state={"rng": torch.get_rng_state()})
             log.saved(engine.global_steps)
     log.end(plain)
+
+
+def train_torchtitan(uri: str, folder: Path, log: Log) -> None:
+    """torchtitan's own manager: nothing of tierckpt but the folder."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.utils.data import DataLoader
+    from torchtitan.components.checkpointer.dcp import CheckpointManager
+
+    class Optimizers:
+        def state_dict(self) -> dict[str, Any]:
+            return get_optimizer_state_dict(model, optimizer)
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            set_optimizer_state_dict(model, optimizer, state)
+
+    class Trained:
+        step = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"step": self.step, "rng": torch.get_rng_state()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.step = state["step"]
+            torch.set_rng_state(state["rng"])
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    batches = [*DataLoader(data(), batch_size=4)]  # type: ignore[arg-type]
+    model, trained = Model(), Trained()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = CheckpointManager(
+        CheckpointManager.Config(enable=True, folder=tierckpt_url(uri), interval=SAVE_EVERY, keep_latest_k=2),
+        dataloader=None,
+        model_parts=[model],
+        optimizers=Optimizers(),
+        lr_schedulers=torch.optim.lr_scheduler.ConstantLR(optimizer),
+        states={"train_state": trained},
+        sd_adapter=None,
+        base_folder=str(folder),
+    )
+    torch.manual_seed(3)
+    manager.load()
+    log.write(resumed=trained.step or None)
+    for batch in batches[trained.step :]:
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trained.step += 1
+        log.write(step=trained.step, loss=repr(loss.item()))
+        if manager.save(trained.step):
+            log.saved(trained.step)
+    manager.close()
+    log.end(model)
+
+
+def tiny_model(folder: Path) -> Path:
+    """A causal model with a tokenizer and a chat template, as verl wants them, and conversations to train it on."""
+    import pandas
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<pad>", "<end>", *(f"w{number}" for number in range(62))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    fast.chat_template = "{% for message in messages %}{{ message.content }} <end> {% endfor %}"
+    fast.save_pretrained(folder)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **shape)).save_pretrained(folder)
+    said = [[f"w{(row * step) % 62}" for step in range(1, 9)] for row in range(1, STEPS * 2 + 1)]
+    rows = [
+        [{"role": "user", "content": " ".join(one[:4])}, {"role": "assistant", "content": " ".join(one[4:])}]
+        for one in said
+    ]
+    pandas.DataFrame({"messages": rows}).to_parquet(folder / "train.parquet")
+    return folder
+
+
+def verl_on_cpu() -> None:
+    """A platform of verl's, of which it has none without an accelerator. Before anything else of verl is imported."""
+    from verl.plugin.platform import platform_cuda, platform_manager
+
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "empty_cache"):
+        setattr(torch.cpu, name, lambda: 0)
+
+    class PlatformCPU(platform_cuda.PlatformCUDA):  # type: ignore[misc]
+        device_name, device_module = "cpu", torch.cpu
+
+        def current_device(self) -> str:
+            return "cpu"
+
+        def set_device(self, device_index: int) -> None: ...
+
+        def empty_cache(self) -> None: ...
+
+        def communication_backend_name(self) -> str:
+            return "gloo"
+
+    platform_manager.set_platform(PlatformCPU())
+
+
+def train_verl(uri: str, folder: Path, log: Log) -> None:
+    """verl's own trainer of SFT, on CPU. No dropout: its resume draws from the random state it has just restored."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the engine that is registered for it runs on any device
+    verl_on_cpu()
+    import verl.trainer.sft_trainer as sft
+    from hydra import compose, initialize_config_module
+
+    from tierckpt.integrations.verl import TierCheckpointHandler
+
+    class Noted(TierCheckpointHandler):
+        def save_checkpoint(self, step: int) -> None:
+            super().save_checkpoint(step)
+            log.saved(step)
+
+        def load_checkpoint(self) -> int:
+            step: int = super().load_checkpoint()
+            log.write(resumed=step or None)
+            return step
+
+    class Tracking:
+        def __init__(self, **_: Any) -> None: ...
+
+        def log(self, data: dict[str, Any], step: int) -> None:
+            if "train/loss" in data:
+                log.write(step=step, loss=repr(data["train/loss"]))
+
+    sft.Tracking, sft.CheckpointHandler = Tracking, Noted
+    model = tiny_model(folder / "model")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose(
+            "sft_trainer_engine",
+            [
+                f"model.path={model}",
+                f"data.train_files={model}/train.parquet",
+                "data.train_batch_size=2",
+                "data.num_workers=0",
+                "data.ignore_input_ids_mismatch=True",
+                "model.use_remove_padding=False",
+                "data.use_dynamic_bsz=False",
+                "data.micro_batch_size_per_gpu=2",
+                "+model.override_config.attn_implementation=eager",
+                f"trainer.default_local_dir={folder}/out",
+                f"trainer.default_hdfs_dir={uri}",
+                f"trainer.save_freq={SAVE_EVERY}",
+                "trainer.max_ckpt_to_keep=1",
+                "trainer.total_epochs=1",
+                "engine.strategy=fsdp2",
+                "engine.dtype=float32",
+                "trainer.device=cpu",
+            ],
+        )
+    trainer = sft.SFTTrainer(config)
+    trainer.fit()
+    log.end(trainer.engine.module)
 
 
 if __name__ == "__main__":

@@ -64,9 +64,11 @@ class Directories:
         client = get_client(self.settings)
         client.enter(self.location, trains=False)
         found = self._agreed(lambda: client.run(client.engine.latest(self.location)))
-        if found is None:
-            return None
-        target = local_path(into, "into") / found.name
+        return self.restore_checkpoint(found, into) if found is not None else None
+
+    def restore_checkpoint(self, found: Location, into: str | os.PathLike[str]) -> Path:
+        """Restore ``found``, which another node may still be draining, to ``into/NAME``; return that directory."""
+        client, target = get_client(self.settings), local_path(into, "into") / found.name
 
         async def once() -> RestoreResult:
             return await client.engine.restore(found, target)

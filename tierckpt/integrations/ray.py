@@ -8,9 +8,9 @@ prefetch("s3://models/llama-8b")
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -20,6 +20,8 @@ from ..config import Settings
 from ..errors import ConfigError
 from ..format.layout import parse_uri
 from .directories import Directories
+
+T = TypeVar("T")
 
 
 def upload(
@@ -60,14 +62,29 @@ def prefetch(uri: str, timeout_seconds: float = 3600.0, **options: Any) -> dict[
     ``options`` are those of ``tierckpt.prefetch``: with ``peers`` the nodes share what each reads. Raises what a node
     raised; ray.exceptions.GetTimeoutError.
     """
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def on_node() -> str:
         return str(fetch(uri, **options))
 
-    task = ray.remote(num_cpus=0)(on_node)
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    return on_nodes(dict.fromkeys(alive_nodes(), on_node), timeout_seconds)
+
+
+def alive_nodes() -> list[str]:
+    """Return the ids of the nodes that are alive in the cluster."""
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+
+
+def on_nodes(work: Mapping[str, Callable[[], T]], timeout_seconds: float = 3600.0) -> dict[str, T]:
+    """Call each node's ``work`` there, all at once; return what they return, by node id. Raises what a node raised."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    task = ray.remote(num_cpus=0)(_call)
     running = [
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote() for node in nodes
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(call)
+        for node, call in work.items()
     ]
-    return dict(zip(nodes, ray.get(running, timeout=timeout_seconds), strict=True))
+    return dict(zip(work, ray.get(running, timeout=timeout_seconds), strict=True))
+
+
+def _call(work: Callable[[], T]) -> T:
+    return work()
