@@ -158,7 +158,6 @@ class BareLink:
     def __init__(self, rate: float, size_bytes: int) -> None:
         self._memory = [torch.ones(size_bytes, dtype=torch.uint8) for _ in range(2)]
         self._rate, self._size_bytes = rate, size_bytes
-        self._piece_bytes = min(CHUNK_BYTES, size_bytes // 3 // TENSORS)  # a tensor
         self._asked: queue.Queue[int | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work)
         self._thread.start()
@@ -178,7 +177,7 @@ class BareLink:
         target, source = (one.data_ptr() for one in self._memory)
         while (left := self._asked.get()) is not None:
             while left:
-                count = min(left, self._piece_bytes, self._size_bytes - at)
+                count = min(left, CHUNK_BYTES, self._size_bytes - at)
                 free_at = max(free_at, time.monotonic() - CATCH_UP_SECONDS) + count / self._rate
                 time.sleep(max(0.0, free_at - time.monotonic()))
                 ctypes.memmove(target + at, source + at, count)

@@ -152,10 +152,10 @@ def a_part_is_copied_late(patch: Patch, job: Job) -> None:
     patch.setattr(torch.optim.Optimizer, "register_step_pre_hook", register)
 
 
-def slow(original: Callable[[Copy], Any]) -> Callable[[Copy], Any]:
-    def next_chunk(this: Copy) -> Any:
+def slow(original: Callable[[Copy, float], Any]) -> Callable[[Copy, float], Any]:
+    def next_chunk(this: Copy, _: float) -> Any:
         time.sleep(0.02)
-        return original(this)
+        return original(this, 1)  # a tensor
 
     return next_chunk
 
@@ -286,9 +286,9 @@ class HungLink:
         self.moves.set()
         original = Copy.next_chunk
 
-        def next_chunk(this: Copy) -> Any:
+        def next_chunk(this: Copy, chunk_bytes: float) -> Any:
             self.moves.wait(60)
-            return original(this)
+            return original(this, chunk_bytes)
 
         patch.setattr(Copy, "next_chunk", next_chunk)
 

@@ -111,7 +111,7 @@ class Points:
     def on_copy(self, _: Link, sources: list[torch.Tensor], priority: int) -> None:
         self.parts += priority == PARTS and self.is_armed
 
-    def on_chunk(self, _: Copy) -> None:
+    def on_chunk(self, *_: Any) -> None:
         self.reach(f"part {self.parts - 1}")
 
     def reach(self, point: str) -> None:

@@ -234,6 +234,7 @@ def test_a_change_between_two_parts_is_seen_though_no_step_was_made() -> None:
     job.train()
     with MultiStepStager(job.optimizer, window_steps=2) as stager:
         pending = stager.begin(job.state, falls_back=False)
+        stager.link.copy([torch.ones(1)], PARTS).done.result(SECONDS)  # behind the first part
         next(job.model.parameters()).data.mul_(0.5)
         stager.end_of_step()
         with pytest.raises(CheckpointError, match="beside the optimizer"):

@@ -181,14 +181,13 @@ def _shape(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(id(tensor) for tensor in group["params"]) for group in optimizer.param_groups)
 
 
-def _counters(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Where the counters of steps are in memory, and how often they were written: they move with every step."""
+def _counters(optimizer: torch.optim.Optimizer) -> list[int]:
+    """How often the counters of steps were written: they move with every step."""
     found = []
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            counter = optimizer.state.get(tensor, {}).get("step")
-            if isinstance(counter, torch.Tensor):
-                found.append(counter._version)
-            elif counter is not None:
-                found.append(int(counter))
-    return tuple(found)
+    for state in optimizer.state.values():
+        counter = state.get("step")
+        if isinstance(counter, torch.Tensor):
+            found.append(counter._version)
+        elif counter is not None:
+            found.append(int(counter))
+    return found

@@ -39,48 +39,67 @@ class Copy:
     """Some tensors on their way to host memory. ``result`` is complete when ``done`` is.
 
     Args:
-        is_narrow: send float32 tensors as bfloat16 when that loses no bit, as gradients that were reduced in bfloat16.
-        targets: where to. None: ordinary memory.
+        allocate: returns memory to copy all sources to, called by whoever copies, before the first byte: new memory
+            takes its time. None: sends float32 tensors as bfloat16 when that loses no bit, as gradients that were
+            reduced in bfloat16.
     """
 
     def __init__(
-        self,
-        sources: Sequence[torch.Tensor],
-        *,
-        is_narrow: bool = False,
-        targets: list[torch.Tensor] | None = None,
+        self, sources: Sequence[torch.Tensor], allocate: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None
     ) -> None:
         self.done: Future[None] = Future()
         self.was_changed = False
         """Something wrote over a source before the copy was done."""
         self.copied_bytes = 0
-        self.result = targets if targets is not None else [] if is_narrow else host_memory(sources)
+        self.size_bytes = sum(one.nbytes for one in sources) if allocate is not None else 0
+        self.result: list[torch.Tensor] = []
         self.on_device: Copies | None = None
         """The same copy as its device knows it."""
         self._sources = list(sources)
         self._versions = [one._version for one in sources]
-        self._chunks: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._is_narrow = is_narrow
+        self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._allocate = allocate
         self._next = 0
-        self.size_bytes = sum(one.numel() * one.element_size() for one in self.result)
 
     @property
     def left_bytes(self) -> int:
         return self.size_bytes - self.copied_bytes
 
-    def next_chunk(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the next target and source to copy, or None at the end."""
-        while not self._chunks:
+    @property
+    def has_no_memory(self) -> bool:
+        done = self.done
+        return done.done() and not done.cancelled() and isinstance(done.exception(), MemoryError)
+
+    def next_chunk(self, chunk_bytes: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return what to copy next, targets and sources: small tensors, or a piece of a large one. None are left at the
+        end."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        size_bytes = 0
+        while size_bytes < chunk_bytes and (piece := self._next_piece()) is not None:
+            targets.append(piece[0])
+            sources.append(piece[1])
+            size_bytes += piece[0].nbytes
+        return targets, sources
+
+    def allocate(self) -> None:
+        if self._allocate is not None:
+            self.result = self._allocate(self._sources)
+
+    def _next_piece(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not self._next:
+            self.allocate()
+        while not self._pieces:
             if self._next == len(self._sources):
                 return None
             source = self._sources[self._next]
-            if self._is_narrow:
+            if self._allocate is None:
                 self._add_narrow(source)
             else:
                 self._add(self.result[self._next], source)
             self._next += 1
-            self._chunks.reverse()
-        return self._chunks.pop()
+            self._pieces.reverse()
+        return self._pieces.pop()
 
     def fence(self) -> bool:
         """Let what this thread queues from now on write over the sources: on a device its current stream waits for the
@@ -110,12 +129,15 @@ class Copy:
         if source.numel() == 0:
             return
         if not source.is_contiguous() and source.ndim > 1:
-            self._chunks.append((target, source))
+            self._pieces.append((target, source))
+            return
+        count = max(1, CHUNK_BYTES // source.element_size())
+        if source.numel() <= count:
+            self._pieces.append((target, source))
             return
         flat_target, flat_source = target.view(-1), source.view(-1) if source.is_contiguous() else source
-        count = max(1, CHUNK_BYTES // source.element_size())
         for at in range(0, source.numel(), count):
-            self._chunks.append((flat_target[at : at + count], flat_source[at : at + count]))
+            self._pieces.append((flat_target[at : at + count], flat_source[at : at + count]))
 
 
 def halves_without_loss(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -175,8 +197,7 @@ class Link:
         """
         if any(one.is_cuda for one in sources):
             return self._copy_from_device(sources, priority)
-        targets = self._pinned.tensors(sources) if priority == PARTS else None
-        made = Copy(sources, is_narrow=priority == GRADIENTS, targets=targets)
+        made = Copy(sources, self._pinned.tensors if priority == PARTS else None)
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the link is closed")
@@ -188,7 +209,8 @@ class Link:
         """Nothing here waits for a device: whether gradients have lower halves, above all, is not looked at."""
         if self._is_closed:
             raise RuntimeError("the link is closed")
-        made = Copy(sources, targets=self._pinned.tensors(sources))
+        made = Copy(sources, self._pinned.tensors)
+        made.allocate()
         made.on_device = Copies(made.result, sources, priority=priority - PARTS)  # the lowest number goes first
         made.on_device.run_now(lambda one: not one.is_cuda)  # counters of steps, which torch keeps on the host
         begun = time.monotonic()
@@ -217,6 +239,7 @@ class Link:
 
     def _work(self) -> None:
         free_at = time.monotonic()
+        chunk_bytes = min(CHUNK_BYTES, self.bytes_per_second * CATCH_UP_SECONDS or CHUNK_BYTES)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
@@ -224,15 +247,14 @@ class Link:
                     return
                 made = self._waiting[0][2]
             try:
-                pair = made.next_chunk()
-                if pair is not None:
+                targets, sources = made.next_chunk(chunk_bytes)
+                if targets:
                     begun = time.monotonic()
-                    target, source = pair
-                    size_bytes = target.numel() * target.element_size()
+                    size_bytes = sum(one.nbytes for one in targets)
                     if self.bytes_per_second:
                         free_at = max(free_at, time.monotonic() - CATCH_UP_SECONDS) + size_bytes / self.bytes_per_second
                         time.sleep(max(0.0, free_at - time.monotonic()))
-                    target.copy_(source)
+                    torch._foreach_copy_(targets, sources)
                     made.copied_bytes += size_bytes
                     self._moved_bytes += size_bytes
                     self._busy_seconds += time.monotonic() - begun

@@ -360,12 +360,15 @@ def _size(optimizer: torch.optim.Optimizer) -> int:
     return sum(local(one.tensor).nbytes for one in parameters_of(optimizer))
 
 
-def _changes(optimizer: torch.optim.Optimizer) -> list[tuple[int, int, int]]:
+def _changes(optimizer: torch.optim.Optimizer) -> list[int]:
     """What moves when something writes to a parameter, whoever it is."""
     found = []
     for one in parameters_of(optimizer):
-        shard = one.tensor._local_tensor if isinstance(one.tensor, DTensor) else one.tensor
-        found.append((one.tensor._version, shard._version, shard.data_ptr()))
+        shard = one.tensor
+        if isinstance(shard, DTensor):
+            found.append(shard._version)
+            shard = shard._local_tensor
+        found += (shard._version, shard.data_ptr())
     return found
 
 
@@ -452,7 +455,7 @@ class _Target:
         self.is_at_head = True
         """Each process counts versions anew. From a segment to the next the digests say what follows (S1)."""
         self._optimizer = optimizer
-        self._members = list(parameters_of(optimizer))
+        self._members = parameters_of(optimizer)
 
     def apply(self, step: Step) -> None:
         if self.replay is None:

@@ -386,6 +386,8 @@ class MultiStepStager:
                 at = time.perf_counter()
                 self._expect(window, self.link.wait(part.copy))
                 self.waited_seconds += time.perf_counter() - at
+            if part.copy is not None and part.copy.has_no_memory:
+                window.failure = window.failure or OUT_OF_MEMORY
         if window.fingerprints is not None:  # one of what this step writes fits no copy
             self._expect(window, self.wait([window.fingerprints]))
         window.blocked_seconds += time.perf_counter() - begun
@@ -493,12 +495,12 @@ class MultiStepStager:
         self._replays.submit(finish).add_done_callback(ended)
 
     def _conditions(self) -> Conditions:
-        first = next(parameters_of(self.optimizer))
+        first = parameters_of(self.optimizer)[0]
         implementations = sorted({implementation_of(group) for group in self.optimizer.param_groups})
         return Conditions.here(local(first.tensor).device, ", ".join(implementations))
 
     def _redo(self, window: _Window, wanted: dict[tuple[str, str], Fingerprint]) -> Redo:
-        members = list(parameters_of(self.optimizer))
+        members = parameters_of(self.optimizer)
         return Redo(
             base_of(type(self.optimizer)),
             window.sealed,

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -42,17 +42,13 @@ _WHY_NOT = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of an optimizer: the ``index``-th of its ``group``-th group."""
+    """A parameter of an optimizer."""
 
-    group: int
-    index: int
+    key: str
+    """Of its group, and in it, from 0: "group.index"."""
     tensor: torch.Tensor
     name: str
     """For people: the name that the optimizer was given with it, or the key."""
-
-    @property
-    def key(self) -> str:
-        return f"{self.group}.{self.index}"
 
 
 def base_of(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -86,13 +82,26 @@ def check_replayable(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Parameter]:
-    """Yield the parameters of ``optimizer`` in its own order."""
-    for number, group in enumerate(optimizer.param_groups):
+def parameters_of(optimizer: torch.optim.Optimizer) -> tuple[Parameter, ...]:
+    """Return the parameters of ``optimizer`` in its own order. Cost: a look at each, as long as they are the same."""
+    groups = optimizer.param_groups
+    tensors = [tensor for group in groups for tensor in group["params"]]
+    sizes, known = _known.get(optimizer, ((), ()))
+    if sizes == tuple(len(group["params"]) for group in groups) and all(
+        one.tensor is tensor for one, tensor in zip(known, tensors, strict=True)
+    ):
+        return known
+    found = []
+    for number, group in enumerate(groups):
         names = group.get("param_names") or []
         for index, tensor in enumerate(group["params"]):
             name = names[index] if index < len(names) else f"{index} of group {number}"
-            yield Parameter(number, index, tensor, name)
+            found.append(Parameter(f"{number}.{index}", tensor, name))
+    _known[optimizer] = tuple(len(group["params"]) for group in groups), tuple(found)
+    return tuple(found)
+
+
+_known: WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, ...], tuple[Parameter, ...]]] = WeakKeyDictionary()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
