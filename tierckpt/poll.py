@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 GROWTH = 1.5
 """What takes long may take longer: a wait ends at most half its length late, and costs few looks."""
@@ -24,6 +27,9 @@ LOCAL = Pauses(0.005, 0.1)
 """For the work of another process of this node. A look costs a few system calls."""
 SHARED = Pauses(0.05, 2.0)
 """For the work of other nodes. A look costs a request."""
+LOOK_SECONDS = 0.2
+"""Work beside training that does not get on for so long hangs: training waits for that twice this time at most."""
+LATE = 1.25
 
 
 class Poll:
@@ -76,3 +82,17 @@ class Poll:
     def _next_pause(self) -> float:
         pause, self._pause = self._pause, min(self._pause * GROWTH, self._longest)
         return min(pause, self._deadline - time.monotonic())
+
+
+def wait_while(work: Sequence[Future[Any]], progress: Callable[[], object]) -> bool:
+    """Wait until all of ``work`` is done, as long as ``progress`` changes between two looks. False when it does not.
+
+    A look that comes late says that this process does not get the processor, and of the others' threads nothing.
+    """
+    seen, looked_at = None, time.monotonic()
+    while futures.wait(work, LOOK_SECONDS).not_done:
+        now, is_late = progress(), time.monotonic() - looked_at > LATE * LOOK_SECONDS
+        if now == seen and not is_late:
+            return False
+        seen, looked_at = now, time.monotonic()
+    return True

@@ -20,6 +20,7 @@ import tierckpt
 from tests.exact import check_same
 from tests.fault.window_job import Job, restored
 from tests.waits import TooLongError, counted
+from tierckpt import poll
 from tierckpt.arena.memory import Memory
 from tierckpt.replay import capture, link, multi_step, pinned
 from tierckpt.replay.apply import Replay
@@ -302,7 +303,7 @@ def test_nothing_waits_for_a_link_that_hangs(where: str, bug: bool, tmp_path: Pa
     """Half a second at most; then the state is copied whole, and the record says why."""
     job, held = Job(), HungLink(monkeypatch)
     if bug:
-        monkeypatch.setattr(link, "LOOK_SECONDS", 600.0)
+        monkeypatch.setattr(poll, "LOOK_SECONDS", 600.0)
     with tierckpt.Checkpointer(tmp_path / "run", mode="multi_step", window_steps=WINDOW) as checkpointer:
         job.train()
         checkpointer.save(job.number, job.state)

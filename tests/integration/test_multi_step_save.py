@@ -14,6 +14,7 @@ import tierckpt
 from tests.unit.test_multi_step import check
 from tierckpt import Checkpointer
 from tierckpt.errors import CheckpointError, ConfigError
+from tierckpt.replay import multi_step
 from tierckpt.training.every_step.window import MultiStepSave
 from tierckpt.training.job import SaveRecord
 
@@ -129,6 +130,30 @@ def test_what_ends_a_window_early_saves_the_state_of_now(end: str, file_uri: str
     (record,) = checkpointer.stats
     assert record.step == 4 and "before the last step" in record.fallback
     check_restored(file_uri, 4, job.kept[4])
+
+
+@pytest.mark.parametrize("memory", ["is there", "runs out"])
+def test_a_loop_that_ends_with_its_window_has_the_result(
+    memory: str, file_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step follows, and nobody calls ``wait``."""
+    job = Job()
+    checkpointer = Checkpointer(file_uri, mode="multi_step", window_steps=3)
+    job.train()
+    saved = checkpointer.save(1, job.state)
+    for _ in range(2):
+        job.train()
+        if job.number == 3 and memory == "runs out":
+
+            def refuses(*_: Any) -> Any:
+                raise MemoryError
+
+            monkeypatch.setattr(multi_step.MultiStepStager, "_begin_part", refuses)  # private: where memory is taken
+        checkpointer.step(job.number, job.state)
+    saved.result(SECONDS)
+    assert checkpointer.stats[0].step == 3
+    assert checkpointer.stats[0].fallback == ("" if memory == "is there" else multi_step.OUT_OF_MEMORY)
+    checkpointer.close()
 
 
 def test_a_window_that_is_given_up_is_copied_whole_and_the_record_says_why(file_uri: str) -> None:

@@ -302,6 +302,38 @@ def test_host_memory_that_runs_out(when: int, monkeypatch: pytest.MonkeyPatch) -
             pending.result(SECONDS)
 
 
+@pytest.mark.parametrize("falls_back", [True, False])
+@pytest.mark.parametrize("where", ["the last part", "a step made again"])
+def test_memory_that_runs_out_at_the_end_of_a_window_needs_no_step_behind_it(
+    where: str, falls_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job()
+    job.train()
+
+    def refuses(*_: Any) -> Any:
+        raise MemoryError
+
+    with MultiStepStager(job.optimizer, window_steps=3) as stager, monkeypatch.context() as patched:
+        pending = stager.begin(job.state, falls_back=falls_back)
+        job.train()
+        stager.end_of_step()
+        if where == "a step made again":
+            patched.setattr(multi_step.Replay, "apply", refuses)
+        job.train()
+        if where == "the last part":
+            patched.setattr(stager.link, "copy", refuses)
+        stager.end_of_step()
+        assert where != "the last part" or pending.done()
+        if falls_back:
+            snapshot = pending.result(SECONDS)
+            assert snapshot.fallback == "host memory ran out" and snapshot.steps == 2
+            check(snapshot.state, job.state())
+        else:
+            with pytest.raises(CheckpointError, match="host memory ran out"):
+                pending.result(SECONDS)
+        assert not stager.is_open or not falls_back
+
+
 def test_two_windows_at_once_are_refused() -> None:
     job = Job()
     with MultiStepStager(job.optimizer, window_steps=4) as stager:

@@ -14,21 +14,17 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 import torch
 
+from .. import poll
 from ..dcp.staging_copy import Copies
 from .pinned import PinnedMemory
 
 CHUNK_BYTES = 4 << 20
 GRADIENTS, PARTS = 0, 1
-LOOK_SECONDS = 0.2
-"""Work beside training that does not get on for so long hangs: training waits for that twice this time at most."""
-LATE = 1.25
 CATCH_UP_SECONDS = 0.02
 """A throttled link makes up for so much of what waking up late has cost it."""
 _LOWER_HALVES = 0x0000FFFF_0000FFFF
@@ -106,7 +102,7 @@ class Copy:
         copy, and this thread does not. False where there is no stream to wait."""
         if self.on_device is None:
             return False
-        self.on_device.wait(LOOK_SECONDS)
+        self.on_device.wait(poll.LOOK_SECONDS)
         self._versions.clear()  # what comes now comes later there, too
         return True
 
@@ -188,7 +184,7 @@ class Link:
     def wait(self, copy: Copy) -> bool:
         """Return when the sources of ``copy`` may be written over. False when nothing moves here any more: a link that
         hangs is not waited for, and the copy is of no use."""
-        return copy.fence() or wait_while([copy.done], self.progress)
+        return copy.fence() or poll.wait_while([copy.done], self.progress)
 
     def copy(self, sources: Sequence[torch.Tensor], priority: int) -> Copy:
         """Begin to copy ``sources``. They must not be written over until the copy is done, or after ``wait``.
@@ -271,20 +267,6 @@ class Link:
         with self._changed:
             self._waiting = [one for one in self._waiting if one[2] is not made]
             heapq.heapify(self._waiting)
-
-
-def wait_while(work: Sequence[Future[Any]], progress: Callable[[], object]) -> bool:
-    """Wait until all of ``work`` is done, as long as ``progress`` changes between two looks. False when it does not.
-
-    A look that comes late says that this process does not get the processor, and of the others' threads nothing.
-    """
-    seen, looked_at = None, time.monotonic()
-    while futures.wait(work, LOOK_SECONDS).not_done:
-        now, is_late = progress(), time.monotonic() - looked_at > LATE * LOOK_SECONDS
-        if now == seen and not is_late:
-            return False
-        seen, looked_at = now, time.monotonic()
-    return True
 
 
 def host_memory(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -38,11 +38,12 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import CapacityError, CheckpointError
 from ..planning.transfer import Traffic
+from ..poll import wait_while
 from ..telemetry import logger
 from .apply import Replay
 from .capture import Capture, Gradients, Step
 from .checksum import Fingerprint
-from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss, host_memory, wait_while
+from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss, host_memory
 from .optimizers import Parameter, base_of, layout_digest, local, parameters_of
 from .parts import split_parts
 from .redo import Conditions, Exact, Part, Redo, explicit, implementation_of
@@ -103,6 +104,23 @@ class _Part:
     replay: Replay | None = None
 
 
+class _Result(Future[Snapshot]):
+    """Of a window. Whoever waits for it on the thread that trains is not waiting for a step that would copy whole what
+    could not be brought to one version: that is done here."""
+
+    def __init__(self, end_of_step: Callable[[], None]) -> None:
+        super().__init__()
+        self.sealed: Future[None] | None = None
+        """Done when the parts are at one version, or cannot be."""
+        self._end_of_step, self._thread = end_of_step, threading.get_ident()
+
+    def result(self, timeout: float | None = None) -> Snapshot:
+        sealed, is_here = self.sealed, threading.get_ident() == self._thread
+        if is_here and sealed is not None and futures.wait([sealed], timeout).done and not self.done():
+            self._end_of_step()
+        return super().result(timeout)
+
+
 @dataclass
 class _Window:
     take: Take
@@ -110,7 +128,7 @@ class _Window:
     parts: list[_Part]
     steps_left: int
     falls_back: bool
-    result: Future[Snapshot] = field(default_factory=Future)
+    result: _Result
     blocked_seconds: float = 0.0
     waited_bytes: int = 0
     copies: list[Copy] = field(default_factory=list)
@@ -133,7 +151,7 @@ class MultiStepStager:
     """Copies the state of one optimizer, and what else belongs to a checkpoint, over ``window_steps`` steps.
 
     Call ``begin`` between two steps, and ``end_of_step`` after every step from then on, when the schedule and all else
-    have been stepped too; ``begin`` returns a future. One window at a time.
+    have been stepped too; ``begin`` returns a future, to be waited for between two steps. One window at a time.
 
     Args:
         optimizer: an elementwise one of ``torch.optim`` that has made a step.
@@ -255,7 +273,9 @@ class MultiStepStager:
         traffic = self._traffic(sum(sizes.values()))
         steps = window_steps or self.window_steps or traffic.best_steps()
         parts = [_Part(keys) for keys in split_parts(sizes, steps, traffic.falling_share(steps))]
-        window = self._window = _Window(take, self._capture.version, parts, steps, falls_back)
+        window = self._window = _Window(
+            take, self._capture.version, parts, steps, falls_back, _Result(self.end_of_step)
+        )
         self.end_of_step()
         return window.result
 
@@ -270,13 +290,7 @@ class MultiStepStager:
         begun = time.perf_counter()
         try:
             window.failure = window.failure or self._capture.broken
-            if window.failure:
-                if window.falls_back:
-                    self._copy_whole_or_fail(window)
-                else:
-                    self.abandon(window.failure)
-                return
-            if window.steps_left:
+            if window.steps_left and not window.failure:
                 window.steps_left -= 1
                 following = next((part for part in window.parts if part.version < 0), None)
                 if following is not None:
@@ -285,8 +299,11 @@ class MultiStepStager:
                     self._seal(window, following)
         except MemoryError:
             window.failure = OUT_OF_MEMORY
-        finally:
-            window.blocked_seconds += time.perf_counter() - begun
+        if window.failure and window.falls_back:
+            self._copy_whole_or_fail(window)
+        elif window.failure:
+            self.abandon(window.failure)
+        window.blocked_seconds += time.perf_counter() - begun
 
     def abandon(self, reason: str) -> None:
         """Give up an open window: its future raises ``CheckpointError(reason)``. Does nothing when none is open."""
@@ -485,14 +502,15 @@ class MultiStepStager:
             blocked = window.blocked_seconds
             self._settle(window, Snapshot(state, steps, moved, blocked, waited_bytes=waited, conditions=conditions))
 
-        def ended(done: Future[None]) -> None:
-            if not done.cancelled() and (error := done.exception()):
-                # Copied whole at the end of the next step.
+        def end() -> None:
+            try:
+                finish()
+            except BaseException as error:  # copied whole at the end of the next step, or by ``result``
                 window.failure = OUT_OF_MEMORY if isinstance(error, MemoryError) else str(error) or repr(error)
                 if not window.falls_back and not window.result.done():
                     window.result.set_exception(CheckpointError(window.failure))
 
-        self._replays.submit(finish).add_done_callback(ended)
+        window.result.sealed = self._replays.submit(end)
 
     def _conditions(self) -> Conditions:
         first = parameters_of(self.optimizer)[0]

@@ -84,8 +84,8 @@ class Checkpointer:
         overwrite: a step that exists already is replaced (default), or refused.
         mode: "async"; "sync": ``save`` returns when the checkpoint is committed locally; "multi_step": the state of the
             optimizers in ``state`` is copied over ``window_steps`` steps, and the checkpoint of a save at step n is
-            that of step n + window_steps - 1. Needs a call of ``step`` after every step (docs/guide/every-step.md), and
-            one more, or ``wait("local")``, before the loop calls ``result()`` of a save: these begin to write it.
+            that of step n + window_steps - 1. Needs a call of ``step`` after every step (docs/guide/every-step.md);
+            with several ranks one more, or ``wait("local")``, before the loop calls ``result()`` of a save.
         window_steps: for "multi_step": a number, at most ``interval`` where that is one; or "auto": by sizes, and what
             link and step were measured to take; 7 where nothing is known.
         exact: for "multi_step" on an accelerator. "required": what is saved is a redo log, of which a restore makes a

@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
@@ -33,7 +34,7 @@ from ...replay.redo import Exact
 from ...replay.tree import detach, fill
 from ...telemetry import logger
 from ..codec import state as states
-from ..exchange import all_gather, same_outcome
+from ..exchange import all_gather, is_distributed, same_outcome
 from ..interval import Interval
 from ..job import SaveRecord
 from .redo_log import notes_of, stored
@@ -62,14 +63,20 @@ def check_mode(mode: SaveMode, window_steps: int | Literal["auto"], exact: Exact
 class MultiStepSave(Future[None]):
     """Done when the checkpoint is committed on the local tier. ``record`` names it: its step, its URI, how it went.
 
-    What is whole is written by the next ``step`` or ``wait``: on the thread that trains, call ``wait("local")`` before
-    ``result``, which would else wait for a call that cannot come.
+    What is whole is written by the next ``step`` or ``wait``; in a job of one rank by ``result`` too, on the thread
+    that trains. With several, call ``wait("local")`` there before, on all of them.
     """
 
-    def __init__(self, record: SaveRecord) -> None:
+    def __init__(self, record: SaveRecord, write: Callable[[MultiStepSave], None]) -> None:
         super().__init__()
         self.record = record
+        self._write, self._thread = write, threading.get_ident()
         self.set_running_or_notify_cancel()  # a save cannot be taken back: other ranks copy too
+
+    def result(self, timeout: float | None = None) -> None:
+        if threading.get_ident() == self._thread and not is_distributed():
+            self._write(self)
+        return super().result(timeout)
 
 
 class Write(Protocol):
@@ -164,7 +171,7 @@ class SaveWindow:
         same_outcome(lambda: self._meet(state))
         steps = max(all_gather(self._steps_here()))
         record = SaveRecord(step + steps - 1, self._location.child(step_name(step + steps - 1)).uri)
-        window = self._window = _Window(MultiStepSave(record), steps, is_asked, step, state)
+        window = self._window = _Window(MultiStepSave(record, self._conclude_sealed), steps, is_asked, step, state)
         log.debug("a window of %d steps begins at step %d", steps, step)
 
         def begin(stager: MultiStepStager) -> None:
@@ -203,6 +210,11 @@ class SaveWindow:
             self._settle(window)
         else:
             self._copy_whole(window, reason)
+
+    def _conclude_sealed(self, save: MultiStepSave) -> None:
+        """No step comes that would write what is whole: whoever makes them waits for ``save``."""
+        if self._window is not None and self._window.handle is save and self._window.is_sealed:
+            self.conclude()
 
     def copy_whole(self, step: int, state: State, reason: str) -> Future[None] | None:
         """End the window with a copy of ``state`` as ``step``. Returns its future; None when no window is open."""
