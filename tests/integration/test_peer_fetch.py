@@ -311,6 +311,17 @@ async def test_a_peer_that_claims_another_digest_than_its_bytes_have_is_banned()
     assert session.sources.banned == {"evil"}
 
 
+async def test_a_peer_that_was_right_about_one_chunk_stays_banned_for_the_bytes_of_another() -> None:
+    played = Played(has_digests=False, holders={"evil": EVERY})
+    played.give = lambda name, ordinal, data: data[::-1]
+    played.claim = lambda name, ordinal, digest: digest_of(played.chunks[ordinal])
+    session = await played.fill()
+    assert played.is_right
+    assert session.sources.banned == {"evil"}
+    assert session.schedule.state.peers["evil"].is_banned
+    assert session.schedule.state.peers["evil"].failures == 0, "it can be reached"
+
+
 async def test_peers_that_cannot_be_reached_cost_time_and_nothing_else() -> None:
     played = Played(holders={"b": EVERY})
 

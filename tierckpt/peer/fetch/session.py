@@ -300,13 +300,13 @@ class FetchSession:
         return False
 
     def _settle_digest(self, ordinal: int, truth: str) -> None:
-        """The store has said what a chunk is."""
+        """The store has said what a chunk is. Who was right is asked again, unless it was banned for another chunk."""
         self._truth[ordinal] = truth
         for name, digest in self._claims.pop(ordinal, {}).items():
-            if digest == truth:
-                self.schedule.state.trust(name)
-            else:
+            if digest != truth:
                 self._ban(name, f"it says {digest} of chunk {ordinal}, the store {truth}")
+            elif name not in self.sources.banned:
+                self.schedule.state.trust(name)
 
     def _ban(self, name: str, reason: str) -> None:
         if name not in self.sources.banned:
@@ -473,6 +473,7 @@ class FetchSession:
         elif isinstance(error, PeerBusyError):
             why = "busy"
         elif isinstance(error, IntegrityError) and ask.source is not SHARED:
+            why = "wrong"
             self._ban(ask.source, str(error))
         self.schedule.failed(ask, time.monotonic(), why)
         if error is not None and ask.source is not SHARED:
