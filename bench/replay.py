@@ -12,7 +12,7 @@ stands what arithmetic says: what of the parts and their gradients does not fit 
 
 The second table has the time of a step beside a window, and beside a log of gradients, as a share of that without
 either, and of that beside a bare thread that moves the same bytes at the same rate and does nothing else, as the copy
-engine of a device would: in turns, medians of single steps, without what a step waited for the link; and the processor
+mover of a device would: in turns, medians of single steps, without what a step waited for the link; and the processor
 seconds of a step.
 
 The third table needs no link: how fast steps are made again beside the optimizer itself, and how large one is in the
@@ -187,7 +187,7 @@ class BareLink:
 
 class Beside:
     """The time of a step beside what makes it recoverable, in turns with steps that nothing is beside, and with steps
-    that only the link is beside: it moves the same bytes after the same steps, as the copy engine of a device would."""
+    that only the link is beside: it moves the same bytes after the same steps, as the copy mover of a device would."""
 
     STEPS = 7
 

@@ -47,7 +47,7 @@ from tierckpt.peer.inventory import Holdings
 from tierckpt.peer.members import Member
 from tierckpt.peer.messages import chunk_target, encode_head
 from tierckpt.peer.server import PeerServer
-from tierckpt.stores.http_range import WAKE_BYTES, Watermark
+from tierckpt.stores.http_client import WAKE_BYTES, Watermark
 from tierckpt.types import Json
 
 OUT = Path(__file__).resolve().parent / "out" / "serve.json"

@@ -132,7 +132,7 @@ def adopt(
     client.recover()
     files = source.look(place)
     source.check_quiet(place, files)
-    replaces = client.run(client.engine.attempts_to_replace(location, overwrite=overwrite))
+    replaces = client.run(client.mover.attempts_to_replace(location, overwrite=overwrite))
     if part.attempt in replaces:
         raise AlreadyCommittedError(
             f"Checkpoint already exists: {location.uri} has an attempt {part.attempt}",

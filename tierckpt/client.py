@@ -1,4 +1,4 @@
-"""The one bridge between synchronous callers and the async engine.
+"""The client: synchronous callers to the async ``Mover`` of this process, and to the agent of the node.
 
 One daemon thread runs one event loop; every call is handed to it and waited for. Timeouts are applied inside the loop,
 so they cancel what they time out. After a fork the child starts with no client: locks, sockets and drains stay with
@@ -28,11 +28,11 @@ from .cache.prefetch import PrefetchResult
 from .checkpoint import epoch, in_flight
 from .checkpoint.journal import Entry
 from .config import Settings
-from .engine import Engine
 from .errors import ConfigError, OperationTimeoutError, TierckptError
 from .format.layout import Location, parse_uri, step_of
 from .format.uris import local_path
 from .ipc.client import AgentUnavailableError, close_contacts, contact_for, has_socket, is_known, own_contact
+from .mover import Mover
 from .stores.schemes import check_location
 from .telemetry import MetricsRelay, ignore_progress, listen, logger
 from .tracebacks import short_traceback
@@ -54,11 +54,11 @@ ASK_SECONDS = 1.0
 
 
 class Client:
-    """An engine on a thread of its own. Blocking, thread-safe. Use ``get_client`` to share one per settings."""
+    """A ``Mover`` on a thread of its own. Blocking, thread-safe. Use ``get_client`` to share one per settings."""
 
     def __init__(self, settings: Settings, listener: ProgressListener = ignore_progress) -> None:
         self.settings = settings
-        self.engine = Engine(settings, listener)
+        self.mover = Mover(settings, listener)
         self._recovered = False
         self._recovering = threading.Lock()
         self._telling: set[asyncio.Task[None]] = set()
@@ -73,7 +73,7 @@ class Client:
 
     @short_traceback
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine of ``engine`` on the loop and return its result. Never call it from the loop itself."""
+        """Run a coroutine of ``mover`` on the loop and return its result. Never call it from the loop itself."""
         tasks: list[asyncio.Task[Any]] = []
 
         async def call() -> T:
@@ -100,7 +100,7 @@ class Client:
                 work.close()  # it was cancelled before its turn came
 
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Begin a coroutine of ``engine`` on the loop and return at once."""
+        """Begin a coroutine of ``mover`` on the loop and return at once."""
         try:
             future = self._begin(lambda: work)
         except BaseException:
@@ -134,7 +134,7 @@ class Client:
         Raises TierckptError when this client is closed: the journal has the entry, for the next process.
         """
         is_agents = self.settings.mover == "agent"
-        self._call_soon(self._give_to_agent if is_agents else self.engine.drains.submit, token)
+        self._call_soon(self._give_to_agent if is_agents else self.mover.drains.submit, token)
 
     def _call_soon(self, call: Callable[..., object], *arguments: Any) -> None:
         """Have the loop make a call. Raises TierckptError when this client is closed."""
@@ -146,7 +146,7 @@ class Client:
         """Let the drains of this node take no more than that for ``seconds``; None: as much as the settings say."""
         if self.settings.mover == "agent":
             self._call_soon(lambda: self._telling_agent(self._throttle_agent(bytes_per_second, seconds)))
-        self._call_soon(self.engine.budget.throttle, bytes_per_second, seconds)
+        self._call_soon(self.mover.budget.throttle, bytes_per_second, seconds)
 
     async def _throttle_agent(self, bytes_per_second: int | None, seconds: float) -> None:
         message = {"op": "throttle", "bytes_per_second": bytes_per_second, "seconds": seconds}
@@ -173,7 +173,7 @@ class Client:
         except (TierckptError, OSError) as error:
             if not is_known(error):
                 log.warning("no agent to drain with, so this process does it: %s", error)
-            self.engine.drains.submit(token)
+            self.mover.drains.submit(token)
 
     def recover(self) -> None:
         """Take up, once per process, what earlier processes left in the journal and in the agent's hands."""
@@ -184,10 +184,10 @@ class Client:
 
     def _recover(self) -> None:
         if self.settings.mover != "agent":
-            self.run(self.engine.drains.recover())
+            self.run(self.mover.drains.recover())
             return
         self.settle()  # a save that was only staged has no journal entry yet
-        if any(self.engine.journal.entries()):
+        if any(self.mover.journal.entries()):
             self._call_soon(lambda: self._telling_agent(self._have_recovered()))
 
     async def _have_recovered(self) -> None:
@@ -198,7 +198,7 @@ class Client:
             if not is_known(error):
                 log.warning("no agent to recover with, so this process does it: %s", error)
             try:
-                await self.engine.drains.recover()
+                await self.mover.drains.recover()
             except (TierckptError, OSError) as failure:
                 log.error("what earlier processes left cannot be taken up now: %s", failure)
 
@@ -236,15 +236,15 @@ class Client:
         """As ``BackgroundDrains.wait``; and should the agent stop answering, what it had to drain is drained."""
         is_agents = self.settings.mover == "agent" and tier is Tier.SHARED
 
-        async def watched(engine: Engine) -> None:
+        async def watched(mover: Mover) -> None:
             asking = asyncio.create_task(self._keep_asking()) if is_agents else None
             try:
-                await engine.drains.wait(location, tier, timeout_seconds)
+                await mover.drains.wait(location, tier, timeout_seconds)
             finally:
                 if asking is not None:
                     asking.cancel()
 
-        self.run(watched(self.engine))
+        self.run(watched(self.mover))
 
     async def _keep_asking(self) -> None:
         while True:
@@ -261,7 +261,7 @@ class Client:
         """Stop the drains (the journal keeps them) and the thread. Idempotent."""
         if self._is_closed or not self.is_ours:
             return
-        self.run(self._stop(self.engine))
+        self.run(self._stop(self.mover))
         with self._entering:
             self._is_closed = True
         for call in tuple(self._calls):
@@ -278,8 +278,8 @@ class Client:
         else:
             self._loop.stop()
 
-    async def _stop(self, engine: Engine) -> None:
-        """Cancel what still runs and let it put its files away, then close the engine."""
+    async def _stop(self, mover: Mover) -> None:
+        """Cancel what still runs and let it put its files away, then close the mover."""
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
@@ -288,7 +288,7 @@ class Client:
             _, hung = await asyncio.wait(left, timeout=min(CLOSE_TIMEOUT_SECONDS, patience))
             for task in hung:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]  # it ends with the process
-        await engine.close()
+        await mover.close()
 
     def finish(self) -> None:
         """Wait for the drains in this process, at most ``exit_timeout_seconds``; say what is left; close."""
@@ -297,21 +297,21 @@ class Client:
 
         def describe() -> str:
             return (
-                f"this process ends when its drains have ended: {len(self.engine.drains.draining)} are under way, "
+                f"this process ends when its drains have ended: {len(self.mover.drains.draining)} are under way, "
                 f"{max(0.0, deadline - time.monotonic()):.0f} of {timeout:g} s left (exit_timeout_seconds). "
                 "Ctrl-C stops: what is left stays on this node, `tierckpt drain --wait` finishes it"
             )
 
         with announced(log, describe):
-            left = self.run(self._idle(self.engine, deadline))
+            left = self.run(self._idle(self.mover, deadline))
         for entry in left:
             log.warning("%s is not on the shared tier yet; `tierckpt drain --wait` on this node finishes it", entry.uri)
         self.close()
 
-    async def _idle(self, engine: Engine, deadline: float) -> list[Entry]:
+    async def _idle(self, mover: Mover, deadline: float) -> list[Entry]:
         if self._telling:
             await asyncio.wait(set(self._telling), timeout=max(0.0, deadline - time.monotonic()))
-        return await engine.drains.idle(max(0.0, deadline - time.monotonic()))
+        return await mover.drains.idle(max(0.0, deadline - time.monotonic()))
 
 
 async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
@@ -434,7 +434,7 @@ def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **o
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
     client.enter(location if step_of(location.name) is None else location.parent, trains=False)
-    checkpoint = client.run(client.engine.latest(location))
+    checkpoint = client.run(client.mover.latest(location))
     return checkpoint.location.uri if checkpoint is not None else None
 
 
@@ -489,9 +489,9 @@ def prefetch(
     try:
         target = local_path(to, "to") if to is not None else None
 
-        async def fetch(engine: Engine) -> PrefetchResult:
+        async def fetch(mover: Mover) -> PrefetchResult:
             def once() -> Awaitable[PrefetchResult]:
-                return engine.prefetch(
+                return mover.prefetch(
                     location, target, include=include, exclude=exclude, pin=pin, keep=True, hf_cache=hf_cache
                 )
 
@@ -499,7 +499,7 @@ def prefetch(
                 await once() if wait_seconds is None else await retry_until_available(once, wait_seconds, location.uri)
             )
 
-        return client.run(fetch(client.engine)).directory
+        return client.run(fetch(client.mover)).directory
     finally:
         client.close()
 

@@ -156,7 +156,7 @@ def make_cache(server: S3Server) -> None:
     put_models(server)
     tierckpt.prefetch(f"s3://{BUCKET}/whole", pin=True)
     client = Client(Settings.load(chunk_size_bytes=CHUNK))
-    frozen = client.run(client.engine.node_cache.freeze(layout.parse_uri(f"s3://{BUCKET}/partial"))).frozen
+    frozen = client.run(client.mover.node_cache.freeze(layout.parse_uri(f"s3://{BUCKET}/partial"))).frozen
     client.close()
     pool = Pool(Settings.load())
     lease = pool.lease(frozen.name)

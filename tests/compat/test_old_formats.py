@@ -73,7 +73,7 @@ def loaded(step: int) -> dict[str, torch.Tensor]:
 def drain() -> None:
     """What a mover does when it starts: the entries that are ready are drained, what is dead is removed."""
     client = Client(Settings.load())
-    client.run(client.engine.drains.recover())
+    client.run(client.mover.drains.recover())
     client.close()
     tierckpt.wait(f"{RUN}/step-2", timeout_seconds=60)
     close_all()
@@ -168,7 +168,7 @@ def test_the_cache_is_used_and_completed(place: Path, models: None, monkeypatch:
     [progress] = (place / "local/cache").glob(".partial-*/.tierckpt/*/progress-*")
     monkeypatch.setattr(partial_entry, "boot_id", lambda: progress.name.split("-")[1])
     client = Client(Settings.load(chunk_size_bytes=CHUNK))
-    fetched = {name: client.run(client.engine.prefetch(_bucket(name), None)) for name in MODELS}
+    fetched = {name: client.run(client.mover.prefetch(_bucket(name), None)) for name in MODELS}
     client.close()
     assert {name: result.fetched_bytes for name, result in fetched.items()} == {"whole": 0, "partial": CHUNK}
     for name, size_bytes in MODELS.items():

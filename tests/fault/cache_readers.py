@@ -27,9 +27,9 @@ from tierckpt.cache.entry import CacheEntry
 from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
 from tierckpt.disk.claims import Claims
-from tierckpt.engine import Engine
 from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import digest_of
+from tierckpt.mover import Mover
 from tierckpt.stores.local import LocalStore
 from tierckpt.types import Buffer, ByteRange
 
@@ -119,16 +119,16 @@ class Node:
             (self.model / name).parent.mkdir(parents=True, exist_ok=True)
             (self.model / name).write_bytes(content(name))
 
-    def engine(self) -> Engine:
-        engine = Engine(self.settings)
-        engine.node_cache.store_at = lambda location: CountingStore(Path(location.path), self.log)
-        return engine
+    def mover(self) -> Mover:
+        mover = Mover(self.settings)
+        mover.node_cache.store_at = lambda location: CountingStore(Path(location.path), self.log)
+        return mover
 
 
 async def read(node: Node, number: int) -> list[str]:
     """What one reader does. Returns the names of what was not what it should be."""
-    engine, chance = node.engine(), random.Random(number)
-    cached = await engine.cached(parse_uri(node.model), kind="directory")
+    mover, chance = node.mover(), random.Random(number)
+    cached = await mover.cached(parse_uri(node.model), kind="directory")
     wrong = []
     try:
         if number % 2:
@@ -144,7 +144,7 @@ async def read(node: Node, number: int) -> list[str]:
                 wrong.append(f"{name} {start}-{stop}")
     finally:
         await cached.close()
-        await engine.close()
+        await mover.close()
     return wrong
 
 

@@ -36,7 +36,7 @@ def prepare(root: str) -> None:
         from tierckpt.config import Settings
         from tierckpt.format.layout import parse_uri
 
-        store_at = get_client(Settings.load()).engine.store
+        store_at = get_client(Settings.load()).mover.store
 
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
@@ -45,7 +45,7 @@ def prepare(root: str) -> None:
                 await store_at(parse_uri(f"{root}/model")).put(name, data)
 
         client = get_client(Settings.load())
-        client.run(put(client.engine))
+        client.run(put(client.mover))
     with tierckpt.Checkpointer(f"{root}/run") as made:
         made.save(1, {"model": {"w": torch.ones(BYTES)}})
         made.wait()

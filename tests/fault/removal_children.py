@@ -21,11 +21,11 @@ from typing import Any
 from tierckpt.checkpoint import local_commit, marks, prune, shared_commit
 from tierckpt.checkpoint.retention import Policy
 from tierckpt.config import Settings
-from tierckpt.engine import Engine
 from tierckpt.errors import CheckpointNotFoundError, ManifestError, UncommittedCheckpointError
 from tierckpt.format import layout
 from tierckpt.format.layout import MANIFEST, METADATA, attempt_metadata, local_dir, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest, decode, digests_of
+from tierckpt.mover import Mover
 from tierckpt.stores.base import Store
 from tierckpt.stores.local import LocalStore
 
@@ -70,12 +70,12 @@ def build(folder: Path) -> None:
 
 async def keep_the_newest(folder: Path) -> None:
     """What every save of a trainer ends with, and what the next process begins with."""
-    engine = Engine(Settings.load(local_root=folder / "local"))
+    mover = Mover(Settings.load(local_root=folder / "local"))
     try:
-        await engine.drains.recover()
-        await engine.prune(parse_uri(folder / "shared"), Policy.of(keep_last=1))
+        await mover.drains.recover()
+        await mover.prune(parse_uri(folder / "shared"), Policy.of(keep_last=1))
     finally:
-        await engine.close()
+        await mover.close()
 
 
 # --- what is there afterwards -------------------------------------------------------------------------------------
@@ -111,14 +111,14 @@ def examine(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {place: state_of(path) for place, path in places.items()}
 
     async def look() -> None:
-        engine = Engine(Settings.load(local_root=folder / "local"))
-        latest = await engine.latest(run)
+        mover = Mover(Settings.load(local_root=folder / "local"))
+        latest = await mover.latest(run)
         found["latest"] = latest.location.name if latest else None
         try:
-            found["step-1"] = sorted((await engine.find(run.child("step-1"))).tiers)
+            found["step-1"] = sorted((await mover.find(run.child("step-1"))).tiers)
         except (CheckpointNotFoundError, UncommittedCheckpointError) as error:
             found["step-1"] = type(error).__name__
-        await engine.close()
+        await mover.close()
 
     asyncio.run(look())
     return found

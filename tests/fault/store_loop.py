@@ -20,7 +20,6 @@ from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import READY, Entry
 from tierckpt.config import KiB, MiB, Settings
 from tierckpt.disk.durable import durable_write, make_dirs
-from tierckpt.engine import Engine
 from tierckpt.errors import (
     IntegrityError,
     OperationTimeoutError,
@@ -30,6 +29,7 @@ from tierckpt.errors import (
 )
 from tierckpt.format.layout import METADATA, Location, attempt_metadata, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest, digests_of
+from tierckpt.mover import Mover
 from tierckpt.types import Tier
 
 T = TypeVar("T")
@@ -56,12 +56,12 @@ def settings_for(root: Path, **more: object) -> Settings:
 
 
 @contextlib.asynccontextmanager
-async def engine_at(root: Path, **more: object) -> AsyncIterator[Engine]:
-    engine = Engine(settings_for(root, **more))
+async def mover_at(root: Path, **more: object) -> AsyncIterator[Mover]:
+    mover = Mover(settings_for(root, **more))
     try:
-        yield engine
+        yield mover
     finally:
-        await engine.close()
+        await mover.close()
 
 
 def digest(data: bytes) -> str:
@@ -77,13 +77,13 @@ class Saved:
     digests: dict[str, str]
 
 
-def save(engine: Engine, location: Location, sizes: tuple[int, ...], seed: int) -> Saved:
+def save(mover: Mover, location: Location, sizes: tuple[int, ...], seed: int) -> Saved:
     """Save as one rank does, up to the local commit, by the protocol's own verbs (docs/internals/commit.md, 1)."""
     noise = random.Random(seed)
     token = secrets.token_hex(8)
-    directory = engine.directory(location)
+    directory = mover.directory(location)
     make_dirs(directory)
-    entry = engine.journal.open(token, location, 0, CHUNK_BYTES)
+    entry = mover.journal.open(token, location, 0, CHUNK_BYTES)
     contents = {f"__0_{index}-{token}.distcp": noise.randbytes(size) for index, size in enumerate(sizes)}
     files = tuple(_entry(path, data, token) for path, data in contents.items())
     for path, data in contents.items():
@@ -92,7 +92,7 @@ def save(engine: Engine, location: Location, sizes: tuple[int, ...], seed: int) 
     listed = _entry(METADATA, metadata, token, attempt_metadata(token))
     manifest = Manifest(token, 1, CHUNK_BYTES, (listed,), files, created_unix_seconds=time.time())
     local_commit.write_attempt_metadata(directory, manifest, {METADATA: metadata})
-    engine.journal.write(_ready(entry, manifest))
+    mover.journal.write(_ready(entry, manifest))
     local_commit.commit_local(directory, location, manifest, {METADATA: metadata})
     return Saved(location, token, {path: digest(data) for path, data in {**contents, METADATA: metadata}.items()})
 
@@ -132,7 +132,7 @@ class Loop:
         """One phase: go on until the time is over and ``faults_min`` faults have happened, then heal."""
         begun, fired = time.monotonic(), self.plan.fired
         saved: list[Saved] = []
-        async with engine_at(self.root / f"saver-{share}") as saver:
+        async with mover_at(self.root / f"saver-{share}") as saver:
             self.plan.share = share
             while time.monotonic() < begun + seconds or self.plan.fired < fired + faults_min:
                 if time.monotonic() > begun + seconds + 60:
@@ -143,7 +143,7 @@ class Loop:
             for one in saved:
                 await self._healed(saver, one)
 
-    async def _round(self, saver: Engine, share: float) -> Saved:
+    async def _round(self, saver: Mover, share: float) -> Saved:
         self.rounds += 1
         location = parse_uri(f"{self.uri}/{share}-{self.rounds}/step-1")
         saved = await asyncio.to_thread(save, saver, location, (MiB, 300 * KiB), self.rounds)
@@ -155,7 +155,7 @@ class Loop:
 
     async def _read_back(self, saved: Saved, root: Path) -> None:
         """As a node that has nothing of it: every way to read, each checked by our own digests."""
-        async with engine_at(root) as reader:
+        async with mover_at(root) as reader:
             checkpoint = await self._tried("find", reader.find(saved.location))
             if checkpoint is not None and checkpoint.manifest is not None:
                 await self._tried("fetch", reader.fetch_missing(checkpoint, checkpoint.manifest.files))
@@ -198,12 +198,12 @@ class Loop:
             self.violations.append(f"{self.plan.kind}: {name}: {type(error).__name__}: {error}")
         return None
 
-    async def _healed(self, saver: Engine, saved: Saved) -> None:
+    async def _healed(self, saver: Mover, saved: Saved) -> None:
         """Without faults, what was saved is drained, or was, and can be read back."""
         try:
             await saver.drains.wait(saved.location, Tier.SHARED, HEAL_SECONDS)
             target = self.root / f"healed-{saved.token}"
-            async with engine_at(self.root / f"healer-{saved.token}") as reader:
+            async with mover_at(self.root / f"healer-{saved.token}") as reader:
                 await reader.restore(saved.location, target)
             self._expect(not wrong_files(target, saved), "wrong bytes on the shared tier")
             await asyncio.to_thread(shutil.rmtree, target)
@@ -230,7 +230,7 @@ class Outage:
 async def outage(uri: str, plan: Plan, root: Path, seconds: float, normal_seconds: float = 5.0) -> Outage:
     """Save every half second, as a job does (it asks who owns the id, too); let the store fail; let it come back."""
     result, saved, steps = Outage(), [], 0
-    async with engine_at(root, exit_timeout_seconds=0) as engine:
+    async with mover_at(root, exit_timeout_seconds=0) as mover:
 
         async def save_for(duration: float) -> float:
             begun, first = time.monotonic(), plan.requests
@@ -246,9 +246,9 @@ async def outage(uri: str, plan: Plan, root: Path, seconds: float, normal_second
             steps += 1
             begun, step = time.monotonic(), steps
             location = parse_uri(f"{uri}/step-{step}")
-            await engine.attempts_to_replace(location, overwrite=True)
-            saved.append(await asyncio.to_thread(save, engine, location, (64 * KiB,), step))
-            engine.drains.submit(saved[-1].token)
+            await mover.attempts_to_replace(location, overwrite=True)
+            saved.append(await asyncio.to_thread(save, mover, location, (64 * KiB,), step))
+            mover.drains.submit(saved[-1].token)
             result.slowest_save_seconds = max(result.slowest_save_seconds, time.monotonic() - begun)
 
         await save_for(1.0)  # connections and caches
@@ -259,22 +259,22 @@ async def outage(uri: str, plan: Plan, root: Path, seconds: float, normal_second
         ended = time.monotonic()
         for one in saved:
             try:
-                await engine.drains.wait(one.location, Tier.SHARED, max(1.0, ended + 60 - time.monotonic()))
+                await mover.drains.wait(one.location, Tier.SHARED, max(1.0, ended + 60 - time.monotonic()))
             except TierckptError:
                 result.not_drained += 1
         result.recovery_seconds = time.monotonic() - ended
         result.saves = len(saved)
-        async with engine_at(root.with_name(f"{root.name}-reader")) as reader:
+        async with mover_at(root.with_name(f"{root.name}-reader")) as reader:
             await reader.restore(saved[-1].location, root.with_name(f"{root.name}-restored"))
         assert not wrong_files(root.with_name(f"{root.name}-restored"), saved[-1])
     return result
 
 
-async def drained(engine: Engine, saved: Saved, root: Path) -> None:
+async def drained(mover: Mover, saved: Saved, root: Path) -> None:
     """Drain, and read it back as a node that has nothing of it."""
-    engine.drains.submit(saved.token)
-    await engine.drains.wait(saved.location, Tier.SHARED, 30)
-    async with engine_at(root / "reader") as reader:
+    mover.drains.submit(saved.token)
+    await mover.drains.wait(saved.location, Tier.SHARED, 30)
+    async with mover_at(root / "reader") as reader:
         await reader.restore(saved.location, root / "restored")
     assert wrong_files(root / "restored", saved) == []
 
@@ -284,10 +284,10 @@ async def race(uri: str, root: Path, writers: int) -> list[str]:
     location = parse_uri(f"{uri}/step-1")
 
     async def one(index: int) -> str:
-        async with engine_at(root / f"node-{index}") as engine:
-            engine.drains.submit(save(engine, location, (KiB,), index).token)
+        async with mover_at(root / f"node-{index}") as mover:
+            mover.drains.submit(save(mover, location, (KiB,), index).token)
             try:
-                await engine.drains.wait(location, Tier.SHARED, 30)
+                await mover.drains.wait(location, Tier.SHARED, 30)
             except TierckptError as error:
                 return type(error).__name__
             return "committed"

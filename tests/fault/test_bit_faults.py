@@ -28,12 +28,12 @@ from tierckpt.checkpoint.verify import VerifyReport
 from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.dcp.save_session import SaveSession
-from tierckpt.engine import Engine
 from tierckpt.errors import IntegrityError, ManifestError, TierckptError
 from tierckpt.format import layout
 from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import CLAIM, DRAINED, MANIFEST, METADATA, local_dir, parse_uri, part, pending
 from tierckpt.format.manifest import Manifest
+from tierckpt.mover import Mover
 from tierckpt.read import replicated_file
 from tierckpt.stores import verified_read
 from tierckpt.stores.local import LocalStore
@@ -75,19 +75,19 @@ class Node:
         self.manifest = local_commit.read_local_manifest(self.local) or pytest.fail("not committed")
         self.after = self._files()
         self.runner = asyncio.Runner()
-        self.engine = Engine(self.settings)
+        self.mover = Mover(self.settings)
         self.kinds = [*self._committed(before), *self._draining()]
 
     def _save(self, seed: int) -> None:
         options = {key: getattr(self.settings, key) for key in ("local_root", "chunk_size_bytes", "mover")}
         save(self.location.uri, state_of(seed), **options)
         close_all()
-        runner = Engine(self.settings)
+        runner = Mover(self.settings)
         asyncio.run(self._drain(runner))
 
-    async def _drain(self, engine: Engine) -> None:
-        await engine.drains.drain_all(patient=True)
-        await engine.close()
+    async def _drain(self, mover: Mover) -> None:
+        await mover.drains.drain_all(patient=True)
+        await mover.close()
 
     def _files(self) -> dict[str, bytes]:
         """The files of the checkpoint by tier and role; the names of two attempts differ, their roles do not."""
@@ -109,7 +109,7 @@ class Node:
 
     def _draining(self) -> Iterator[Kind]:
         """Records that stand only while a checkpoint of several ranks is drained, and what reads them."""
-        journal, files = self.engine.journal, self.manifest.files + self.manifest.metadata
+        journal, files = self.mover.journal, self.manifest.files + self.manifest.metadata
         entry = Entry("ab12", self.location.uri, 0, WRITING, 1.0, 16384)
         stale = journal.write(entry) and (journal.directory / "ab12.json").read_bytes()
         journal.write(replace(entry, files=files, manifest=self.manifest, state=READY))
@@ -128,7 +128,7 @@ class Node:
     def verified(self, name: str) -> str:
         """What ``tierckpt verify --read-data`` says about a file."""
         tier, path = Tier(name.partition(" ")[0]), self.names[name]
-        checkpoint, report = self.runner.run(self.engine.verify(self.location, read_data=True))
+        checkpoint, report = self.runner.run(self.mover.verify(self.location, read_data=True))
         found = {**report.records, **report.problems}
         path = METADATA if path.startswith(layout.METADATA_DIR) else path
         if (tier, path) in found:
@@ -136,7 +136,7 @@ class Node:
         return "" if not found and checkpoint.manifest == self.manifest else f"elsewhere: {found}"
 
     def journalled(self, path: Path) -> str:
-        entry = self.engine.journal.read(path.stem)
+        entry = self.mover.journal.read(path.stem)
         return "" if entry is not None and entry.state == READY else "the save did not finish"
 
     def drained(self, key: str) -> str:
@@ -145,10 +145,10 @@ class Node:
         return "" if manifest.attempt == "cd34" else f"of another attempt, {manifest.attempt}"
 
     async def read(self, key: str) -> Manifest:
-        return manifests.decode(await self.engine.store(self.location).get(key), where=key)
+        return manifests.decode(await self.mover.store(self.location).get(key), where=key)
 
     def close(self) -> None:
-        self.runner.run(self.engine.close())
+        self.runner.run(self.mover.close())
         self.runner.close()
 
 
@@ -290,7 +290,7 @@ def contents(node: Node) -> dict[str, str]:
 def restored(node: Node, name: str) -> dict[str, str]:
     """The digests of what a restore makes of the checkpoint."""
     target = node.root / name
-    node.runner.run(node.engine.restore(node.location, target))
+    node.runner.run(node.mover.restore(node.location, target))
     chunk = node.manifest.chunk_size_bytes
     digests = {}
     for entry in node.manifest.entries:
@@ -353,11 +353,11 @@ def test_a_damaged_copy_is_restored_from_the_other_tier(damage: Damage, node: No
 def test_the_part_record_says_nothing_but_that_it_is_there(node: Node) -> None:
     """``{}``, and nobody reads it: the one file whose damage is not found, and does not matter."""
     entry = Entry("ab12", node.location.uri, 1, READY, 1.0, 16384, node.manifest.files)
-    store = node.engine.store(node.location)
+    store = node.mover.store(node.location)
     two = replace(node.manifest, files=(*node.manifest.files, replace(node.manifest.files[0], path="b", token="b")))
     for content in (b"{}", b"}{", b"", bytes(BLOCK_BYTES)):
         node.runner.run(store.put(part("b"), content))
-        assert node.runner.run(node.engine.drainer.all_parts(two, replace(entry, token=two.files[0].token), store))
+        assert node.runner.run(node.mover.drainer.all_parts(two, replace(entry, token=two.files[0].token), store))
     node.runner.run(store.delete(part("b")))
 
 
@@ -369,12 +369,12 @@ def test_records_of_the_release_before_are_taken_as_they_are(node: Node) -> None
     try:
         claim.write_bytes(f'{{"attempt": "{attempt}", "replaces": []}}'.encode())
         note.write_bytes(f'{{"attempt": "{attempt}"}}'.encode())
-        assert node.runner.run(shared_commit.read_claim(node.engine.store(node.location))) == attempt
+        assert node.runner.run(shared_commit.read_claim(node.mover.store(node.location))) == attempt
         assert marks.is_drained(node.local, attempt)
         claim.write_bytes(claims.replace(b"self_digest", b"selF_digest"))
         note.write_bytes(notes.replace(b"self_digest", b"selF_digest"))
         with pytest.raises(ManifestError, match=r"claim\.json"):
-            node.runner.run(shared_commit.read_claim(node.engine.store(node.location)))
+            node.runner.run(shared_commit.read_claim(node.mover.store(node.location)))
         assert not marks.is_drained(node.local, attempt)
     finally:
         claim.write_bytes(claims)
@@ -388,15 +388,15 @@ def test_an_old_state_of_a_journal_entry_removes_nothing_that_is_committed(tmp_p
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SaveSession, "hand_over", lambda self: self.release())
         save(location.uri, state_of(1), **options)
-    engine = Engine(Settings.load(None, **options))
-    [entry] = engine.journal.entries()
-    engine.journal.write(replace(entry, state=WRITING, files=(), manifest=None))
+    mover = Mover(Settings.load(None, **options))
+    [entry] = mover.journal.entries()
+    mover.journal.write(replace(entry, state=WRITING, files=(), manifest=None))
 
     async def recover() -> VerifyReport:
-        await engine.drains.recover()
-        await engine.drains.idle(10.0)
-        _, report = await engine.verify(location, read_data=True)
-        await engine.close()
+        await mover.drains.recover()
+        await mover.drains.idle(10.0)
+        _, report = await mover.verify(location, read_data=True)
+        await mover.close()
         return report
 
     report = asyncio.run(recover())
@@ -443,7 +443,7 @@ def drained_after_damage(root: Path) -> tuple[str, bool]:
     """
     options = {"local_root": root / "local", "chunk_size_bytes": "16KiB", "mover": "inline"}
     location = parse_uri(root / "shared" / "step-1")
-    engine = Engine(Settings.load(None, **options))
+    mover = Mover(Settings.load(None, **options))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SaveSession, "hand_over", lambda self: self.release())  # killed then
         save(location.uri, state_of(1), **options)
@@ -453,9 +453,9 @@ def drained_after_damage(root: Path) -> tuple[str, bool]:
     overwrite(shard, bytes(bit_flipped))
 
     async def drain() -> tuple[str, bool]:
-        _, errors = await engine.drains.drain_all(patient=False)
-        committed = await shared_commit.read_shared_manifest(engine.store(location)) is not None
-        await engine.close()
+        _, errors = await mover.drains.drain_all(patient=False)
+        committed = await shared_commit.read_shared_manifest(mover.store(location)) is not None
+        await mover.close()
         return ", ".join(type(error).__name__ for error in errors), committed
 
     return asyncio.run(drain())

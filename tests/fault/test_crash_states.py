@@ -51,7 +51,7 @@ from tierckpt.types import Tier
 
 STATES = int(os.environ.get("TIERCKPT_TEST_CRASH_STATES", "3000"))
 SAMPLES = max(5, STATES // 5000)
-"""States of each run that are also written to a disk, where a new engine recovers and saves on."""
+"""States of each run that are also written to a disk, where a new mover recovers and saves on."""
 
 LOCAL, SHARED, ANYTHING = "local", "shared", "*"
 Place = tuple[str, int]
@@ -150,7 +150,7 @@ def prune(world: World) -> None:
     world.may(2, LOCAL)
     run = parse_uri(world.root / SHARED / "run")
     policy = Policy.of(keep_last={LOCAL: 1, SHARED: 2})
-    get_client(world.settings).run(get_client(world.settings).engine.prune(run, policy))
+    get_client(world.settings).run(get_client(world.settings).mover.prune(run, policy))
     world.must(1, LOCAL, SHARED)
     world.must(2, LOCAL)
 
@@ -185,14 +185,14 @@ def save_of_two_ranks(world: World) -> None:
     """Two ranks, with and without collectives: part records, the manifest to be, fragments."""
     client = Client(world.settings)
     saver = sweep_saver.Saver(world.settings, lambda work: client.run(work))
-    saver.engine = client.engine
+    saver.mover = client.mover
     try:
         for step, alone in ((1, False), (2, True)):
             for label in ("a", "b"):
                 world.may(step, LOCAL, SHARED)
                 saver.save(parse_uri(world.uri(step)), label, ranks=2, alone=alone)
                 world.must(step, LOCAL)
-                client.run(client.engine.drains.drain_all(patient=True))
+                client.run(client.mover.drains.drain_all(patient=True))
                 world.must(step, SHARED)
     finally:
         client.close()
@@ -522,7 +522,7 @@ def recover_and_go_on(world: World, state: CrashState, steps: Sequence[int]) -> 
     client = get_client(Settings.load(None, **options))
     try:
         client.recover()
-        client.run(client.engine.drains.idle(10.0))
+        client.run(client.mover.drains.idle(10.0))
         checker = Checker(world)
         allowed = {place: set(known) for place, known in checker.allowed[state.point].items()}
         for (tier, step), known in checker.allowed[state.point].items():
@@ -537,7 +537,7 @@ def recover_and_go_on(world: World, state: CrashState, steps: Sequence[int]) -> 
             tierckpt.wait(world.uri(step), timeout_seconds=60, **options)
             assert same(load(world.uri(step), state_of(99), **options), state_of(99))
             location = parse_uri(world.uri(step))
-            checkpoint, report = client.run(client.engine.verify(location, read_data=True))
+            checkpoint, report = client.run(client.mover.verify(location, read_data=True))
             assert (checkpoint.tiers, report.problems, report.records) == (frozenset({Tier.LOCAL, Tier.SHARED}), {}, {})
     finally:
         close_all()

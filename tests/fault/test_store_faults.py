@@ -22,14 +22,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.store_loop import Expiry, Loop, Outage, drained, engine_at, outage, race, save, wrong_files
+from tests.fault.store_loop import Expiry, Loop, Outage, drained, mover_at, outage, race, save, wrong_files
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
 from tests.services import ENVIRONMENT, S3Server, rgw_server
 from tierckpt.checkpoint import shared_commit
 from tierckpt.config import KiB, MiB
 from tierckpt.errors import PermissionDeniedError, PreconditionFailedError
 from tierckpt.format.layout import METADATA, PRIVATE_DIR, parse_uri
-from tierckpt.stores import congestion, retry, verified_read
+from tierckpt.stores import congestion, retry, store_breaker, verified_read
 from tierckpt.stores.remote import RemoteStore
 from tierckpt.types import Tier
 
@@ -162,8 +162,8 @@ async def test_a_flood_is_found_out(
     server: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: everything tried again without a budget, and a breaker that never opens, must fail the outage test."""
-    monkeypatch.setattr(retry.Budget, "take", lambda self: True)
-    monkeypatch.setattr(retry.Breaker, "failed", lambda self, error: None)
+    monkeypatch.setattr(retry.RetryBudget, "take", lambda self: True)
+    monkeypatch.setattr(store_breaker.StoreBreaker, "failed", lambda self, error: None)
     monkeypatch.setattr(retry, "BACKOFF_SECONDS_MAX", 0.05)
     with planned(server, proxy, Kind.SLOW_DOWN) as (uri, plan):
         result = await outage(uri, plan, tmp_path / "node", 5.0, normal_seconds=3.0)
@@ -188,11 +188,9 @@ LOST = {
 async def test_an_answer_is_lost(server: S3Server, proxy: FaultProxy, tmp_path: Path, what: str) -> None:
     """The server did it, nobody heard. Done again or looked up, it counts once, and nobody else is said to have won."""
     with planned(server, proxy, Kind.LOST_ANSWER, share=1.0, only=LOST[what], faults_max=2) as (uri, plan):
-        async with engine_at(tmp_path / "node") as engine:
-            saved = save(
-                engine, parse_uri(f"{uri}/step-1"), (9 * MiB,) if what in {"part", "completion"} else (KiB,), 1
-            )
-            await drained(engine, saved, tmp_path)
+        async with mover_at(tmp_path / "node") as mover:
+            saved = save(mover, parse_uri(f"{uri}/step-1"), (9 * MiB,) if what in {"part", "completion"} else (KiB,), 1)
+            await drained(mover, saved, tmp_path)
         assert plan.fired == 2
 
 
@@ -200,10 +198,10 @@ async def test_damage_is_asked_for_again_on_another_connection(
     server: S3Server, proxy: FaultProxy, tmp_path: Path
 ) -> None:
     with planned(server, proxy, Kind.BIT_FLIP, only=lambda _, path: ".distcp" in path, faults_max=1) as (uri, plan):
-        async with engine_at(tmp_path / "node") as engine:
-            saved = save(engine, parse_uri(f"{uri}/step-1"), (KiB,), 1)
+        async with mover_at(tmp_path / "node") as mover:
+            saved = save(mover, parse_uri(f"{uri}/step-1"), (KiB,), 1)
             plan.share = 1.0
-            await drained(engine, saved, tmp_path)
+            await drained(mover, saved, tmp_path)
         ((verb, path, connection),) = plan.broken
         asked = plan.after[verb, path]
         assert connection not in asked[asked.index(connection) + 1 :]
@@ -216,8 +214,8 @@ async def test_a_drip_is_broken_off(server: S3Server, proxy: FaultProxy, tmp_pat
     is_shard = lambda asked, path: asked == verb and ".distcp" in path  # noqa: E731
     with planned(server, proxy, Kind.DRIP, share=1.0, only=is_shard, faults_max=1) as (uri, plan):
         begun = time.monotonic()
-        async with engine_at(tmp_path / "node") as engine:
-            await drained(engine, save(engine, parse_uri(f"{uri}/step-1"), (MiB,), 1), tmp_path)
+        async with mover_at(tmp_path / "node") as mover:
+            await drained(mover, save(mover, parse_uri(f"{uri}/step-1"), (MiB,), 1), tmp_path)
         assert plan.fired == 1
         assert time.monotonic() - begun < 100
 
@@ -234,8 +232,8 @@ async def test_a_conflict_is_not_a_defeat(server: S3Server, proxy: FaultProxy, t
 
     proxy.answer = answer
     with planned(server, proxy, Kind.RESET) as (uri, _):
-        async with engine_at(tmp_path / "node") as engine:
-            await drained(engine, save(engine, parse_uri(f"{uri}/step-1"), (KiB,), 1), tmp_path)
+        async with mover_at(tmp_path / "node") as mover:
+            await drained(mover, save(mover, parse_uri(f"{uri}/step-1"), (KiB,), 1), tmp_path)
     assert conflicts == [0]
 
 
@@ -284,7 +282,7 @@ async def test_an_old_listing_delays_and_decides_nothing(server: S3Server, proxy
     proxy.answer = answer
     with planned(server, proxy, Kind.RESET) as (uri, _):
         location = parse_uri(f"{uri}/step-1")
-        async with engine_at(tmp_path / "node-0") as first, engine_at(tmp_path / "node-1") as last:
+        async with mover_at(tmp_path / "node-0") as first, mover_at(tmp_path / "node-1") as last:
             theirs = save(last, location, (KiB,), 1)
             ours = save(first, location, (KiB,), 0)
             entry, other = first.journal.read(ours.token), last.journal.read(theirs.token)
@@ -307,14 +305,14 @@ async def test_expired_credentials_are_renewed_once(
     expiry = Expiry(proxy)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "old")
     with planned(server, proxy, Kind.RESET) as (uri, _):
-        async with engine_at(tmp_path / "node") as engine:
-            saved = save(engine, parse_uri(f"{uri}/step-1"), (9 * MiB, KiB, KiB, KiB), 1)
-            store = engine.store(saved.location)
+        async with mover_at(tmp_path / "node") as mover:
+            saved = save(mover, parse_uri(f"{uri}/step-1"), (9 * MiB, KiB, KiB, KiB), 1)
+            store = mover.store(saved.location)
             await shared_commit.read_claim(store)
             expiry.has_come = True
             monkeypatch.setenv("AWS_SESSION_TOKEN", "new")
-            await drained(engine, saved, tmp_path)
-            assert engine.drainer.retries.counts["credentials_renewed"] == 1
+            await drained(mover, saved, tmp_path)
+            assert mover.drainer.retries.counts["credentials_renewed"] == 1
     assert 1 <= expiry.refused <= 4, "those that were under way"
 
 
@@ -332,8 +330,8 @@ async def test_credentials_expire_in_the_middle_of_a_large_file(
 
     proxy.answer = expires_with_part_2
     with planned(server, proxy, Kind.RESET) as (uri, _):
-        async with engine_at(tmp_path / "node") as engine:
-            await drained(engine, save(engine, parse_uri(f"{uri}/step-1"), (17 * MiB,), 1), tmp_path)
+        async with mover_at(tmp_path / "node") as mover:
+            await drained(mover, save(mover, parse_uri(f"{uri}/step-1"), (17 * MiB,), 1), tmp_path)
     assert expiry.refused >= 1
 
 
@@ -344,17 +342,17 @@ async def test_credentials_that_cannot_be_renewed(
     expiry = Expiry(proxy)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "old")
     with planned(server, proxy, Kind.RESET) as (uri, _):
-        async with engine_at(tmp_path / "node") as engine:
-            saved = save(engine, parse_uri(f"{uri}/step-1"), (KiB,), 1)
-            await shared_commit.read_claim(engine.store(saved.location))
+        async with mover_at(tmp_path / "node") as mover:
+            saved = save(mover, parse_uri(f"{uri}/step-1"), (KiB,), 1)
+            await shared_commit.read_claim(mover.store(saved.location))
             expiry.has_come = True
-            engine.drains.submit(saved.token)
+            mover.drains.submit(saved.token)
             with pytest.raises(PermissionDeniedError, match="no newer ones"):
-                await engine.drains.wait(saved.location, Tier.SHARED, 30)
-            assert [entry.token for entry in engine.journal.entries()] == [saved.token]
-            assert "PermissionDeniedError" in engine.journal.entries()[0].error
-            assert wrong_files(engine.directory(saved.location), saved) == []
+                await mover.drains.wait(saved.location, Tier.SHARED, 30)
+            assert [entry.token for entry in mover.journal.entries()] == [saved.token]
+            assert "PermissionDeniedError" in mover.journal.entries()[0].error
+            assert wrong_files(mover.directory(saved.location), saved) == []
             assert expiry.refused <= 4, "nobody hammers a server that says no"
         monkeypatch.setenv("AWS_SESSION_TOKEN", "new")
-        async with engine_at(tmp_path / "node") as engine:
-            await drained(engine, saved, tmp_path)
+        async with mover_at(tmp_path / "node") as mover:
+            await drained(mover, saved, tmp_path)

@@ -33,9 +33,9 @@ from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
 from tierckpt.disk.flush_lock import flushing
 from tierckpt.disk.read_lease import lease_path
-from tierckpt.engine import Engine
 from tierckpt.errors import TierckptError
 from tierckpt.format.layout import parse_uri
+from tierckpt.mover import Mover
 
 ALL = os.environ.get("TIERCKPT_TEST_STRANGE_FILES") == "all"
 PART = 4
@@ -75,7 +75,7 @@ class Node:
     def client(self, work: Callable[[Any], Any]) -> None:
         client = Client(Settings.load(**self.settings))
         try:
-            client.run(work(client.engine))
+            client.run(work(client.mover))
         finally:
             client.close()
 
@@ -84,8 +84,8 @@ class Node:
         assert (directory / "weights.bin").read_bytes() == b"w" * 100_000, "wrong bytes"
 
 
-async def _evict(engine: Engine, uri: str) -> None:
-    engine.node_cache.evict(parse_uri(uri))
+async def _evict(mover: Mover, uri: str) -> None:
+    mover.node_cache.evict(parse_uri(uri))
 
 
 def _agent(node: Node) -> None:
@@ -98,9 +98,9 @@ VERBS: dict[str, Verb] = {
     "restore": Node.load,
     "prefetch": Node.fetch,
     "prune": lambda node: prune(node.run, keep_last=1, yes=True, local_root=node.root),
-    "drain": lambda node: node.client(lambda engine: engine.drains.drain_all(patient=False)),
-    "recover": lambda node: node.client(lambda engine: engine.drains.recover()),
-    "evict": lambda node: node.client(lambda engine: _evict(engine, node.model)),
+    "drain": lambda node: node.client(lambda mover: mover.drains.drain_all(patient=False)),
+    "recover": lambda node: node.client(lambda mover: mover.drains.recover()),
+    "evict": lambda node: node.client(lambda mover: _evict(mover, node.model)),
     "save": lambda node: node.save(1),
     "agent": _agent,
 }
@@ -166,7 +166,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for step in (1, 2):
             node.save(step, drain=step == 1)
             if step == 1:
-                node.client(lambda engine: engine.drains.drain_all(patient=True))
+                node.client(lambda mover: mover.drains.drain_all(patient=True))
         node.fetch()
         with flushing(node.root):
             pass

@@ -59,7 +59,7 @@ class Node:
         self.run, self.name, self.keep = parse_uri(uri), name, keep
         self._runner = asyncio.Runner()
         self.saver = Saver(settings_of(root), self._runner.run)
-        self.engine = self.saver.engine
+        self.mover = self.saver.mover
         self._lines = (root.parent / f"{name}.jsonl").open("a", buffering=1)
         self._attempts: dict[str, str] = {}
         self._told: set[str] = set()
@@ -79,7 +79,7 @@ class Node:
         location, label = self.run.child(step_name(step)), f"{self.name}-{step}-{turn}"
 
         def committed() -> None:
-            for entry in self.engine.journal.entries():
+            for entry in self.mover.journal.entries():
                 if entry.uri == location.uri and entry.manifest is not None and entry.token not in self._attempts:
                     self._attempts[entry.token] = label
                     replaces = sorted(entry.manifest.replaces)
@@ -87,29 +87,29 @@ class Node:
 
         try:
             self.saver.save(location, label, planned=lambda: self.meet(f"{step}-{turn}"), committed=committed)
-            results, errors = self._runner.run(self.engine.drains.drain_all(patient=True))
+            results, errors = self._runner.run(self.mover.drains.drain_all(patient=True))
         except TierckptError as error:
             results, errors = [], [error]
         outcomes = {result.token: result.outcome for result in results}
         for attempt in [one for one in self._attempts if one not in self._told]:
             # Where links can, the commit was done before the save returned: then the local copy bears the mark.
-            is_linked = marks.is_drained(self.engine.directory(location), attempt)
+            is_linked = marks.is_drained(self.mover.directory(location), attempt)
             if outcomes.get(attempt) == "committed" or is_linked:
                 self._told.add(attempt)
                 self.tell("acknowledged", step=step, attempt=attempt)
         for error in errors:
             if not isinstance(error, AlreadyCommittedError):
                 self.tell("failed", step=step, error=repr(error))
-        for entry in self.engine.journal.entries():
+        for entry in self.mover.journal.entries():
             if entry.error:
-                self.engine.journal.remove(entry.token)  # refused, and told so: what the next save says counts
+                self.mover.journal.remove(entry.token)  # refused, and told so: what the next save says counts
                 self.tell("refused", step=step, attempt=entry.token)
 
     def prune(self) -> None:
         if not self.keep:
             return
         try:
-            result = self._runner.run(self.engine.prune(self.run, Policy(shared=Rule(self.keep))))
+            result = self._runner.run(self.mover.prune(self.run, Policy(shared=Rule(self.keep))))
         except TierckptError as error:
             self.tell("failed", step=-1, error=repr(error))
             return

@@ -238,7 +238,7 @@ def listing(uri: str) -> list[tuple[str, int]]:
     client = get_client(Settings())
 
     async def keys() -> list[tuple[str, int]]:
-        return [(info.key, info.size_bytes) async for info in client.engine.store(parse_uri(uri)).list()]
+        return [(info.key, info.size_bytes) async for info in client.mover.store(parse_uri(uri)).list()]
 
     return client.run(keys())
 
@@ -261,7 +261,7 @@ def test_with_links_a_write_in_place_is_found_by_the_digests(written: Path, s3_u
         file.write(b"something else")
     client = get_client(Settings(drain=False))
     with pytest.raises(IntegrityError):
-        client.run(client.engine.restore(parse_uri(f"{s3_uri}/run/step-5"), tmp_path / "back"))
+        client.run(client.mover.restore(parse_uri(f"{s3_uri}/run/step-5"), tmp_path / "back"))
 
 
 # --- several ranks ---------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_keep_last_on_each_tier(keep: Any, local: int, shared: int, shared_uri: 
     assert kept == [f"step-{step}" for step in range(6 - local, 6)]
     shutil.rmtree(local_root)
     client = tierckpt.client.get_client(tierckpt.Settings.load())
-    rows = client.run(client.engine.list(parse_uri(shared_uri)))
+    rows = client.run(client.mover.list(parse_uri(shared_uri)))
     assert [(row.step, row.shared) for row in rows] == [(step, "committed") for step in range(6 - shared, 6)]
 
 

@@ -117,7 +117,7 @@ def test_an_undrained_step_behind_a_damaged_manifest_is_drained_all_the_same(
     DAMAGES["garbage"](directory / MANIFEST)
     close_all()
     client = get_client(Settings.load())
-    client.run(client.engine.drains.drain_all(patient=True))
+    client.run(client.mover.drains.drain_all(patient=True))
     assert not Journal(local_root).entries()
     assert local_commit.read_local_manifest(directory) is not None
     state = zeros_like(small_state())

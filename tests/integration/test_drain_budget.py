@@ -68,7 +68,7 @@ class Drain:
             self.moments.append(time.monotonic())
 
     def _run(self) -> None:
-        self.result = self.client.run(self.client.engine.drains.drain_all(patient=True))
+        self.result = self.client.run(self.client.mover.drains.drain_all(patient=True))
         self.seconds = time.monotonic() - self._begun
 
     def finish(self) -> float:
@@ -118,7 +118,7 @@ def test_the_command_line_changes_the_rate_of_a_drain_that_runs(
     assert (document["bytes_per_second"], document["concurrency"], document["paused"]) == (1 << 30, 2, False)
     drain.finish()
     assert time.monotonic() - begun < 0.8 * left / (256 << 10), "at the rate it began with it would take 44 s"
-    assert drain.client.engine.budget.concurrency == 2
+    assert drain.client.mover.budget.concurrency == 2
 
 
 @pytest.mark.slow
@@ -208,6 +208,6 @@ def test_what_no_mover_could_do_is_refused(
 def test_a_mover_begins_with_what_its_settings_say() -> None:
     client = Client(Settings.load(drain_bytes_per_second="3MiB", concurrency=9))
     try:
-        assert (client.engine.budget.bytes_per_second, client.engine.budget.concurrency) == (3 * MIB, 9)
+        assert (client.mover.budget.bytes_per_second, client.mover.budget.concurrency) == (3 * MIB, 9)
     finally:
         client.close()

@@ -36,7 +36,7 @@ class Page:
     """The metrics of this node, served and scraped."""
 
     def __init__(self, local_root: Path, client: Client | None = None) -> None:
-        self.metrics = Metrics(Settings.load(local_root=local_root), client.engine.budget if client else None)
+        self.metrics = Metrics(Settings.load(local_root=local_root), client.mover.budget if client else None)
         self.port = self.metrics.serve(0)
 
     def text(self) -> str:
@@ -98,13 +98,13 @@ def test_a_drain_that_cannot_succeed_is_counted_by_its_error(page: Page, s3_uri:
     change_control(local_root, paused=True)
     client = Client(Settings.load())
     try:
-        journal = client.engine.journal
+        journal = client.mover.journal
         save(f"{s3_uri}/step-1", {"w": torch.randn(4)})
         close_all()
         (entry,) = journal.entries()
         (local_dir(local_root, entry.location) / entry.files[0].key).unlink()
         change_control(local_root, paused=False)
-        _, errors = client.run(client.engine.drains.drain_all(patient=False))
+        _, errors = client.run(client.mover.drains.drain_all(patient=False))
     finally:
         client.close()
     assert [type(error).__name__ for error in errors] == ["ObjectNotFoundError"]
@@ -121,7 +121,7 @@ def test_the_budget_of_the_agents_mover_is_shown_as_it_is_now(
     page = Page(local_root, client)
     try:
         assert page.get("tierckpt_drain_limit_bytes_per_second") == 5 << 20
-        client.engine.budget.update(bytes_per_second=None, paused=True)
+        client.mover.budget.update(bytes_per_second=None, paused=True)
         assert page.get("tierckpt_drain_limit_bytes_per_second") == 0
         assert page.get("tierckpt_drain_paused") == 1
     finally:

@@ -32,11 +32,11 @@ from tierckpt.checkpoint.run_log_reader import local_records
 from tierckpt.config import Settings
 from tierckpt.disk.durable import make_dirs
 from tierckpt.disk.local_root import clear_leftovers
-from tierckpt.engine import Engine
 from tierckpt.errors import TierckptError
 from tierckpt.format import layout
 from tierckpt.format.layout import MANIFEST, METADATA, ORIGIN_DIR, PARTS_DIR, local_dir, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest
+from tierckpt.mover import Mover
 from tierckpt.replication.local_index import LocalIndex
 from tierckpt.save import eviction
 from tierckpt.training.checkpointer import Checkpointer
@@ -151,7 +151,7 @@ def test_retention_that_fails_in_whatever_way_fails_no_save(
     async def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(Engine, "prune", fails)
+    monkeypatch.setattr(Mover, "prune", fails)
     with Checkpointer(str(tmp_path / "shared" / "run"), keep_last=1) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"w": torch.ones(3)})

@@ -27,9 +27,9 @@ from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.checkpoint.marks import is_drained
 from tierckpt.cli.ui.app import run
 from tierckpt.client import Client, close_all, get_client
-from tierckpt.engine import Engine
 from tierckpt.errors import CheckpointNotFoundError
 from tierckpt.format.layout import parse_uri
+from tierckpt.mover import Mover
 from tierckpt.peer import catalog as cluster_module
 from tierckpt.peer.catalog import PeerReplicas
 from tierckpt.peer.members import Member
@@ -79,13 +79,13 @@ def await_holders(nodes: Nodes, index: int, uri: str, count: int, by: Node) -> N
     assert manifest is not None
     client = Client(by.settings)
 
-    async def holders(engine: Engine) -> int:
-        assert engine.cluster is not None
-        attempts = (await engine.cluster.committed(location.parent)).get(location.name, {})
+    async def holders(mover: Mover) -> int:
+        assert mover.cluster is not None
+        attempts = (await mover.cluster.committed(location.parent)).get(location.name, {})
         return len(attempts.get(manifest.attempt, ()))
 
     try:
-        nodes.until(lambda: client.run(holders(client.engine)) >= count, f"{uri} to be found")
+        nodes.until(lambda: client.run(holders(client.mover)) >= count, f"{uri} to be found")
     finally:
         client.close()
         close_all()
@@ -182,7 +182,7 @@ def test_the_newest_step_is_found_over_own_ssd_peers_and_shared_storage(nodes: N
     save_on(nodes, 1, f"{uri}/step-3", small_state(3))
     assert tierckpt.latest(uri, settings=here) == f"{uri}/step-3"
     assert same(load(f"{uri}/step-3", zeros_like(small_state(3)), settings=here), small_state(3))
-    found = get_client(here).run(get_client(here).engine.find(parse_uri(f"{uri}/step-2")))
+    found = get_client(here).run(get_client(here).mover.find(parse_uri(f"{uri}/step-2")))
     assert found.tiers == {Tier.SHARED}
 
 
@@ -205,7 +205,7 @@ def test_of_two_saves_under_one_name_the_newest_that_is_whole_wins(
     nodes[2].start()
     nodes.meet(3)
     client = get_client(nodes[0].settings)
-    found = client.run(client.engine.latest(parse_uri(step)))
+    found = client.run(client.mover.latest(parse_uri(step)))
     assert found is not None
     assert found.manifest == read_local_manifest(nodes[0].directory(step))
 

@@ -23,15 +23,15 @@ import tierckpt
 from tests.integration.test_cli import Done, flip, for_people, tierckpt_
 from tests.states import load, same, save, small_state
 from tierckpt import Checkpointer
-from tierckpt import engine as module
+from tierckpt import mover as module
 from tierckpt.checkpoint import shared_commit
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.retention import Policy
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.disk import read_lease
-from tierckpt.engine import Engine
 from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.mover import Mover
 from tierckpt.stores import retry
 
 RUNS = ["file", pytest.param("s3", marks=pytest.mark.server)]
@@ -57,11 +57,11 @@ def directory_of(uri: str) -> Path:
 
 def on_shared(uri: str) -> list[int]:
     """Steps that are committed on the shared tier, as a node that has nothing of its own sees them."""
-    engine = Engine(Settings.load(local_root=os.environ["TIERCKPT_LOCAL_ROOT"] + "-elsewhere"))
+    mover = Mover(Settings.load(local_root=os.environ["TIERCKPT_LOCAL_ROOT"] + "-elsewhere"))
 
     async def steps() -> list[int]:
-        rows = await engine.list(parse_uri(uri))
-        await engine.close()
+        rows = await mover.list(parse_uri(uri))
+        await mover.close()
         return [row.step for row in rows if row.shared == "committed" and row.step is not None]
 
     return asyncio.run(steps())
@@ -214,7 +214,7 @@ def test_storage_that_does_not_answer_is_exit_7_and_nothing_goes(s3_uri: str, mo
 def test_a_damaged_newest_one_keeps_the_newest_good_one(run_uri: str) -> None:
     save_steps(run_uri, 1, 2, 3)
     client = get_client(Settings.load())
-    store = client.engine.store(parse_uri(f"{run_uri}/step-3"))
+    store = client.mover.store(parse_uri(f"{run_uri}/step-3"))
     shard = next(path.name for path in directory_of(f"{run_uri}/step-3").glob("*.distcp"))
     client.run(store.delete(shard))
     close_all()
@@ -270,7 +270,7 @@ def test_a_save_that_has_claimed_the_id_again_keeps_what_it_is_to_replace(file_u
     save_steps(file_uri, 1, 2)
     claim = Path(file_uri) / "step-1/.tierckpt/claim.json"
     client = get_client(Settings.load())
-    store = client.engine.store(parse_uri(f"{file_uri}/step-1"))
+    store = client.mover.store(parse_uri(f"{file_uri}/step-1"))
     standing = client.run(shared_commit.read_shared_manifest(store))
     assert standing is not None
     claim.unlink()
@@ -349,18 +349,18 @@ def test_a_restore_holds_what_it_reads(s3_uri: str, tmp_path: Path, monkeypatch:
     restore = module.restore
 
     async def pruned_meanwhile(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
-        result = await client.engine.prune(location, Policy.of(keep_last=1))
+        result = await client.mover.prune(location, Policy.of(keep_last=1))
         seen.extend(result.outcomes)
         return await restore(checkpoint, *arguments, **options)
 
     monkeypatch.setattr(module, "restore", pruned_meanwhile)
-    done = client.run(client.engine.restore(location.child("step-1"), tmp_path / "out"))
+    done = client.run(client.mover.restore(location.child("step-1"), tmp_path / "out"))
     assert done.files > 0
     assert [(one.copy.name, one.outcome, one.reason) for one in seen if one.copy.step == 1] == [
         ("step-1", "kept", "being read")
     ]
     monkeypatch.setattr(module, "restore", restore)
-    result = client.run(client.engine.prune(location, Policy.of(keep_last=1)))
+    result = client.run(client.mover.prune(location, Policy.of(keep_last=1)))
     assert [one.copy.step for one in result.only("removed")] == [1]
 
 
@@ -379,7 +379,7 @@ def test_what_was_removed_before_it_was_held_is_looked_for_again(
         return real(root, directory)
 
     monkeypatch.setattr(read_lease, "reading_async", late)
-    client.run(client.engine.restore(parse_uri(file_uri), tmp_path / "out"))
+    client.run(client.mover.restore(parse_uri(file_uri), tmp_path / "out"))
     assert calls == ["step-2", "step-1"]
     target = small_state(1)
     dcp.load(target, checkpoint_id=str(tmp_path / "out"), no_dist=True)

@@ -195,9 +195,9 @@ def test_every_verb_says_so(run: str, proxy: FaultProxy, tmp_path: Path, monkeyp
         "latest_step": Checkpointer(run).latest_step,
         "load_model": lambda: tierckpt.load_model(run),
         "export": lambda: export_safetensors(run, tmp_path / "out"),
-        "restore": lambda: client.run(client.engine.restore(location, tmp_path / "out")),
-        "drill": lambda: client.run(client.engine.drill(location, seed=1, scratch=None)),
-        "ls": lambda: client.run(client.engine.list(location)),
+        "restore": lambda: client.run(client.mover.restore(location, tmp_path / "out")),
+        "drill": lambda: client.run(client.mover.drill(location, seed=1, scratch=None)),
+        "ls": lambda: client.run(client.mover.list(location)),
     }
     for name, verb in verbs.items():
         with pytest.raises(StoreUnavailableError):

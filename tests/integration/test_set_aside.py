@@ -22,10 +22,10 @@ from tierckpt.config import Settings
 from tierckpt.drain import drain
 from tierckpt.drain.background import BackgroundDrains
 from tierckpt.drain.drain import Drainer
-from tierckpt.engine import Engine
 from tierckpt.errors import CommitAbandonedError, PermissionDeniedError, StoreUnavailableError, TierckptError
 from tierckpt.format.layout import CLAIM, local_dir, parse_uri
 from tierckpt.format.manifest import seal
+from tierckpt.mover import Mover
 from tierckpt.save import eviction
 from tierckpt.stores import retry
 
@@ -90,12 +90,12 @@ def drained_by(local_root: Path, **settings: Any) -> TierckptError | None:
     """One patient drain of the only entry."""
 
     async def work() -> TierckptError | None:
-        engine = Engine(Settings.load(local_root=local_root, **settings))
+        mover = Mover(Settings.load(local_root=local_root, **settings))
         try:
-            _, errors = await engine.drains.drain_all(patient=True)
+            _, errors = await mover.drains.drain_all(patient=True)
             return errors[0] if errors else None
         finally:
-            await engine.close()
+            await mover.close()
 
     return asyncio.run(work())
 

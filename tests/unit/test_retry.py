@@ -17,10 +17,11 @@ from tests.virtual_time import VirtualTime
 from tierckpt.config import Settings
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, StoreUnavailableError
 from tierckpt.format.manifest import FileEntry, digest_of
-from tierckpt.stores import retry
+from tierckpt.stores import retry, store_breaker
 from tierckpt.stores import verified_read as mover_retry
 from tierckpt.stores.local import LocalStore
-from tierckpt.stores.retry import FAILURES_TO_OPEN, FLOOR_RETRIES, Breaker, Budget, Probe, Retries
+from tierckpt.stores.retry import FLOOR_RETRIES, Retries, RetryBudget
+from tierckpt.stores.store_breaker import FAILURES_TO_OPEN, Probe, StoreBreaker
 from tierckpt.stores.verified_read import get_checked
 from tierckpt.types import ByteRange
 
@@ -42,7 +43,7 @@ def failure(**context: object) -> StoreUnavailableError:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "BACKOFF_SECONDS_MAX", 0.02)
-    monkeypatch.setattr(retry, "PROBE_PAUSE_SECONDS_MIN", 0.05)
+    monkeypatch.setattr(store_breaker, "PROBE_PAUSE_SECONDS_MIN", 0.05)
 
 
 @pytest.fixture
@@ -54,12 +55,12 @@ async def unreachable() -> bool:
     return False
 
 
-async def once(policy: Retries, breaker: Breaker, probe: Probe, request: Callable[[], Awaitable[str]]) -> str:
+async def once(policy: Retries, breaker: StoreBreaker, probe: Probe, request: Callable[[], Awaitable[str]]) -> str:
     async with policy.asking(breaker, probe):
         return await request()
 
 
-async def run(policy: Retries, breaker: Breaker, probe: Probe, request: Callable[[], Awaitable[str]]) -> str:
+async def run(policy: Retries, breaker: StoreBreaker, probe: Probe, request: Callable[[], Awaitable[str]]) -> str:
     """One request and its retries."""
     limit = policy.settings.store_timeout_seconds
     return await policy.again(lambda: once(policy, breaker, probe, request), timeout_seconds=limit)
@@ -71,7 +72,7 @@ async def run(policy: Retries, breaker: Breaker, probe: Probe, request: Callable
 def test_the_floor_is_spent_and_comes_back_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    budget = Budget(0.1)
+    budget = RetryBudget(0.1)
     assert [budget.take() for _ in range(11)] == [True] * 10 + [False]
     now[0] += 0.9
     assert not budget.take()
@@ -83,7 +84,7 @@ def test_the_floor_is_spent_and_comes_back_slowly(monkeypatch: pytest.MonkeyPatc
 
 def test_what_went_well_pays_for_retries_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
-    budget = Budget(0.25)
+    budget = RetryBudget(0.25)
     for _ in range(int(FLOOR_RETRIES)):
         budget.take()
     for _ in range(8):
@@ -205,10 +206,10 @@ async def test_retries_do_not_multiply() -> None:
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("few", [3], indirect=True)
 async def test_a_budget_that_refuses_each_retry_ends_work_without_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(self: Budget, timeout_seconds: float) -> bool:
+    async def refuse(self: RetryBudget, timeout_seconds: float) -> bool:
         return False
 
-    monkeypatch.setattr(Budget, "wait", refuse)
+    monkeypatch.setattr(RetryBudget, "wait", refuse)
     policy = retries()
     request, calls = failing(99)
     with pytest.raises(StoreUnavailableError):
@@ -228,8 +229,8 @@ async def test_work_in_one_piece_is_tried_again_as_a_whole() -> None:
 # --- the breaker (R2) ----------------------------------------------------------------------------------------------
 
 
-def opened(patience_seconds: float = 5.0) -> Breaker:
-    breaker = Breaker("s3://b", 0.2, patience_seconds)
+def opened(patience_seconds: float = 5.0) -> StoreBreaker:
+    breaker = StoreBreaker("s3://b", 0.2, patience_seconds)
     for _ in range(FAILURES_TO_OPEN):
         breaker.failed(failure())
     assert breaker.is_open
@@ -237,7 +238,7 @@ def opened(patience_seconds: float = 5.0) -> Breaker:
 
 
 def test_one_good_answer_starts_the_count_anew() -> None:
-    breaker = Breaker("s3://b", 1.0)
+    breaker = StoreBreaker("s3://b", 1.0)
     for _ in range(3):
         for _ in range(FAILURES_TO_OPEN - 1):
             breaker.failed(failure())

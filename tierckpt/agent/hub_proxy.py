@@ -79,7 +79,7 @@ class HubProxy:
     def __init__(self, settings: Settings) -> None:
         """Raises ConfigError: ``HF_ENDPOINT`` of this process is no URL."""
         self._client = Client(settings)
-        self._hub = hub_of(self._client.engine.drainer.retries)
+        self._hub = hub_of(self._client.mover.drainer.retries)
         self._known: dict[str, tuple[float, Any]] = {}
         self._lock = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
@@ -165,7 +165,7 @@ class HubProxy:
         repository = Repository(kind, name, revision)
         commit = self._recent(f"{kind}/{name}@{revision}", lambda: self._client.run(self._hub.commit(repository)))
         location = parse_uri(f"hf://{'' if kind == 'models' else f'{kind}/'}{name}@{commit}/{path}")
-        store = self._client.engine.store(location.parent)
+        store = self._client.mover.store(location.parent)
         return _File(location, self._client.run(store.head(location.name)), commit)
 
     def _recent(self, key: str, ask: Any) -> Any:
@@ -234,8 +234,8 @@ class HubProxy:
     @contextlib.contextmanager
     def _opened(self, file: _File) -> Iterator[tuple[CacheEntry, concurrent.futures.Future[None]]]:
         """Within it the file is fetched, ahead of whoever reads it; the future ends when it is whole and checked."""
-        engine = self._client.engine
-        entry = self._client.run(engine.cached(file.location, kind="object", info=file.info))
+        mover = self._client.mover
+        entry = self._client.run(mover.cached(file.location, kind="object", info=file.info))
         filling = self._client.start(entry.fill())
         try:
             yield entry, filling

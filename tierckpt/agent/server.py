@@ -24,10 +24,10 @@ from ..disk import priority
 from ..disk.file_lock import try_lock
 from ..disk.local_root import use_local_root
 from ..disk.quarantine import set_aside
-from ..engine import Engine
 from ..errors import ConfigError, TierckptError
 from ..ipc.circuit_breaker import LOCK
 from ..ipc.client import BUSY_SECONDS, SOCKET, encode, peer_of, private_directory, socket_path, take_message
+from ..mover import Mover
 from ..peer.catalog import Live, live_of
 from ..quantities import human_bytes
 from ..replication.replicator import Replicator
@@ -82,7 +82,7 @@ class Agent:
 
     def __init__(self, settings: Settings, directory: Path, options: AgentOptions) -> None:
         self.settings, self.options = settings, options
-        self.engine = Engine(settings, self._on_progress, live=self._live)
+        self.mover = Mover(settings, self._on_progress, live=self._live)
         self.orphaned = OrphanedSaves(on_settled=lambda: self._spawn(self._recover()))
         self._directory = directory
         self._connections: set[Connection] = set()
@@ -100,13 +100,13 @@ class Agent:
         self._hub_proxy: Any = None
         self.replicator: Replicator | None = None
         self.peers: Peers | None = None
-        if self.engine.cluster is not None:
+        if self.mover.cluster is not None:
             self.replicator = Replicator(
                 settings,
-                self.engine.journal,
-                self.engine.budget,
-                self.engine.cluster,
-                self.engine.store,
+                self.mover.journal,
+                self.mover.budget,
+                self.mover.cluster,
+                self.mover.store,
                 self._on_progress,
             )
             self.peers = Peers(
@@ -123,7 +123,7 @@ class Agent:
         looking = asyncio.create_task(self._keep_log_small())
         if self.peers is not None:
             self.peers.start()
-        folding = asyncio.create_task(LogFolds(self.settings, self.engine.budget).run())
+        folding = asyncio.create_task(LogFolds(self.settings, self.mover.budget).run())
         copying = asyncio.create_task(self.replicator.run()) if self.replicator is not None else None
         with self._listen() as listener:
             loop.add_reader(listener, self._accept, listener)
@@ -143,7 +143,7 @@ class Agent:
                 await asyncio.wait([task])
         if self.peers is not None:
             await self.peers.close()
-        await self.engine.close()
+        await self.mover.close()
         if self._metrics is not None:
             self._metrics.close()
         if self._hub_proxy is not None:
@@ -163,7 +163,7 @@ class Agent:
         try:
             from .metrics import Metrics
 
-            self._metrics = Metrics(self.settings, self.engine.budget)
+            self._metrics = Metrics(self.settings, self.mover.budget)
             self._metrics.serve(self.options.metrics_port)
         except (ImportError, TierckptError) as error:
             log.error("no metrics are served: %s", error)
@@ -214,7 +214,7 @@ class Agent:
                 await asyncio.wait_for(self._stopping.wait(), RESCAN_SECONDS)
 
     def _may_leave(self) -> bool:
-        has_work = self._connections or self._tasks or self.engine.drains.draining or self._retry_at
+        has_work = self._connections or self._tasks or self.mover.drains.draining or self._retry_at
         is_needed = self.peers is not None and self.peers.is_needed
         is_needed = is_needed or (self.replicator is not None and self.replicator.is_needed)
         return not (has_work or is_needed) and self.orphaned.is_empty
@@ -225,8 +225,8 @@ class Agent:
         A job that comes back meanwhile costs nothing but that drain.
         """
         try:
-            await self.engine.drains.settle()
-            released = await self.engine.drains.release()
+            await self.mover.drains.settle()
+            released = await self.mover.drains.release()
         except (OSError, TierckptError) as error:
             log.error("cannot release local-only checkpoints: %s", error)
             return False
@@ -243,14 +243,14 @@ class Agent:
                 self._submit(entry.token)
 
     def _submit(self, token: str) -> None:
-        if token in self.engine.drains.draining:
+        if token in self.mover.drains.draining:
             return
         self._retry_at[token] = time.monotonic() + RETRY_SECONDS_MAX  # until it ends, one way or the other
         self._spawn(self._drain(token))
 
     async def _drain(self, token: str) -> None:
         try:
-            await self.engine.drains.submit(token)
+            await self.mover.drains.submit(token)
         except TierckptError as error:
             self._failures[token] = count = self._failures.get(token, 0) + 1
             wait_seconds = min(RETRY_SECONDS_MIN * 2 ** (count - 1), RETRY_SECONDS_MAX)
@@ -268,11 +268,11 @@ class Agent:
         The processes of the job may have had the signal too: a checkpoint they have staged is waited for.
         """
         deadline = time.monotonic() + self.settings.grace_seconds
-        self.engine.budget.newest_first()
-        self._retry_at = {token: at for token, at in self._retry_at.items() if token in self.engine.drains.draining}
+        self.mover.budget.newest_first()
+        self._retry_at = {token: at for token, at in self._retry_at.items() if token in self.mover.drains.draining}
         while time.monotonic() < deadline:
             await self._drain_what_is_ready()
-            if self.orphaned.is_empty and not self.engine.drains.draining and not await self._left():
+            if self.orphaned.is_empty and not self.mover.drains.draining and not await self._left():
                 break
             await asyncio.sleep(FINISH_POLL_SECONDS)
         left = await self._left()
@@ -293,7 +293,7 @@ class Agent:
     async def _entries(self) -> list[Entry]:
         """The journal, newest first."""
         try:
-            return await asyncio.to_thread(self.engine.journal.entries)
+            return await asyncio.to_thread(self.mover.journal.entries)
         except (OSError, TierckptError) as error:
             log.error("the journal cannot be read: %s", error)
             return []
@@ -400,7 +400,7 @@ class Agent:
     async def _recover(self) -> None:
         self._recovered_at = time.monotonic()
         try:
-            await self.engine.drains.recover()
+            await self.mover.drains.recover()
         except (OSError, TierckptError) as error:
             log.error("what earlier processes left cannot be taken up now: %s", error)
 
@@ -483,7 +483,7 @@ class Agent:
         self, connection: Connection, received: list[int], bytes_per_second: int | None, seconds: float
     ) -> None:
         """Let the drains of this node take no more than that, for so long: training needs the rest."""
-        self.engine.budget.throttle(bytes_per_second, seconds)
+        self.mover.budget.throttle(bytes_per_second, seconds)
 
     async def _on_settle(self, connection: Connection, received: list[int]) -> None:
         """Answer when no handoff is being executed any more: then the local tier has all it is going to have."""
@@ -535,13 +535,13 @@ class Agent:
             "staged_saves": len(self.orphaned.saves),
             "memory_held_bytes": self.orphaned.size_bytes,
             "wills_executed": self.orphaned.executed,
-            "draining": len(self.engine.drains.draining),
+            "draining": len(self.mover.drains.draining),
             "moving": [
                 {"what": what, "done_bytes": progress.done_bytes, "total_bytes": progress.total_bytes}
                 for what, progress in self._moving.items()
             ],
             "moved_bytes": self._moved_bytes,
-            "drain_bytes_per_second": self.engine.budget.rate,
+            "drain_bytes_per_second": self.mover.budget.rate,
             "errors": self._errors,
             "replicas": self.replicator.status() if self.replicator is not None else None,
             "page": server.url if (server := getattr(self._metrics, "server", None)) is not None else None,

@@ -25,9 +25,9 @@ from ..config import GiB, Settings
 from ..disk.file_io import open_direct
 from ..disk.io_tuner import MODEL_WAYS, WAYS, ReadMode, device_of, read_tuner_for, recorded
 from ..disk.local_root import MEMORY_FILESYSTEMS, filesystem_type
-from ..engine import Engine
 from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError, TierckptError
 from ..format.layout import Location
+from ..mover import Mover
 from ..quantities import DISK_BLOCK_BYTES
 from ..stores.base import Store
 from .ui.output import Report, human_bytes, human_seconds, table
@@ -69,7 +69,7 @@ def doctor(uri: OptionalUri = None, as_json: JsonOption = False, local_root: Loc
     checks = [*_software(), *_local_root(settings), _journal(settings), *huge_pages()]
     if location is not None:
         with open_client(local_root) as client:
-            checks += client.run(_store(client.engine, location))
+            checks += client.run(_store(client.mover, location))
     document = {
         "local_root": str(settings.local_root),
         "uri": location.uri if location is not None else None,
@@ -211,10 +211,10 @@ def huge_pages() -> Iterator[Check]:
 # --- shared storage ---------------------------------------------------------------------------------------------
 
 
-async def _store(engine: Engine, location: Location) -> list[Check]:
+async def _store(mover: Mover, location: Location) -> list[Check]:
     """Put, read, put again and remove one small object. The first failure ends it; the object never stays."""
     try:
-        store = engine.store(location)
+        store = mover.store(location)
     except TierckptError as error:
         return [Check("store", FAIL, str(error))]
     made = nearest_existing(Path(location.path)) if location.scheme == "file" else None

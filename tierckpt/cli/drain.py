@@ -13,7 +13,6 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ..checkpoint.journal import ASIDE, FILE_SET_ASIDE, LOCAL_ONLY, SET_ASIDE, TO_DRAIN, Entry, Journal
 from ..drain.budget import UNCHANGED, Unchanged, change_control
-from ..engine import Engine
 from ..errors import (
     CheckpointNotFoundError,
     CommitAbandonedError,
@@ -24,6 +23,7 @@ from ..errors import (
 )
 from ..format.layout import control_file, parse_uri
 from ..ipc.client import contact_for
+from ..mover import Mover
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, progress_bar, table
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, load_settings, open_client
@@ -98,14 +98,14 @@ def drain(
         report = _change(load_settings(local_root).local_root, limit, concurrency, paused)
         if not wait:
             return report
-    # drain=False keeps the engine from starting drains of its own beside the ones asked for here.
+    # drain=False keeps the mover from starting drains of its own beside the ones asked for here.
     with (
         progress_bar(as_json=as_json, progress=progress) as listener,
         open_client(local_root, listener, drain=False) as client,
     ):
         if retry:
-            client.engine.journal.put_back()
-        work = client.run(_drain_within(client.engine, wait, timeout))
+            client.mover.journal.put_back()
+        work = client.run(_drain_within(client.mover, wait, timeout))
     rows = work.rows()
     document: Json = {"entries": rows, "drained": work.drained, "left": len(work.left)}
     columns = [(row["uri"], row["rank"], row["outcome"], human_bytes(row["size_bytes"]), row["error"]) for row in rows]
@@ -201,47 +201,47 @@ def _outcome_of(left: Entry) -> str:
     return "failed" if left.error else "held"
 
 
-async def _drain_within(engine: Engine, wait: bool, timeout_seconds: float | None) -> _Work:
+async def _drain_within(mover: Mover, wait: bool, timeout_seconds: float | None) -> _Work:
     work = _Work()
     try:
         async with asyncio.timeout(timeout_seconds):
-            await _drain(engine, work, wait)
-            await engine.drains.settle()
+            await _drain(mover, work, wait)
+            await mover.drains.settle()
     except TimeoutError as error:
         if isinstance(error, TierckptError):
             raise
-        await _look(engine, work)
+        await _look(mover, work)
         work.errors.append(OperationTimeoutError(f"not drained within {timeout_seconds:g} s"))
     return work
 
 
-async def _drain(engine: Engine, work: _Work, wait: bool) -> None:
+async def _drain(mover: Mover, work: _Work, wait: bool) -> None:
     """Pass over the journal until it is empty, or until a pass without ``wait`` brings nothing further.
 
     A rank may have to look again: its own files are sent in one pass, and what commits them may be the part of
     another rank that is drained later in the same pass.
     """
-    await _look(engine, work)
-    await engine.drains.recover()  # with drain=False: only removes what dead processes never finished
-    await engine.drains.release()
-    await _look(engine, work)
+    await _look(mover, work)
+    await mover.drains.recover()  # with drain=False: only removes what dead processes never finished
+    await mover.drains.release()
+    await _look(mover, work)
     while not work.is_done:
         before = len(work.left)
-        results, work.errors = await engine.drains.drain_all(patient=wait)
+        results, work.errors = await mover.drains.drain_all(patient=wait)
         work.outcomes |= {result.token: result.outcome for result in results if result.outcome != "held"}
-        await _look(engine, work)
+        await _look(mover, work)
         if work.errors and wait:
             return  # a patient drain raises only what waiting does not mend
         if not wait and len(work.left) == before:
             return
         if wait and not work.is_done:
             with contextlib.suppress(TierckptError, OSError):  # an agent that owns them and hangs is ended
-                await asyncio.to_thread(contact_for(engine.settings).ask, {"op": "here"}, start=False)
+                await asyncio.to_thread(contact_for(mover.settings).ask, {"op": "here"}, start=False)
             await asyncio.sleep(POLL_SECONDS)
 
 
-async def _look(engine: Engine, work: _Work) -> None:
-    found = await asyncio.to_thread(engine.journal.entries)
+async def _look(mover: Mover, work: _Work) -> None:
+    found = await asyncio.to_thread(mover.journal.entries)
     entries = {entry.token: entry for entry in found if entry.state != LOCAL_ONLY}  # those are not to be drained
     for token in work.left.keys() - entries.keys():
         if token not in work.outcomes and work.left[token].state not in TO_DRAIN:

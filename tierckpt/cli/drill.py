@@ -43,7 +43,7 @@ def drill(
         progress_bar(as_json=as_json, progress=progress) as listener,
         open_client(local_root, listener, drain=False) as client,
     ):
-        found = client.run(client.engine.drill(location, seed=seed, scratch=scratch.absolute() if scratch else None))
+        found = client.run(client.mover.drill(location, seed=seed, scratch=scratch.absolute() if scratch else None))
         record_check(client.settings.local_root, "drill", found.to_json())
     document = found.to_json()
     return Report(document, _view(document), IntegrityError.exit_code if found.problems else 0)

@@ -11,10 +11,10 @@ from rich.console import RenderableType
 
 from ..cache.prefetch import FileSpec, from_listing
 from ..checkpoint.catalog import Checkpoint
-from ..engine import Engine
 from ..errors import CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError
 from ..format.layout import GRADIENTS_DIR, Location, adopted_dir, local_dir, step_of
 from ..format.manifest import Manifest
+from ..mover import Mover
 from ..save import segments
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, table
@@ -26,33 +26,33 @@ def info(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOpt
     Shows the logs of a run, and the files of a plain directory of model files too."""
     location = location_of(uri)
     with open_client(local_root) as client:
-        return client.run(_inspect(client.engine, location))
+        return client.run(_inspect(client.mover, location))
 
 
-async def _inspect(engine: Engine, location: Location) -> Report:
+async def _inspect(mover: Mover, location: Location) -> Report:
     try:
-        checkpoint = await engine.find(location)
+        checkpoint = await mover.find(location)
     except (CheckpointNotFoundError, UncommittedCheckpointError) as error:
-        return await _inspect_plain(engine, location, error)
+        return await _inspect_plain(mover, location, error)
     if checkpoint.manifest is None:
         return _plain("stock", location, await from_listing(checkpoint.store))
-    logs = await asyncio.to_thread(_logs, engine, location.parent) if checkpoint.step is not None else []
+    logs = await asyncio.to_thread(_logs, mover, location.parent) if checkpoint.step is not None else []
     behind = [one for one in logs if one["base_step"] <= checkpoint.step <= (one["newest_step"] or one["base_step"])]
     return await asyncio.to_thread(_committed, checkpoint, checkpoint.manifest, behind)
 
 
 async def _inspect_plain(
-    engine: Engine, location: Location, error: CheckpointNotFoundError | UncommittedCheckpointError
+    mover: Mover, location: Location, error: CheckpointNotFoundError | UncommittedCheckpointError
 ) -> Report:
     """No commit is here: a run with checkpoints below, plain files, an unfinished save, or nothing."""
-    logs = await asyncio.to_thread(_logs, engine, location)
+    logs = await asyncio.to_thread(_logs, mover, location)
     try:
-        rows = await engine.list(location)
+        rows = await mover.list(location)
     except CheckpointNotFoundError:
         if logs:
             return _run(location, (), logs)
         try:
-            return _plain("files", location, await from_listing(engine.store(location)))
+            return _plain("files", location, await from_listing(mover.store(location)))
         except ObjectNotFoundError:
             raise error from None
     if rows[0].location == location:
@@ -65,9 +65,9 @@ async def _inspect_plain(
     )
 
 
-def _logs(engine: Engine, run: Location) -> list[Json]:
+def _logs(mover: Mover, run: Location) -> list[Json]:
     """The gradient logs that this node has of ``run``: of each rank, those that follow each other as one."""
-    directory = local_dir(engine.settings.local_root, run) / GRADIENTS_DIR
+    directory = local_dir(mover.settings.local_root, run) / GRADIENTS_DIR
     ranks = sorted(directory.glob("rank-*")) if directory.is_dir() else []
     return [{"rank": step_of(path.name), **dataclasses.asdict(one)} for path in ranks for one in segments.chains(path)]
 

@@ -10,7 +10,7 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
     """List the checkpoints at or directly under URI, by step. What is not committed is marked so."""
     location = location_of(uri)
     with open_client(local_root) as client:
-        rows = client.run(client.engine.list(location))
+        rows = client.run(client.mover.list(location))
     lines = [(row.name, row.step, row.local, row.shared, row.files, human_bytes(row.size_bytes)) for row in rows]
     document = {"uri": location.uri, "checkpoints": [row.to_json() for row in rows]}
     return Report(document, [table("name >step local shared >files >size", lines)])

@@ -14,10 +14,10 @@ import typer
 
 from ..cache.node_cache import Check, retry_until_available
 from ..cache.pool import Pool, Row
-from ..engine import Engine
 from ..errors import ConfigError, IntegrityError, PartialTransferError, TierckptError
 from ..format.layout import Location
 from ..format.uris import local_path
+from ..mover import Mover
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar, table
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, load_settings, location_of, open_client
@@ -114,24 +114,24 @@ def prefetch(
     if evict or unpin:
         with open_client(local_root) as client:
             work = _evict if evict else _unpin
-            return client.run(work(client.engine, locations))
+            return client.run(work(client.mover, locations))
     with progress_bar(as_json=as_json, progress=progress) as listener, open_client(local_root, listener) as client:
         if not check and not dry_run:
             reports: list[Report] = []
             errors: dict[str, TierckptError] = {}
             for location in locations:  # what fails does not keep the rest
                 try:
-                    reports.append(client.start(job.fetch(location, client.engine)).result())
+                    reports.append(client.start(job.fetch(location, client.mover)).result())
                 except TierckptError as error:
                     errors[location.uri] = error
             return _joined(reports, errors)
 
-        async def look(engine: Engine) -> list[Report]:
+        async def look(mover: Mover) -> list[Report]:
             if check:
-                return [await job.check(engine, location, read_data) for location in locations]
-            return [await job.plan(engine, location) for location in locations]
+                return [await job.check(mover, location, read_data) for location in locations]
+            return [await job.plan(mover, location) for location in locations]
 
-        return _joined(client.run(look(client.engine)))
+        return _joined(client.run(look(client.mover)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +145,9 @@ class _Job:
     wait_seconds: float | None
     hf_cache: bool
 
-    async def fetch(self, location: Location, engine: Engine) -> Report:
+    async def fetch(self, location: Location, mover: Mover) -> Report:
         begun = time.monotonic()
-        chosen = partial(engine.prefetch, include=self.include, exclude=self.exclude, pin=self.pin)
+        chosen = partial(mover.prefetch, include=self.include, exclude=self.exclude, pin=self.pin)
         work = partial(chosen, location, self.to, hf_cache=self.hf_cache)
         if self.wait_seconds is None:
             result = await work()
@@ -175,19 +175,19 @@ class _Job:
             summary["pinned"] = "yes"
         return Report(document, [facts(summary)])
 
-    async def check(self, engine: Engine, location: Location, read_data: bool) -> Report:
-        found = await engine.check_prefetched(location, self.to, include=self.include, exclude=self.exclude)
+    async def check(self, mover: Mover, location: Location, read_data: bool) -> Report:
+        found = await mover.check_prefetched(location, self.to, include=self.include, exclude=self.exclude)
         if read_data:
-            await engine.node_cache.read_again(found)
+            await mover.node_cache.read_again(found)
         code = IntegrityError.exit_code if found.bad else 0 if found.state == "whole" else PARTIAL
         return Report(found.to_json(), _check_view(found), code)
 
-    async def plan(self, engine: Engine, location: Location) -> Report:
-        found = await engine.check_prefetched(location, self.to, include=self.include, exclude=self.exclude)
+    async def plan(self, mover: Mover, location: Location) -> Report:
+        found = await mover.check_prefetched(location, self.to, include=self.include, exclude=self.exclude)
         fetch_bytes = 0 if found.state == "whole" else found.size_bytes - found.here_bytes
         room = None
         if self.to is None and fetch_bytes:
-            room = await engine.plan_prefetch(location, include=self.include, exclude=self.exclude)
+            room = await mover.plan_prefetch(location, include=self.include, exclude=self.exclude)
         going = room.evicted if room is not None else []
         fits = room is None or room.fits
         document: Json = {
@@ -209,7 +209,7 @@ class _Job:
 def _watched(location: Location, job: _Job, local_root: Path | None, *, as_json: bool) -> Report:
     """Fetch to this node, and show all nodes until each has it."""
     with open_client(local_root) as client:
-        fetching = client.start(job.fetch(location, client.engine))
+        fetching = client.start(job.fetch(location, client.mover))
         seen = watch_rollout(location, load_settings(local_root), as_json=as_json, fetching=fetching)
         fetched = fetching.result()
     return Report({**seen.document, "fetched": fetched.document}, [*seen.view, *fetched.view], fetched.exit_code)
@@ -232,8 +232,8 @@ def _joined(reports: Sequence[Report], errors: Mapping[str, TierckptError] | Non
     return Report({"uris": [report.document for report in reports]}, view, code)
 
 
-async def _evict(engine: Engine, locations: Sequence[Location]) -> Report:
-    return _gone(*_both(engine.node_cache.evict(location) for location in locations))
+async def _evict(mover: Mover, locations: Sequence[Location]) -> Report:
+    return _gone(*_both(mover.node_cache.evict(location) for location in locations))
 
 
 def _both(pairs: Any) -> tuple[list[Row], list[Row]]:
@@ -258,8 +258,8 @@ def _gone(went: Sequence[Row], stayed: Sequence[Row]) -> Report:
     return Report(document, [facts(summary)], PARTIAL if stayed else 0)
 
 
-async def _unpin(engine: Engine, locations: Sequence[Location]) -> Report:
-    rows = [row for location in locations for row in engine.node_cache.unpin(location)]
+async def _unpin(mover: Mover, locations: Sequence[Location]) -> Report:
+    rows = [row for location in locations for row in mover.node_cache.unpin(location)]
     names = [row.uri for row in rows]
     return Report({"unpinned": names}, [facts({"unpinned": ", ".join(names) or "nothing was pinned"})])
 

@@ -11,9 +11,9 @@ from rich.console import RenderableType
 from ..checkpoint import local_commit, shared_commit
 from ..checkpoint.prune import FAILED, REMOVED, WOULD_GO, Outcome, PruneResult
 from ..checkpoint.retention import Policy, Rule
-from ..engine import Engine
 from ..errors import CheckpointNotFoundError, ConfigError, PartialTransferError, TierckptError
 from ..format.layout import Location
+from ..mover import Mover
 from ..types import Json
 from .ui.output import Report, human_bytes, table
 from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
@@ -55,16 +55,16 @@ def prune(
         local=rule if tier is not Tiers.SHARED else Rule(), shared=rule if tier is not Tiers.LOCAL else Rule()
     )
     with open_client(local_root) as client:
-        result = client.run(client.engine.prune(location, policy, dry_run=not yes))
+        result = client.run(client.mover.prune(location, policy, dry_run=not yes))
         if not result.outcomes and not result.leftovers:
-            raise client.run(_nothing_here(client.engine, location))
+            raise client.run(_nothing_here(client.mover, location))
     return Report(_document(location, result, yes), _view(result, yes, bool(policy)), _exit_code(result))
 
 
-async def _nothing_here(engine: Engine, location: Location) -> TierckptError:
+async def _nothing_here(mover: Mover, location: Location) -> TierckptError:
     """Say what is at ``location`` instead of a run of ours."""
-    if await shared_commit.read_shared_manifest(engine.store(location)) or local_commit.read_local_manifest(
-        engine.directory(location)
+    if await shared_commit.read_shared_manifest(mover.store(location)) or local_commit.read_local_manifest(
+        mover.directory(location)
     ):
         return ConfigError(
             f"{location.uri} is a checkpoint, not a run of several",

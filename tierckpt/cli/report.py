@@ -10,9 +10,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..checkpoint.run_log_reader import Lines, read_history
-from ..engine import Engine
 from ..errors import CheckpointNotFoundError, ConfigError
 from ..format.layout import Location
+from ..mover import Mover
 from ..planning.goodput import Goodput, What, analyse, read_start
 from ..types import Json
 from .size import PlotOption
@@ -43,12 +43,12 @@ def report(
     """
     location = location_of(uri)
     with open_client(local_root) as client:
-        history = client.run(_history(client.engine, location))
+        history = client.run(_history(client.mover, location))
     return _report(location, history, plot)
 
 
-async def _history(engine: Engine, location: Location) -> dict[str, Lines]:
-    return await read_history(engine.directory(location), engine.store(location))
+async def _history(mover: Mover, location: Location) -> dict[str, Lines]:
+    return await read_history(mover.directory(location), mover.store(location))
 
 
 def _report(location: Location, history: dict[str, Lines], plot: object) -> Report:

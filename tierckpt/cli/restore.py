@@ -34,7 +34,7 @@ def restore(
     location, target = location_of(uri), local_path(to, "--to")
     begun = time.monotonic()
     with progress_bar(as_json=as_json, progress=progress) as listener, open_client(local_root, listener) as client:
-        result = client.run(client.engine.restore(location, target))
+        result = client.run(client.mover.restore(location, target))
     seconds = time.monotonic() - begun
     document: Json = {**result.to_json(), "seconds": seconds}
     summary = {

@@ -11,9 +11,9 @@ from rich.console import RenderableType
 from ..checkpoint import local_commit, shared_commit
 from ..checkpoint.catalog import Checkpoint
 from ..checkpoint.verify import VerifyReport, record_check
-from ..engine import Engine
 from ..errors import CheckpointError, CheckpointNotFoundError, IntegrityError, ManifestError
 from ..format.layout import MANIFEST, Location
+from ..mover import Mover
 from ..types import Json, Tier
 from .ui.output import Report, facts, human_bytes, progress_bar, table
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
@@ -38,8 +38,8 @@ def verify(
     """
     wanted = location_of(uri)
     with progress_bar(as_json=as_json, progress=progress) as listener, open_client(local_root, listener) as client:
-        location = client.run(_checkpoint_at(client.engine, wanted))
-        checkpoint, report, damaged = client.run(_verify(client.engine, location, read_data))
+        location = client.run(_checkpoint_at(client.mover, wanted))
+        checkpoint, report, damaged = client.run(_verify(client.mover, location, read_data))
         absent = _absent(checkpoint, report)
     problems = {**damaged, **{key: text for key, text in report.problems.items() if key not in absent}}
     rows = [_row(checkpoint, report, tier, path, text) for (tier, path), text in problems.items()]
@@ -55,12 +55,12 @@ def verify(
     return Report(document, _view(document), IntegrityError.exit_code if rows else 0)
 
 
-async def _checkpoint_at(engine: Engine, location: Location) -> Location:
+async def _checkpoint_at(mover: Mover, location: Location) -> Location:
     """``location``, or of a run its newest step that was committed."""
-    if await _damaged_manifests(engine, location):
+    if await _damaged_manifests(mover, location):
         return location
     try:
-        rows = await engine.list(location)
+        rows = await mover.list(location)
     except CheckpointNotFoundError:
         return location  # what looks at it says what is wrong
     committed = [row for row in rows if {row.local, row.shared} & {"committed", "stock"}]
@@ -68,10 +68,10 @@ async def _checkpoint_at(engine: Engine, location: Location) -> Location:
 
 
 async def _verify(
-    engine: Engine, location: Location, read_data: bool
+    mover: Mover, location: Location, read_data: bool
 ) -> tuple[Checkpoint, VerifyReport, dict[Problem, str]]:
-    damaged = await _damaged_manifests(engine, location)
-    checkpoint, report = await engine.verify(location, read_data=read_data)
+    damaged = await _damaged_manifests(mover, location)
+    checkpoint, report = await mover.verify(location, read_data=read_data)
     if checkpoint.manifest is None:
         raise CheckpointError(
             f"{location.uri} was written by stock PyTorch and carries no digests to check it against",
@@ -80,15 +80,15 @@ async def _verify(
     return checkpoint, report, damaged
 
 
-async def _damaged_manifests(engine: Engine, location: Location) -> dict[Problem, str]:
+async def _damaged_manifests(mover: Mover, location: Location) -> dict[Problem, str]:
     """Name each tier whose manifest is damaged. A shared tier that cannot be asked is an error: it may hold damage."""
     damaged: dict[Problem, str] = {}
     try:
-        await asyncio.to_thread(local_commit.read_local_manifest, engine.directory(location))
+        await asyncio.to_thread(local_commit.read_local_manifest, mover.directory(location))
     except ManifestError as error:
         damaged[(Tier.LOCAL, MANIFEST)] = str(error)
     try:
-        await shared_commit.read_shared_manifest(engine.store(location))
+        await shared_commit.read_shared_manifest(mover.store(location))
     except ManifestError as error:
         damaged[(Tier.SHARED, MANIFEST)] = str(error)
     return damaged

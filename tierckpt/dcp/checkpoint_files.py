@@ -46,7 +46,7 @@ class CheckpointFiles:
             CheckpointNotFoundError, UncommittedCheckpointError, StoreError: as ``Selector.found``.
         """
         for _ in range(FINDS_MAX):
-            files = cls(client, settings, client.run(client.engine.selector.found(location)))
+            files = cls(client, settings, client.run(client.mover.selector.found(location)))
             with contextlib.ExitStack() as stack:
                 stack.callback(files.close)
                 if client.run(catalog.stands(files.checkpoint)):

@@ -287,7 +287,7 @@ class TierStorageReader(Mount, StorageReader):
         (restore/fetch_file.py), so each begins with others."""
         if missing:
             shuffled = _RANDOM.sample(missing, len(missing))
-            self._client.run(self._client.engine.fetch_missing(checkpoint, shuffled))
+            self._client.run(self._client.mover.fetch_missing(checkpoint, shuffled))
 
     def _place(self, item: ReadItem) -> tuple[str, int, torch.Size]:
         info = self._info(item)

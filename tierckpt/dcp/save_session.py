@@ -322,9 +322,9 @@ class SaveSession:
             return
         try:
             is_local = not self.delivery.is_direct_put
-            linked = is_local and self.client.run(self.client.engine.drains.send_linked(entry))
+            linked = is_local and self.client.run(self.client.mover.drains.send_linked(entry))
             is_coordinator = entry.manifest is not None and not entry.is_fragment
-            if linked and is_coordinator and self.client.run(self.client.engine.drains.drain_now(entry.token)):
+            if linked and is_coordinator and self.client.run(self.client.mover.drains.drain_now(entry.token)):
                 return
         except (TierckptError, OSError) as error:
             log.warning("%s: the shared tier has to wait: %s", entry.uri, error)
@@ -397,7 +397,7 @@ def require_files(client: Client, location: Location, files: Sequence[FileEntry]
     directory = local_dir(client.settings.local_root, location)
     elsewhere = [file for file in files if file_size(directory / file.key) != file.size_bytes]
     for file in elsewhere:
-        if not client.run(client.engine.holds(location, file)):
+        if not client.run(client.mover.holds(location, file)):
             raise CheckpointError(f"{file.key} of {location.uri} was durable and is gone", hint="Who removed it?")
     return not elsewhere
 

@@ -122,7 +122,7 @@ class ShardDelivery:
         """Remove shards that no commit names, and none will, from the shared tier. Never fails: they harm nobody."""
         self.is_direct_put = False
         try:
-            self.client.run(self.client.engine.discard(self.location, names))
+            self.client.run(self.client.mover.discard(self.location, names))
         except TierckptError as error:
             log.warning("%s: shards of a save that failed may be left on the shared tier: %s", self.location.uri, error)
 
@@ -138,11 +138,11 @@ class ShardDelivery:
         with write_buffers().take(1, slot_bytes, self.settings.commit_timeout_seconds) as [slot]:
             flushed = self.client.run(
                 direct_put.send(
-                    self.client.engine.store(self.location),
+                    self.client.mover.store(self.location),
                     laid_out.shards,
                     slot,
                     chunk,
-                    self.client.engine.budget.share(self.entry.created_unix_seconds),
+                    self.client.mover.budget.share(self.entry.created_unix_seconds),
                 )
             )
         files = self._entries(flushed)

@@ -206,7 +206,7 @@ class TierStorageWriter(Mount, StorageWriter):
             check_local_root(self.settings)
             self._client.enter(self.location.parent, trains=True)  # what is about to be committed here must be known
             if self._role.is_coordinator:
-                standing = self._client.engine.attempts_to_replace(self.location, overwrite=self.overwrite)
+                standing = self._client.mover.attempts_to_replace(self.location, overwrite=self.overwrite)
                 self._role.replaces = self._client.run(standing)
         if not self._role.use_collectives:
             return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self._role.rank}_"))

@@ -63,7 +63,7 @@ class Directories:
         """
         client = get_client(self.settings)
         client.enter(self.location, trains=False)
-        found = self._agreed(lambda: client.run(client.engine.latest(self.location)))
+        found = self._agreed(lambda: client.run(client.mover.latest(self.location)))
         return self.restore_checkpoint(found, into) if found is not None else None
 
     def restore_checkpoint(self, found: Location, into: str | os.PathLike[str]) -> Path:
@@ -71,7 +71,7 @@ class Directories:
         client, target = get_client(self.settings), local_path(into, "into") / found.name
 
         async def once() -> RestoreResult:
-            return await client.engine.restore(found, target)
+            return await client.mover.restore(found, target)
 
         client.run(retry_until_available(once, RESTORE_SECONDS, found.uri))
         return target

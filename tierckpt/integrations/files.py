@@ -55,10 +55,10 @@ class _CachedFile(RangeFile):
             client, thing = get_client(self._settings), self._thing
             if thing.checkpoint is not None:
                 place = thing.checkpoint.location
-                cached = client.run(client.engine.cached(place, kind="directory"))
+                cached = client.run(client.mover.cached(place, kind="directory"))
             else:
                 info = ObjectInfo(thing.location.name, thing.size_bytes, thing.etag)
-                cached = client.run(client.engine.cached(thing.location, kind="object", info=info))
+                cached = client.run(client.mover.cached(thing.location, kind="object", info=info))
             self._view, self._pid = CachedView(client, cached), os.getpid()
             only = self._view.only
             self._path = only.path if only is not None else self._path
@@ -149,7 +149,7 @@ def open_raw(thing: Thing, settings: Settings) -> RangeFile:
             return _WrittenFile(thing.written, settings)
         except ObjectNotFoundError:  # drained since it was looked at
             client = get_client(settings)
-            return open_raw(client.run(client.engine.browser.look(thing.location)), settings)
+            return open_raw(client.run(client.mover.browser.look(thing.location)), settings)
     if thing.checkpoint is not None and thing.entry is not None:
         local = thing.checkpoint.local_path(thing.entry)
         if local is not None:
@@ -280,7 +280,7 @@ def put(
     """
     root, key = root_of(location)
     client = get_client(settings)
-    client.run(client.engine.browser.check_change(location))
+    client.run(client.mover.browser.check_change(location))
     if write_back:
         client.recover()
         eviction.make_room(settings, size_bytes, settings.local_root)
@@ -289,8 +289,8 @@ def put(
     if size_bytes <= PIECE_BYTES:
         data = stream.read()
         try:
-            client.run(client.engine.store(root).put(key, data, if_absent=if_absent))
+            client.run(client.mover.store(root).put(key, data, if_absent=if_absent))
         except PreconditionFailedError as error:
             raise FileExistsError(f"{location.uri} is there already") from error
     else:
-        client.run(client.engine.store(root).put_stream(key, pieces_of(stream), size_bytes))
+        client.run(client.mover.store(root).put_stream(key, pieces_of(stream), size_bytes))

@@ -21,9 +21,9 @@ from ..checkpoint.namespace import Thing, root_of
 from ..client import get_client
 from ..config import REMOVED, Settings
 from ..drain import write_back
-from ..engine import Engine
 from ..errors import ConfigError, ObjectNotFoundError, OperationTimeoutError
 from ..format.layout import METADATA, TIER_FORMS, Location, parse_uri
+from ..mover import Mover
 from ..poll import LOCAL, Poll
 from ..stores.schemes import check_location
 from ..telemetry import logger
@@ -87,12 +87,12 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return get_client(self.settings).run(work)
 
     @property
-    def _engine(self) -> Engine:
-        return get_client(self.settings).engine
+    def _mover(self) -> Mover:
+        return get_client(self.settings).mover
 
     def _look(self, path: str) -> Thing:
         location = self._location(path)
-        thing: Thing = self._run(self._engine.browser.look(location))
+        thing: Thing = self._run(self._mover.browser.look(location))
         return thing
 
     def _info(self, name: str, thing: Thing) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         name = self._strip_protocol(path)
         location = self._location(name)
         try:
-            things = self._run(self._engine.browser.level(location))
+            things = self._run(self._mover.browser.level(location))
             infos = [self._info(f"{name}/{thing.location.name}", thing) for thing in things]
         except ObjectNotFoundError:
             infos = [self.info(name)]
@@ -151,7 +151,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         location = self._location(name)
         if location.scheme == "file" or maxdepth is not None:  # directories of their own; or less than all
             return super().find(name, maxdepth=maxdepth, withdirs=withdirs, detail=detail, **kwargs)
-        things = self._run(self._engine.browser.below(location))
+        things = self._run(self._mover.browser.below(location))
         skip = len(location.path.rstrip("/")) + 1 if location.path else 0
         found = {path: self._info(path, thing) for thing in things if (path := f"{name}/{thing.location.path[skip:]}")}
         if not found and self.isfile(name):
@@ -173,7 +173,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return Reader(self, name, thing, self._info(name, thing), self.settings)
         if mode not in ("wb", "xb", "ab"):
             raise ConfigError(f"mode {mode!r} is not offered", hint="Use rb, wb, xb or ab", uri=name)
-        self._run(self._engine.browser.check_change(self._location(name)))
+        self._run(self._mover.browser.check_change(self._location(name)))
         if mode == "xb" and self.exists(name):
             raise FileExistsError(name)
         writer = Writer(
@@ -330,7 +330,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def rm_file(self, path: str) -> None:
         thing = self._file(self._strip_protocol(path))
         location = thing.location
-        self._run(self._engine.browser.check_change(location))
+        self._run(self._mover.browser.check_change(location))
         if thing.checkpoint is not None:
             raise ConfigError(f"{location.uri} is of a checkpoint", hint="`tierckpt prune` removes it as a whole")
         # A mover may be sending it, or what was written in its place: what removes it comes after that (W2, W3).
@@ -339,7 +339,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             get_client(self.settings).submit(write_back.remove(self.settings, location))
             return
         root, key = root_of(location)
-        self._run(self._engine.store(root).delete(key))
+        self._run(self._mover.store(root).delete(key))
 
     _rm = rm_file
 
@@ -354,8 +354,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 raise IsADirectoryError(f"{name} is a directory: remove it with recursive=True, as a whole")
             location = self._location(name)
             root, key = root_of(location)
-            self._run(self._engine.browser.check_removal(location))  # used at once
-            below = self._run(self._engine.browser.below(location))
+            self._run(self._mover.browser.check_removal(location))  # used at once
+            below = self._run(self._mover.browser.below(location))
             above = self._parent(name)
             # What was saved after it may be on this node only: then the store has it until it has that too (W5).
             is_behind = self.write_back and all(write_back.can_carry(thing.location) for thing in below)
@@ -372,7 +372,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 continue
             if location.scheme == "file":  # what is being sent would make the directory again
                 self._let_arrive(name)
-            self._run(self._engine.store(root).delete_dir(key))
+            self._run(self._mover.store(root).delete_dir(key))
 
     def _let_arrive(self, path: str) -> None:
         """Return when nothing that this node has written below ``path`` is sent any more, at the latest after

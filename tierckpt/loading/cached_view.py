@@ -123,10 +123,10 @@ def open_cached(
     """
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
-    return CachedView(client, client.run(client.engine.cached(location, kind=kind)))
+    return CachedView(client, client.run(client.mover.cached(location, kind=kind)))
 
 
 def open_entry(frozen: FileSet, settings: Settings) -> CachedView:
     """Open an entry of the node cache by what its receipt says it is. Raises ConfigError, StoreError."""
     client = get_client(settings)
-    return CachedView(client, client.run(client.engine.node_cache.reopen(frozen)))
+    return CachedView(client, client.run(client.mover.node_cache.reopen(frozen)))

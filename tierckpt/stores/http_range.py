@@ -1,8 +1,10 @@
-"""Ranges of S3 objects over plain HTTP (http_client.py), asked for with a URL that the object-store library has signed.
+"""Requests to S3 by URLs that the object-store library has signed: ranges over plain HTTP, and the conditional DELETE.
 
-Only what went as it should is done here: 206 with exactly the range, of the version that was asked for. A failure that
-may pass is ``StoreUnavailableError``, for the caller's retries; whatever else the server says is ``NotThisWay``, and
-the caller asks again through the library, which knows what it means.
+``delete_if`` is here because obstore has conditions for puts and gets, and none for deletes. ``Get`` receives a large
+range in place (http_client.py). Of a range only what went as it should is done here: 206 with exactly the range,
+of the version that was asked for. A failure that may pass is ``StoreUnavailableError``, for the caller's retries;
+whatever else the server says is ``NotThisWay``, and the caller asks again through the library, which knows what it
+means.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ import http.client
 import io
 import re
 import ssl
+import urllib.error
 import urllib.request
 from typing import Final
 from urllib.parse import urlsplit
 
-from ..errors import PreconditionFailedError, StoreUnavailableError
+from ..errors import PermissionDeniedError, PreconditionFailedError, StoreError, StoreUnavailableError
 from ..telemetry import logger
 from ..types import ByteRange, Tier
 from .http_client import Call, Connections, HttpError, Response, TlsError, TooSlow
@@ -166,3 +169,34 @@ def is_behind_proxy(url: str) -> bool:
     """True when the environment wants requests to ``url`` to go through a proxy: the library does that, we do not."""
     parts = urlsplit(url)
     return parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.netloc)
+
+
+def delete_if(url: str, etag: str, target: str, timeout_seconds: float) -> None:
+    """Delete the object behind ``url`` while its version is ``etag``; no error when it is gone. Blocking.
+
+    Args:
+        target: its name for messages; the URL holds a signature.
+
+    Raises:
+        PreconditionFailedError: another version is there.
+        PermissionDeniedError, StoreUnavailableError, StoreError.
+    """
+    request = urllib.request.Request(url, method="DELETE", headers={"If-Match": etag})  # signed by us
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_seconds):
+            return
+    except urllib.error.HTTPError as error:
+        with error:
+            status = error.code
+    except OSError as error:  # URLError, timeouts and resets are
+        raise StoreUnavailableError(
+            f"{target} cannot be reached: {type(error).__name__}", hint="Try again later", tier=Tier.SHARED
+        ) from None
+    if status == 404:
+        return
+    if status == 412:
+        raise PreconditionFailedError(f"{target} has changed", tier=Tier.SHARED)
+    if status in {401, 403}:
+        raise PermissionDeniedError(f"access to {target} was refused", status=status, tier=Tier.SHARED)
+    kind = StoreUnavailableError if status >= 500 or status in {408, 409, 429} else StoreError
+    raise kind(f"{target} cannot be deleted: HTTP {status}", status=status, tier=Tier.SHARED)

@@ -52,7 +52,7 @@ from .common import (
     settled,
     short_answer,
 )
-from .http_range import Get, NotThisWay, is_behind_proxy
+from .http_range import Get, NotThisWay, delete_if, is_behind_proxy
 from .native import Module
 from .remote_errors import (
     error_code,
@@ -64,8 +64,8 @@ from .remote_errors import (
     still_refused,
     translate,
 )
-from .retry import PROBE_SECONDS_MAX, Retries, Tries
-from .signed import delete_if
+from .retry import Retries, Tries
+from .store_breaker import PROBE_SECONDS_MAX
 
 if TYPE_CHECKING:
     import obstore

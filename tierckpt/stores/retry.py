@@ -1,20 +1,24 @@
-"""Retries of store requests: a retry budget, and a circuit breaker for stores that do not answer.
+"""Retries of store requests: what becomes of a 503 SlowDown, a 429, a timeout or a connection that was lost.
+
+Each is ``StoreUnavailableError`` (obstore_errors.py, signed_requests.py). The request is made again after a random wait
+of up to 0.2, 0.4, ... 3.2 s (``Tries``), as long as the budget pays for it; a ``Retry-After`` is not read. How many
+requests run at a time does not change by it: get_concurrency.py does that, for GETs that are slow.
 
 One ``Retries`` belongs to one mover and spans all its stores. It keeps two promises to the servers:
-    R1  Retries are at most a share of the requests that went well, plus a small floor (``Budget``). A store that
+    R1  Retries are at most a share of the requests that went well, plus a small floor (``RetryBudget``). A store that
         fails half of the time is not asked twice as much.
-    R2  A store that does not answer at all is asked by one probe at a time, ever more rarely (``Breaker``). Everybody
-        else waits for that probe, and goes on the moment it gets an answer.
+    R2  A store that does not answer at all is asked by one probe at a time, ever more rarely (store_breaker.py).
 
 The store clients' own retries are switched off, so that what is counted here is what the servers see. The one
-exception is said in remote.py (parts of a large object).
+exception is said in obstore_store.py (parts of a large object).
 
-Above the requests a stream is put again as a whole, as it cannot be rewound (drain/transfer.py, save/direct_put.py),
-and a damaged answer is asked for on a new connection (verified_read.py), both paid for here. Only the drain goes on for
-longer than this: for as long as its store is away (drain/drain.py), or in the agent's turn (agent/server.py).
+Above the requests a stream is put again as a whole, as it cannot be rewound (drain/file_transfer.py,
+save/direct_put.py), and a damaged answer is asked for on a new connection (verified_read.py), both paid for here. Only
+the drain goes on for longer than this: for as long as its store is away (drain/drainer.py), or in the agent's turn
+(agent/agent_server.py).
 
 Sources: Brooker, "Exponential Backoff And Jitter" (full jitter) and "Fixing retries with token buckets and circuit
-breakers"; Nygard, "Release It!" (circuit breaker).
+breakers".
 """
 
 from __future__ import annotations
@@ -32,9 +36,9 @@ from ..config import Settings
 from ..errors import StoreUnavailableError, TierckptError
 from ..poll import Poll
 from ..telemetry import RETRIES, logger
-from ..types import Tier
 from . import congestion
 from .congestion import Congestion
+from .store_breaker import PATIENCE_SECONDS, Probe, StoreBreaker
 
 if TYPE_CHECKING:
     from .bucket import Bucket
@@ -42,8 +46,6 @@ if TYPE_CHECKING:
 log = logger("stores.retry")
 
 T = TypeVar("T")
-Probe = Callable[[], Awaitable[bool]]
-"""Ask a store for something cheap. True when it answered, whatever it said."""
 
 FLOOR_RETRIES = 10.0
 FLOOR_RETRIES_PER_SECOND = 1.0
@@ -57,20 +59,14 @@ RETRY_SHARE_MAX = 0.15
 RETRIES_MAX = 5
 """Retries of one request."""
 BACKOFF_SECONDS_MIN = 0.2
-BACKOFF_SECONDS_MAX = 10.0
+BACKOFF_SECONDS_MAX = BACKOFF_SECONDS_MIN * 2 ** (RETRIES_MAX - 1)
+"""Before the last one."""
 
-FAILURES_TO_OPEN = 5
-"""Failures in a row, of any requests to one store, after which it counts as down."""
-PROBE_PAUSE_SECONDS_MIN = 0.5
 PAUSE_SECONDS_MAX = 30.0
 """Longest pause between two probes of a store that is down, and between two tries of a drain to it."""
-PROBE_SECONDS_MAX = 10.0
-PATIENCE_SECONDS = 5.0
-"""How long after a store went down its callers still wait for it. Later ones get the error at once: a save must not
-wait for a shared tier that is away."""
 
 
-class Budget:
+class RetryBudget:
     """A token bucket: each good request earns a share of a retry, each retry costs one (R1)."""
 
     def __init__(self, share_max: float) -> None:
@@ -101,115 +97,24 @@ class Budget:
         return False
 
 
-class Breaker:
-    """Whether one store is up, and the one place where its callers wait while it is not (R2)."""
-
-    def __init__(self, name: str, pause_seconds_max: float, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        self.name = name
-        self.patience_seconds = patience_seconds
-        self.is_open = False
-        self._pause_seconds_max = pause_seconds_max
-        self._pause_seconds = PROBE_PAUSE_SECONDS_MIN
-        self._failures = 0
-        self._down_since = 0.0
-        self._next_probe_at = 0.0
-        self._last_error = self._last_hint = ""
-        self._turn = asyncio.Lock()
-
-    def succeeded(self) -> None:
-        """A request was answered. Closes the breaker, whoever made the request."""
-        if self._down_since:
-            log.warning("%s answers again after %.1f s", self.name, time.monotonic() - self._down_since)
-        self.is_open = False
-        self._failures = 0
-        self._down_since = 0.0
-        self._pause_seconds = PROBE_PAUSE_SECONDS_MIN
-
-    def failed(self, error: TierckptError) -> None:
-        """A request was not answered, or by a server that cannot serve."""
-        self._last_error, self._last_hint = error.message, error.hint
-        self._failures += 1
-        if not self.is_open and self._failures >= FAILURES_TO_OPEN:
-            self.is_open = True
-            if not self._down_since:
-                self._down_since = time.monotonic()
-                log.warning("%s is down, probing it from now on: %s", self.name, error.message)
-            self._plan_probe()
-
-    def hasten(self) -> None:
-        """Let the next caller send a probe at once, for one who waits and asks about once a second (R2)."""
-        self._next_probe_at = 0.0
-
-    def _plan_probe(self) -> None:
-        self._next_probe_at = time.monotonic() + self._pause_seconds * random.uniform(0.5, 1.0)
-        self._pause_seconds = min(2 * self._pause_seconds, self._pause_seconds_max)
-
-    async def passed(self, probe: Probe, *, patient: bool = False) -> None:
-        """Return when the store may be asked. At once while it is up.
-
-        While it is down the callers form a line. The first of them sends the probe when one is due; when that is
-        answered, all go on at once.
-
-        Args:
-            patient: wait as long as it takes, not only ``patience_seconds`` from when the store went down.
-
-        Raises:
-            StoreUnavailableError: it is down, and has been for longer than that.
-        """
-        while self.is_open:
-            left = self._down_since + self.patience_seconds - time.monotonic()
-            is_due = time.monotonic() >= self._next_probe_at and not self._turn.locked()
-            if left <= 0 and not (patient or is_due):
-                raise self._unavailable()
-            try:
-                async with asyncio.timeout(None if patient else max(left, PROBE_SECONDS_MAX if is_due else 0.0)):
-                    async with self._turn:
-                        await self._probe_when_due(probe)
-            except TimeoutError:
-                continue
-            if self.is_open and is_due and left <= 0 and not patient:
-                raise self._unavailable()
-
-    async def _probe_when_due(self, probe: Probe) -> None:
-        while self.is_open:
-            await asyncio.sleep(max(0.0, self._next_probe_at - time.monotonic()))
-            if not self.is_open:
-                return  # a request that was under way has been answered meanwhile
-            self._plan_probe()  # before the probe: one that is cancelled counts as well
-            if await probe():
-                # Half closed: the first failure opens it again, and the pauses stay as long as they had become.
-                self.is_open = False
-                self._failures = FAILURES_TO_OPEN - 1
-            elif time.monotonic() > self._down_since + self.patience_seconds:
-                return
-
-    def _unavailable(self) -> StoreUnavailableError:
-        return StoreUnavailableError(
-            f"{self.name} is down: {self._last_error}",
-            hint=f"{self._last_hint or 'Try again later'}. It is probed until it answers",
-            tier=Tier.SHARED,
-            down_seconds=round(time.monotonic() - self._down_since, 1),
-        )
-
-
 class Retries:
     """The policy of one mover. ``counts`` tells what happened: requests, failures, retries, and why."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.budget = Budget(RETRY_SHARE_MAX)
+        self.budget = RetryBudget(RETRY_SHARE_MAX)
         self.counts: Counter[str] = Counter()
-        self._breakers: dict[str, Breaker] = {}
+        self._breakers: dict[str, StoreBreaker] = {}
         self._congestion: dict[str, Congestion] = {}
         self._buckets: dict[tuple[str, str], Bucket] = {}
         self.hub: Any = None
         """The Hub of this mover, which ``stores.hub`` makes: it imports this module, and may not be imported here."""
 
-    def breaker(self, name: str) -> Breaker:
+    def breaker(self, name: str) -> StoreBreaker:
         """The breaker of the store ``name`` (a bucket): one for all checkpoints in it."""
         if name not in self._breakers:
             patience = min(PATIENCE_SECONDS, self.settings.store_timeout_seconds)
-            self._breakers[name] = Breaker(name, PAUSE_SECONDS_MAX, patience)
+            self._breakers[name] = StoreBreaker(name, PAUSE_SECONDS_MAX, patience)
         return self._breakers[name]
 
     def congestion(self, name: str) -> Congestion:
@@ -230,7 +135,7 @@ class Retries:
             bucket.close()
 
     @contextlib.asynccontextmanager
-    async def asking(self, breaker: Breaker, probe: Probe) -> AsyncIterator[None]:
+    async def asking(self, breaker: StoreBreaker, probe: Probe) -> AsyncIterator[None]:
         """Within it one request is made, once the store is up; how it ends counts for ``breaker`` and the budget.
 
         Raises StoreUnavailableError, and asks for nothing, while the store is known to be down.
@@ -251,7 +156,7 @@ class Retries:
             raise
         self._went_well(breaker)
 
-    def _went_well(self, breaker: Breaker) -> None:
+    def _went_well(self, breaker: StoreBreaker) -> None:
         self.budget.earn()
         breaker.succeeded()
 

@@ -389,18 +389,18 @@ class Checkpointer:
     def _wait_shared(self, record: SaveRecord, timeout_seconds: float) -> None:
         location = parse_uri(record.uri)
         self._client.wait(location, Tier.SHARED, timeout_seconds)
-        seen = self._client.engine.drains.committed_at.get(record.uri, time.monotonic())
+        seen = self._client.mover.drains.committed_at.get(record.uri, time.monotonic())
         record.shared_commit_seconds = seen - record.begun_at
 
     def _note_commits(self) -> None:
-        note_commits(self.stats[-LATEST:], self.settings, self._client.engine.drains.committed_at)
+        note_commits(self.stats[-LATEST:], self.settings, self._client.mover.drains.committed_at)
 
     def _raise_failures(self) -> None:
         """Raise the first error since the last call, of saves that have ended and of drains."""
         self._running.raise_ended()
         uris = {record.uri for record in self.stats}
-        for token, (uri, failure) in self._client.engine.drains.take_failures(uris).items():
-            if not self._client.engine.drains.may_pass(self.location, failure):
+        for token, (uri, failure) in self._client.mover.drains.take_failures(uris).items():
+            if not self._client.mover.drains.may_pass(self.location, failure):
                 raise failure
             log.warning("%s stays on this node for now, and its drain is tried again: %s", uri, failure)
             self._client.submit(token)
@@ -507,9 +507,9 @@ class Checkpointer:
                 self._note_commits()
                 self._wait_for_drains(deadline)
             if self._pacer.keeps_some:
-                self._client.run(self._client.engine.drains.settle(self.location))
+                self._client.run(self._client.mover.drains.settle(self.location))
         except (OperationTimeoutError, KeyboardInterrupt):
-            self._client.run(self._client.engine.drains.stop_waiting())
+            self._client.run(self._client.mover.drains.stop_waiting())
             raise
         finally:
             reason = "preempted" if preemption.is_ending() else "closed"
@@ -524,7 +524,7 @@ class Checkpointer:
         if not (good and self.settings.drain) or good[-1].is_sent:
             return
         good[-1].is_sent = True
-        for entry in self._client.run(self._client.engine.drains.release(self.location)):
+        for entry in self._client.run(self._client.mover.drains.release(self.location)):
             self._client.submit(entry.token)
 
     def __enter__(self) -> Self:
@@ -565,13 +565,13 @@ class Checkpointer:
 
         Raises nothing that waiting could not mend. What the agent drains it goes on to drain after this process.
         """
-        self._client.run(self._client.engine.drains.newest_first())
+        self._client.run(self._client.mover.drains.newest_first())
         self._last.wait(deadline, self._pacer.step_seconds)
         self._running.wait(max(0.0, deadline - time.monotonic()))
         self._send_newest()
         left = ["a multi-step save was not copied in time"] if self._window.is_open else []
         left += [f"{record.uri} did not reach the local tier in time" for record, _ in self._running.unfinished()]
-        entries = self._client.run(self._client.engine.drains.idle(max(0.0, deadline - time.monotonic())))
+        entries = self._client.run(self._client.mover.drains.idle(max(0.0, deadline - time.monotonic())))
         left += [f"{entry.uri} is on the local tier only; `tierckpt drain --wait` finishes it" for entry in entries]
         self._ledger.ended("preempted", wait_seconds=deadline - time.monotonic())
         return left

@@ -18,8 +18,8 @@ import time
 from typing import Any
 
 from ..checkpoint.run_log_reader import Lines, parse_lines
-from ..engine import Engine
 from ..format.layout import HISTORY_DIR, Location
+from ..mover import Mover
 from ..telemetry import logger
 
 log = logger("other jobs")
@@ -44,12 +44,12 @@ class OtherJobs:
         """As of the last listing."""
         return time.monotonic() - self._seen_at > REMEMBERED_SECONDS
 
-    async def look(self, engine: Engine, own: frozenset[str]) -> bool:
+    async def look(self, mover: Mover, own: frozenset[str]) -> bool:
         """Look at the run. True when there is news of another job. ``own`` names the records of this process.
 
         Cost: one listing, and a GET for each record that has changed since the last look.
         """
-        store, found = engine.store(self._location), {}
+        store, found = mover.store(self._location), {}
         async for info in store.list(HISTORY_DIR):
             name = info.key.rpartition("/")[2]
             if name.endswith(".jsonl") and name not in own:

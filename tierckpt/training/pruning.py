@@ -15,8 +15,8 @@ from ..checkpoint.prune import PruneResult
 from ..checkpoint.retention import Policy, Rule
 from ..client import get_client
 from ..config import Settings
-from ..engine import Engine
 from ..format.layout import Location
+from ..mover import Mover
 from ..telemetry import logger
 from .run_log import RunLog
 
@@ -54,13 +54,13 @@ class BackgroundPruning:
         if not self._run_log.is_alone():
             return  # what this job counts as old may be the newest of another
 
-        async def within(engine: Engine) -> PruneResult:
+        async def within(mover: Mover) -> PruneResult:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                return await engine.prune(self._location, policy)
+                return await mover.prune(self._location, policy)
 
         try:
             client = get_client(self._settings)
-            client.run(within(client.engine))
+            client.run(within(client.mover))
         except Exception as error:  # whatever it is: the save is committed
             uri = self._location.uri
             log.warning("retention under %s did not finish: %s: %s", uri, type(error).__name__, error)

@@ -193,7 +193,7 @@ def _look(
     client: Client, location: Location, step_max: int | None, windows: bool, *, may_be_own: bool = True
 ) -> tuple[_Sight, Checkpoint | None]:
     try:
-        newest = client.run(client.engine.selector.newest(location, step_max, may_be_own=may_be_own, windows=windows))
+        newest = client.run(client.mover.selector.newest(location, step_max, may_be_own=may_be_own, windows=windows))
     except Exception as error:
         return _Sight(error=portable(error)), None
     found = newest.checkpoint

@@ -26,8 +26,8 @@ from ..client import get_client
 from ..config import Settings
 from ..disk.durable import make_dirs
 from ..disk.quarantine import open_regular
-from ..engine import Engine
 from ..format.layout import HISTORY_DIR, Location, local_dir
+from ..mover import Mover
 from ..telemetry import logger
 from .other_jobs import OtherJobs, identity
 
@@ -137,10 +137,10 @@ class RunLog:
         if not (self._is_on and self._settings.drain) or (self._looking is not None and not self._looking.done()):
             return
 
-        async def look(engine: Engine) -> None:
+        async def look(mover: Mover) -> None:
             try:
                 async with asyncio.timeout(LOOK_SECONDS):
-                    has_news = await self._others.look(engine, frozenset(_own))
+                    has_news = await self._others.look(mover, frozenset(_own))
             except Exception as error:  # L1
                 log.debug("cannot check whether other jobs save to %s: %s", self._location.uri, error)
                 return
@@ -148,7 +148,7 @@ class RunLog:
                 self.send(at_once=True)
 
         with contextlib.suppress(Exception):  # L1: a client that is closing
-            self._looking = get_client(self._settings).start(look(get_client(self._settings).engine))
+            self._looking = get_client(self._settings).start(look(get_client(self._settings).mover))
 
     def is_alone(self) -> bool:
         """False when another job is known to save to this run. A look that is under way is waited for a moment."""
@@ -278,7 +278,7 @@ class RunLog:
             data = "".join([*self._lines, self._tail]).encode()
         try:
             self._sending = get_client(self._settings).start(
-                _put(get_client(self._settings).engine, self._location, self._key, data)
+                _put(get_client(self._settings).mover, self._location, self._key, data)
             )
         except Exception as error:  # L1: a client that is closing
             log.debug("the records of %s stay on this node: %s", self._location.uri, error)
@@ -302,9 +302,9 @@ def _make_durable(path: Path) -> None:
         log.debug("the records may be lost with the power: %s", error)
 
 
-async def _put(engine: Engine, location: Location, key: str, data: bytes) -> None:
+async def _put(mover: Mover, location: Location, key: str, data: bytes) -> None:
     try:
-        await engine.store(location).put(key, data)
+        await mover.store(location).put(key, data)
     except Exception as error:  # L1; the next one brings all of it
         log.debug("the records of %s stay on this node for now: %s", location.uri, error)
 

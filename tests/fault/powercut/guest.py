@@ -94,7 +94,7 @@ class Trainer(Job):
 
     def acknowledge_sent(self) -> None:
         """The drain has ended without an error and the journal is empty: all is on the shared tier."""
-        left = [entry for entry in self.engine.journal.entries() if entry.state == READY]
+        left = [entry for entry in self.mover.journal.entries() if entry.state == READY]
         if left:
             raise RuntimeError(f"the drain has left {left}")
         for name in sorted(self.unsent):
@@ -108,7 +108,7 @@ class Trainer(Job):
                 if (name, tier) not in self.is_evictable:
                     self.is_evictable.add((name, tier))
                     self.speaker.say(MAY_GO, name, tier)
-        self.wait(self.engine.prune(self.world.run, Policy(Rule(local), Rule(shared))))
+        self.wait(self.mover.prune(self.world.run, Policy(Rule(local), Rule(shared))))
 
 
 def live(trainer: Trainer, seed: int) -> None:

@@ -130,10 +130,10 @@ def _check_reading(world: World, found: State) -> list[str]:
     for name, tier in found:
         checker.stock_view(world.place(name, tier), may_lack=False)
     newest = max({name for name, _ in found}, key=lambda name: step_of(name) or 0)
-    latest = job.wait(job.engine.latest(world.run))
+    latest = job.wait(job.mover.latest(world.run))
     if latest is None or latest.location.name != newest:
         raise Violation(f"latest is {latest and latest.location.name}, {newest} is committed")
-    rows = job.wait(job.engine.list(world.run))
+    rows = job.wait(job.mover.list(world.run))
     listed = {
         (row.location.name, tier) for row in rows for tier in (LOCAL, SHARED) if getattr(row, tier) == "committed"
     }
@@ -141,7 +141,7 @@ def _check_reading(world: World, found: State) -> list[str]:
         raise Violation(f"listed as committed: {sorted(listed)}; committed: {sorted(found)}")
     bad = []
     for name in {name for name, _ in found}:
-        checkpoint, report = job.wait(job.engine.verify(world.run.child(name), read_data=True))
+        checkpoint, report = job.wait(job.mover.verify(world.run.child(name), read_data=True))
         stock = {entry.path for entry in checkpoint.manifest.metadata}
         if report.records or not {path for _, path in report.problems} <= stock:
             raise Violation(f"verify of {name}: {report.records} {report.problems}")
@@ -152,7 +152,7 @@ def _check_reading(world: World, found: State) -> list[str]:
 
 def _check_restore(job: Job, world: World, newest: str, found: State) -> None:
     scratch = world.root.parent / "scratch"
-    job.wait(job.engine.restore(world.run.child(newest), scratch))
+    job.wait(job.mover.restore(world.run.child(newest), scratch))
     if checker.stock_view(scratch, may_lack=False) not in {found.get((newest, LOCAL)), found.get((newest, SHARED))}:
         raise Violation(f"{newest} restores to another save than stands there")
     shutil.rmtree(scratch)
@@ -168,4 +168,4 @@ def _save_on(world: World, found: State) -> None:
         for tier in (LOCAL, SHARED):
             if checker.committed_in(world.place(f"step-{step}", tier), may_lack=False) != "afterwards":
                 raise Violation(f"step-{step} cannot be saved after the cut")
-    job.wait(job.engine.drains.idle(10.0))
+    job.wait(job.mover.drains.idle(10.0))

@@ -127,12 +127,12 @@ def _check_latest(world: World, found: State) -> None:
     """``latest`` is the newest that is committed anywhere, and restores to one of the saves that stand there."""
     job = Job(world)
     newest = max(name for name, tier in found if tier != TARGET)
-    checkpoint = job.wait(job.engine.latest(world.run))
+    checkpoint = job.wait(job.mover.latest(world.run))
     if checkpoint is None or checkpoint.location.name != newest:
         raise Violation(f"latest is {checkpoint and checkpoint.location.name}, {newest} is committed")
     scratch = world.root.parent / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
-    job.wait(job.engine.restore(checkpoint.location, scratch))
+    job.wait(job.mover.restore(checkpoint.location, scratch))
     if stock_view(scratch, may_lack=False) not in {found.get((newest, LOCAL)), found.get((newest, SHARED))}:
         raise Violation(f"{newest} restores to another save than stands there")
 

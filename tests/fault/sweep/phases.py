@@ -64,7 +64,7 @@ class World:
 
 
 class Job:
-    """What a child works with: a saver, an engine, a loop, and a file to acknowledge in."""
+    """What a child works with: a saver, a mover, a loop, and a file to acknowledge in."""
 
     wait_seconds = WAIT_SECONDS
 
@@ -81,7 +81,7 @@ class Job:
         )
         self._runner = asyncio.Runner()
         self.saver = Saver(settings, self.wait)
-        self.engine = self.saver.engine
+        self.mover = self.saver.mover
         self._file = os.open(world.acknowledgements, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -101,7 +101,7 @@ class Job:
 
     def drain(self) -> None:
         """What the journal holds, once; raises the first thing that went wrong, acknowledges what went well."""
-        results, errors = self.wait(self.engine.drains.drain_all(patient=True))
+        results, errors = self.wait(self.mover.drains.drain_all(patient=True))
         for result in results:
             if result.outcome == "committed":
                 self.acknowledge(result.uri.rpartition("/")[2], SHARED)
@@ -112,7 +112,7 @@ class Job:
         """What the next process does first."""
         check_local_root(self.saver.settings)
         self.saver.recover()
-        self.wait(self.engine.drains.idle(10.0))
+        self.wait(self.mover.drains.idle(10.0))
         self.drain()
 
 
@@ -178,7 +178,7 @@ def restore_prepared(world: World) -> None:
 def restore(world: World) -> None:
     """Of this step. Of the run it would rightly be an older one where this one cannot be read (set_cover.py)."""
     job = Job(world)
-    job.wait(job.engine.restore(world.step(2), world.place("", TARGET)))
+    job.wait(job.mover.restore(world.step(2), world.place("", TARGET)))
     job.acknowledge("step-2", TARGET)
 
 
@@ -191,7 +191,7 @@ def fetch_prepared(world: World) -> None:
 def fetch(world: World) -> None:
     """What a node does before a job starts on it."""
     job = Job(world)
-    job.wait(job.engine.prefetch(world.step(2), None))
+    job.wait(job.mover.prefetch(world.step(2), None))
 
 
 def drain_prepared(world: World) -> None:
@@ -205,16 +205,16 @@ def resume_prepared(world: World) -> None:
     save_two(world)
     job = Job(world)
     job.save(2, "over", send=False)
-    [entry] = job.engine.journal.entries()
+    [entry] = job.mover.journal.entries()
     file = entry.files[0]
-    path = job.engine.directory(entry.location) / file.key
-    job.wait(transfer.send(job.engine.store(entry.location), path, file, CHUNK_BYTES, lambda _: None))
+    path = job.mover.directory(entry.location) / file.key
+    job.wait(transfer.send(job.mover.store(entry.location), path, file, CHUNK_BYTES, lambda _: None))
     job.saver.leave_unfinished(world.step(3), "3")
 
 
 def retain(world: World) -> None:
     job = Job(world)
-    job.wait(job.engine.prune(world.run, Policy(Rule(1), Rule(2))))
+    job.wait(job.mover.prune(world.run, Policy(Rule(1), Rule(2))))
 
 
 PHASES = (

@@ -1,4 +1,4 @@
-"""A save as ``dcp/writer.py`` does it, without torch: the same functions of mover and engine, in the same order.
+"""A save as ``dcp/writer.py`` does it, without torch: the same functions, in the same order.
 
 ``test_sweeps.py`` holds the system calls of this one against those of the real writer.
 """
@@ -22,12 +22,12 @@ from tierckpt.disk import durable
 from tierckpt.disk.durable import translated
 from tierckpt.disk.io_tuner import WRITE_BYTES_MAX, IoShape, segment_bytes
 from tierckpt.disk.local_root import check_local_root
-from tierckpt.engine import Engine
 from tierckpt.errors import TierckptError
 from tierckpt.format import layout
 from tierckpt.format.layout import SHARD_SUFFIX, Location, local_dir
 from tierckpt.format.manifest import FileEntry, Manifest, digests_of
 from tierckpt.format.shard import Flushed
+from tierckpt.mover import Mover
 from tierckpt.quantities import round_up
 from tierckpt.save import direct_put, eviction, flush, shard_plan
 
@@ -48,11 +48,11 @@ def nothing() -> None:
 
 
 class Saver:
-    """Saves with one engine, on one event loop, in one thread."""
+    """Saves with one mover, on one event loop, in one thread."""
 
     def __init__(self, settings: Settings, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
         self.settings = settings
-        self.engine = Engine(settings)
+        self.mover = Mover(settings)
         self.run = run
         self._recovered = False
 
@@ -92,7 +92,7 @@ class Saver:
         is_straight: bool,
     ) -> None:
         check_local_root(self.settings)
-        replaces = self.run(self.engine.attempts_to_replace(location, overwrite=overwrite))
+        replaces = self.run(self.mover.attempts_to_replace(location, overwrite=overwrite))
         planned()
         one = _OneSave(self, location, label, ranks, alone, replaces)
         try:
@@ -114,7 +114,7 @@ class Saver:
         """As the client does it: once in the life of a process."""
         if not self._recovered:
             self._recovered = True
-            self.run(self.engine.drains.recover())
+            self.run(self.mover.drains.recover())
 
     def leave_unfinished(self, location: Location, label: str) -> None:
         """What a process leaves that is killed while it writes shards."""
@@ -129,7 +129,7 @@ class _OneSave:
         self, saver: Saver, location: Location, label: str, ranks: int, alone: bool, replaces: tuple[str, ...]
     ) -> None:
         self.saver, self.location, self.label, self.ranks, self.alone = saver, location, label, ranks, alone
-        self.settings, self.engine, self.journal = saver.settings, saver.engine, saver.engine.journal
+        self.settings, self.mover, self.journal = saver.settings, saver.mover, saver.mover.journal
         self.replaces = replaces
         self.directory = local_dir(self.settings.local_root, location)
         self.attempt = secrets.token_hex(8)
@@ -167,7 +167,7 @@ class _OneSave:
 
     def _straight(self, shards: list[shard_plan.Shard]) -> list[Flushed] | None:
         """None when the shared tier does not take them."""
-        store, share = self.engine.store(self.location), self.engine.budget.share(0.0)
+        store, share = self.mover.store(self.location), self.mover.budget.share(0.0)
         try:
             with write_buffers().take(1, CHUNK_BYTES, 30.0) as [slot]:
                 return self.saver.run(direct_put.send(store, shards, slot, CHUNK_BYTES, share))  # type: ignore[no-any-return]
@@ -177,7 +177,7 @@ class _OneSave:
 
     def _discard(self, names: list[str]) -> None:
         with contextlib.suppress(TierckptError):
-            self.saver.run(self.engine.discard(self.location, [name for name in names if name.endswith(SHARD_SUFFIX)]))
+            self.saver.run(self.mover.discard(self.location, [name for name in names if name.endswith(SHARD_SUFFIX)]))
 
     def _flush(self, shards: list[shard_plan.Shard]) -> list[Flushed]:
         segment = segment_bytes(CHUNK_BYTES, WRITE_BYTES_MAX)
@@ -226,9 +226,9 @@ class _OneSave:
         if not send or self.is_direct_put:
             return
         with contextlib.suppress(TierckptError):  # as in the writer: the mover tries again
-            linked = self.saver.run(self.engine.drains.send_linked(entry))
+            linked = self.saver.run(self.mover.drains.send_linked(entry))
             if linked and entry.manifest is not None and not entry.is_fragment:
-                self.saver.run(self.engine.drains.drain_now(entry.token))
+                self.saver.run(self.mover.drains.drain_now(entry.token))
 
     def abort(self) -> None:
         if self.entry is None:

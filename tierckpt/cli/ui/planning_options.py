@@ -204,6 +204,6 @@ def _fetch(uri: str) -> bytes:
         name, parent = location.name, location.parent
     client = Client(load_settings(None))
     try:
-        return bytes(client.run(client.engine.store(parent).get(name)))
+        return bytes(client.run(client.mover.store(parent).get(name)))
     finally:
         client.close()

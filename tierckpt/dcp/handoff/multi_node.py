@@ -62,7 +62,7 @@ class ResultExchange:
     def tell(self, rank: int, results: list[WriteResult]) -> None:
         """Put the record of ``rank``, which has ended and whose shards are durable."""
         data = self._encode(rank, results)
-        self.client.run(self.client.engine.store(self.location).put(self._key(rank), data))
+        self.client.run(self.client.mover.store(self.location).put(self._key(rank), data))
 
     def hear(self, ranks: Collection[int]) -> dict[int, list[WriteResult]]:
         """Return what ``ranks`` have written, when all of them have been told of.
@@ -88,18 +88,18 @@ class ResultExchange:
     def await_commit(self, entry: Entry) -> bool:
         """Return whether a manifest on the shared tier, committed or to be, names the files of ``entry`` by then."""
         polls = Poll(self.wait_seconds, SHARED)
-        return any(self.client.run(self.client.engine.drains.is_named(entry)) for _ in polls)
+        return any(self.client.run(self.client.mover.drains.is_named(entry)) for _ in polls)
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Remove their records: whoever had to read them has, or never will. Never fails: they harm nobody."""
         keys = [self._key(rank, folder) for rank, folder in product(ranks, FOLDERS)]
         try:
-            self.client.run(self.client.engine.discard(self.location, keys))
+            self.client.run(self.client.mover.discard(self.location, keys))
         except TierckptError as error:
             log.warning("%s: records of ranks that have ended may be left: %s", self.location.uri, error)
 
     def _get(self, key: str) -> bytes:
-        return self.client.run(self.client.engine.store(self.location).get(key))
+        return self.client.run(self.client.mover.store(self.location).get(key))
 
     def _key(self, rank: int, folder: str = HANDOFF_DIR) -> str:
         name = hashlib.blake2b(self.save.encode(), digest_size=8).hexdigest()

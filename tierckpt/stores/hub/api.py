@@ -47,7 +47,8 @@ from ...types import ByteRange, Tier
 from ..congestion import BYTES_PER_SECOND_MIN
 from ..http_client import said
 from ..http_range import MAY_PASS
-from ..retry import PROBE_SECONDS_MAX, Retries, Tries
+from ..retry import Retries, Tries
+from ..store_breaker import PROBE_SECONDS_MAX
 
 log = logger("stores.hub")
 

@@ -1,4 +1,10 @@
-"""The async core: one Engine per local root in a process, over the parts in mover/. Runs on one event loop."""
+"""The mover: everything that moves the bytes of one process. A limit that is "per mover" holds for one ``Mover``.
+
+Each process has one for its settings (``client.py`` runs it), and so has a node's agent (``agent/server.py``). Where
+``settings.mover`` is "agent" the agent's alone drains, so that all processes of a node share its limits; one whose
+agent does not answer drains for itself, with limits of its own. The limits: files at a time and bytes per second of
+drains (``drain/rate_limiter.py``), retries of requests (``stores/retry.py``).
+"""
 
 from __future__ import annotations
 
@@ -55,7 +61,7 @@ from .stores.hub.store import HubStore
 from .telemetry import ignore_progress, logger
 from .types import ObjectInfo, Progress, ProgressListener, Tier
 
-log = logger("engine")
+log = logger("mover")
 
 PROBE_TIMEOUT_SECONDS = 10.0
 PROBE_SILENT_SECONDS = 0.5
@@ -64,7 +70,7 @@ SILENT_SECONDS = 60.0
 for it once a minute, and not at each save."""
 
 
-class Engine:
+class Mover:
     """Everything the library does apart from torch: drain, wait, find, fetch, verify, prefetch, remove.
 
     Owns the stores and the running drains. Not thread-safe: every coroutine runs on the loop that made it.
@@ -109,7 +115,7 @@ class Engine:
 
     @property
     def budget(self) -> Budget:
-        """What the drains of this engine may take; it can be changed while they run."""
+        """What the drains of this mover may take; it can be changed while they run."""
         return self.drainer.budget
 
     def store(self, location: Location) -> Store:
