@@ -44,16 +44,19 @@ class Hold:
 
 
 @contextmanager
-def try_lock(path: Path, *, remove: bool = False, inherited: int | None = None) -> Iterator[Hold]:
+def try_lock(
+    path: Path, *, remove: bool = False, is_shared: bool = False, inherited: int | None = None
+) -> Iterator[Hold]:
     """Yield a true ``Hold`` while holding ``path``, a false one at once when somebody else does.
 
-    Its directory must exist. ``inherited``: the descriptor of a holder that may have ended (K4); closed at the end.
+    Its directory must exist. ``is_shared``: with any number of others who share it; with ``remove`` the last of them
+    takes the file along. ``inherited``: the descriptor of a holder that may have ended (K4); closed at the end.
     """
     file, pid = open_lock(path) if inherited is None else inherited, os.getpid()
     held = False
     try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             held = _is_file(file, path)  # K3
         except BlockingIOError:
             pass
@@ -63,7 +66,10 @@ def try_lock(path: Path, *, remove: bool = False, inherited: int | None = None) 
             try:
                 if held and remove:
                     with suppress(OSError):  # a file that stays is what the next holder locks
-                        path.unlink()
+                        if is_shared:
+                            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else does
+                        if not is_shared or _is_file(file, path):  # to ask for EX gave SH up for an instant
+                            path.unlink()
             finally:
                 with suppress(OSError):  # closing lets go of it too, unless there is such a child
                     fcntl.flock(file, fcntl.LOCK_UN)  # K2

@@ -12,7 +12,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -23,7 +22,7 @@ from ..format.manifest import digest_of
 from ..poll import BRIEF, Poll
 from ..telemetry import logger
 from .durable import make_dirs, matching
-from .file_lock import _is_file, close_lock, open_lock, try_lock
+from .file_lock import try_lock
 
 log = logger("leases")
 
@@ -44,27 +43,36 @@ def reading(local_root: Path, directory: Path) -> Iterator[None]:
 @contextmanager
 def holding(path: Path) -> Iterator[None]:
     """Hold the lease file ``path`` with any number of others. Who removes holds it alone (``try_lock``)."""
-    pid = os.getpid()
     for _ in Poll(REMOVAL_SECONDS_MAX, BRIEF):
-        if (lease := _try_lease(path)) != _HELD:
-            break
-    try:
-        yield
-    finally:
-        _release(lease, pid, path)
+        with _leased(path) as is_had:
+            if is_had:
+                yield
+                return
+    yield
 
 
 @asynccontextmanager
 async def reading_async(local_root: Path, directory: Path) -> AsyncIterator[None]:
     """``reading`` for coroutines."""
-    pid, path = os.getpid(), lease_path(local_root, directory)
     async for _ in Poll(REMOVAL_SECONDS_MAX, BRIEF):  # another process holds it: it sets no event of ours
-        if (lease := _try_lease(path)) != _HELD:
-            break
-    try:
-        yield
-    finally:
-        _release(lease, pid, path)
+        with _leased(lease_path(local_root, directory)) as is_had:
+            if is_had:
+                yield
+                return
+    yield
+
+
+@contextmanager
+def _leased(path: Path) -> Iterator[bool]:
+    """Yield True with the lease, and where none can be had (L3); False while somebody removes."""
+    with contextlib.ExitStack() as lease:
+        try:
+            make_dirs(path.parent)
+            is_had = bool(lease.enter_context(try_lock(path, remove=True, is_shared=True)))
+        except (OSError, TierckptError) as error:
+            log.debug("no lease by %s: %s", path, error)
+            is_had = True
+        yield is_had
 
 
 @contextmanager
@@ -110,45 +118,3 @@ def forget_dead(local_root: Path) -> None:
 
 def lease_path(local_root: Path, directory: Path) -> Path:
     return local_root / "leases" / f"{digest_of(str(directory).encode())}.lock"
-
-
-_HELD = -1
-_NONE = -2
-
-
-def _try_lease(path: Path) -> int:
-    """Return the descriptor that holds the lease, _HELD while somebody removes, _NONE where none can be had (L3)."""
-    try:
-        make_dirs(path.parent)
-        file = open_lock(path)
-    except (OSError, TierckptError) as error:
-        log.debug("no lease by %s: %s", path, error)
-        return _NONE
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if _is_file(file, path):
-            return file
-    except BlockingIOError:
-        pass
-    except OSError as error:
-        log.debug("no lease by %s: %s", path, error)
-        close_lock(file)
-        return _NONE
-    close_lock(file)
-    return _HELD  # a removal is under way, or has just ended and taken the file with it
-
-
-def _release(file: int, pid: int, path: Path) -> None:
-    """Give the lease up, where it is of this process (K5). The last reader takes the file along. Unlocked by name: a
-    child that C code forked has the descriptor."""
-    if file < 0 or pid != os.getpid():
-        return
-    try:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else reads
-            if _is_file(file, path):  # taking EX gave SH up for an instant: the name may be another reader's by now
-                path.unlink(missing_ok=True)
-    finally:
-        with contextlib.suppress(OSError):  # closing lets go of it too, unless there is such a child
-            fcntl.flock(file, fcntl.LOCK_UN)
-        close_lock(file)
