@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import tierckpt
 from tests.compat.everything import blank, differences, everything
 from tests.compat.extensions import Flipped, registry
+from tierckpt.dcp.items import streamed
 from tierckpt.format.layout import local_dir, parse_uri
 
 EXTENSIONS = {
@@ -132,9 +133,14 @@ def test_ours_replaces_stock(file_uri: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", EXTENSIONS)
-def test_stream_extensions_cross_both_ways(chain: str, file_uri: str, tmp_path: Path) -> None:
+def test_stream_extensions_cross_both_ways(
+    chain: str, file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they fill several shards."""
     state = everything(8)
+    monkeypatch.setattr(streamed, "STREAMED_BYTES", 1 << 14)
     save_ours(f"{file_uri}/ours-1", state, _extensions=[kind() for kind in EXTENSIONS[chain]])
+    assert len(list(Path(file_uri, "ours-1").glob("*.distcp"))) > 1
     stock = FileSystemWriter(f"{file_uri}/stock-1", _extensions=[kind() for kind in EXTENSIONS[chain]])
     dcp.save(state, storage_writer=stock, no_dist=True)
     for name in ("ours-1", "stock-1"):

@@ -6,10 +6,12 @@ one that cannot go straight goes to the SSD.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -37,7 +39,7 @@ from ..save.flush import flush
 from ..save.shard_plan import Shard
 from ..telemetry import logger
 from . import split
-from .items.streamed import write_streamed
+from .items.streamed import streamed_shards
 from .stager import StagedItems
 
 log = logger("save")
@@ -174,11 +176,11 @@ class ShardDelivery:
         for lease in laid_out.leases:
             lease.in_place = all(shard.image for shard in shards)
         if streamed:
-            path = self.directory / shard_name(laid_out.prefix, len(shards), self.entry.token)
-            more, file = write_streamed(
-                self.transforms, path, streamed, planner, self.settings, durable=self.sync_files
-            )
-            results, flushed = results + more, [*flushed, file]
+            names = (shard_name(laid_out.prefix, number, self.entry.token) for number in count(len(shards)))
+            for name, record, more in streamed_shards(self.transforms, names, streamed, planner):
+                flushed += self._flush([Shard(self.directory / name, [record])])
+                results = results + more
+                del record  # and its bytes, before there are others
         if self.sync_files:
             fsync_dir(self.directory)
         return results, self._entries(flushed)
@@ -227,7 +229,4 @@ def _item_bytes(item: WriteItem) -> int:
     """Bytes of one plan item (its own chunk of the tensor), 1 for an object whose size nobody knows yet."""
     if item.tensor_data is None:
         return 1
-    count = 1
-    for size in item.tensor_data.chunk.sizes:
-        count *= size
-    return count * item.tensor_data.properties.dtype.itemsize
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import io
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ...config import Settings
-from ...format.shard import Flushed
+from ...save.shard_plan import Record
 from .. import split
 from ..stager import StagedItems
-from .stream_writer import ShardWriter
+
+STREAMED_BYTES = 256 << 20
+"""A shard of them is closed when it has so many: it is in memory until it is written."""
 
 
-def write_streamed(
+def streamed_shards(
     transforms: _StorageWriterTransforms,
-    path: Path,
+    names: Iterator[str],
     items: Sequence[WriteItem],
     planner: SavePlanner | StagedItems,
-    settings: Settings,
-    *,
-    durable: bool,
-) -> tuple[list[WriteResult], Flushed]:
-    """Write ``items`` to a shard of their own, each through ``torch.save`` and the extensions of ``transforms``.
+) -> Iterator[tuple[str, Record, list[WriteResult]]]:
+    """Yield shards of ``items``: their names, bytes, and what DCP is told of the items in them. Each item goes through
+    ``torch.save`` and the extensions of ``transforms``.
 
-    Cost: what stock DCP costs; one item at a time is in memory, and one chunk of the shard.
+    Cost: what stock DCP costs; one shard of ``STREAMED_BYTES`` and one item is in memory.
     """
-    with ShardWriter(path, int(settings.chunk_size_bytes)) as stream:
-        try:
-            results = [
-                _write_item(transforms, stream, _data(item, planner), item, path.name, SerializationFormat.TORCH_SAVE)
-                for item in items
-            ]
-            flushed = stream.finish(durable=durable)
-        except BaseException as error:
-            if stream.error is not None and stream.error is not error:
-                raise stream.error from error
-            raise
-    return results, flushed
+    name, stream, results = next(names), io.BytesIO(), list[WriteResult]()
+    for item in items:
+        data = _data(item, planner)
+        results.append(_write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE))
+        if stream.tell() >= STREAMED_BYTES:
+            yield name, Record(0, stream.getbuffer()), results
+            name, stream, results = next(names), io.BytesIO(), []
+    if results:
+        yield name, Record(0, stream.getbuffer()), results
 
 
 def _data(item: WriteItem, planner: SavePlanner | StagedItems) -> Any:
